@@ -17,7 +17,7 @@ from injector import schedule
 from rich.console import Console
 
 from weft.api import with_planned_layout
-from weft.cli import main
+from weft.cli import run_command_line
 from weft.cli.app import app
 from weft.cli.arguments import AsJson, LayoutText, Overrides, RecipeFile
 from weft.cli.console import grid, plain_console
@@ -154,4 +154,4 @@ def register() -> None:
 if __name__ == "__main__":
     register()
     sys.argv.insert(1, "chaos")
-    main()
+    run_command_line()

@@ -307,7 +307,7 @@ def main() -> None:
     if given.rank:
         import torch
 
-        from weft.run.ranks import init_ranks
+        from weft.run.rank_processes import init_ranks
 
         torch.set_num_threads(1)
         init_ranks("cpu", 120)

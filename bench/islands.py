@@ -334,7 +334,7 @@ def be_weft(run: Run) -> None:
     from weft.layout.layout import Layout
     from weft.layout.mesh import Mesh
     from weft.recipe import Optimizer, Recipe
-    from weft.run.ranks import init_ranks
+    from weft.run.rank_processes import init_ranks
     from weft.sync.presence import Presence
     from weft.sync.streams import open_streams
     from weft.train.build_step import build_step
@@ -466,7 +466,7 @@ def be_torch(run: Run) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from weft.run.ranks import init_ranks
+    from weft.run.rank_processes import init_ranks
 
     init_ranks("cpu", LIMIT)
     model, inner, loss_of = plain(Path(run.folder))

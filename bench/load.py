@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli import main
+from weft.cli import run_command_line
 from weft.cli.app import app
 from weft.cli.arguments import AsJson, read_keys
 from weft.cli.bench import (
@@ -218,4 +218,4 @@ def register() -> None:
 if __name__ == "__main__":
     register()
     sys.argv.insert(1, "load")
-    main()
+    run_command_line()

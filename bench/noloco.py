@@ -25,7 +25,7 @@ from weft.observe.run_metrics import read_metrics
 from weft.prove.pool import ProcessPool
 from weft.recipe import Recipe, build_recipe, load_recipe
 from weft.train.setup import prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "noloco.json"
@@ -44,7 +44,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def final_loss(values: dict[str, Any], out: str) -> float:
     """On every rank: train, and the validation loss of this rank's island at the end."""
     recipe = build_recipe(values)
-    outcome = train(prepare(recipe), Mesh.create(recipe.layout, "cpu"), Path(out))
+    outcome = train_job(prepare(recipe), Mesh.create(recipe.layout, "cpu"), Path(out))
     return float(outcome.validations[-1])
 
 

@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        from weft.run.ranks import rank_process
+        from weft.run.rank_processes import rank_process
 
         with rank_process("cpu", 600):
             be_rank(options.rank, options.json)

@@ -295,7 +295,7 @@ SETTINGS = [
 def be_rank(folder: Path, fault: str, place: str, rank: int) -> None:
     """``weft train``, with the same fate before the step's sums, or after it."""
     import weft.train.step as module
-    from weft.cli import main
+    from weft.cli import run_command_line
 
     fate, taken, plain = Fate(fault, place, folder, rank), [0], module.step_sum
 
@@ -323,7 +323,7 @@ def be_rank(folder: Path, fault: str, place: str, rank: int) -> None:
         str(folder / "run"),
     ]
     sys.argv += [word for setting in SETTINGS for word in ("--set", setting)]
-    main()
+    run_command_line()
 
 
 def run_weft(fault: str, place: str) -> dict[str, Any]:
@@ -380,7 +380,7 @@ def apart(found: dict[str, Any], quiet: dict[str, Any]) -> float | None:
     return max(abs(a - b) for a, b in both) / max(b for _, b in both) if both else None
 
 
-def main() -> None:
+def run_command_line() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0] if __doc__ else None
     )
@@ -460,4 +460,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command_line()

@@ -48,7 +48,7 @@ def be_rank(layout: str, settings: list[str], out: Path, what: str) -> None:
     from weft.recipe import load_recipe
     from weft.rehearse.machine_probe import probe_links
     from weft.rehearse.rehearsed_step import plain_batches
-    from weft.run.ranks import init_ranks
+    from weft.run.rank_processes import init_ranks
     from weft.train.setup import build_for_training, model_shape
     from weft.train.step import train_step
 

@@ -30,7 +30,7 @@ from weft.layout.mesh import Mesh
 from weft.memory.heap import keep_heap
 from weft.models.widened import multiplies_slowly, multiply
 from weft.recipe import Adapter, ModelShape, Recipe, Train
-from weft.run.ranks import init_ranks
+from weft.run.rank_processes import init_ranks
 from weft.train.setup import build_for_training
 from weft.train.step import train_step
 

@@ -24,7 +24,7 @@ import torch
 
 from tests import started
 from weft import registry
-from weft.cli import main
+from weft.cli import run_command_line
 from weft.prove.pool import ProcessPool
 from weft.run.signals import requests
 
@@ -124,7 +124,7 @@ def command(
         monkeypatch.setattr(sys, "argv", ["weft", *map(str, words)])
         threads = torch.get_num_threads()
         with pytest.raises(SystemExit) as ended:
-            main()
+            run_command_line()
         torch.set_num_threads(threads)  # a run takes all cores
         out, err = capsys.readouterr()
         assert isinstance(ended.value.code, int) and "Traceback" not in out + err

@@ -23,11 +23,11 @@ def main() -> None:
             # the launcher has held it back so far
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-        from weft.cli import main as run
+        from weft.cli import run_command_line
         from weft.run.signals import requests
 
         requests.program = main
-        run()
+        run_command_line()
     except KeyboardInterrupt:
         # of several ranks, the first
         if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:

@@ -17,11 +17,11 @@ from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
 from weft.layout.placement import island_ranks
 from weft.recipe import RUNS, Recipe, build_recipe
-from weft.run.ranks import in_ranks, own_device, rank_process
+from weft.run.rank_processes import in_ranks, own_device, rank_process
 from weft.run.signals import requests, take_ctrl_c
 from weft.train.runs import as_recorded, prepare_run
 from weft.train.setup import device_type, model_shape, prepare
-from weft.train.training import Ending, Outcome, train
+from weft.train.training import Ending, Outcome, train_job
 
 
 def start(
@@ -152,12 +152,12 @@ def _live(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
         mesh = Mesh.create(recipe.layout, own_device(device))
         if recipe.layout.world == 1:  # there are no others to be slower than
             return Ending(
-                recipe, train(prepare(recipe), mesh, out, resume), mesh.speaks
+                recipe, train_job(prepare(recipe), mesh, out, resume), mesh.speaks
             )
         from weft.observe import trace
         from weft.resilience.watching import Watching
 
-        outcome = train(prepare(recipe), mesh, guard=Watching(out, resume))
+        outcome = train_job(prepare(recipe), mesh, guard=Watching(out, resume))
         trace.stop(everyone=mesh.is_main)
         return Ending(recipe, outcome, mesh.speaks)
 

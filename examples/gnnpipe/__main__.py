@@ -18,7 +18,7 @@ from examples.gnnpipe.pipeline import GraphPipeline, volumes
 from examples.gnnpipe.rows import Rows
 from weft.memory.tier_file import TierFile
 from weft.run.launch import launch
-from weft.run.ranks import in_ranks, init_ranks
+from weft.run.rank_processes import in_ranks, init_ranks
 
 
 def main() -> int:

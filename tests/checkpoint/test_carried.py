@@ -29,7 +29,7 @@ from weft.shapes.carried_files import (
 )
 from weft.shapes.config import shape_from_config, shape_from_fields
 from weft.train.setup import prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 transformers = pytest.importorskip("transformers")
 
@@ -224,7 +224,7 @@ def trained(corpus: str, model: Path | None, run: Path, **change: Any) -> Path:
     tree["model"] = {"from": str(model)} if model else tree["model"]
     tree["train"]["batch"] = 1
     settings = type(recipe(corpus)).model_validate(tree)
-    train(prepare(settings), Mesh.create(settings.layout, "cpu"), run, None)
+    train_job(prepare(settings), Mesh.create(settings.layout, "cpu"), run, None)
     return run
 
 

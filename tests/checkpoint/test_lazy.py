@@ -26,7 +26,7 @@ from weft.train.build_step import build_step
 from weft.train.setup import prepare
 from weft.train.step import Step, StepContext
 from weft.train.step_values import StepResult
-from weft.train.training import train
+from weft.train.training import train_job
 
 SLOW = 0.3  # seconds before a copy begins
 copy = Saver._copy
@@ -52,7 +52,7 @@ def slow_copy(
 def states(folder: Path, corpus: str) -> dict[str, dict[str, torch.Tensor]]:
     """Train five steps on this process, save after every second; what each checkpoint holds."""
     settings = recipe(corpus, checkpoint__every=2, checkpoint__keep=9, train__steps=5)
-    train(prepare(settings), Mesh.single(), folder)
+    train_job(prepare(settings), Mesh.single(), folder)
     found = {}
     for place in sorted((folder / "checkpoints").iterdir()):
         checkpoint = StoredCheckpoint(LocalStorage(place))

@@ -32,7 +32,7 @@ from weft.observe.run_metrics import read_metrics
 from weft.recipe import ModelShape, Optimizer, build_recipe
 from weft.train.runs import prepare_run
 from weft.train.setup import build_for_training, prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 HOME, TWO = {"shard": 2, "tp": 2}, {"shard": 2}
 
@@ -54,7 +54,7 @@ def go(values: dict[str, Any], out: str, resume: str | None = None) -> tuple[int
     """On every rank: the run. Returns its last step and data position."""
     settings = build_recipe(values)
     mesh = Mesh.create(settings.layout, "cpu")
-    outcome = train(prepare(settings), mesh, Path(out), resume)
+    outcome = train_job(prepare(settings), mesh, Path(out), resume)
     return outcome.progress.step, outcome.progress.position
 
 

@@ -18,7 +18,7 @@ from tests.cases import write_corpus
 from tests.conftest import Command
 from tests.started import Started
 from weft.checkpoint.store import committed_checkpoints
-from weft.cli import main
+from weft.cli import run_command_line
 from weft.errors import UsageError
 from weft.observe.run_metrics import read_metrics
 from weft.recipe import load_recipe
@@ -132,7 +132,7 @@ def test_mistakes_cost_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["weft", *words])
     with pytest.raises(SystemExit) as ended:
-        main()
+        run_command_line()
     out, err = capsys.readouterr()
     assert ended.value.code == code, err
     line = err.strip()
@@ -288,7 +288,7 @@ def test_ctrl_c_in_any_command_says_so(
             "RANK", raising=False
         ) if rank is None else monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as ended:
-            main()
+            run_command_line()
         assert (ended.value.code, capsys.readouterr().err) == (130, said)
 
 

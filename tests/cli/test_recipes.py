@@ -134,7 +134,7 @@ def test_the_shell_completes_commands_and_recipes() -> None:
             "_WEFT_COMPLETE": "complete_bash",
             "COMP_WORDS": " ".join(["weft", *words]),
         }
-        run = "import sys; sys.argv = ['weft']; from weft.cli import main; main()"
+        run = "import sys; sys.argv = ['weft']; from weft.cli import run_command_line; run_command_line()"
         env |= {"COMP_CWORD": str(len(words))}
         done = subprocess.run(
             [sys.executable, "-c", run],

@@ -19,8 +19,8 @@ RUN = """
 import sys
 sys.argv = ["weft", *{words}]
 try:
-    from weft.cli import main
-    main()
+    from weft.cli import run_command_line
+    run_command_line()
 finally:
     heavy = {{"torch", "numpy", "scipy", "plotly", "transformers"}} & sys.modules.keys()
     if {words} == ["--help"]:  # 0.23 s of processor time, half of it typer's and rich's

@@ -32,7 +32,7 @@ from weft.observe.run_metrics import read_metrics
 from weft.recipe import Chat, Data, Source, build_recipe
 from weft.train.runs import as_recorded
 from weft.train.setup import Job, prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 TEXTS = ["a b c", "c <bos> c b", "bb\na"]
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
@@ -285,14 +285,14 @@ def test_a_run_of_before_keeps_its_data_and_its_warmup(
 
     out = tmp_path / "run"
     with mock.patch.object(Job, "facts", of_before):
-        train(prepare(then), Mesh.single(), out)
+        train_job(prepare(then), Mesh.single(), out)
     whole = [(r["loss"], r["lr"]) for r in read_metrics(out)["train"]]
     capsys.readouterr()
     at = str(out / "checkpoints/step-000002")
     for _ in range(2):  # and once more, from what the resumed run has recorded
         kept = as_recorded(now, out, at)
         assert (kept.data.bos, kept.optimizer.warmup) == ("prompts", 100)
-        train(prepare(kept), Mesh.single(), out, at)
+        train_job(prepare(kept), Mesh.single(), out, at)
         assert [(r["loss"], r["lr"]) for r in read_metrics(out)["train"]] == whole
         said = capsys.readouterr().out
         assert (

@@ -28,7 +28,7 @@ from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Task, Train, build_recipe
 from weft.train.score import scores
 from weft.train.setup import prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 SHAPE = ModelShape(
     vocab=61, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5
@@ -124,7 +124,7 @@ def test_scores_are_the_same_under_every_layout(
 def run(values: dict[str, Any], out: str) -> list[float]:
     settings = build_recipe(values)
     mesh = Mesh.create(settings.layout, "cpu")
-    return train(prepare(settings), mesh, Path(out)).validations
+    return train_job(prepare(settings), mesh, Path(out)).validations
 
 
 def write(folder: Path, *lines: object) -> Path:

@@ -19,7 +19,7 @@ from weft.layout.parts import Part
 from weft.net.groups import fake_rank
 from weft.recipe import build_recipe
 from weft.train.setup import prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 MAX_WORLD = 8
 
@@ -140,7 +140,7 @@ def test_every_order_equals_one_device(
 def trained(values: dict[str, Any], out: str) -> None:
     """Train under this layout to the end of the recipe, which saves a checkpoint."""
     settings = build_recipe(values)
-    train(prepare(settings), Mesh.create(settings.layout, "cpu"), Path(out))
+    train_job(prepare(settings), Mesh.create(settings.layout, "cpu"), Path(out))
 
 
 def state_of(run: Path) -> dict[str, torch.Tensor]:

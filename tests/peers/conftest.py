@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from weft.peers.invitation import Invitation, invite
-from weft.peers.peer import Peer
+from weft.peers.quic_peer import Peer
 from weft.peers.relay import Relay
 
 
@@ -75,6 +75,9 @@ def joined(relay: RunningRelay) -> Iterator[Callable[..., Peer]]:
         made[-1].said = said  # type: ignore[attr-defined]
         return made[-1].__enter__()
 
-    with mock.patch("weft.peers.peer.PAUSE", 0.2), ThreadPoolExecutor(8) as leaving:
+    with (
+        mock.patch("weft.peers.quic_peer.PAUSE", 0.2),
+        ThreadPoolExecutor(8) as leaving,
+    ):
         yield join
         list(leaving.map(Peer.close, made))

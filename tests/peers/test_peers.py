@@ -23,7 +23,7 @@ from weft.peers import transport
 from weft.peers.blocks import BLOCK
 from weft.peers.download import download
 from weft.peers.invitation import invite, read_invitation, read_ticket
-from weft.peers.peer import Peer
+from weft.peers.quic_peer import Peer
 from weft.peers.transport import PeerError
 
 pytest.importorskip("iroh")

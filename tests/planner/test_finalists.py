@@ -362,8 +362,8 @@ def test_planning_needs_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.argv = ['weft', 'plan', 'llama3-8b', '--cluster', 'h100', '--gpus', '16', '--batch', '32', "
         f"'--seq', '8192', '--html', {str(tmp_path / 'p.html')!r}, '--recipe', {str(tmp_path / 'p.toml')!r}]\n"
-        "from weft.cli import main\n"
-        "try: main()\nexcept SystemExit as e: assert not e.code\n"
+        "from weft.cli import run_command_line\n"
+        "try: run_command_line()\nexcept SystemExit as e: assert not e.code\n"
         "assert 'torch' not in sys.modules and 'pandas' not in sys.modules"
     )
     done = subprocess.run(

@@ -15,7 +15,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe
 from weft.train.setup import prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 STEPS = 10
 EXPERTS = {
@@ -82,7 +82,7 @@ def test_a_loss_changes_nothing(
     tmp_path: Path, layout: str, change: dict[str, Any]
 ) -> None:
     corpus = write_corpus(tmp_path)
-    train(prepare(job(corpus, "", **change)), Mesh.single(), tmp_path / "whole")
+    train_job(prepare(job(corpus, "", **change)), Mesh.single(), tmp_path / "whole")
     with ranks(job(corpus, layout, **change), tmp_path / "run") as run:
         run.step(6)
         run.signal(1, signal.SIGKILL)

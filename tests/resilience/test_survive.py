@@ -25,7 +25,7 @@ from weft.resilience.roster import ask_to_leave, read_roster
 from weft.resilience.views import View
 from weft.train.runs import Resumed
 from weft.train.setup import prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 STEPS = 12
 
@@ -51,7 +51,7 @@ def job(corpus: str, layout: str, **change: Any) -> Recipe:
 def whole(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of a run of one rank that nobody disturbs."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    train(prepare(job(corpus, "")), Mesh.single(), out)
+    train_job(prepare(job(corpus, "")), Mesh.single(), out)
     return losses(out)
 
 
@@ -87,7 +87,7 @@ def test_a_lost_rank_costs_a_step_and_nothing_else(
 def test_ranks_join_and_leave(corpus: str, tmp_path: Path) -> None:
     """Two ranks become four, three, by a file, and two, by a scheduler's signal; all that are left end well."""
     out, alone, steps = tmp_path / "run", tmp_path / "alone", 50
-    train(
+    train_job(
         prepare(job(corpus, "", train__steps=steps, validation__every=0)),
         Mesh.single(),
         alone,
@@ -127,7 +127,7 @@ def test_too_few_ranks_save_what_they_have(
         "3 ranks are left, and resilience.min_ranks = 4; the state after step" in said
     )
     step = max(losses(out))
-    train(prepare(job(corpus, "")), Mesh.single(), out, "auto")
+    train_job(prepare(job(corpus, "")), Mesh.single(), out, "auto")
     assert losses(out) == pytest.approx(whole, rel=1e-10) and step < STEPS
 
 
@@ -145,7 +145,7 @@ def test_a_slow_rank_gets_less_to_do_or_is_left_out(
         "train__micro_batch": 16,
         "validation__every": 0,
     }
-    train(prepare(job(corpus, "", **change)), Mesh.single(), alone)
+    train_job(prepare(job(corpus, "", **change)), Mesh.single(), alone)
     with ranks(
         job(corpus, "dp=4", **change, resilience__actions=actions),
         out,

@@ -16,7 +16,7 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.recipe import Recipe
 from weft.train.setup import prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 STEPS = 60
 #: Losses beside those of one device, over the largest of them.
@@ -46,7 +46,9 @@ def reference(corpus: str, folder: Path, more: dict[str, Any]) -> dict[int, floa
     """The losses of one device, which are made once."""
     out = folder / ("alone-" + "-".join(more))
     if not out.exists():
-        train(prepare(job(corpus, "", checkpoint__every=0, **more)), Mesh.single(), out)
+        train_job(
+            prepare(job(corpus, "", checkpoint__every=0, **more)), Mesh.single(), out
+        )
     return losses(out)
 
 

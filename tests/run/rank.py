@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from weft.errors import UsageError
 from weft.run.failure import report_failure
-from weft.run.ranks import init_ranks
+from weft.run.rank_processes import init_ranks
 from weft.run.signals import take_ctrl_c
 
 

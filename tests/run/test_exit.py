@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 ABORTS = """
 import atexit, os, sys
 atexit.register(os.abort)
-from weft.cli import main
-main()
+from weft.cli import run_command_line
+run_command_line()
 """
 
 

@@ -29,7 +29,7 @@ from weft.run.failure import (
     root_cause,
 )
 from weft.run.launch import launch
-from weft.run.ranks import in_ranks, slurm_ranks
+from weft.run.rank_processes import in_ranks, slurm_ranks
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = {"forks": launch_forks, "interpreters": launch_interpreters}

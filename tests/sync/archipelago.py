@@ -25,7 +25,7 @@ from weft.parallel.state import State
 from weft.prove.equality import walk
 from weft.prove.simulated import agree
 from weft.recipe import Recipe, build_recipe
-from weft.run.ranks import LEFT_OUT
+from weft.run.rank_processes import LEFT_OUT
 from weft.train.setup import prepare
 
 #: The steps of a run, and the one that islands go no further than before a lost one has been let in again.

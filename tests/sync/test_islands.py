@@ -33,7 +33,7 @@ from weft.sync.rounds import begins, fragment_of, partners, shares
 from weft.sync.streams import Streams, open_streams
 from weft.train.island_exchange import IslandExchange
 from weft.train.setup import prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 LAYOUTS = [
     "island=2,shard=2",
@@ -377,7 +377,7 @@ def go(values: dict[str, Any], out: str, resume: str | None = None) -> int:
     """Train on this rank; how many ranks can be in any collective of it."""
     asked = build_recipe(values)
     mesh = Mesh.create(asked.layout, "cpu")
-    train(prepare(asked), mesh, Path(out), resume)
+    train_job(prepare(asked), mesh, Path(out), resume)
     return dist.get_world_size()
 
 

@@ -27,7 +27,7 @@ from weft.sync.collectives import ring_sum
 from weft.sync.measure import WORTH, best_ring, measured_links, measured_ring
 from weft.sync.streams import Streams, streams_by_store
 from weft.train.setup import prepare
-from weft.train.training import train
+from weft.train.training import train_job
 
 MBIT = 1e6 / 8
 
@@ -193,7 +193,7 @@ def ringed(values: dict[str, Any], out: str) -> tuple[list[int], float]:
         return said
 
     with patch("weft.train.islands.measured_ring", watched):
-        outcome = train(prepare(asked), Mesh.create(asked.layout, "cpu"), Path(out))
+        outcome = train_job(prepare(asked), Mesh.create(asked.layout, "cpu"), Path(out))
     return seen, outcome.validations[-1]
 
 

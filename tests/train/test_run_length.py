@@ -28,7 +28,7 @@ from weft.train.rule_optimizer import (
     warmup_steps,
 )
 from weft.train.setup import prepare
-from weft.train.training import Outcome, train
+from weft.train.training import Outcome, train_job
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def short(corpus: str, **change: Any) -> Recipe:
 
 
 def run(settings: Recipe, out: Path, resume: str | None = None) -> Outcome:
-    return train(prepare(settings), Mesh.single(), out, resume)
+    return train_job(prepare(settings), Mesh.single(), out, resume)
 
 
 def rates(out: Path) -> list[float]:

@@ -25,7 +25,7 @@ from weft.recipe import Recipe, Validation, build_recipe
 from weft.train.evaluation import Evaluation
 from weft.train.lowest_loss import LowestLoss, comparable
 from weft.train.setup import prepare
-from weft.train.training import Outcome, train
+from weft.train.training import Outcome, train_job
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def run(
     """Train, with these ``losses`` for its validations if they are given: the first is that before any step."""
     mesh = Mesh.single()
     if losses is None:
-        return train(prepare(asked), mesh, out, resume)
+        return train_job(prepare(asked), mesh, out, resume)
 
     def told(evaluation: Evaluation) -> float:
         loss = losses[evaluation.recorder._progress.step]
@@ -64,7 +64,7 @@ def run(
         return loss
 
     with mock.patch.object(Evaluation, "_validate", told):
-        return train(prepare(asked), mesh, out, resume)
+        return train_job(prepare(asked), mesh, out, resume)
 
 
 def test_a_file_of_its_own(corpus: str, unseen: str) -> None:
@@ -313,7 +313,7 @@ def test_patience_counts_validations(
 
 def ended(values: dict[str, Any], out: str) -> tuple[int, int, float]:
     asked = build_recipe(values)
-    outcome = train(prepare(asked), Mesh.create(asked.layout, "cpu"), Path(out))
+    outcome = train_job(prepare(asked), Mesh.create(asked.layout, "cpu"), Path(out))
     return outcome.progress.step, outcome.best.step, outcome.best.loss
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from weft.peers.blocks import Shared
-    from weft.peers.peer import Peer
+    from weft.peers.quic_peer import Peer
 
 #: Blocks of a MiB that are kept, since neighbouring reads share them.
 KEPT = 32
@@ -156,7 +156,7 @@ class PeerStorage:
 def _circle(process: int) -> "Peer":
     """This process's own peer, made at the first call. ``process``: its id, so that a forked child makes another."""
     from weft.peers.invitation import read_invitation
-    from weft.peers.peer import Peer
+    from weft.peers.quic_peer import Peer
 
     peer = Peer(read_invitation(), f"{platform.node()}-{process}").__enter__()
     try:

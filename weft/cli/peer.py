@@ -15,7 +15,7 @@ from weft.cli.console import print_table, warn
 from weft.errors import UsageError
 
 if TYPE_CHECKING:
-    from weft.peers.peer import Peer
+    from weft.peers.quic_peer import Peer
 
 app = typer.Typer(help="Join machines that cannot reach each other: invitations, a relay, shared checkpoints, streams.",
                   no_args_is_help=True)  # fmt: skip
@@ -97,7 +97,7 @@ def join_command(
 ) -> int:
     """Be a peer until stopped: say who comes and goes, share folders, carry streams."""
     from weft.peers.invitation import read_invitation, read_key
-    from weft.peers.peer import Peer
+    from weft.peers.quic_peer import Peer
 
     exposed = [
         _parse(text, r"([\w.-]+)=(\d+)", "--expose NAME=PORT") for text in expose or ()
@@ -181,7 +181,7 @@ def get_command(
 def _visitor(given: str | None) -> "Peer":
     """A peer for one question, which shares nothing."""
     from weft.peers.invitation import read_invitation
-    from weft.peers.peer import Peer
+    from weft.peers.quic_peer import Peer
 
     return Peer(read_invitation(given))
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from weft.cli.console import grid, plain_console
 from weft.pages import check_writable
-from weft.run.ranks import in_ranks, threads_per_rank
+from weft.run.rank_processes import in_ranks, threads_per_rank
 
 
 def probe_command(

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from weft.cli.arguments import AsJson
 from weft.cli.console import grid
-from weft.run.ranks import in_ranks
+from weft.run.rank_processes import in_ranks
 
 app = typer.Typer(
     name="ranks",

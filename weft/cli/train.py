@@ -11,7 +11,7 @@ from rich.console import Console
 from weft.cli.arguments import DataPath, FromModel, LayoutText, Overrides, RecipeFile
 from weft.cli.console import plain_console, print_table
 from weft.errors import UsageError
-from weft.run.ranks import in_ranks
+from weft.run.rank_processes import in_ranks
 
 if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
     from collections.abc import Callable

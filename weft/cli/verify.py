@@ -10,7 +10,7 @@ import typer
 
 from weft.cli.arguments import AsJson, FromModel, LayoutText, Overrides, RecipeFile
 from weft.errors import UsageError, WeftError, nearest
-from weft.run.ranks import in_ranks
+from weft.run.rank_processes import in_ranks
 
 if TYPE_CHECKING:
     from weft.recipe import Recipe

@@ -11,7 +11,7 @@ from weft.generate.leader import check_layout
 from weft.layout.layout import Layout
 from weft.run.forked import GENERATING
 from weft.run.launch import launch
-from weft.run.ranks import in_ranks, own_device, rank_process
+from weft.run.rank_processes import in_ranks, own_device, rank_process
 
 #: Seconds that ranks wait for each other.
 WAIT_S = 600

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weft.peers.blocks import BLOCK, Shared, name_of
-from weft.peers.peer import IN_FLIGHT, Peer
+from weft.peers.quic_peer import IN_FLIGHT, Peer
 from weft.peers.transport import PeerError
 
 

@@ -14,7 +14,7 @@ from weft.net.endpoint import PEER, Address, process_endpoint
 from weft.net.sockets import Socket, connect_socket
 from weft.net.wire import Encryption
 from weft.peers.invitation import read_invitation
-from weft.peers.peer import Peer
+from weft.peers.quic_peer import Peer
 
 #: What stands before the name of the first rank's peer.
 SCHEME = "peer://"

@@ -20,7 +20,7 @@ from weft.models.values import seeded_values, with_adapter
 from weft.parallel.state import State
 from weft.prove.simulated import agree
 from weft.recipe import Memory, Recipe
-from weft.run.ranks import rank_process
+from weft.run.rank_processes import rank_process
 from weft.schedule.stages import routes
 from weft.sync.compress import build_compressor
 from weft.sync.presence import Presence

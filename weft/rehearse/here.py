@@ -30,7 +30,7 @@ from weft.recipe import (
 from weft.recipe.shipped import find_recipe
 from weft.rehearse.pieces import Piece, measure_pieces
 from weft.rehearse.transfers import bytes_per_s, disk_curves
-from weft.run.ranks import threads_per_rank
+from weft.run.rank_processes import threads_per_rank
 from weft.shapes.parameters import learns, parameters
 from weft.train.setup import model_shape
 

@@ -32,7 +32,7 @@ from weft.rehearse.journal import processor_seconds
 from weft.rehearse.rehearsed_step import reference, usual_step
 from weft.rehearse.transfers import bytes_per_s, disk_curves, link_curves
 from weft.run.failure import leave
-from weft.run.ranks import init_ranks, threads_per_rank
+from weft.run.rank_processes import init_ranks, threads_per_rank
 
 Points = list[list[float]]
 

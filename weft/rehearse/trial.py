@@ -23,7 +23,7 @@ from weft.recipe.toml import write_toml
 from weft.rehearse.local_choice import correct_by_measured, to_try
 from weft.run.failure import leave, report_failure, show
 from weft.run.launch import run_ranks
-from weft.run.ranks import in_ranks, rank_process
+from weft.run.rank_processes import in_ranks, rank_process
 from weft.run.signals import requests, take_ctrl_c
 
 WARM, ENOUGH = 3, 12

@@ -30,14 +30,14 @@ from weft.resilience.roster import Roster, write_roster
 from weft.resilience.views import NEWCOMER, LeftOut, Member
 from weft.resilience.watching import Watching
 from weft.run.failure import cause_of, is_secondary
-from weft.run.ranks import MEMBERS, backend_of, own_device, settle_in
+from weft.run.rank_processes import MEMBERS, backend_of, own_device, settle_in
 from weft.sync.presence import Presence
 from weft.sync.streams import Streams, own_port
 from weft.train.island_state import take_state
 from weft.train.recorder import Recorder
 from weft.train.runs import Resumed, Run
 from weft.train.setup import Job, device_type, prepare
-from weft.train.training import Ending, train
+from weft.train.training import Ending, train_job
 
 #: Seconds within which it turns out why a collective with the ranks of this island has failed.
 VERDICT_S = 15.0
@@ -168,7 +168,7 @@ def _train(
         island_store=island_store,
     )
     try:
-        outcome = train(prepare(recipe), mesh, guard=guard)
+        outcome = train_job(prepare(recipe), mesh, guard=guard)
         # asked while the others wait for this one's end
         concludes = mesh.is_main and guard.company.first
         party.end()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from weft.resilience.membership import Membership
 from weft.resilience.views import Member, View
-from weft.run.ranks import MEMBERS
+from weft.run.rank_processes import MEMBERS
 
 
 def announce(

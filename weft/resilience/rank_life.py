@@ -39,11 +39,11 @@ from weft.resilience.recover import FACT, newest_recovery
 from weft.resilience.roster import Roster
 from weft.resilience.views import NEWCOMER, Address, LeftOut, View
 from weft.run.failure import report_failure
-from weft.run.ranks import MEMBERS, backend_of, own_device, settle_in
+from weft.run.rank_processes import MEMBERS, backend_of, own_device, settle_in
 from weft.run.signals import noted_signals, stop_signals
 from weft.train.guard import Regroup
 from weft.train.setup import Job, check_memory, device_type, prepare
-from weft.train.training import Ending, train
+from weft.train.training import Ending, train_job
 
 #: Seconds between two looks of a rank for which the layout has no place.
 LOOK_S = 0.1
@@ -229,7 +229,7 @@ class RankParty:
             speeds=guard.slow.speeds(guard.view.members[:world]),
         )
         try:
-            outcome = train(job, mesh, guard=guard)
+            outcome = train_job(job, mesh, guard=guard)
         except Regroup:
             guard.hand_over(mesh)
             raise

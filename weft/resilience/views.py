@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.errors import WeftError
 from weft.net.process import machine_id, started_at
-from weft.run.ranks import LEFT_OUT
+from weft.run.rank_processes import LEFT_OUT
 
 Address = tuple[str, int]
 

@@ -22,7 +22,7 @@ import psutil
 from weft.net.process import PIDS, look_at
 from weft.run.failure import Exit, Failure, Grade, oom_kills, root_cause, show
 from weft.run.forked import ForkedRank, fork_ranks
-from weft.run.ranks import LEFT_OUT, MEMBERS, threads_per_rank
+from weft.run.rank_processes import LEFT_OUT, MEMBERS, threads_per_rank
 from weft.run.signals import (
     RUN_FILE,
     Stopped,

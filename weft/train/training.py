@@ -71,7 +71,7 @@ class Ending(NamedTuple):
     concludes: bool
 
 
-def train(
+def train_job(
     job: Job,
     mesh: Mesh,
     out: Path | None = None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     title="Bulyan: around the median of what Krum chooses",
     paper="El Mhamdi et al. 2018",
     recipe="robust.toml --layout dp=7 --set resilience.aggregate=bulyan",
-    proof="tests/sync/test_robust.py",
+    proof="tests/sync/test_robust_aggregation.py",
     figure="as Krum's, where 1 of 7 sends garbage",
 )
 class Bulyan(Aggregator):
@@ -29,7 +29,7 @@ class Bulyan(Aggregator):
     def combined(
         self, chunks: torch.Tensor, gram: torch.Tensor, faulty: int
     ) -> torch.Tensor:
-        from weft.sync.robust import krum_scores, squared_distances
+        from weft.sync.robust_aggregation import krum_scores, squared_distances
 
         distances, left, chosen = squared_distances(gram), list(range(len(gram))), []
         for _ in range(max(1, len(gram) - 2 * faulty)):

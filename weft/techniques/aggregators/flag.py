@@ -21,7 +21,7 @@ FLAG_TURNS, DIFFERENCES = 5, 1.0
     title="Flag Aggregator: the mean direction in the subspace that replicas agree on",
     paper="Almasi et al. 2024",
     recipe="robust.toml --set resilience.aggregate=flag",
-    proof="tests/sync/test_robust.py",
+    proof="tests/sync/test_robust_aggregation.py",
     figure="as Krum's",
 )
 class Flag(Aggregator):
@@ -39,7 +39,7 @@ class Flag(Aggregator):
     def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:
         import torch
 
-        from weft.sync.robust import squared_distances
+        from weft.sync.robust_aggregation import squared_distances
 
         count, rank = len(gram), len(gram) // 2 + 1
         norms = gram.diag().sqrt()

@@ -21,7 +21,7 @@ MEDIAN_TURNS, MEDIAN_STANDS = 2000, 1e-13
     title="Geometric median of the replicas' gradients",
     paper="Pillutla et al. 2019",
     recipe="robust.toml --set resilience.aggregate=geometric-median",
-    proof="tests/sync/test_robust.py",
+    proof="tests/sync/test_robust_aggregation.py",
     figure="as Krum's",
 )
 class GeometricMedian(Aggregator):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     title="Krum: the replica's gradient nearest to its neighbours",
     paper="Blanchard et al. 2017",
     recipe="robust.toml",
-    proof="tests/sync/test_robust.py",
+    proof="tests/sync/test_robust_aggregation.py",
     figure=(
         "equal to a plain program to 1e-6; bytes of a ring's sum and p² numbers; loss"
         " within 5 % of a run without garbage where 2 of 7 send it (turned, scaled, "
@@ -30,7 +30,7 @@ class Krum(Aggregator):
     more = 3
 
     def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:
-        from weft.sync.robust import krum_scores, mean_of, squared_distances
+        from weft.sync.robust_aggregation import krum_scores, mean_of, squared_distances
 
         return mean_of(
             krum_scores(squared_distances(gram), faulty).argmin()[None], len(gram)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     title="Multi-Krum: the mean of the best of Krum's",
     paper="Blanchard et al. 2017",
     recipe="robust.toml --set resilience.aggregate=multi-krum",
-    proof="tests/sync/test_robust.py",
+    proof="tests/sync/test_robust_aggregation.py",
     figure="as Krum's",
 )
 class MultiKrum(Aggregator):
@@ -26,7 +26,7 @@ class MultiKrum(Aggregator):
     more = 3
 
     def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:
-        from weft.sync.robust import krum_scores, mean_of, squared_distances
+        from weft.sync.robust_aggregation import krum_scores, mean_of, squared_distances
 
         best = krum_scores(squared_distances(gram), faulty).argsort(stable=True)
         return mean_of(best[: max(1, len(gram) - faulty - 2)], len(gram))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     title="Trimmed mean of the replicas' gradients, by coordinate",
     paper="Yin et al. 2018",
     recipe="robust.toml --set resilience.aggregate=trimmed-mean",
-    proof="tests/sync/test_robust.py",
+    proof="tests/sync/test_robust_aggregation.py",
     figure="as Krum's",
 )
 class TrimmedMean(Aggregator):

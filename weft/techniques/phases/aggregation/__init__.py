@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     ),
 )
 class AggregationTechnique(StepTechnique):
-    """Combines the replicas' gradients by the rule that ``resilience.aggregate`` names (:mod:`weft.sync.robust`)."""
+    """Combines the gradients of replicas by the rule that ``resilience.aggregate`` names.
+
+    :mod:`weft.sync.robust_aggregation` has the rules.
+    """
 
     fills = Phase.AGREE
     does = "resilience.aggregate = {0.resilience.aggregate!r} sees the replicas' gradients one by one"

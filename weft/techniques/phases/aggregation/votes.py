@@ -1,4 +1,4 @@
-"""Steps with a gradient aggregated from all replicas, some of which may be garbage (:mod:`weft.sync.robust`)."""
+"""Gradients aggregated from all replicas, some of which may be garbage (:mod:`weft.sync.robust_aggregation`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.layout.boundary import step_sum
 from weft.recipe import Resilience
 from weft.registry import find
 from weft.sync.aggregator import Aggregator
-from weft.sync.robust import aggregated
+from weft.sync.robust_aggregation import aggregated
 from weft.train.step import (
     LOSS,
     SQUARE_NORM,
