@@ -53,7 +53,7 @@ def _start(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
 
 
 def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
-    """A recipe that names no layout, with the planner's; and the same for the command lines of its ranks.
+    """Return a recipe that names no layout, with the planner's; and the same for the command lines of its ranks.
 
     Its ranks are those that were started, else ``ranks``, else one per GPU; on a CPU alone it stays one.
     """
@@ -230,7 +230,7 @@ def _in_ranks_of_its_own(
 
 
 def _words_of(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as JSON."""
+    """Return an outcome as JSON."""
     place = outcome.checkpoint
     return {
         "run": str(outcome.run),

@@ -175,7 +175,7 @@ def _is_module(path: Path) -> bool:
 
 
 def _own_module(kind: str, name: str) -> str:
-    """The module of Weft's own technique of this name, or an empty string."""
+    """Return the module of Weft's own technique of this name, or an empty string."""
     if name not in _own_names(kind):
         return ""
     stem = name.replace("-", "_")
@@ -198,7 +198,7 @@ def setting_values(setting: str) -> list[str]:
 
 
 def find(kind: str, name: str, setting: str = "") -> Registered:
-    """The technique of this kind and name, whose file is imported now if it was not before.
+    """Return the technique of this kind and name, whose file is imported now if it was not before.
 
     ``setting``: what asks for the technique, where that is not the setting of its kind. Raises :class:`UsageError` if
     there is no such technique, or if its file cannot be imported.

@@ -63,7 +63,7 @@ def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
 
 
 def _refusal(error: ValidationError, model: type[BaseModel], origin: str) -> UsageError:
-    """The first problem of ``error`` as one line that begins with ``origin``."""
+    """Return the first problem of ``error`` as one line that begins with ``origin``."""
     if isinstance(conflict := error.errors()[0].get("ctx", {}).get("error"), Conflict):
         return Conflict(f"{origin}: {conflict}", conflict.rule)
     return UsageError(f"{origin}: {explain(error, model)}")
@@ -119,7 +119,7 @@ def _meaning(model: type[BaseModel], path: list[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value in an error line: of what is long the beginning, of an object its class."""
+    """Return a value in an error line: of what is long the beginning, of an object its class."""
     if isinstance(value, BaseModel):
         return f"{type(value).__name__}(...)"
     text = repr(value)
@@ -127,7 +127,7 @@ def _shown(value: object) -> str:
 
 
 def _path(error: ErrorDetails) -> list[str]:
-    """Where an error of pydantic is, without the kinds of a union."""
+    """Return where an error of pydantic is, without the kinds of a union."""
     return [
         part
         for part in map(str, error["loc"])
@@ -145,7 +145,7 @@ def fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _section_at(model: type[BaseModel], key: str) -> type[BaseModel]:
-    """The section that a field of ``model`` holds; ``model`` itself if that field holds none."""
+    """Return the section that a field of ``model`` holds; ``model`` itself if that field holds none."""
     field = model.model_fields.get(key)
     annotation = field.annotation if field else None
     options = [annotation, *getattr(annotation, "__args__", ())]

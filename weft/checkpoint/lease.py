@@ -126,7 +126,7 @@ class Lease:
             place.delete([other])
 
     def _is_kin(self, place: Storage, name: str) -> bool:
-        """Whether the holder of an object is, or was, another rank of this run."""
+        """Return whether the holder of an object is, or was, another rank of this run."""
         return bool(self._run) and _holder(place, name).get("run") == self._run
 
     def _make(self, folder: Path, new: bool) -> None:
@@ -184,7 +184,7 @@ def _create(place: Storage, name: str, data: bytes) -> str:
 
 
 def _leases(place: Storage) -> dict[str, str]:
-    """The name of every holder's newest object, by the holder's token.
+    """Return the name of every holder's newest object, by the holder's token.
 
     The place is listed twice: a listing during a renewal may contain neither the old nor the new object.
     """

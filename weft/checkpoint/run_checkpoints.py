@@ -182,5 +182,7 @@ class Checkpoints:
 
 
 def _absolute(place: str, folder: Path = Path()) -> str:
-    """A place by the one name that is the same wherever it is written; ``folder``: what a path is relative to."""
+    """Return a place by the one name that is the same wherever it is written; ``folder``: what a path is
+    relative to.
+    """
     return place if "://" in place else str((folder / place).resolve())

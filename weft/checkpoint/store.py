@@ -94,8 +94,9 @@ def committed_checkpoints(root: Where) -> list[Storage]:
 
 
 def _numbered(root: Storage) -> list[str]:
-    """The names of a run's checkpoints, oldest first: ``step-000200``, then ``step-000200-2`` of the second time that
-    the run came to that step, and so on."""
+    """Return the names of a run's checkpoints, oldest first: ``step-000200``, then ``step-000200-2`` of the second time
+    that the run came to that step, and so on.
+    """
     return sorted(
         (name for name in root.folders() if _number(name) is not None),
         key=lambda name: _number(name) or (),
@@ -324,7 +325,7 @@ def prune(
 
 
 def _abandoned(place: Storage, checkpoints: Sequence[Storage]) -> bool:
-    """Whether a folder without a root belongs to a save that has failed, and not to one under way.
+    """Return whether a folder without a root belongs to a save that has failed, and not to one under way.
 
     A run saves one checkpoint at a time, so a save under way has written something since the last commit.
     """

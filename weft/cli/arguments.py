@@ -108,7 +108,7 @@ def import_plugins(modules: Sequence[str] | None) -> None:
 
 
 def read_keys(file: Path) -> list[str]:
-    """The keys of ``--api-key``, one per line."""
+    """Return the keys of ``--api-key``, one per line."""
     try:
         keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
     except OSError as error:

@@ -317,7 +317,7 @@ def prune_command(
 
 
 def _checkpoints(path: str) -> "list[Storage]":
-    """The checkpoints that ``path`` means, oldest first."""
+    """Return the checkpoints that ``path`` means, oldest first."""
     from weft.checkpoint.store import candidates
 
     return candidates(path, warn=warn)[::-1]

@@ -26,7 +26,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> Table:
-    """An empty table without lines. Columns named in ``left`` are flush left, the others, which hold numbers, right."""
+    """Return an empty table without lines. Columns named in ``left`` are flush left, the others, which hold numbers,
+    right.
+    """
     table = Table(header_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in columns:
         table.add_column(
@@ -36,7 +38,9 @@ def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> T
 
 
 def plain_console(width: int = 0) -> Console:
-    """A console that breaks no line, and that is ``width`` characters wide for tables if the terminal is narrower."""
+    """Return a console that breaks no line, and that is ``width`` characters wide for tables if the terminal is
+    narrower.
+    """
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, width)
     return console

@@ -221,7 +221,7 @@ def _generating(model: str, cluster: "Cluster", asked: str, as_json: bool) -> in
 def _ranked(
     job: "PlanJob", gpus: int | None, calibration: Path | None, top: int
 ) -> "RankedLayouts":
-    """The layouts of a job: rehearsed on a probed machine, else compared by the tables alone."""
+    """Return the layouts of a job: rehearsed on a probed machine, else compared by the tables alone."""
     from weft.observe.measured import FILE
     from weft.planner.explain import recipe_tree
     from weft.planner.job import RankedLayouts, rank_layouts
@@ -346,7 +346,7 @@ def _plan_here(
 def _tried(
     ranked: "RankedLayouts", job: "PlanJob", count: int
 ) -> "tuple[RankedLayouts, list[tuple[Final, Measured]]]":
-    """The layouts in the order that they have after ``count`` of them were run here, and what those took."""
+    """Return the layouts in the order that they have after ``count`` of them were run here, and what those took."""
     import torch
 
     from weft.rehearse.trial import run_trials
@@ -430,7 +430,7 @@ def _write_recipe(final: "Final", job: "PlanJob", path: Path) -> None:
 
 
 def _shape_named(name: str) -> "ModelShape":
-    """The shape of a model that only PyTorch can read; other plans do without."""
+    """Return the shape of a model that only PyTorch can read; other plans do without."""
     from weft.checkpoint.weights import shape_named
 
     return shape_named(name)

@@ -135,7 +135,7 @@ def _rates(curves: dict[str, Any], *names: str) -> str:
 
 
 def _nearest(points: list[list[float]] | None, size: int) -> float | None:
-    """Seconds of the collective at the measured size nearest to ``size``."""
+    """Return the seconds of the collective at the measured size nearest to ``size``."""
     if not points:
         return None
     _, cpu, besides = min(points, key=lambda p: abs(p[0] - size))

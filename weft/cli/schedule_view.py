@@ -121,7 +121,7 @@ def _paper(name: str) -> str:
 
 
 def _peaks(peaks: tuple[float, ...]) -> str:
-    """The peak of every rank, or once if they are alike."""
+    """Return the peak of every rank, or once if they are alike."""
     shown = [draw.short_number(peak) for peak in peaks]
     return (
         f"{shown[0]} on every rank"

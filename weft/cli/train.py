@@ -173,7 +173,9 @@ def sweep_command(
 def probed_choice(
     recipe: "Recipe", ranks: int | None, file: str
 ) -> "tuple[Recipe, list[str]]":
-    """A recipe with the best layout for the machine of ``file``; and the same for the command lines of its ranks."""
+    """Return a recipe with the best layout for the machine of ``file``; and the same for the command lines of its
+    ranks.
+    """
     from weft.planner.machine import load_cluster
     from weft.rehearse.local_choice import choose_here
 

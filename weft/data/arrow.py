@@ -45,7 +45,7 @@ def _batches(file: Path) -> Iterator["pyarrow.RecordBatch"]:
 
 
 def _plain(value: Any, kind: "pyarrow.DataType") -> Any:
-    """A value of Arrow's type ``kind`` as JSON would have it."""
+    """Return a value of Arrow's type ``kind`` as JSON would have it."""
     from pyarrow import types
 
     if value is None:

@@ -74,7 +74,7 @@ def begins_otherwise(
 
 
 def _with_opening(processor: Processor | None, name: str, number: int) -> Processor:
-    """A post-processor, as ``tokenizer.json`` has it, that also writes the token ``name`` before a text."""
+    """Return a post-processor, as ``tokenizer.json`` has it, that also writes the token ``name`` before a text."""
     known = _known(name, number)
     if processor is None:
         return _template(
@@ -100,7 +100,7 @@ def _with_opening(processor: Processor | None, name: str, number: int) -> Proces
 
 
 def _without_opening(processor: Processor | None) -> Processor | None:
-    """A post-processor without the tokens that it writes before a text."""
+    """Return a post-processor without the tokens that it writes before a text."""
     if processor is None:
         return None
     kind = processor["type"]

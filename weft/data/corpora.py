@@ -131,7 +131,7 @@ def _jsonl(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
 
 
 def _words(file: Path, source: Source, report: SourceReport) -> Iterator[str]:
-    """All texts of each record, whatever its form: what a tokenizer is trained on."""
+    """Yield all texts of each record, whatever its form: what a tokenizer is trained on."""
 
     def texts(value: Any) -> Iterator[str]:
         if isinstance(value, str):

@@ -125,7 +125,7 @@ def _to_train_on(fitting: list[Path], folder: Path) -> list[Path]:
 
 
 def _walk(path: Path, stdlib: bool) -> list[Path]:
-    """All files below a folder that are not hidden, sorted; of saved data sets those that hold their rows."""
+    """Return all files below a folder that are not hidden, sorted; of saved data sets those that hold their rows."""
     paths = []
     for folder, below, names in os.walk(path):
         below[:] = [
@@ -147,7 +147,7 @@ def _walk(path: Path, stdlib: bool) -> list[Path]:
 
 
 def _parts(folder: Path, names: list[str]) -> list[str]:
-    """The files with the rows of a saved data set, all of which must be among ``names``."""
+    """Return the files with the rows of a saved data set, all of which must be among ``names``."""
     try:
         parts = [
             part["filename"]
@@ -217,7 +217,7 @@ def _lines(
 
 
 def _is_lines(text: bytes) -> bool:
-    """Whether the text of a ``.json`` file is JSON Lines: its first line is an object, and not all of it."""
+    """Return whether the text of a ``.json`` file is JSON Lines: its first line is an object, and not all of it."""
     first, _, rest = text.strip().partition(b"\n")
     if not rest or not first.strip().endswith((b"}", b"]")):
         return False
@@ -228,7 +228,7 @@ def _is_lines(text: bytes) -> bool:
 
 
 def _unwrapped(value: Any) -> Any:
-    """The list of records of an object that has nothing else, under a name that data sets give it."""
+    """Return the list of records of an object that has nothing else, under a name that data sets give it."""
     if (
         isinstance(value, dict)
         and len(value) == 1
@@ -247,7 +247,7 @@ def _unwrapped(value: Any) -> Any:
 def _table(
     file: Path, wrong: Callable[[WeftError], None] | None
 ) -> Iterator[tuple[int, dict[str, str | None]]]:
-    """The rows of a table under the names of its first line. An empty cell is nothing."""
+    """Yield the rows of a table under the names of its first line. An empty cell is nothing."""
     csv.field_size_limit(sys.maxsize)
     with io.TextIOWrapper(open_file(file), "utf-8-sig", newline="") as text:
         head = text.readline()

@@ -149,7 +149,7 @@ def _add_ends(
 
 
 def _used(tokens: list[str], kinds: list[int]) -> dict[str, int]:
-    """The vocabulary, without the rows that fill the table up: ``[PAD151646]`` and the like."""
+    """Return the vocabulary, without the rows that fill the table up: ``[PAD151646]`` and the like."""
     return {
         token: i
         for i, token in enumerate(tokens)
@@ -233,7 +233,7 @@ def _sentence_pieces(
 def _unigrams(
     fields: Mapping[str, Any], tokens: list[str], kinds: list[int]
 ) -> Tokenizer:
-    """The likeliest cut into pieces, of sentencepiece's unigram model (Kudo 2018): ``t5``."""
+    """Return the likeliest cut into pieces, of sentencepiece's unigram model (Kudo 2018): ``t5``."""
     scores = fields[f"{G}scores"]
     pieces = list(zip(tokens, scores, strict=True))
     model = Tokenizer(

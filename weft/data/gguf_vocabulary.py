@@ -54,7 +54,7 @@ def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
 
 
 def _content(tokenizer: Tokenizer) -> dict[str, Any]:
-    """A tokenizer's ``tokenizer.json``; of plain bytes one of byte pairs without a pair."""
+    """Return a tokenizer's ``tokenizer.json``; of plain bytes one of byte pairs without a pair."""
     if tokenizer.model is not None:
         content: dict[str, Any] = json.loads(tokenizer.model.to_str())
         return content
@@ -100,7 +100,7 @@ def _tokens(content: Mapping[str, Any], size: int) -> tuple[list[str], list[int]
 def _ways(
     model: Mapping[str, Any], tokens: list[str], kinds: list[int]
 ) -> Iterator[dict[str, Any]]:
-    """The fields of every code that may be this tokenizer's."""
+    """Yield the fields of every code that may be this tokenizer's."""
     merges = [
         pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]
     ]
@@ -127,7 +127,7 @@ def _ways(
 
 
 def _cuts_alike(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> bool:
-    """Whether a GGUF file with these fields has a tokenizer that does the same."""
+    """Return whether a GGUF file with these fields has a tokenizer that does the same."""
     again = tokenizer_from_files(gguf_tokenizer(fields), "the fields")
     assert again.model is not None
     words, own = (

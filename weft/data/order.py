@@ -290,7 +290,7 @@ class Order:
         return last * self.block + int(np.argmax(index >= np.array(limits)[source]))
 
     def _samples_drawn(self, blocks: int) -> list[int]:
-        """How many samples of each stream are in the first ``blocks`` blocks.
+        """Return how many samples of each stream are in the first ``blocks`` blocks.
 
         The weights cut the unit interval; a stream gets what lies between the rounded ends of its part.
         """

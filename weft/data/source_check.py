@@ -71,5 +71,5 @@ def _check_begins(file: Path, source: Source) -> None:
 
 
 def _is_large(file: Path) -> bool:
-    """Whether a look at the first record takes long, as all of a file of JSON must be read for that."""
+    """Return whether a look at the first record takes long, as all of a file of JSON must be read for that."""
     return format_of(file) == ".json" and file.stat().st_size > 2**26

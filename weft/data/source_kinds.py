@@ -104,7 +104,7 @@ def right_kind(file: Path) -> str:
 
 
 def _holds_records(file: Path) -> bool:
-    """Whether a file holds records: by its name, or for JSON if it begins with objects."""
+    """Return whether a file holds records: by its name, or for JSON if it begins with objects."""
     if format_of(file) != ".json":
         return format_of(file) in TABLES
     try:

@@ -41,7 +41,7 @@ class TokenBytes:
         self.bytes_of = lru_cache(2**16)(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
-        """The bytes of ``token``; none of an id that the tokenizer does not have."""
+        """Return the bytes of ``token``; none of an id that the tokenizer does not have."""
         if self.tokenizer.model is None:
             return (
                 bytes([token])
@@ -100,7 +100,7 @@ def byte_of_character() -> dict[str, bytes]:
 
 
 def _decoders(tree: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps by which a tokenizer makes text of tokens."""
+    """Yield the steps by which a tokenizer makes text of tokens."""
     decoder = tree.get("decoder") or {}
     yield from decoder.get("decoders", [decoder] if decoder else [])
 

@@ -291,7 +291,9 @@ def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
 
 
 def _name(token: str | dict[str, str] | None) -> str | None:
-    """The name of a token as ``tokenizer_config.json`` has it: a text, or an object with the text and its flags."""
+    """Return the name of a token as ``tokenizer_config.json`` has it: a text, or an object with the text and
+    its flags.
+    """
     return token["content"] if isinstance(token, dict) else token
 
 

@@ -44,7 +44,7 @@ def validation_source(data: Data) -> Source | None:
 
 
 def _files_of(source: Source) -> set[Path]:
-    """The files that a source reads, where that can be known."""
+    """Return the files that a source reads, where that can be known."""
     if source.kind not in SOURCES or source.path is None:
         return set()
     path = Path(source.path).expanduser()

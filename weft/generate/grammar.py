@@ -102,7 +102,7 @@ class Grammars:
     def compile(
         self, kind: Literal["json", "regex", "lark"], text: str | dict[str, Any]
     ) -> Grammar:
-        """The grammar of a JSON schema, a regular expression or a grammar in Lark's notation.
+        """Return the grammar of a JSON schema, a regular expression or a grammar in Lark's notation.
 
         Takes milliseconds to a second, without the interpreter's lock. Raises :class:`UsageError` for one that cannot
         be read, or that no text can meet.

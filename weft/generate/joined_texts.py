@@ -107,7 +107,7 @@ def multiverse(
     engine: Engine, prompt: Sequence[int], tags: Tags, count: int, how: Sampling, stops: Collection[int] = (),
     opening: Callable[[int, list[int]], list[int]] = lambda number, outline: outline,
 ) -> Thread:  # fmt: skip
-    """A text behind ``prompt`` that forks where the model says so, in pieces of up to ``count`` tokens each.
+    """Return a text behind ``prompt`` that forks where the model says so, in pieces of up to ``count`` tokens each.
 
     ``opening(number, outline)``: the tokens to begin path ``number`` with, behind its tag, given those of its outline.
     """

@@ -7,7 +7,8 @@ from hashlib import blake2b
 def root_key(
     version: int, adapter: str, tenant: str, context: int | None = None
 ) -> bytes:
-    """The key that a text's keys are chained to: blocks of other weights, adapters, tenants or contexts do not match.
+    """Return the key that a text's keys are chained to: blocks of other weights, adapters, tenants or contexts do not
+    match.
 
     ``version``: of the weights; ``context``: the number of a request that sees others, else None.
     """

@@ -194,7 +194,7 @@ class RankReader:
 
     @torch.inference_mode()
     def read_vector(self, number: int, ids: Sequence[int], last: bool) -> T:
-        """The mean of a text's final hidden states, or the ``last`` one: float32 ``[embed]``.
+        """Return the mean of a text's final hidden states, or the ``last`` one: float32 ``[embed]``.
 
         It does not use the cache; every rank along ``cp`` computes all of it.
         """

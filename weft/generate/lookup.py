@@ -48,7 +48,8 @@ class NgramIndex:
             del ends[:-PLACES]
 
     def find(self, tail: Sequence[int], depth: int) -> tuple[int, list[int]]:
-        """The length of the longest end of ``tail``, up to ``depth``, that is in this text, and the indices behind it.
+        """Return the length of the longest end of ``tail``, up to ``depth``, that is in this text, and the indices
+        behind it.
 
         The latest index comes first.
         """

@@ -59,7 +59,9 @@ def exact_fill(
 
 
 def policy_of(word: str) -> Policy:
-    """The policy that ``word`` names, such as ``exact-fill`` or ``chunked:64``; :class:`UsageError` if none does."""
+    """Return the policy that ``word`` names, such as ``exact-fill`` or ``chunked:64``; :class:`UsageError` if none
+    does.
+    """
     name, colon, argument = word.partition(":")
     if word == EXACT_FILL:
         return exact_fill

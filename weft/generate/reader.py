@@ -78,7 +78,9 @@ def parts_of(step: ScheduledStep) -> list[TextSlice]:
 
 
 def tiles_of(request: Request, step: ScheduledStep) -> list[PrefixTile]:
-    """The tokens of other requests that ``request`` attends to in a step, counting those that are computed in it."""
+    """Return the tokens of other requests that ``request`` attends to in a step, counting those that are computed in
+    it.
+    """
     counts = [
         other.computed + step.work.get(other, 0) if n is None else n
         for other, n in request.context
@@ -136,7 +138,7 @@ def pack(parts: Iterable[TextSlice]) -> PackedRow:
 
 
 def pooled(hidden: T, last: bool) -> T:
-    """The mean of ``hidden`` ``[tokens, embed]``, or what is ``last``: float32 ``[embed]``."""
+    """Return the mean of ``hidden`` ``[tokens, embed]``, or what is ``last``: float32 ``[embed]``."""
     return hidden[-1].float() if last else hidden.float().mean(0)
 
 
@@ -165,7 +167,7 @@ class PagedReader:
         return self.shelf.add(name, adapter)
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
-        """The mean of a text's final hidden states, or the ``last`` one: float32 ``[embed]``."""
+        """Return the mean of a text's final hidden states, or the ``last`` one: float32 ``[embed]``."""
         row, ends = (
             torch.tensor([ids, range(len(ids))], device=self.model.mesh.device),
             torch.tensor([0, len(ids)]),

@@ -76,7 +76,7 @@ class Request:
         return all(view.request.computed >= (view.tokens or 0) for view in self.context)
 
     def prompt_rows(self, tokens: int) -> int:
-        """How many logits are wanted behind tokens of its prompt, if its next ``tokens`` ones are computed.
+        """Return how many logits are wanted behind tokens of its prompt, if its next ``tokens`` ones are computed.
 
         Those behind its last token, from which a new one is drawn, do not count.
         """

@@ -97,7 +97,7 @@ def candidate_tokens(row: T, how: Sampling) -> tuple[T, T]:
 
 
 def draw(probabilities: T, number: float) -> int:
-    """The index at which the cumulative sum of ``probabilities`` passes ``number``, from [0, 1)."""
+    """Return the index at which the cumulative sum of ``probabilities`` passes ``number``, from [0, 1)."""
     ends = probabilities.double().cumsum(-1)
     place = int(torch.searchsorted(ends, number * ends[-1], right=True))
     # the last one that is not zero
@@ -115,7 +115,8 @@ def choose_token(
     logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Random, guess: Guess | None = None,
     allowed: T | None = None,
 ) -> int:  # fmt: skip
-    """The next token, given ``logits`` ``[vocab]``; takes random numbers from ``stream`` unless the choice is greedy.
+    """Return the next token, given ``logits`` ``[vocab]``; takes random numbers from ``stream`` unless the choice is
+    greedy.
 
     With a ``guess``, every token is as likely as without, and the guess is taken as often as that allows (speculative
     sampling; Leviathan et al. 2022, 2211.17192; Chen et al. 2023, 2302.01318): it is accepted with the ratio of its two
@@ -141,7 +142,7 @@ def odds(
     written: Sequence[int],
     allowed: T | None = None,
 ) -> T:
-    """The probability of every token ``[vocab]`` to be sampled, in float64."""
+    """Return the probability of every token ``[vocab]`` to be sampled, in float64."""
     ids, probabilities = candidate_tokens(
         penalised(logits, how, prompt, written, allowed), how
     )

@@ -43,5 +43,5 @@ def as_rank(layout: Layout, device: str) -> Iterator[str]:
 
 
 def leads() -> bool:
-    """Whether this process has the engine: the others follow it."""
+    """Return whether this process has the engine: the others follow it."""
     return not dist.is_initialized() or dist.get_rank() == 0

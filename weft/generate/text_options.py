@@ -164,7 +164,7 @@ def _compiled(answer: str) -> re.Pattern[str]:
 
 
 def tags_of(tokenizer: Tokenizer) -> Tags:
-    """The tokens by which this model parts its text."""
+    """Return the tokens by which this model parts its text."""
     tags = {
         tag: None if tokenizer.model is None else tokenizer.model.token_to_id(tag)
         for tag in TAGS

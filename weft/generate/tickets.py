@@ -21,7 +21,7 @@ END_S = 10.0
 
 
 def open_tickets() -> "TicketWriter | TicketReader":
-    """The writer on the first rank, a reader on every other. All ranks call this."""
+    """Return the writer on the first rank, a reader on every other. All ranks call this."""
     # The store of the default process group; PyTorch has no public way to it.
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     # the same on all ranks
@@ -89,7 +89,7 @@ class TicketReader:
         self._connection = channel.dial((host, port), {"rank": rank}, seconds)
 
     def next(self) -> Any:
-        """The next message, as soon as there is one; None if there are no more."""
+        """Return the next message, as soon as there is one; None if there are no more."""
         self.number += 1
         try:
             return self._connection.receive().head["message"]

@@ -248,7 +248,7 @@ def pieces_of_experts(
 
 
 def _elements(dim: Dim, parts: int, index: int) -> tuple[int, int]:
-    """The elements of share ``index`` of a dimension that is cut in ``parts``, between its units."""
+    """Return the elements of share ``index`` of a dimension that is cut in ``parts``, between its units."""
     lo, hi = part(dim.count, parts, index)
     return lo * dim.unit, hi * dim.unit
 

@@ -376,7 +376,9 @@ class SavedActivations:
         )
 
     def _stays_next(self) -> bool:
-        """Whether the next profiled pass keeps all storages: in turns with passes that move them, if there is room."""
+        """Return whether the next profiled pass keeps all storages: in turns with passes that move them, if there is
+        room.
+        """
         if self.away is not None:
             return False
         left, kept = (len(self.timings[leaves][0]) for leaves in (True, False))
@@ -427,7 +429,7 @@ class SavedActivations:
         )
 
     def _costs(self, by_index: Mapping[int, Sequence[Timing]]) -> list[BlockCost]:
-        """The fastest times of each block. The end of the first one's backward is not seen: it counts as the
+        """Return the fastest times of each block. The end of the first one's backward is not seen: it counts as the
         second's.
         """
         blocks: list[BlockCost] = []

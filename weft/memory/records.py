@@ -157,7 +157,7 @@ class Slots:
             self.expect(left)
 
     def _next(self, left: Sequence[int]) -> int:
-        """The record of ``left`` that will be there first."""
+        """Return the record of ``left`` that will be there first."""
         for record, slot in reversed(self._there.items()):
             if record in left and not slot.coming.done:
                 return record

@@ -80,7 +80,7 @@ class SlottedExperts(Experts):
         return out
 
     def _matrices(self, memory: T) -> list[T]:
-        """An expert's weights in a slot's memory: views, made once."""
+        """Return an expert's weights in a slot's memory: views, made once."""
         place = memory.data_ptr()
         if place not in self.views:
             self.views[place] = matrices(memory, self.stored, self.shapes)
@@ -188,7 +188,7 @@ class RestingExperts:
             self.slots.expect(self._guess(following, self._seen, SURE if few else 1))
 
     def _guess(self, block: Any, x: T, share: float = 1) -> list[int]:
-        """The records that a block's router would choose for ``x``, which is not yet its whole input.
+        """Return the records that a block's router would choose for ``x``, which is not yet its whole input.
 
         ``share``: the share of each token's choices that counts, the surest first.
         """
@@ -203,7 +203,7 @@ class RestingExperts:
 def _experts(
     mixture: Mixture, values: Values, start: int, end: int
 ) -> list[tuple[T, ...]]:
-    """The matrices of experts ``start:end`` of a layer, as they are stored."""
+    """Return the matrices of experts ``start:end`` of a layer, as they are stored."""
     path = f"blocks.{mixture.router.layer}.ffn.experts."
     stacks = mixture.experts.logical.items()
     matrices = (
@@ -214,7 +214,7 @@ def _experts(
 
 
 def _records(first: int, router: Router, ids: T) -> list[int]:
-    """The records of the chosen experts ``ids``, the most chosen first, and of equals the surest choice first.
+    """Return the records of the chosen experts ``ids``, the most chosen first, and of equals the surest choice first.
 
     ``first``: the record of the layer's first expert.
     """

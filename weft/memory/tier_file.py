@@ -361,7 +361,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def _kind_of(folder: Path) -> str:
-    """The type of the file system of a folder; empty if it is not known."""
+    """Return the type of the file system of a folder; empty if it is not known."""
     mounts = {disk.mountpoint: disk.fstype for disk in psutil.disk_partitions(all=True)}
     places = (folder.resolve(), *folder.resolve().parents)
     return next((mounts[str(place)] for place in places if str(place) in mounts), "")

@@ -101,5 +101,5 @@ class AdapterShelf:
         )
 
     def _read(self, layer: int, tables: T) -> T:
-        """The numbers in the blocks of ``tables`` ``[texts, blocks]``: ``[texts, numbers]``."""
+        """Return the numbers in the blocks of ``tables`` ``[texts, blocks]``: ``[texts, numbers]``."""
         return self.pages[layer].room(0)[:, tables].transpose(0, 1).flatten(1)

@@ -158,7 +158,7 @@ def _project_quantized(module: Module, name: str, x: T) -> T:
 
 
 def _project_dropped(module: Module, name: str, x: T, draws: T) -> T:
-    """The product of ``x``, some of which is dropped, with the first factor of an adapter."""
+    """Return the product of ``x``, some of which is dropped, with the first factor of an adapter."""
     adapter = module.adapters[name]
     first, _ = adapter.logical["a"].box[1]
     x = dropped(x, module.adapter.dropout, draws, f"{module.path}.{name}", first)

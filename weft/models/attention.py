@@ -100,7 +100,7 @@ def attend_backward(
 
 
 def _varlen(q: T, segments: list[Segment]) -> bool:
-    """Whether one call of a GPU kernel can take all segments."""
+    """Return whether one call of a GPU kernel can take all segments."""
     if not q.is_cuda or q.dtype in (torch.float32, torch.float64):
         return False
     plain = all(s.causal and not s.flipped for s in segments)
@@ -108,7 +108,7 @@ def _varlen(q: T, segments: list[Segment]) -> bool:
 
 
 def _pieces(segments: list[Segment], k: T, v: T, q: T, *others: T) -> tuple[Any, ...]:
-    """The tensors as ``[batch, tokens, ...]``, and the segments to compute in every row of that batch.
+    """Return the tensors as ``[batch, tokens, ...]``, and the segments to compute in every row of that batch.
 
     Equal segments that tile all tokens are one batch. On the CPU causal squares are cut: the kernel there takes 512
     keys at a time and computes with all of them, also with keys that no query sees.
@@ -130,12 +130,14 @@ def _heads_first(*xs: T) -> list[T]:
 
 
 def _flipped(s: Segment, *xs: T) -> list[T]:
-    """``[batch, seq, ...]`` each, read from the end if the segment is flipped."""
+    """Return ``[batch, seq, ...]`` each, read from the end if the segment is flipped."""
     return [x.flip(1) for x in xs] if s.flipped else list(xs)
 
 
 def _forward(q: T, k: T, v: T, s: Segment) -> tuple[T, T]:
-    """``[batch, seq, heads, head_dim]`` each, of ``s`` only; returns out alike and lse ``[batch, seq, heads]``."""
+    """Return ``[batch, seq, heads, head_dim]`` each, of ``s`` only; returns out alike and lse ``[batch, seq,
+    heads]``.
+    """
     q, k, v = _flipped(s, q, k, v)
     causal = s.causal
     # the CPU's kernel lets query heads share key/value heads

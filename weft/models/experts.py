@@ -188,7 +188,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def _choices(x: T, order: T, k: int) -> T:
-    """The token of each choice in ``order``, with ``k`` choices per token."""
+    """Return the token of each choice in ``order``, with ``k`` choices per token."""
     return x.index_select(0, order // k)
 
 
@@ -202,7 +202,7 @@ def _sums(rows: T, order: T, k: int, places: int) -> T:
 
 
 def _bags(rows: T, order: T, k: int, weights: T | None = None) -> T:
-    """The sum of the ``k`` rows of each token, times their ``weights``; row ``i`` is choice ``order[i]``."""
+    """Return the sum of the ``k`` rows of each token, times their ``weights``; row ``i`` is choice ``order[i]``."""
     at = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), device=order.device)
     )
@@ -344,7 +344,7 @@ def _backward(
     stacks: Sequence[T],
     d_x: T | None = None,
 ) -> tuple[T, tuple[tuple[T, T], ...]]:
-    """The gradient of ``x``, in ``d_x`` if given, and for each weight the two factors of its gradient."""
+    """Return the gradient of ``x``, in ``d_x`` if given, and for each weight the two factors of its gradient."""
     gate, up, down = stacks
     active, d_hidden = ACTIVATE[activation](gate_out), product(grad, down, counts)
     d_up, hidden = active * d_hidden, active.mul_(up_out)

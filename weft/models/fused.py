@@ -111,7 +111,7 @@ def project(x: T, *weights: T) -> tuple[T, ...]:
 
 
 def _products(x: T, weights: Sequence[T]) -> tuple[T, ...]:
-    """The products of :func:`project`, without a gradient."""
+    """Return the products of :func:`project`, without a gradient."""
     rows = x.flatten(0, 1)  # [batch * seq, in]
     return tuple(times(rows, w).unflatten(0, x.shape[:2]) for w in weights)
 

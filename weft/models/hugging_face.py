@@ -153,7 +153,7 @@ class HuggingFaceFolder:
         return tensor[slices(box)]
 
     def _of_bytes(self, name: str, tensor: Any, box: Box) -> T:
-        """The part ``box`` of a weight in 8 bits, whose blocks have a scale each (DeepSeek-V3), as float32."""
+        """Return the part ``box`` of a weight in 8 bits, whose blocks have a scale each (DeepSeek-V3), as float32."""
         if not (sizes := self.weight_blocks):
             raise WeftError(f"{self.folder}/config.json has no quantization_config, which says what the 8 bits of "
                             f"{name} mean; {AGAIN}")  # fmt: skip

@@ -168,7 +168,7 @@ def _cut(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Cut:
-    """The cut of these rows: the same for all layers with this decay, forward and backward."""
+    """Return the cut of these rows: the same for all layers with this decay, forward and backward."""
     places = StretchOwners(owner, index)
     size = held // len(places.own)
     row = size * len(owner)
@@ -194,7 +194,9 @@ def _prepare(
     owner: Sequence[int],
     index: int,
 ) -> tuple[Cut, list[dict[int, T]]]:
-    """The cut, and ``q``, ``k`` and ``v`` of own stretches, ``[rows, heads, tokens, head_dim]``, in wide precision."""
+    """Return the cut, and ``q``, ``k`` and ``v`` of own stretches, ``[rows, heads, tokens, head_dim]``, in wide
+    precision.
+    """
     dtype = wide(q.dtype)
     bounds, held = tuple(cu_seqlens.tolist()), q.shape[1]
     cut = _cut(bounds, tuple(owner), index, held, tuple(decay), dtype, q.device)

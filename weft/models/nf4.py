@@ -43,7 +43,7 @@ class RowReader(NamedTuple):
 
 @cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> T:
-    """The two values of every byte, the high half first: ``[256, 2]``."""
+    """Return the two values of every byte, the high half first: ``[256, 2]``."""
     levels = torch.tensor(LEVELS, dtype=dtype, device=device)
     return torch.cartesian_prod(levels, levels)
 

@@ -143,7 +143,7 @@ class Loads:
         return torch.stack(shares)
 
     def _sum(self, counts: list[T], count: int) -> T:
-        """The sum over passes of ``count`` numbers each; zeros for a layer of another stage."""
+        """Return the sum over passes of ``count`` numbers each; zeros for a layer of another stage."""
         if counts:
             return torch.stack(counts).sum(0)
         return torch.zeros(count, device=self.mesh.device)
@@ -214,7 +214,7 @@ class Router(Module):
         return Choice(weights, ids)
 
     def _best(self, scores: T, by: int) -> T:
-        """The ids of the best experts, from the groups that are best by the sum of their ``by`` best: ``[tokens,
+        """Return the ids of the best experts, from the groups that are best by the sum of their ``by`` best: ``[tokens,
         k]``.
         """
         shape = self.shape
@@ -252,12 +252,12 @@ class Router(Module):
         seen.chosen[self.layer] = counts
 
     def _cells(self, ids: T, seen: RouterPass) -> tuple[T, T]:
-        """A number for the document and the expert of each choice, and whether its token is not padding."""
+        """Return a number for the document and the expert of each choice, and whether its token is not padding."""
         # each [tokens, k]
         return seen.rows[:, None] * self.count + ids, seen.real[:, None].expand_as(ids)
 
     def _sharing_documents(self) -> list[dist.ProcessGroup]:
-        """The groups over which documents are cut."""
+        """Return the groups over which documents are cut."""
         axes = ("cp", "tp") if self.own else ("cp",)
         return [self.mesh.group(axis) for axis in axes if self.mesh.size(axis) > 1]
 
@@ -286,7 +286,7 @@ class Router(Module):
         return declare(kept, self.mesh, **by_token(self.mesh))
 
     def _balance_gradient(self, seen: RouterPass) -> Callable[[], T]:
-        """The gradient of the loss that balances the loads, by each token's probabilities.
+        """Return the gradient of the loss that balances the loads, by each token's probabilities.
 
         The loss is linear in them: ``balance_loss * experts * sum(f * p)``, where ``f`` are the experts' shares of the
         choices (Fedus et al. 2021, Switch).
@@ -311,7 +311,7 @@ class Router(Module):
         return gradient
 
     def _z_gradient(self, logits: T, seen: RouterPass) -> Callable[[], T]:
-        """The gradient of the mean squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE)."""
+        """Return the gradient of the mean squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE)."""
 
         def gradient() -> T:
             z = 2 * self.shape.z_loss * logits.logsumexp(-1)
@@ -321,7 +321,9 @@ class Router(Module):
         return gradient
 
     def _factor(self, seen: RouterPass, dtype: torch.dtype) -> T:
-        """The factor of each token in a mean over the step's tokens, ``[tokens]``; on one of the ranks that see it."""
+        """Return the factor of each token in a mean over the step's tokens, ``[tokens]``; on one of the ranks that see
+        it.
+        """
         counted = seen.real & (self.own or self.mesh.rank("tp") == 0)
         return counted.to(dtype) / seen.step_tokens().to(dtype).clamp(min=1)
 

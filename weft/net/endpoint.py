@@ -62,7 +62,7 @@ class Dialler(Protocol):
         """Lead others to the endpoint that listens at this port; returns the host of its address."""
 
     def connect(self, address: Address) -> socket.socket:
-        """A socket that leads to another endpoint, or ends if that cannot be reached. Does not wait."""
+        """Return a socket that leads to another endpoint, or ends if that cannot be reached. Does not wait."""
 
 
 @dataclass(eq=False)
@@ -118,7 +118,7 @@ class Endpoint:
             require_cipher()
 
     def encrypts(self, address: Address) -> bool:
-        """Whether what is said to the endpoint at this address is encrypted."""
+        """Return whether what is said to the endpoint at this address is encrypted."""
         return encrypts(self.encrypt, address[0], self.address[0])
 
     def open(self, name: str, secret: str, serve: Serve) -> "Channel":
@@ -130,7 +130,7 @@ class Endpoint:
         return channel
 
     def join(self, name: str, secret: str) -> "Channel":
-        """A channel of other endpoints, which takes no connections here."""
+        """Return a channel of other endpoints, which takes no connections here."""
         return Channel(self, name, key_of(secret), SealedConnection.close)
 
     def forget(self, channel: "Channel") -> None:
@@ -316,7 +316,7 @@ class Channel:
             sock.close()
 
     def _socket(self, address: Address) -> socket.socket:
-        """A socket for a connection with another endpoint; over peers it leads there already."""
+        """Return a socket for a connection with another endpoint; over peers it leads there already."""
         if not address[0].startswith(PEER):
             sock = socket.socket(family_of(address[0]))
         elif self.endpoint.dialler is None:
@@ -347,7 +347,9 @@ def process_endpoint(
     encrypt: Encryption = "auto",
     dialler: Dialler | None = None,
 ) -> Endpoint:
-    """The endpoint of this process. Who asks first decides where it listens: by default at :func:`own_address`."""
+    """Return the endpoint of this process. Who asks first decides where it listens: by default at
+    :func:`own_address`.
+    """
     pid = os.getpid()
     if pid not in _own or _own[pid].closed:
         _own.clear()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def limit() -> timedelta | None:
-    """How long ranks wait for each other in the default process group; None if it moves nothing (``fake``)."""
+    """Return how long ranks wait for each other in the default process group; None if it moves nothing (``fake``)."""
     assert dist.group.WORLD is not None
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     # PyTorch has no public way to ask, and gives groups that are made later a limit of their own, up to 30 minutes.
@@ -19,7 +19,7 @@ def limit() -> timedelta | None:
 
 
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """The group of these ranks of the world, which all call this, and no others."""
+    """Return the group of these ranks of the world, which all call this, and no others."""
     group = dist.new_group(
         list(ranks), limit(), use_local_synchronization=True, group_desc=name
     )

@@ -134,7 +134,9 @@ class HangUp:
 
 
 def _waits_at() -> tuple[object, int] | None:
-    """The frame and instruction at which the main thread waits for other ranks; None if it does something else."""
+    """Return the frame and instruction at which the main thread waits for other ranks; None if it does
+    something else.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     for waiting in (frame, frame.f_back if frame else None):
         if waiting is not None and any(

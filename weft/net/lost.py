@@ -37,7 +37,8 @@ def peer_lost(
     doing: str = "",
     seconds: float | None = None,
 ) -> PeerLost | None:
-    """The error that names the rank because of which a wait has failed with ``error``; None if it cannot be found.
+    """Return the error that names the rank because of which a wait has failed with ``error``; None if it cannot be
+    found.
 
     ``waits_for``: the world rank that this one needs something from, and ``doing`` what for. ``seconds``: the limit of
     the wait, if not that of the default process group. Takes about :data:`PATIENCE_S` seconds at most.
@@ -80,7 +81,7 @@ def peer_lost(
 
 
 def _place(error: BaseException) -> str:
-    """Where in Weft the rank waited."""
+    """Return where in Weft the rank waited."""
     package = os.path.dirname(os.path.dirname(__file__))
     frames = [
         f

@@ -115,7 +115,7 @@ class PolledConnection:
         self._watch()
 
     def receive(self) -> Iterator[Head]:
-        """The heads of the frames that have come; raises OSError after the last one of a connection."""
+        """Yield the heads of the frames that have come; raises OSError after the last one of a connection."""
         while True:
             if self._session is None:
                 assert self._opening is not None

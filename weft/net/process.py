@@ -12,7 +12,7 @@ PIDS = "WEFT_RANK_PIDS"
 
 
 def machine_id(*namespaces: str) -> str:
-    """The same text for two processes in one boot of one machine and in the same of these Linux namespaces.
+    """Return the same text for two processes in one boot of one machine and in the same of these Linux namespaces.
 
     In the same ``pid`` namespace each sees the other's process by its number; in the same ``net`` namespace it reaches
     the other without any network.
@@ -81,7 +81,7 @@ def _stat(pid: int, task: str = "") -> _Stat:
 
 
 def _states(pid: int) -> set[str]:
-    """The states of all threads of a process."""
+    """Return the states of all threads of a process."""
     with suppress(FileNotFoundError):
         return {_stat(pid, task).state for task in os.listdir(PROC / f"{pid}/task")}
     return set()

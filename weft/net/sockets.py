@@ -15,12 +15,12 @@ def socket_pair() -> tuple[Socket, Socket]:
 
 
 def listen(host: str, port: int = 0, backlog: int | None = None) -> socket.socket:
-    """A socket that listens on this address, of IPv4 or IPv6; ``port`` 0: any that is free."""
+    """Return a socket that listens on this address, of IPv4 or IPv6; ``port`` 0: any that is free."""
     return socket.create_server((host, port), family=family_of(host), backlog=backlog)
 
 
 def connect_socket(host: str, port: int) -> Socket:
-    """A socket that is connected with this address, of IPv4 or IPv6."""
+    """Return a socket that is connected with this address, of IPv4 or IPv6."""
     sock = socket.socket(family_of(host))
     try:
         sock.connect((host, port))
@@ -31,7 +31,7 @@ def connect_socket(host: str, port: int) -> Socket:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """The family of a numeric address, or of a host's name, which is looked up as IPv4."""
+    """Return the family of a numeric address, or of a host's name, which is looked up as IPv4."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

@@ -78,13 +78,15 @@ class CipherMissing(UsageError, WireBroken):
 
 
 def key_of(secret: str) -> bytes:
-    """The key that a channel's secret stands for, together with the one that the user may have given all processes."""
+    """Return the key that a channel's secret stands for, together with the one that the user may have given all
+    processes.
+    """
     given = os.environ.get("WEFT_SECRET", "")
     return hmac.digest(b"weft channel" + given.encode(), secret.encode(), "sha256")
 
 
 def encrypts(how: Encryption, host: str, own: str) -> bool:
-    """Whether a connection of this process, at ``own``, with the address ``host`` is encrypted.
+    """Return whether a connection of this process, at ``own``, with the address ``host`` is encrypted.
 
     "auto": if ``host`` is neither this machine nor in a network that the internet does not reach.
     """
@@ -150,7 +152,7 @@ class _Records:
         self._tagger = aead if self.mode is _Mode.TAGGED else None
 
     def seal(self, views: Sequence[Buffer], context: bytes) -> list[Buffer]:
-        """The record of these bytes as it is sent; ``context``: what it must be received with."""
+        """Return the record of these bytes as it is sent; ``context``: what it must be received with."""
         number = self._next()
         if self._cipher is not None:
             return [self._cipher.encrypt(number, b"".join(views), context)]
@@ -198,7 +200,7 @@ class Session:
     def encode(
         self, head: Head, payload: Sequence[memoryview] = ()
     ) -> Iterator[Buffer]:
-        """A frame, in the pieces in which it is sent."""
+        """Yield a frame, in the pieces in which it is sent."""
         text = json.dumps(head, separators=(",", ":")).encode()
         fixed = _FRAME.pack(len(text), sum(view.nbytes for view in payload))
         yield b"".join([fixed, *self.outgoing.seal([text], fixed)])
@@ -236,7 +238,7 @@ def _head(text: bytes) -> Head:
 
 
 def _pieces(payload: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The bytes of these views, cut into :data:`PIECE` each."""
+    """Yield the bytes of these views, cut into :data:`PIECE` each."""
     piece, room = list[memoryview](), PIECE
     for view in payload:
         rest = view.cast("B") if view.nbytes else view[:0]
@@ -259,7 +261,7 @@ def greet(
     allows: Callable[[bool], bool],
     send: Callable[[bytes], object],
 ) -> Steps[tuple[str, Session]]:
-    """The listening end of the handshake; returns the channel and the session. Raises :class:`WireForged`.
+    """Yield the listening end of the handshake; returns the channel and the session. Raises :class:`WireForged`.
 
     ``key_for(channel)`` is None if there is no such channel; ``allows(encrypted)``: whether a connection may be so.
     """
@@ -298,7 +300,7 @@ def introduce(
     encrypted: bool,
     send: Callable[[bytes], object],
 ) -> Steps[Session]:
-    """The dialling end of the handshake. Raises :class:`WireForged` if the other end does not know the key."""
+    """Yield the dialling end of the handshake. Raises :class:`WireForged` if the other end does not know the key."""
     name, words = channel.encode(), json.dumps(hello).encode()
     private = require_cipher().private_key.generate() if encrypted else None
     nonce = (
@@ -328,7 +330,7 @@ def _proof(master: bytes, who: bytes) -> bytes:
 
 
 def _shared(private: Any, share: bytes) -> bytes:
-    """The secret that two ends of an exchange have in common, by the public share of the other one."""
+    """Return the secret that two ends of an exchange have in common, by the public share of the other one."""
     try:
         secret: bytes = private.exchange(
             require_cipher().public_key.from_public_bytes(share)
@@ -402,11 +404,13 @@ class SealedConnection:
         return count
 
     def receive(self, place: Place | None = None, limit: float = math.inf) -> Frame:
-        """The next frame; raises TimeoutError if none has begun in ``limit`` seconds, else as :meth:`send` does."""
+        """Return the next frame; raises TimeoutError if none has begun in ``limit`` seconds, else as
+        :meth:`send` does.
+        """
         return read_steps(self.socket, self.session.decode(place), limit, self.stall)
 
     def poll(self, limit: float = 0.0) -> bool:
-        """Whether a frame, or the end of the connection, comes within ``limit`` seconds."""
+        """Return whether a frame, or the end of the connection, comes within ``limit`` seconds."""
         return await_ready(self.socket, limit)
 
     def close(self) -> None:

@@ -172,8 +172,9 @@ def expert_loads(records: list[Record]) -> list[Record]:
 
 
 def saved_activations(records: list[Record]) -> list[Record]:
-    """The predicted seconds of a step over the bytes of activations that blocks save, for every number of blocks that
-    are offloaded or recomputed."""
+    """Return the predicted seconds of a step over the bytes of activations that blocks save, for every number of blocks
+    that are offloaded or recomputed.
+    """
     if not records:
         return []
     last, colors = records[-1], {"offload": "--c1", "recompute": "--c4"}
@@ -249,7 +250,7 @@ def membership(records: Records) -> list[Record]:
 
 
 def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """The chart of the accuracy on tasks, if any run was evaluated on some."""
+    """Return the chart of the accuracy on tasks, if any run was evaluated on some."""
     kinds = dict.fromkeys(
         kind for run in runs for kind in run.records if kind.startswith("task.")
     )
@@ -281,7 +282,9 @@ def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Re
 
 
 def checkpoint_charts(records: Records) -> list[Record]:
-    """The charts about checkpoints: seconds by rank and stage, and how long training waited. Empty without any."""
+    """Return the charts about checkpoints: seconds by rank and stage, and how long training waited. Empty
+    without any.
+    """
     saved, checkpoints = records.get("saved", []), records.get("checkpoint", [])
     drawn = (
         [heat]

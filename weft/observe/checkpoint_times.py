@@ -222,7 +222,7 @@ def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None
 def _slowest(
     lines: Sequence[tuple[str, list[float | None]]], by_time: Sequence[int]
 ) -> list[tuple[str, list[float | None]]]:
-    """The lines of the slowest ranks, and three lines of quantiles of all others.
+    """Return the lines of the slowest ranks, and three lines of quantiles of all others.
 
     ``by_time``: the indices of all lines, the slowest first.
     """
@@ -284,7 +284,7 @@ def _heat_layout(names: Sequence[str], stages: Sequence[str], saves: int) -> Rec
 
 
 def _deciles(values: Sequence[float]) -> list[float | None]:
-    """The ninth decile, the median and the first decile, as far as there are values for them."""
+    """Return the ninth decile, the median and the first decile, as far as there are values for them."""
     if len(values) < 2:
         return [None, values[0] if values else None, None]
     cut = quantiles(values, n=10, method="inclusive")
@@ -357,7 +357,7 @@ def facts(
 
 
 def _bytes(rows: Sequence[Record]) -> float:
-    """The bytes of all ranks together, in the last step with any."""
+    """Return the bytes of all ranks together, in the last step with any."""
     by_step: dict[int, float] = defaultdict(float)
     for row in rows:
         if isinstance(row.get("bytes"), (int, float)):

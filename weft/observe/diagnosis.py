@@ -176,7 +176,9 @@ def _everyone_inside(
     rank: int,
     now: int,
 ) -> list[Verdict]:
-    """The verdict on a collective of ``rank`` that all known ranks have entered: who has ended or stopped in it."""
+    """Return the verdict on a collective of ``rank`` that all known ranks have entered: who has ended or
+    stopped in it.
+    """
     record, seconds = inside[rank], _seconds(inside[rank], now)
     what, peer = collective_text(traces[rank], record), int(record["peer"])
     ranks = traces[rank].groups[record["group"]].ranks if peer < 0 else (rank, peer)
@@ -214,7 +216,9 @@ def _is_stuck(trace: Trace, state: str, record: Any, now: int) -> bool:
 
 
 def _missing(traces: Mapping[int, Trace], rank: int, record: Any) -> list[int]:
-    """The ranks, of those traced on this machine, that have not entered the collective or message ``rank`` is in."""
+    """Return the ranks, of those traced on this machine, that have not entered the collective or message ``rank`` is
+    in.
+    """
     other_end = {"send": "recv", "recv": "send"}.get(KINDS[record["kind"]])
     group = traces[rank].groups[record["group"]]
     others = (
@@ -230,7 +234,9 @@ def _missing(traces: Mapping[int, Trace], rank: int, record: Any) -> list[int]:
 
 
 def _come(trace: Trace, group: TracedGroup, kind: str | None, peer: int) -> int:
-    """How many collectives of a group a rank has begun; with a ``kind``, how many messages to or from ``peer``."""
+    """Return how many collectives of a group a rank has begun; with a ``kind``, how many messages to or from
+    ``peer``.
+    """
     numbers = [
         number for number, known in enumerate(trace.groups) if known.id == group.id
     ]
@@ -248,7 +254,7 @@ def _come(trace: Trace, group: TracedGroup, kind: str | None, peer: int) -> int:
 def _same(
     traces: Mapping[int, Trace], inside: Mapping[int, Any], rank: int, other: int
 ) -> bool:
-    """Whether two ranks wait in the same collective, by its group and number there (its kind may differ)."""
+    """Return whether two ranks wait in the same collective, by its group and number there (its kind may differ)."""
     first, second = inside[rank], inside[other]
     group = (
         traces[rank].groups[first["group"]].id
@@ -264,7 +270,9 @@ def _same(
 def _differing(
     traces: Mapping[int, Trace], inside: Mapping[int, Any], stuck: Sequence[int]
 ) -> Verdict | None:
-    """The verdict on two ranks that called different collectives as the same number in their group; None if none."""
+    """Return the verdict on two ranks that called different collectives as the same number in their group; None if
+    none.
+    """
     for rank, other in product(stuck, inside):
         first, second = inside[rank], inside[other]
         if first["kind"] != second["kind"] and _same(traces, inside, rank, other):

@@ -142,7 +142,7 @@ class Display:
 
 
 def compact(number: float) -> str:
-    """A count in at most six characters: 950, 12.3k, 4.56M."""
+    """Return a count in at most six characters: 950, 12.3k, 4.56M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= 0.9995 * size:  # which three digits round up to it
             return f"{number / size:.3g}{unit}"
@@ -150,7 +150,7 @@ def compact(number: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration as m:ss, h:mm:ss or d days h:mm."""
+    """Return a duration as m:ss, h:mm:ss or d days h:mm."""
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:

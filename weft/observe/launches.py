@@ -54,7 +54,7 @@ class Launches:
 
 
 def read_launches(path: Path) -> Launches:
-    """The figures of a trace that ``torch.profiler`` has exported for Chrome. Errors: no such trace."""
+    """Return the figures of a trace that ``torch.profiler`` has exported for Chrome. Errors: no such trace."""
     try:
         events = [
             e
@@ -111,7 +111,7 @@ def _covered(events: Iterable[dict[str, Any]]) -> float:
 
 
 def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
-    """The lengths of the operators that call no other one."""
+    """Yield the lengths of the operators that call no other one."""
     order = sorted(events, key=lambda e: (str(e.get("tid")), e["ts"], -e["dur"]))
     for event, following in zip(order, [*order[1:], None], strict=True):
         end = event["ts"] + event["dur"]

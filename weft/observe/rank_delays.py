@@ -292,7 +292,8 @@ def measure_links(
     rounds: Sequence[Sequence[Pair]],
     parts: Mapping[Pair, int],
 ) -> np.ndarray[Any, Any]:
-    """Seconds of :data:`PROBE` bytes from each rank (row) to each (column), ``nan`` where none are sent. Collective.
+    """Return the seconds of :data:`PROBE` bytes from each rank (row) to each (column), ``nan`` where none are sent.
+    Collective.
 
     ``parts``: for some pairs, a factor by which their message is larger; its time is divided by that.
     """
@@ -438,7 +439,7 @@ class DelayWatch:
         self.probe_s += time.perf_counter() - begun
 
     def record(self) -> dict[str, Any]:
-        """The last judgement, for the run's metrics and its report."""
+        """Return the last judgement, for the run's metrics and its report."""
         rows = [
             {
                 "rank": d.rank,

@@ -44,7 +44,7 @@ SIZE, TIME = HEAD + NAMES + RECORDS * RECORD.itemsize, struct.Struct("<q")
 
 
 def rings_of(run: Path) -> Path:
-    """The folder on this machine with the rings of the ranks of the run in the folder ``run``."""
+    """Return the folder on this machine with the rings of the ranks of the run in the folder ``run``."""
     memory = Path("/dev/shm")
     base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     return (
@@ -92,7 +92,7 @@ def read_ring(path: Path) -> Trace:
 
 
 def parse(ring: mmap.mmap) -> Trace:
-    """The content of a ring, from its memory."""
+    """Return the content of a ring, from its memory."""
     records = np.frombuffer(ring[HEAD + NAMES :], RECORD)
     after = np.frombuffer(ring[HEAD + NAMES :], RECORD)["number"]
     names = ring[HEAD : HEAD + TIME.unpack_from(ring, len(MAGIC))[0]]
@@ -163,7 +163,7 @@ def held_in(trace: Trace) -> Any:
 
 
 def standing(trace: Trace, now: int) -> str:
-    """Where a rank is or was last, as the end of a sentence that begins with "it"."""
+    """Return where a rank is or was last, as the end of a sentence that begins with "it"."""
     ago = lambda ns: f"{max(0, now - int(ns)) / 1e9:.1f} s ago"  # noqa: E731
     if (inside := held_in(trace)) is not None:
         return f"went into {collective_text(trace, inside)} {ago(inside['begin'])}"

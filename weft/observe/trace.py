@@ -182,7 +182,7 @@ class Ring:
         return HEAD + NAMES + number % RECORDS * RECORD.itemsize
 
     def _group(self, group: dist.ProcessGroup) -> tuple[int, list[int]]:
-        """A group's number in this ring, and its ranks in the world."""
+        """Return a group's number in this ring, and its ranks in the world."""
         if (entry := self._groups.get(group.group_name)) is None:
             ranks, name = dist.get_process_group_ranks(group), group.group_desc
             even = range(
@@ -198,7 +198,9 @@ class Ring:
         return entry
 
     def _place(self) -> int:
-        """The number of the name of the line of Weft that makes this call; else of the nearest one outside PyTorch."""
+        """Return the number of the name of the line of Weft that makes this call; else of the nearest one outside
+        PyTorch.
+        """
         nearest = sys._getframe(3)
         frame: FrameType | None = nearest
         while frame is not None:
@@ -237,7 +239,7 @@ class Ring:
 
 
 def _bytes(given: Any) -> int:
-    """The bytes of a tensor, or of nested lists of tensors; 0 of anything else."""
+    """Return the bytes of a tensor, or of nested lists of tensors; 0 of anything else."""
     return (
         sum(map(_bytes, given))
         if isinstance(given, list)
@@ -272,7 +274,7 @@ def start_tracing(folder: Path, rank: int, epoch: int = 0) -> Ring:
 
 
 def _standings(run: Path, ranks: Sequence[int]) -> str:
-    """Where these ranks are, in words, as far as their rings are on this machine."""
+    """Return where these ranks are, in words, as far as their rings are on this machine."""
     # whatever is wrong with them, what this is said of matters more
     with contextlib.suppress(Exception):
         traces, now = rings.newest_traces(run), time.monotonic_ns()

@@ -103,7 +103,7 @@ class StripedKeys(KeyValuePages):
     stripes: Stripes
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
-        """``[1, own tokens, heads or kv_heads, head_dim]``; behind them there may be padding."""
+        """Return ``[1, own tokens, heads or kv_heads, head_dim]``; behind them there may be padding."""
         self.keep(k, v)
         stripes, width = self.stripes, v.shape[-1]
         queries = stripes.gathered(q[0, : stripes.count])
@@ -183,7 +183,7 @@ class SplitStates(StatePages):
     stripes: Stripes
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
-        """``[1, own tokens, heads or kv_heads, head_dim]``; behind them there may be padding."""
+        """Return ``[1, own tokens, heads or kv_heads, head_dim]``; behind them there may be padding."""
         stripes, group = self.stripes, q.shape[2] // k.shape[2]
         shares = [
             part(q.shape[2], stripes.ranks, rank) for rank in range(stripes.ranks)

@@ -30,7 +30,7 @@ class Shared(NamedTuple):
 
 
 def shared_from(said: Any) -> Shared | None:
-    """A file as another peer has announced it; ``None`` if that is malformed."""
+    """Return a file as another peer has announced it; ``None`` if that is malformed."""
     match said:
         case [int(size), str(root)] if size >= 0 and re.fullmatch("[0-9a-f]{64}", root):
             return Shared(size, root)
@@ -38,7 +38,7 @@ def shared_from(said: Any) -> Shared | None:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path that another peer has given stays in the folder that it is put in."""
+    """Return whether a path that another peer has given stays in the folder that it is put in."""
     pure = PurePosixPath(path)
     return (
         not pure.is_absolute()
@@ -71,7 +71,7 @@ class BlockShelf:
                     self.files[path], self._seen[path] = self._hash(file), seen
 
     def read(self, name: bytes) -> bytes | None:
-        """A block, or None. Its receiver checks it: the file may have changed since it was hashed."""
+        """Return a block, or None. Its receiver checks it: the file may have changed since it was hashed."""
         if name in self._indices:
             return self._indices[name]
         if name in self._where:

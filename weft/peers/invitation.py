@@ -60,7 +60,9 @@ class Ticket:
 
 
 def invite(where: str) -> tuple[Ticket, Invitation]:
-    """A new circle of peers around a relay that will be at ``host:port``: the relay's ticket, and the invitation."""
+    """Return a new circle of peers around a relay that will be at ``host:port``: the relay's ticket, and the
+    invitation.
+    """
     from weft.peers.transport import public_key
 
     if not (
@@ -91,7 +93,9 @@ def read_ticket(text: str) -> Ticket:
 
 
 def read_key(file: Path) -> bytes:
-    """The private key of a peer: 32 bytes from a file of 64 hexadecimal digits, which is made if it is not there."""
+    """Return the private key of a peer: 32 bytes from a file of 64 hexadecimal digits, which is made if it is not
+    there.
+    """
     try:
         with (
             suppress(FileExistsError),

@@ -138,7 +138,7 @@ class Peer:
         return [self._member(link) for link in list(self._links.values())]
 
     def files(self) -> dict[str, Shared]:
-        """All files that a peer of this invitation has shared and not taken back, by their paths."""
+        """Return all files that a peer of this invitation has shared and not taken back, by their paths."""
         files = {
             path: shared_from(about)
             for path, about in sorted(self.table.under("file/"))
@@ -150,7 +150,7 @@ class Peer:
         }
 
     def holders(self, root: str) -> list[str]:
-        """The names of the peers that are connected now, this one included, and have the file with this root."""
+        """Return the names of the peers that are connected now, this one included, and have the file with this root."""
         return [
             self._name(peer)
             for peer, _ in self.table.under(f"has/{root}/")
@@ -162,7 +162,7 @@ class Peer:
         self._run(self._settle(), limit)
 
     def find(self, who: str, limit: float = 2 * DIAL) -> str:
-        """The public key of the peer that has this name, or whose key begins so. Waits until it is connected."""
+        """Return the public key of the peer that has this name, or whose key begins so. Waits until it is connected."""
         until = time.monotonic() + limit
         while True:
             links = {
@@ -193,7 +193,7 @@ class Peer:
         self._exposed[service] = host, port
 
     def reach(self, who: str, service: str, port: int = 0) -> int:
-        """A port of this machine's loopback whose connections end at the ``service`` that ``who`` exposes."""
+        """Return a port of this machine's loopback whose connections end at the ``service`` that ``who`` exposes."""
 
         async def listen() -> int:
             server = await asyncio.start_server(
@@ -209,7 +209,7 @@ class Peer:
             ) from None
 
     def connect(self, who: str, service: str, limit: float = 2 * DIAL) -> Socket:
-        """A socket whose other end is the ``service`` that ``who`` exposes, over an encrypted connection."""
+        """Return a socket whose other end is the ``service`` that ``who`` exposes, over an encrypted connection."""
         peer = self.find(who, limit)
         ours, theirs = socket_pair()
 
@@ -263,7 +263,7 @@ class Peer:
         return self._run(all_(), SLOWEST * waves * max(1, len(holders)))
 
     def index(self, path: str, shared: Shared) -> list[bytes]:
-        """The names of a file's blocks."""
+        """Return the names of a file's blocks."""
         (index,) = self.fetch(
             [bytes.fromhex(shared.root)], self.having(path, shared), LONGEST
         )
@@ -275,7 +275,9 @@ class Peer:
         return names
 
     def having(self, path: str, shared: Shared) -> list[str]:
-        """The public keys of the connected peers that have a file; without any, :class:`PeerError` says who has it."""
+        """Return the public keys of the connected peers that have a file; without any, :class:`PeerError` says who has
+        it.
+        """
         all_ = [peer for peer, _ in self.table.under(f"has/{shared.root}/")]
         there = [peer for peer in all_ if peer in self._links]
         if not there:
@@ -512,7 +514,7 @@ class Peer:
         await _pump(stream, reader, writer)
 
     async def _tunnel(self, peer: str, service: str) -> Any:
-        """A stream to a service of a peer."""
+        """Return a stream to a service of a peer."""
         try:
             if peer not in self._links:
                 raise PeerError("it is not there")
@@ -557,7 +559,7 @@ class Peer:
         longest: int,
         bad: dict[str, str],
     ) -> bytes:
-        """A block from the ``turn``-th of its holders, or else from the next ones.
+        """Return a block from the ``turn``-th of its holders, or else from the next ones.
 
         ``bad``: the holders that have sent wrong bytes, with the reason; they are not asked, and new ones are added.
         """

@@ -177,7 +177,7 @@ class Relay:
 
 
 async def _identity(client: Any) -> bytes | None:
-    """The public key for which a client has signed a challenge; ``None`` if it has not."""
+    """Return the public key for which a client has signed a challenge; ``None`` if it has not."""
     from blake3 import blake3
 
     challenge = os.urandom(16)

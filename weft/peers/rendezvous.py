@@ -36,7 +36,7 @@ class PeerDialler:
         return PEER + self.peer.id
 
     def connect(self, address: Address) -> Socket:
-        """A socket that leads to another endpoint, or ends if that cannot be reached. Does not wait."""
+        """Return a socket that leads to another endpoint, or ends if that cannot be reached. Does not wait."""
         host, port = address
         if host == PEER + self.peer.id:
             return connect_socket("127.0.0.1", port)

@@ -71,7 +71,7 @@ class SharedTable:
         }
 
     def under(self, prefix: str) -> Iterator[tuple[str, Any]]:
-        """The rest of every key that begins with ``prefix``, and its value, of those that are there."""
+        """Yield the rest of every key that begins with ``prefix``, and its value, of those that are there."""
         for key, entry in self.entries.items():
             if key.startswith(prefix) and entry.value is not None:
                 yield key[len(prefix) :], entry.value

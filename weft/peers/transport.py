@@ -27,7 +27,9 @@ class PeerError(WeftError):
 
 @cache
 def iroh() -> Any:
-    """The package iroh. Its bindings copy what is sent byte by byte in Python (a second per MiB); this is replaced."""
+    """Return the package iroh. Its bindings copy what is sent byte by byte in Python (a second per MiB); this is
+    replaced.
+    """
     try:
         import iroh
         from iroh import iroh_ffi
@@ -56,7 +58,7 @@ def public_key(private: bytes) -> str:
 async def bind(
     protocol: bytes, relay: str, key: bytes | None = None, address: str | None = None
 ) -> Any:
-    """An endpoint that knows one relay, ours, and asks nobody else for anything."""
+    """Return an endpoint that knows one relay, ours, and asks nobody else for anything."""
     api = iroh()
     mode = api.RelayMode.custom_from_urls([relay])
     options = {"preset": api.preset_minimal(), "relay_mode": mode, "alpns": [protocol]}
@@ -87,7 +89,7 @@ def cause(error: BaseException) -> str:
 
 
 async def within(limit: float, awaitable: Awaitable[T]) -> T:
-    """The result of ``awaitable``; :class:`PeerError` after ``limit`` seconds, or if iroh gives up."""
+    """Return the result of ``awaitable``; :class:`PeerError` after ``limit`` seconds, or if iroh gives up."""
     try:
         return await asyncio.wait_for(awaitable, limit)
     except (TimeoutError, iroh().IrohError) as error:
@@ -107,7 +109,9 @@ async def send(
 async def receive(
     stream: Any, body: int = 0, head: int = HEAD
 ) -> tuple[dict[str, Any], bytes]:
-    """The next message, with at most ``body`` and ``head`` bytes in its parts. Raises :class:`PeerError` for others."""
+    """Return the next message, with at most ``body`` and ``head`` bytes in its parts. Raises :class:`PeerError` for
+    others.
+    """
     (length,) = struct.unpack("!I", await _read(stream, 4))
     if length > head:
         raise PeerError(f"a message of {length} bytes is too long")

@@ -65,7 +65,7 @@ class Rules:
     def broken(
         self, tp: int, pp: int, cp: int, data: int
     ) -> tuple[str, str, str] | None:
-        """The first rule that this way breaks, how it does, and what would mend it."""
+        """Return the first rule that this way breaks, how it does, and what would mend it."""
         heads, kv, layers = (
             int(self.shape.heads),
             int(self.shape.kv_heads),
@@ -138,7 +138,7 @@ class Rules:
     def _filled(
         self, tp: int, pp: int, cp: int, data: int
     ) -> Iterator[tuple[float, ...]]:
-        """Rows of :data:`FIRST`: what else can be chosen."""
+        """Yield the rows of :data:`FIRST`: what else can be chosen."""
         share, ranks = self.batch // data, data * cp * tp
         micro = [
             b
@@ -191,7 +191,7 @@ class Rules:
 
 
 def _folds(ep: int, dp: int, shard: int, cp: int, tp: int) -> bool:
-    """Whether experts can be spread over so many of these ranks."""
+    """Return whether experts can be spread over so many of these ranks."""
     layout = Layout(dp=dp, shard=shard, cp=cp, tp=tp)
     return layout.folds(ep) or (ep % tp == 0 and layout.folds(ep // tp))
 
@@ -260,7 +260,7 @@ def take(plans: Plan, which: Any) -> Plan:
 
 
 def join_splits(parts: Sequence[Plan]) -> Plan:
-    """The plans of all ``parts``."""
+    """Return the plans of all ``parts``."""
     return replace(
         parts[0],
         outer=0,
@@ -269,7 +269,7 @@ def join_splits(parts: Sequence[Plan]) -> Plan:
 
 
 def _can_rest(way: dict[str, int]) -> bool:
-    """Whether recipes can say so."""
+    """Return whether recipes can say so."""
     try:
         Memory.model_validate({kind: PLACES[place] for kind, place in way.items()})
     except ValueError:
@@ -280,7 +280,7 @@ def _can_rest(way: dict[str, int]) -> bool:
 def nearby(
     state: NDArray[np.float64], tp: NDArray[np.float64], machine: Machine
 ) -> NDArray[np.float64]:
-    """The most of so many ranks that hold the state which fast links join, if they cut it evenly."""
+    """Return the most of so many ranks that hold the state which fast links join, if they cut it evenly."""
     pairs = {
         (s, t): max(divisors(int(s), machine.domain // t), default=1)
         for s, t in set(zip(state, tp, strict=True))

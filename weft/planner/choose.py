@@ -87,7 +87,7 @@ def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
 
 
 def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> ChosenLayout:
-    """The first of ``finals`` for ``recipe``; ``among`` how many."""
+    """Return the first of ``finals`` for ``recipe``; ``among`` how many."""
     planned, new = recipe_under(recipe, finals[0])
     text = (
         ",".join(

@@ -190,14 +190,14 @@ def axis_link(
 
 
 def gather(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
-    """Seconds of an all-gather or reduce-scatter of ``full`` bytes in ``times`` parts: a ring."""
+    """Return the seconds of an all-gather or reduce-scatter of ``full`` bytes in ``times`` parts: a ring."""
     return (size > 1) * (
         (size - 1) / size * full / link.bandwidth + times * link.ring_latency
     )
 
 
 def reduce(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
-    """Seconds of an all-reduce: the bytes of two gathers at the latency of a tree."""
+    """Return the seconds of an all-reduce: the bytes of two gathers at the latency of a tree."""
     return (size > 1) * (
         2 * (size - 1) / size * full / link.bandwidth + times * 2 * link.tree_latency
     )
@@ -206,7 +206,9 @@ def reduce(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
 def exchange(
     machine: Machine, engine: EngineConstants, stride: Num, size: Num, sent: Num
 ) -> Num:
-    """Seconds of an all-to-all in which each rank holds ``sent`` bytes: what leaves the domain crosses its own NIC."""
+    """Return the seconds of an all-to-all in which each rank holds ``sent`` bytes: what leaves the domain crosses its
+    own NIC.
+    """
     inside = np.clip(machine.domain // stride, 1, size)
     out = sent * (size - inside) / size / (machine.network * engine.network)
     within = sent * (inside - 1) / size / machine.link
@@ -239,7 +241,7 @@ class MicrobatchSeconds:
 
 
 def smooth_maximum(a: Num, b: Num) -> Num:
-    """A smooth maximum of two positive times."""
+    """Return a smooth maximum of two positive times."""
     return (a**SHARP + b**SHARP) ** (1 / SHARP)
 
 
@@ -280,19 +282,19 @@ class Roofline:
         return own * self.shape.top_k * self.shape.busiest(self.plan.ep)
 
     def product(self, m: Num, n: Num, k: Num) -> Num:
-        """Seconds of one forward product; each of the two backward products takes as long."""
+        """Return the seconds of one forward product; each of the two backward products takes as long."""
         rate = self.machine.peak * self.machine.clock * self.engine.matmul
         moved = self.width * (m * k + n * k) + 2 * m * n
         return 2 * m * n * k / rate + moved / self.machine.hbm
 
     def feed_forward(self, tokens: Num, ffn: Num) -> Num:
-        """Seconds of the products of a feed-forward of width ``ffn``."""
+        """Return the seconds of the products of a feed-forward of width ``ffn``."""
         up = (1 + self.shape.gated) * ffn
         embed = self.shape.embed
         return self.product(tokens, up, embed) + self.product(tokens, embed, ffn)
 
     def products(self) -> Num:
-        """Seconds of the products of a layer, forward."""
+        """Return the seconds of the products of a layer, forward."""
         shape, tokens, tp = self.shape, self.tokens, self.plan.tp
         matmuls = self.product(tokens, shape.qkv_width / tp, shape.embed)
         matmuls = matmuls + self.product(
@@ -311,7 +313,7 @@ class Roofline:
         )
 
     def attention(self) -> Num:
-        """Seconds of a layer's attention, forward: the masked half of scores included."""
+        """Return the seconds of a layer's attention, forward: the masked half of scores included."""
         shape, machine = self.shape, self.machine
         score = self.tokens * self.plan.seq * shape.heads / self.plan.tp
         # fused kernels skip what windows leave out
@@ -324,7 +326,7 @@ class Roofline:
         return np.where(self.engine.flash > 0, fused, split)
 
     def pointwise(self) -> Num:
-        """Seconds of norms, residuals, rotary embedding and activation of a layer, forward."""
+        """Return the seconds of norms, residuals, rotary embedding and activation of a layer, forward."""
         shape, engine, tp = self.shape, self.engine, self.plan.tp
         moe = 1 - shape.dense_share
         norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
@@ -339,7 +341,7 @@ class Roofline:
         return casts * self.tokens * moved / self.machine.hbm
 
     def exchanges(self) -> AxisSeconds:
-        """Seconds of what a layer sends in its forward pass along each axis."""
+        """Return the seconds of what a layer sends in its forward pass along each axis."""
         shape, machine, plan, engine = self.shape, self.machine, self.plan, self.engine
         tokens, tp, cp = self.tokens, plan.tp, plan.cp
         along_tp = 2 * reduce(
@@ -366,7 +368,7 @@ class Roofline:
         return AxisSeconds(along_tp, along_cp, along_ep)
 
     def hop(self) -> Num:
-        """Seconds of a microbatch from one stage to the next; every tp rank sends its part."""
+        """Return the seconds of a microbatch from one stage to the next; every tp rank sends its part."""
         machine, plan = self.machine, self.plan
         stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
         pair, _, start = axis_link(machine, self.engine, stride, np.minimum(plan.pp, 2))
@@ -447,9 +449,10 @@ def gradients(
     turn: Num,
     copies: Num = 1,
 ) -> tuple[Num, Num]:
-    """Seconds of a step that a rank with so many ``layers`` spends on gradients and sharded parameters beside
-    compute, and on the optimizer. ``cover``: compute that traffic of sharded parameters hides behind, ``turn``: of one
-    microbatch, for other traffic; ``copies``: of the parameters in a pipeline (DualPipe: 2)."""
+    """Return the seconds of a step that a rank with so many ``layers`` spends on gradients and sharded parameters
+    beside compute, and on the optimizer. ``cover``: compute that traffic of sharded parameters hides behind,
+    ``turn``: of one microbatch, for other traffic; ``copies``: of the parameters in a pipeline (DualPipe: 2).
+    """
     tp, cp = plan.tp, plan.cp
     replicas = plan.data * cp
     body = layers * shape.dense_weights / tp + shape.table / tp
@@ -496,7 +499,7 @@ def gradients(
 
 
 def schedules() -> tuple[str, ...]:
-    """All schedules, those of plugins as well; a plan names one by its number here."""
+    """Return all schedules, those of plugins as well; a plan names one by its number here."""
     return _in_order(tuple(names("schedule")))
 
 
@@ -510,7 +513,7 @@ def schedule_number(name: str) -> int:
 
 
 def builder_numbered(number: Num) -> ScheduleBuilder:
-    """The builder of the schedule that a plan names."""
+    """Return the builder of the schedule that a plan names."""
     return builder_of(schedules()[int(number)])
 
 
@@ -532,7 +535,7 @@ def copies(plan: Plan) -> Num:
 
 
 def rest(plan: Plan, engine: EngineConstants, known: Num) -> Num:
-    """Seconds that nothing above explains: a constant, and stragglers."""
+    """Return the seconds that nothing above explains: a constant, and stragglers."""
     return engine.step + engine.jitter * np.log2(np.maximum(plan.world / 8, 1)) * known
 
 

@@ -86,7 +86,7 @@ ENGINES = _programs()
 
 
 def scaled(engine: EngineConstants, factors: dict[str, Num]) -> EngineConstants:
-    """The engine with some constants multiplied; shares stay below one."""
+    """Return the engine with some constants multiplied; shares stay below one."""
     new = {name: getattr(engine, name) * factor for name, factor in factors.items()}
     shares = {
         name: np.minimum(value, 1.0)

@@ -37,7 +37,7 @@ DEEP = 32
 
 
 def title(final: Final) -> str:
-    """The layout in one line."""
+    """Return the layout in one line."""
     order = f' order="{final.order}"' if final.order else ""
     return (
         describe(final.plan) + (" vocabulary over pp" if final.barriers else "") + order
@@ -182,7 +182,7 @@ def best_alternatives(
 
 
 def record(final: Final) -> dict[str, Any]:
-    """A layout with its seconds and GiB, split by cause."""
+    """Return a layout with its seconds and GiB, split by cause."""
     layout = {name: getattr(final.plan, name) for name in CHOSEN}
     return {
         "layout": {
@@ -283,7 +283,7 @@ def untrainable_line(model: PlannedModel, bits: int) -> str:
 
 
 def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
-    """A layout as the sections of a recipe that ``weft train`` takes as it is; what ``model`` says itself stays.
+    """Return a layout as the sections of a recipe that ``weft train`` takes as it is; what ``model`` says itself stays.
 
     Raises :class:`UsageError` for what Weft cannot train yet.
     """
@@ -308,7 +308,7 @@ def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
 
 
 def layout_tree(final: Final) -> dict[str, Any]:
-    """The ``[layout]`` section of a recipe."""
+    """Return the ``[layout]`` section of a recipe."""
     plan = final.plan
     layout: dict[str, Any] = {
         axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")

@@ -132,7 +132,7 @@ class Final:
 def finalists(
     searched: SearchResult, count: int = 10, vocabulary: bool = False
 ) -> list[Final]:
-    """The first ``count`` layouts that fit, and the best of every near schedule, simulated and ranked again.
+    """Return the first ``count`` layouts that fit, and the best of every near schedule, simulated and ranked again.
 
     ``vocabulary``: the program can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
     """
@@ -288,7 +288,9 @@ def _costs(
     barriers: int,
     apart: bool,
 ) -> Costs:
-    """Seconds of every action and bytes of what is kept. ``apart``: of every layer, its exchanges by themselves."""
+    """Return the seconds of every action and bytes of what is kept. ``apart``: of every layer, its exchanges by
+    themselves.
+    """
     exposed = microbatch.tp + microbatch.cp + microbatch.ep * (not apart)
     kept, routed = (
         float(held_bytes(searched.shape, plan, searched.engine)),

@@ -91,7 +91,7 @@ def measurement_columns(rows: Sequence[Measurement]) -> MeasurementColumns:
 def times_of(
     rows: Sequence[Measurement], knobs: Sequence[Knob], masks: Array | None
 ) -> Callable[[Array], Array]:
-    """Seconds of each row by the logarithms of the factors of ``knobs``; ``masks`` as in :func:`fit`."""
+    """Return the seconds of each row by the logarithms of the factors of ``knobs``; ``masks`` as in :func:`fit`."""
     shape, machine, plan, engine = measurement_columns(rows)
     where = np.ones((len(knobs), len(rows))) if masks is None else masks
     return lambda theta: (
@@ -189,7 +189,7 @@ def predict(
     knobs: Sequence[Knob] = KNOBS,
     masks: Array | None = None,
 ) -> Array:
-    """Seconds of each row by the roofline with fitted constants."""
+    """Return the seconds of each row by the roofline with fitted constants."""
     return times_of(rows, knobs, masks)(theta)
 
 

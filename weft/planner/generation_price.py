@@ -63,7 +63,7 @@ class Throughput:
 
 
 def streamed_bytes(shape: Shape, machine: Machine) -> Num:
-    """Bytes of weights that cross the link in each pass."""
+    """Return the bytes of weights that cross the link in each pass."""
     weights = WIDTH * shape.parameters
     return np.maximum(
         0.0,
@@ -88,8 +88,8 @@ def together(shape: Shape, machine: Machine, job: Workload) -> Num:
 def generation_passes(
     shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num
 ) -> dict[str, Num]:
-    """Seconds of link, device and host in passes in which so many tokens of prompts are ``read`` and new ones
-    ``written``, which see ``attended`` tokens.
+    """Return the seconds of link, device and host in passes in which so many tokens of prompts are ``read`` and new
+    ones ``written``, which see ``attended`` tokens.
 
     Prompts attend on the device; ``scored`` are the squares of their lengths, added up.
     """

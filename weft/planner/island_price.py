@@ -84,7 +84,7 @@ def islands_of(
     bits: int,
     pins: Sequence[Pin],
 ) -> Islands | None:
-    """The best layout of one site as an island; None where there are no sites, or none that can be one.
+    """Return the best layout of one site as an island; None where there are no sites, or none that can be one.
 
     Sites of equal size take equal shares of the ``batch``.
     """
@@ -109,7 +109,7 @@ def islands_of(
 
 
 def words() -> list[str]:
-    """The compressors that plans look at, by their words in a recipe."""
+    """Return the compressors that plans look at, by their words in a recipe."""
     techniques: list[Any] = [
         technique.implementation for technique in declared("compressor")
     ]
@@ -117,7 +117,7 @@ def words() -> list[str]:
 
 
 def sent(word: str) -> float:
-    """Bytes per parameter of what is sent one way."""
+    """Return bytes per parameter of what is sent one way."""
     compressor = compressor_of(word)
     return float(compressor.bytes_per_element) if compressor else 4.0
 

@@ -78,7 +78,7 @@ class PlanJob:
         )  # fmt: skip
 
     def islands(self, engine: EngineConstants) -> Islands | None:
-        """The sites of the cluster as islands, if it has any."""
+        """Return the sites of the cluster as islands, if it has any."""
         return islands_of(
             self.shape, self.machines, engine, self.batch, self.seq, self.bits,
             self.pins,
@@ -179,7 +179,7 @@ class RankedLayouts:
 def rank_layouts(
     job: PlanJob, calibration: Path | None, runs: Path, top: int
 ) -> RankedLayouts:
-    """The layouts of a job by predicted time, ``top`` of them or more seen closely.
+    """Return the layouts of a job by predicted time, ``top`` of them or more seen closely.
 
     ``calibration``: rows of runs, or factors, that move the constants; without it the rows in ``runs``, if any.
     """
@@ -237,7 +237,7 @@ class SweptModel:
         return {"model": self.fields, **sizes, **record(self.best)}
 
     def cells(self) -> list[str]:
-        """A row of a table: model, parameters, active ones (billions), then what the layout takes."""
+        """Return a row of a table: model, parameters, active ones (billions), then what the layout takes."""
         row = [" ".join(f"{name}={value}" for name, value in self.fields.items())]
         row += [
             f"{float(n) / 1e9:.3g}"
@@ -250,7 +250,7 @@ class SweptModel:
 
 
 def sweep(job: PlanJob, asked: list[str]) -> Iterator[SweptModel]:
-    """The best layout of every model with the values that ``asked`` names, such as ``experts=64,128``."""
+    """Yield the best layout of every model with the values that ``asked`` names, such as ``experts=64,128``."""
     if job.model.untrainable:
         raise UsageError(
             "--sweep needs a model that Weft can train: a recipe, a config.json or a trained built-in"

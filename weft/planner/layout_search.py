@@ -121,7 +121,7 @@ class SearchResult:
         return float(self.memory.total[i]) / 2**30
 
     def rejected(self, count: int) -> list["Rejected"]:
-        """The fastest layouts that do not fit: what they lack and the nearest layout that has it."""
+        """Return the fastest layouts that do not fit: what they lack and the nearest layout that has it."""
         total = np.asarray(self.cost.total)
         large = np.asarray(self.memory.total) > float(self.machine.memory) * USABLE
         over = np.flatnonzero(large & (total < total[self.order[0]]))
@@ -194,7 +194,7 @@ def pin_text(name: str, value: float) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """A layout in one line, without what is off."""
+    """Return a layout in one line, without what is off."""
     parts = [f"{name}={pin_text(name, getattr(plan, name))}" for name in ("pp", "dp", "shard", "cp", "ep", "tp")
              if getattr(plan, name) > 1]  # fmt: skip
     if plan.shard > 1 or plan.zero >= 3:
@@ -325,7 +325,9 @@ def _scored(
 def _leanest(
     shape: Shape, machine: Machine, engine: EngineConstants, plans: Plan
 ) -> tuple[Plan, bool]:
-    """The plans that fit into the memory of device and host and on the disk; the leanest, if none does; and whether."""
+    """Return the plans that fit into the memory of device and host and on the disk; the leanest, if none does; and
+    whether.
+    """
     held = np.asarray(peak_memory(shape, plans, engine).total)
     host, file = room_away(shape, plans, engine)
     room = np.asarray(

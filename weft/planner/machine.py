@@ -69,7 +69,9 @@ CLUSTERS: dict[str, dict[str, Any]] = _KNOWN["clusters"]
 
 
 def find_device(text: str, memory: float | None = None) -> Device:
-    """The preset that ``text`` names (``A100-SXM-80GB``, ``h100``), the one with ``memory`` GB if several fit."""
+    """Return the preset that ``text`` names (``A100-SXM-80GB``, ``h100``), the one with ``memory`` GB if
+    several fit.
+    """
     words = text.upper().replace("_", "-")
     if words.upper() in {name.upper() for name in DEVICES}:
         return next(d for name, d in DEVICES.items() if name.upper() == words)
@@ -151,7 +153,7 @@ class Cluster(Section):
         return bool(self.calibration.get("settings"))
 
     def machine(self, bits: Num = 16) -> "Machine":
-        """The numbers that the cost model reads, for products of so many ``bits``."""
+        """Return the numbers that the cost model reads, for products of so many ``bits``."""
         given = self.model_dump(
             exclude={"device", "count", "per_node", "slowest_network", "calibration"}
         )
@@ -161,7 +163,7 @@ class Cluster(Section):
 
 
 def load_cluster(name: str, count: int | None = None) -> Cluster:
-    """A preset of :data:`CLUSTERS`, or a TOML file with the fields of :class:`Cluster`."""
+    """Return a preset of :data:`CLUSTERS`, or a TOML file with the fields of :class:`Cluster`."""
     if name.lower() in CLUSTERS:
         tree = dict(CLUSTERS[name.lower()])
         if count is None:
@@ -212,7 +214,9 @@ SI = dict.fromkeys((field.name for field in fields(Hardware)), 1e9) | {
 
 
 def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
-    """A preset's :class:`Machine`, with what is ``given`` (and not None) in its place; units of :class:`Cluster`."""
+    """Return a preset's :class:`Machine`, with what is ``given`` (and not None) in its place; units of
+    :class:`Cluster`.
+    """
     given = {name: value for name, value in given.items() if value is not None}
     bf16 = given.pop("bf16", device.bf16)
     scale = bf16 / device.bf16

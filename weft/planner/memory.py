@@ -55,7 +55,7 @@ def in_flight(plan: Plan, position: Num) -> Num:
 
 
 def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
-    """Bytes of one layer and microbatch: ``(kept for backward, alive while the layer is computed)``.
+    """Return the bytes of one layer and microbatch: ``(kept for backward, alive while the layer is computed)``.
 
     Also of activations that rest elsewhere: :func:`held_bytes` says what of these is kept on the device.
     """
@@ -90,12 +90,14 @@ def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num,
 
 
 def held_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
-    """Bytes of one layer and microbatch that are kept on the device for backward."""
+    """Return the bytes of one layer and microbatch that are kept on the device for backward."""
     return layer_bytes(shape, plan, engine)[0] * (plan.activations == 0)
 
 
 def logit_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
-    """Bytes of one microbatch's logits, of what the loss makes of them, and of the output layer's gradient."""
+    """Return the bytes of one microbatch's logits, of what the loss makes of them, and of the output layer's
+    gradient.
+    """
     tokens = np.minimum(plan.micro_batch * plan.seq / plan.cp, engine.chunk)
     return (engine.vocab * tokens + engine.table * shape.embed) * shape.vocab / plan.tp
 
@@ -109,7 +111,8 @@ def rank_memory(
     activations: Num,
     logits: Num = 0.0,
 ) -> RankMemory:
-    """A rank that holds so many ``layers`` and vocabulary ``tables``, and at most so many bytes of ``activations``.
+    """Return a rank that holds so many ``layers`` and vocabulary ``tables``, and at most so many bytes of
+    ``activations``.
 
     ``logits``: bytes of those that are of the loss. What backward works with comes after they are gone, where the
     gradients are made with the loss (``engine.table``).

@@ -67,7 +67,7 @@ def _row(cells: dict[str, str]) -> Measurement:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A calibration that ``bench/planner/calibrate.py`` wrote, as plain data."""
+    """Return a calibration that ``bench/planner/calibrate.py`` wrote, as plain data."""
     try:
         calibration = json.loads(path.read_text())
         if calibration["version"] != 2 or not isinstance(

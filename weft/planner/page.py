@@ -107,7 +107,7 @@ def page(
 def layout_reasons(
     first: Final, finals: Sequence[Final], others: Sequence[Alternative]
 ) -> Iterator[str]:
-    """Where the time goes and what the nearest rivals lose by."""
+    """Yield where the time goes and what the nearest rivals lose by."""
     cost = {name: page_part(first.cost, name) / first.seconds for name in PARTS}
     lost = sorted(
         (
@@ -153,7 +153,7 @@ def remarks(final: Final, first: Final) -> str:
 
 
 def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
-    """Rows of the table, fastest first; values that lead to the same layout share one."""
+    """Return the rows of the table, fastest first; values that lead to the same layout share one."""
     rows: dict[Any, list[Alternative]] = {}
     for other in others:
         rows.setdefault(
@@ -166,7 +166,7 @@ def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
 
 
 def stage_rows(first: Final, limit: float) -> Iterator[dict[str, Any]]:
-    """A bar per pipeline rank, on the scale of the device's memory; alike neighbours share one."""
+    """Yield a bar per pipeline rank, on the scale of the device's memory; alike neighbours share one."""
     ranks, run = list(first.ranks), first.simulation
     scale = max(limit, max(gib(m.total) for m in ranks))
     for (held, _), alike in groupby(
@@ -190,7 +190,7 @@ def label(first: Final, rank: int) -> str:
 
 
 def timeline(first: Final) -> dict[str, Any]:
-    """The drawn schedule with its caption and what its colours mean; nothing without a pipeline."""
+    """Return the drawn schedule with its caption and what its colours mean; nothing without a pipeline."""
     run = first.simulation
     if run is None:
         return {}

@@ -41,7 +41,7 @@ class PlannedModel:
 
 
 def _members(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The members of all ``families`` by name, each with what its family says of ``all``."""
+    """Return the members of all ``families`` by name, each with what its family says of ``all``."""
     members = {
         name: family["all"] | fields
         for family in families.values()
@@ -111,7 +111,7 @@ def load_model(
 
 
 def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> PlannedModel:
-    """The model of a recipe; its sections but ``[layout]``, which is what is planned, stay as they are."""
+    """Return the model of a recipe; its sections but ``[layout]``, which is what is planned, stay as they are."""
     if not path.is_file():
         raise WeftError(f"recipe {path} does not exist")
     tree = read_toml(path)

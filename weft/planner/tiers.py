@@ -39,12 +39,14 @@ WIDE = 4.0
 
 
 def exposed_seconds(moved: Num, computed: Num, units: Num) -> Num:
-    """Seconds that are seen of so many of transfers: what computing does not cover, and the first of ``units``."""
+    """Return the seconds that are seen of so many of transfers: what computing does not cover, and the first of
+    ``units``.
+    """
     return np.maximum(0.0, moved - computed) + moved / units
 
 
 def room_away(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
-    """Bytes that the fullest device of ``plan`` takes in the host's memory, and on its disk."""
+    """Return the bytes that the fullest device of ``plan`` takes in the host's memory, and on its disk."""
     most = most_layers(shape, plan.pp)
     held = _own(shape, plan, most) / plan.state_ranks
     sizes = {

@@ -133,7 +133,7 @@ def _if_plain(*values: Any) -> Choices:
 
 
 def _plain_replicas(case: Case) -> bool:
-    """Whether ranks are replicas, with all that belongs to them on the device."""
+    """Return whether ranks are replicas, with all that belongs to them on the device."""
     cut = {f"layout.{axis}" for axis in AXES if axis != "dp"}
     other = ("model.experts", "memory.", "layout.balance", "optimizer.estimate")
     others = any(name in cut or name.startswith(other) for name in case)

@@ -243,7 +243,7 @@ def _serve(conn: Connection, stacks: str, port: int) -> None:
 
 
 def _too_many_threads() -> bool:
-    """Whether this process has too many threads: PyTorch's caches keep a mesh with gloo's threads per layout."""
+    """Return whether this process has too many threads: PyTorch's caches keep a mesh with gloo's threads per layout."""
     tasks = Path("/proc/self/task")
     return tasks.is_dir() and sum(1 for _ in tasks.iterdir()) > MAX_THREADS
 

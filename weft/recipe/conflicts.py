@@ -394,7 +394,7 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
 
 
 def links_all(edges: Sequence[tuple[int, int]], count: int) -> bool:
-    """Whether these pairs link all of so many islands, from 0 on, and nobody else."""
+    """Return whether these pairs link all of so many islands, from 0 on, and nobody else."""
     reached = {0}
     for _ in range(count):
         reached |= {island for edge in edges if reached & {*edge} for island in edge}
@@ -403,7 +403,7 @@ def links_all(edges: Sequence[tuple[int, int]], count: int) -> bool:
 
 
 def every_rule() -> list[Rule]:
-    """The rules of the table, and those that techniques declare."""
+    """Return the rules of the table, and those that techniques declare."""
     declared_rules = [
         rule
         for kind in KINDS
@@ -414,7 +414,7 @@ def every_rule() -> list[Rule]:
 
 
 def _declared_rules(asked: AskedRecipe) -> Iterator[Rule]:
-    """The rules of the techniques that the settings name."""
+    """Yield the rules of the techniques that the settings name."""
     for section in vars(asked).values():
         if named := getattr(section, "named", None):
             for technique in named():

@@ -65,7 +65,7 @@ class HostSection(Section):
 
     @classmethod
     def _possible(cls) -> Iterator[tuple[Registered, type[Section]]]:
-        """The techniques that this section could name, each with its settings; not those without any."""
+        """Yield the techniques that this section could name, each with its settings; not those without any."""
         for kind in cls.hosts.values():
             for technique in declared(kind):
                 if technique.settings is not None:
@@ -94,7 +94,7 @@ class HostSection(Section):
 
 @cache
 def _combined(section: Any, settings: tuple[type[Section], ...]) -> Any:
-    """A class with the fields of a section and of its techniques' settings."""
+    """Return a class with the fields of a section and of its techniques' settings."""
     about = {"__module__": section.__module__, "__doc__": section.__doc__}
     return type(section)(section.__name__, (section, *settings), about)
 

@@ -106,7 +106,9 @@ def settings_without_use(tree: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _with_data(section: dict[str, Any], path: str) -> dict[str, Any]:
-    """The section ``[data]`` with ``path`` as its only source: of the kind of its first, whose files are of others."""
+    """Return the section ``[data]`` with ``path`` as its only source: of the kind of its first, whose files are of
+    others.
+    """
     first = (section.get("sources") or [section])[0]
     kind = first.get("kind", "stdlib")
     if kind == "stdlib":

@@ -159,7 +159,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _length(self) -> Self:
-        """Where ``data.epochs`` alone says how long the run is, it has no other limit."""
+        """Return where ``data.epochs`` alone says how long the run is, it has no other limit."""
         if self.data.epochs and "steps" not in self.train.model_fields_set:
             object.__setattr__(
                 self, "train", self.train.model_copy(update={"steps": 0})

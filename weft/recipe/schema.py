@@ -38,7 +38,7 @@ def recipe_schema() -> Schema:
 
 
 def _section(tree: Schema, definitions: dict[str, Schema], name: str) -> Schema:
-    """The definition of the recipe's section ``name``."""
+    """Return the definition of the recipe's section ``name``."""
     reference: str = tree["properties"][name]["$ref"]
     return definitions[reference.rpartition("/")[2]]
 

@@ -65,7 +65,7 @@ def template(text: str, file: str, with_all: bool = True) -> str:
 
 
 def _section_classes() -> dict[str, type[Section]]:
-    """The sections of a recipe in their order, also those that there may be several of."""
+    """Return the sections of a recipe in their order, also those that there may be several of."""
     kinds = (
         (name, kind)
         for name, f in Recipe.model_fields.items()
@@ -75,13 +75,13 @@ def _section_classes() -> dict[str, type[Section]]:
 
 
 def _fields(schema: Schema, section: Section) -> dict[str, Schema]:
-    """The schema of each field of a section."""
+    """Return the schema of each field of a section."""
     fields: dict[str, Schema] = schema["definitions"][type(section).__name__]["properties"]  # fmt: skip
     return fields
 
 
 def _about(field: Schema) -> str:
-    """The meaning of a setting and its choices, as lines of comment; none for an unknown setting."""
+    """Return the meaning of a setting and its choices, as lines of comment; none for an unknown setting."""
     if "description" not in field:
         return ""
     choices = [str(choice) for choice in field.get("enum", ()) if choice != ""]
@@ -91,7 +91,7 @@ def _about(field: Schema) -> str:
 
 
 def _with_comments(body: str, fields: dict[str, Schema]) -> str:
-    """The settings of a section's text, each below its meaning."""
+    """Return the settings of a section's text, each below its meaning."""
 
     def about(line: re.Match[str]) -> str:
         return _about(fields.get(line[1], {}))
@@ -102,7 +102,7 @@ def _with_comments(body: str, fields: dict[str, Schema]) -> str:
 def _defaults(
     section: Section, fields: dict[str, Schema], given: dict[str, Any]
 ) -> str:
-    """A commented setting, below its meaning, for every field that ``given`` leaves out."""
+    """Return a commented setting, below its meaning, for every field that ``given`` leaves out."""
     values = section.model_dump(mode="json", by_alias=True, exclude_none=True)
     keys = [f.alias or name for name, f in type(section).model_fields.items()]
     if given.keys() - keys:  # those of the only source

@@ -139,7 +139,7 @@ def program(
 
 
 def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> float:
-    """Seconds until all ranks are through, if those that are busy share the cores evenly.
+    """Return the seconds until all ranks are through, if those that are busy share the cores evenly.
 
     :mod:`weft.schedule.simulate` has a device per rank and moves that cost no compute, and so no way to say this.
     """
@@ -246,7 +246,7 @@ def predict_step(
 
 
 def axes_along(layout: Layout, ranks: Sequence[int]) -> set[str]:
-    """The axes of ``layout`` along which these ranks lie."""
+    """Return the axes of ``layout`` along which these ranks lie."""
     places = np.unravel_index(
         np.array(ranks, dtype=int), [layout.size(axis) for axis in layout.axis_order]
     )
@@ -258,7 +258,9 @@ def axes_along(layout: Layout, ranks: Sequence[int]) -> set[str]:
 
 
 def axis_of(layout: Layout, ranks: Sequence[int]) -> str:
-    """The field of :class:`weft.planner.cost.Cost` for traffic among ``ranks``: by the axes along which they lie."""
+    """Return the field of :class:`weft.planner.cost.Cost` for traffic among ``ranks``: by the axes along which they
+    lie.
+    """
     along = axes_along(layout, ranks)
     if along & {"dp", "shard"}:
         return "dp" if not along & {"tp", "pp"} else "other"

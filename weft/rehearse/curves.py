@@ -51,7 +51,7 @@ class Setting:
         return curve(points, e.bytes), max(0.0, curve(points, e.bytes, 2))
 
     def message(self, size: float) -> tuple[float, float]:
-        """The same of one end of a message."""
+        """Return the same of one end of a message."""
         points = self.collectives["message.2"]
         return curve(points, size) / 2, max(0.0, curve(points, size, 2))
 
@@ -92,7 +92,7 @@ class ProbedMachine:
         )
 
     def uneven(self, ranks: int) -> WorkerLinks | None:
-        """The links of a run of so many ranks, if some of them are much slower than others."""
+        """Return the links of a run of so many ranks, if some of them are much slower than others."""
         return (
             self.links
             if self.links is not None and len(self.links) == ranks and self.links.uneven
@@ -100,7 +100,7 @@ class ProbedMachine:
         )
 
     def setting(self, ranks: int) -> Setting:
-        """The measured setting nearest above ``ranks``, else the largest."""
+        """Return the measured setting nearest above ``ranks``, else the largest."""
         return self.settings[
             min((n for n in self.settings if n >= ranks), default=max(self.settings))
         ]

@@ -94,7 +94,9 @@ class Estimate:
 def with_method(
     recipe: Recipe, method: str, places: Mapping[str, str] | None = None, **train: Any
 ) -> Recipe:
-    """The recipe as ``method`` trains it, resting in ``places``: the settings of an adapter stay where it has one."""
+    """Return the recipe as ``method`` trains it, resting in ``places``: the settings of an adapter stay where it has
+    one.
+    """
     tree, sections = recipe.model_dump(mode="json"), METHODS[method]
     adapter = sections.get("adapter")
     tree["adapter"] = (tree["adapter"] or {}) | adapter if adapter else None
@@ -153,7 +155,7 @@ def estimates(
 
 
 def recommend(estimates: Sequence[Estimate]) -> Estimate | None:
-    """The one to take, of those that fit; adapters where these can hold all that is learned."""
+    """Return the one to take, of those that fit; adapters where these can hold all that is learned."""
     fitting = {e.method: e for e in estimates if e.fits}
     small = (
         "lora" in fitting
@@ -290,7 +292,7 @@ def _into_files(
 
 
 def _runtime(device: torch.device) -> tuple[float, float]:
-    """Bytes that a process has before it has a model, and what there is for one."""
+    """Return the bytes that a process has before it has a model, and what there is for one."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
@@ -302,7 +304,8 @@ def _runtime(device: torch.device) -> tuple[float, float]:
 def subject(
     model: str, batch: int | None, seq: int | None, tokens: int | None = None
 ) -> tuple[Recipe, ModelShape]:
-    """The recipe that is to be estimated, and its model without an adapter: of a recipe, or of a model by its name.
+    """Return the recipe that is to be estimated, and its model without an adapter: of a recipe, or of a model by its
+    name.
 
     It trains for so many ``tokens``, or else for its own steps.
     """
@@ -331,7 +334,7 @@ def subject(
 
 
 def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
-    """The command that trains so."""
+    """Return the command that trains so."""
     file, sections = find_recipe(model), METHODS[chosen.method]
     words = ["weft", "train", f"finetune --from {model}" if file is None else model]
     if file is not None and chosen.method == "full" and recipe.adapter is None:

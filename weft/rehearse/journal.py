@@ -177,7 +177,7 @@ class Silent(Group):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _each(self, call: Callable[..., dist.Work], given: Iterable[Any]) -> dist.Work:
-        """The last of the works: all are done."""
+        """Return the last of the works: all are done."""
         return [call(*args) for args in given][-1]
 
     def alltoall(

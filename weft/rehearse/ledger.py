@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """All tensors of ``values``, also those in lists and tuples, in order."""
+    """Return all tensors of ``values``, also those in lists and tuples, in order."""
     tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -69,7 +69,7 @@ def shortlist(searched: SearchResult, most: int) -> list[int]:
 
 
 def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """How many of :data:`REHEARSED` each number of ranks gets: there are more layouts of more."""
+    """Yield how many of :data:`REHEARSED` each number of ranks gets: there are more layouts of more."""
     whole = sum(counts)
     for n in counts:
         yield n, max(2, round(REHEARSED * n / whole))
@@ -91,7 +91,9 @@ def with_rehearsed_time(
 def place_ranks(
     layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLinks | None
 ) -> tuple[str, list[int]]:
-    """The order of axes for these links, and the worker of every rank as it was rehearsed; usual if links are alike."""
+    """Return the order of axes for these links, and the worker of every rank as it was rehearsed; usual if links are
+    alike.
+    """
     if links is None:
         return "", []
     turned = place_axes(links, layout, traffic_of(rehearsed[0].events, 0, layout))
@@ -145,7 +147,7 @@ def at_hand(
     founds: Sequence[SearchResult], local: ProbedMachine, recipe_of: Callable[[Final], Any],
     rehearse: Callable[[Any], Sequence[Rehearsal]], say: Callable[[str], None] = lambda text: None,
 ) -> tuple[SearchResult, list[Final]]:  # fmt: skip
-    """The best layouts of all numbers of ranks (one of ``founds`` each), fastest first; and the winner's search.
+    """Return the best layouts of all numbers of ranks (one of ``founds`` each), fastest first; and the winner's search.
 
     ``recipe_of``: the recipe of a layout; ``rehearse``: its step on every rank; ``say`` hears what is being done.
     """
@@ -191,7 +193,7 @@ def to_try(finals: Sequence[Final], count: int) -> list[Final]:
 def correct_by_measured(
     finals: Sequence[Final], measured: Sequence[tuple[Final, float]]
 ) -> list[Final]:
-    """All of ``finals`` by time: those that ran with the seconds ``measured``, the others moved as those were.
+    """Return all of ``finals`` by time: those that ran with the seconds ``measured``, the others moved as those were.
 
     The speed of a machine that others use too wanders, and a probe knows it as it was: layouts of as many ranks are off
     by about as much. So each is moved by the ratio of those that ran (the mean of their logarithms), of all of them if
@@ -286,7 +288,7 @@ def search_here(
 def choose_here(
     recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callable[[str], None]
 ) -> ChosenLayout:
-    """The fastest layout for ``recipe`` on the probed machine; what its ``[train]`` section says stays."""
+    """Return the fastest layout for ``recipe`` on the probed machine; what its ``[train]`` section says stays."""
     train = recipe.train
     shape = shape_of(model_shape(recipe), vocab_of(recipe))
     rehearsed = search_here(

@@ -55,7 +55,7 @@ def time_call(call: Callable[[], Any]) -> float:
 
 
 def triad() -> float:
-    """Bytes per second of ``a = b + s * c`` on arrays that no cache holds (McCalpin's STREAM)."""
+    """Return bytes per second of ``a = b + s * c`` on arrays that no cache holds (McCalpin's STREAM)."""
     a, b, c = torch.ones(3, 2**23).unbind()
     return 3 * 4 * 2**23 / time_call(lambda: torch.add(b, c, alpha=3.0, out=a))
 
@@ -297,7 +297,7 @@ def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
 def cluster(
     settings: Sequence[dict[str, Any]], count: int, moves: dict[str, Any]
 ) -> dict[str, Any]:
-    """The tree of a cluster file: the few numbers of :class:`weft.planner.machine.Cluster`, and all the curves.
+    """Return the tree of a cluster file: the few numbers of :class:`weft.planner.machine.Cluster`, and all the curves.
 
     ``moves``: of :func:`probe_storage`; all ranks share that disk.
     """

@@ -149,7 +149,7 @@ def _block(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:
 
 
 def _ends(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:
-    """The loss, if ``x`` is what the blocks have added to the embedding."""
+    """Return the loss, if ``x`` is what the blocks have added to the embedding."""
     return model.loss(model.norm(model.embedding(batch.tokens) + x), batch)
 
 
@@ -190,7 +190,7 @@ def _piece(
 def _seen(
     model: Transformer, run: Callable[[T], T], x: T, device: torch.device, longer: float
 ) -> dict[str, float]:
-    """Seconds and bytes of one forward and backward."""
+    """Return seconds and bytes of one forward and backward."""
     learning = [p for p in model.parameters() if p.requires_grad]
 
     def forward() -> T:
@@ -225,7 +225,7 @@ def _seen(
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, times: int = 2) -> float:
-    """The least of some runs: on a CPU in processor time, which others' work lengthens little."""
+    """Return the least of some runs: on a CPU in processor time, which others' work lengthens little."""
 
     def now() -> float:
         if device.type != "cuda":
@@ -244,7 +244,9 @@ def _seconds(run: Callable[[], Any], device: torch.device, times: int = 2) -> fl
 def _update_seconds(
     recipe: Recipe, state: State, unit: Unit, device: torch.device
 ) -> float:
-    """Seconds of the optimizer with one unit; of zeroth order, of its random directions: two to look, one to go."""
+    """Return the seconds of the optimizer with one unit; of zeroth order, of its random directions: two to look, one to
+    go.
+    """
     held = [h for h in unit.held if h.learns]
     if recipe.optimizer.estimate == "zeroth-order":
         # one says it of all: noise is slow

@@ -65,7 +65,7 @@ def rehearse(
 def every_rank(
     recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]]
 ) -> list[Rehearsal]:
-    """The rehearsed step of all ranks.
+    """Return the rehearsed step of all ranks.
 
     Ranks along ``dp``, ``shard`` and ``tp`` do the same on parts of one size (to a row), so that one of them stands for
     all: the others' groups and peers are its own, moved along these axes.
@@ -87,7 +87,7 @@ def every_rank(
 
 
 def _moved(seen: Rehearsal, by: np.ndarray, sizes: Sequence[int]) -> Rehearsal:
-    """The rehearsal of the rank whose coordinates are ``by`` further along every axis."""
+    """Return the rehearsal of the rank whose coordinates are ``by`` further along every axis."""
     if not by.any():
         return seen
     wide = np.array(sizes)
@@ -168,7 +168,9 @@ def plain_batches(
 def batches_of(
     recipe: Recipe,
 ) -> tuple[ModelShape, Callable[[Mesh, int], Sequence[Batch]]]:
-    """The model's shape, and what makes the batches of a step: the recipe's data, plain rows where it has none."""
+    """Return the model's shape, and what makes the batches of a step: the recipe's data, plain rows where it
+    has none.
+    """
     shape = model_shape(recipe)
     if recipe.data.sources:
         try:

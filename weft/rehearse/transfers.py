@@ -56,7 +56,9 @@ def _seconds(
     room: int,
     size: int,
 ) -> float:
-    """Seconds of each of the transfers of ``size`` that make up ``room``, two of which are under way at a time."""
+    """Return the seconds of each of the transfers of ``size`` that make up ``room``, two of which are under way at a
+    time.
+    """
     begun, flying = time.perf_counter(), deque[Transfer]()
     for i, start in enumerate(range(0, room, size)):
         if len(flying) == len(buffers):
@@ -94,5 +96,5 @@ def _copy_seconds(into: torch.Tensor, of: torch.Tensor, count: int = 20) -> floa
 
 
 def bytes_per_s(points: Points, size: int = PIECE) -> float:
-    """Bytes per second of transfers of ``size``, of which larger ones are made up."""
+    """Return bytes per second of transfers of ``size``, of which larger ones are made up."""
     return size / curve(points, size)

@@ -98,16 +98,20 @@ class Attendance:
         }  # fmt: skip
 
     def population(self, number: int) -> list[int]:
-        """The islands among which the partners of an exchange are drawn, whether they are still present or not."""
+        """Return the islands among which the partners of an exchange are drawn, whether they are still present
+        or not.
+        """
         return sorted({stay.island for stay in self.stays if stay.covers(number)})
 
     def partners(self, number: int, draw: Draw) -> list[int]:
-        """The islands that take part in exchange ``number`` now, of those with which this rank's is to exchange."""
+        """Return the islands that take part in exchange ``number`` now, of those with which this rank's is to
+        exchange.
+        """
         here = {stay.island for stay in self.present if stay.covers(number)}
         return [island for island in draw(self.population(number)) if island in here]
 
     def newcomers(self, number: int) -> list[int]:
-        """The islands that first take part after exchange ``number``, and get their state from this one."""
+        """Return the islands that first take part after exchange ``number``, and get their state from this one."""
         count = self.how.fragments
         if self.giver != self.start[0]:
             return []
@@ -190,7 +194,9 @@ class Attendance:
         return f"island {island} cannot go on without all of its ranks"
 
     def _end_of_round(self, begun: int) -> int:
-        """The number of the last exchange at the beginning of the round that follows the one of exchange ``begun``."""
+        """Return the number of the last exchange at the beginning of the round that follows the one of exchange
+        ``begun``.
+        """
         count, every = self.how.fragments, self.how.every
         return (
             count * (begun // count + 1)

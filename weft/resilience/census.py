@@ -271,7 +271,7 @@ class Census:
         return (self.view.reasons or {}).get(number, GONE)
 
     def wants_change(self) -> bool:
-        """Whether somebody wants to join or to leave."""
+        """Return whether somebody wants to join or to leave."""
         if self.view is None:
             return False
         leaving = self.leaving or any(

@@ -88,7 +88,7 @@ class Company(Presence):
                 )
 
     def _is_over(self, epoch: int) -> bool:
-        """Whether the view of ``epoch`` has ended, or is about to."""
+        """Return whether the view of ``epoch`` has ended, or is about to."""
         party = self.party
         return (
             party.changing

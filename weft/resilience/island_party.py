@@ -155,7 +155,7 @@ class IslandParty:
     # --- the end ---
 
     def all_ended(self) -> bool:
-        """Whether all others have come to the end of the run, are lost, or only wait to take part."""
+        """Return whether all others have come to the end of the run, are lost, or only wait to take part."""
         with self.changed:
             if self.view is None:
                 return False

@@ -96,7 +96,7 @@ def recipe_for(
 
 
 def _axes(original: Layout, shape: ModelShape, ranks: int) -> Iterator[dict[str, int]]:
-    """The sizes of the axes in every layout of exactly ``ranks`` ranks."""
+    """Yield the sizes of the axes in every layout of exactly ``ranks`` ranks."""
 
     def even(ep: int) -> bool:
         return not any(count % ep for count in shape.mixtures.values())
@@ -164,7 +164,7 @@ def _tried(
 
 
 def _pieces(layout: Layout, shape: ModelShape) -> tuple[int, ...]:
-    """The number of different parts that the state is cut into; with experts, also that of theirs."""
+    """Return the number of different parts that the state is cut into; with experts, also that of theirs."""
     state = layout.size("pp", "shard", "cp", "tp")
     copies = expert_sizes(layout).expert_dp
     return (state, layout.world // copies) if shape.mixtures else (state,)
@@ -186,7 +186,7 @@ def _distance(original: Layout, layout: Layout) -> float:
 def _seconds(
     recipes: Sequence[Recipe], shape: ModelShape, cluster: Cluster
 ) -> list[float]:
-    """The planner's estimate of a step's seconds under each recipe; zeros for a model that it does not know.
+    """Return the planner's estimate of a step's seconds under each recipe; zeros for a model that it does not know.
 
     Ranks with fewer rows wait for the others, so that the batch counts as if all had as many.
     """

@@ -149,7 +149,7 @@ class Party(Protocol[R_co]):
         """Return what all members of the next view hear of this one."""
 
     def patience(self) -> float:
-        """Seconds after which members that are alive, but do not agree, are left out."""
+        """Return seconds after which members that are alive, but do not agree, are left out."""
 
     def enter(self, view: View) -> ViewEntry:
         """Make ``view`` the present one."""

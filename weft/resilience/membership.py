@@ -163,7 +163,8 @@ class Membership:
     def next(
         self, facts: dict[str, Any], limit: float, patience: float | None = None
     ) -> View:
-        """The next view, with everybody's ``facts``; blocks until it is agreed. Arguments as of ``Agreement.want``.
+        """Return the next view, with everybody's ``facts``; blocks until it is agreed. Arguments as of
+        ``Agreement.want``.
 
         Raises :class:`LeftOut` if the others go on without this one, :class:`TooFew` if none is agreed within
         ``limit`` seconds, and :class:`Fatal` if a member says that the run must end.
@@ -226,7 +227,7 @@ class Membership:
             }
 
     def wants_change(self) -> bool:
-        """Whether somebody wants to join or to leave, so that all should call :meth:`next` after this step."""
+        """Return whether somebody wants to join or to leave, so that all should call :meth:`next` after this step."""
         with self._lock:
             return self._census.wants_change()
 

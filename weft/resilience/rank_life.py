@@ -262,7 +262,9 @@ class RankParty:
     # --- the ranks of a view ---
 
     def recipe_now(self, job: Job) -> Recipe:
-        """The recipe for as many ranks as there are; if they are too few, save their state and raise the error."""
+        """Return the recipe for as many ranks as there are; if they are too few, save their state and raise
+        the error.
+        """
         from weft.resilience.layouts import recipe_for
 
         members, least = self.guard.view.members, self.recipe.resilience.min_ranks

@@ -49,7 +49,8 @@ class Recovery:
 
 
 def newest_recovery(facts: Sequence[Facts]) -> Recovery | None:
-    """The newest state that is complete in the copies of all members, of the newest view that has it; None if none is.
+    """Return the newest state that is complete in the copies of all members, of the newest view that has it; None if
+    none is.
 
     ``facts``: those of every member, by its rank in the new view. Where copies of the same elements differ, the one
     that most owners have counts; without a majority the state counts as incomplete.
@@ -142,7 +143,7 @@ def restore(
 def parts_to_give(
     recovery: Recovery, snapshots: Sequence[Snapshots], rank: int
 ) -> Iterator[tuple[str, Part]]:
-    """The parts that this rank gives to the others, with their names."""
+    """Yield the parts that this rank gives to the others, with their names."""
     for copies in snapshots:
         if copies.epoch == recovery.epoch:
             for owner, number in recovery.gives[rank]:

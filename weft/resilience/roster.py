@@ -50,7 +50,7 @@ def write_roster(folder: Path, view: View, token: str) -> None:
 
 
 def read_roster(folder: Path) -> Roster:
-    """The last view of the run in this folder. Raises :class:`UsageError` if there is none."""
+    """Return the last view of the run in this folder. Raises :class:`UsageError` if there is none."""
     try:
         words = json.loads((folder / FILE).read_text())
         names = Member.__dataclass_fields__
@@ -76,7 +76,7 @@ def ask_to_leave(folder: Path, numbers: list[int]) -> None:
 
 
 def asked_to_leave(folder: Path) -> list[int]:
-    """The members that :func:`ask_to_leave` has named since the last call; removes its file."""
+    """Return the members that :func:`ask_to_leave` has named since the last call; removes its file."""
     path = folder / REMOVE
     if not path.exists():
         return []

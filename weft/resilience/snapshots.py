@@ -60,7 +60,7 @@ def why_none(recipe: Recipe) -> str:
 
 
 def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]:
-    """The buddy of every rank: the rank that keeps a copy of its part. ``machines[rank]``: where each rank runs.
+    """Return the buddy of every rank: the rank that keeps a copy of its part. ``machines[rank]``: where each rank runs.
 
     It is on another machine, if there is one: the first rank of a machine has the first one of the next machine, and so
     on. On a single machine it is the next rank, and a single rank has itself. Ranks that are ``leaving`` are nobody's
@@ -119,7 +119,8 @@ class SnapshotSegment:
 def segments_of(
     tables: Sequence[Table], machines: Sequence[str], leaving: Collection[int] = ()
 ) -> list[SnapshotSegment]:
-    """The parts of all ranks, grouped by who holds them; the same on every rank. ``tables`` and ``machines``: by rank.
+    """Return the parts of all ranks, grouped by who holds them; the same on every rank. ``tables`` and ``machines``: by
+    rank.
 
     With ``leaving`` ranks, only what none of the others holds is sent.
     """
@@ -178,7 +179,7 @@ class SnapshotCopy:
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """The bytes from ``start`` to ``stop``."""
+        """Return the bytes from ``start`` to ``stop``."""
         return self.memory.numpy()[start:stop].data
 
     def hash_segment(self, number: int) -> str:
@@ -323,9 +324,10 @@ class Snapshots:
         self._thread.join(STOP_S)
 
     def held(self) -> dict[str, Any]:
-        """The complete copies on this rank, as JSON: each has an ``owner`` (whose part it is), a ``step`` (None: it
-        never changes), and the digests of its segments. Ends all copying, also that of others to this rank: where a
-        view ends on purpose, all ranks must have returned from :meth:`complete` before."""
+        """Return the complete copies on this rank, as JSON: each has an ``owner`` (whose part it is), a ``step`` (None:
+        it never changes), and the digests of its segments. Ends all copying, also that of others to this rank: where
+        a view ends on purpose, all ranks must have returned from :meth:`complete` before.
+        """
         self.stop()
         fixed = {
             number: hash_views(self._bytes_of_fixed(number))
@@ -352,7 +354,7 @@ class Snapshots:
         }
 
     def parts(self, step: int, owner: int, number: int) -> Iterator[tuple[str, Part]]:
-        """The named parts of segment ``number`` of ``owner`` after ``step``; its copy must be complete."""
+        """Yield the named parts of segment ``number`` of ``owner`` after ``step``; its copy must be complete."""
         segment = self.segments[number]
         if segment.fixed and owner == self.rank:
             yield from (
@@ -467,7 +469,7 @@ class Snapshots:
         return self._held[key].view()
 
     def _keep(self, sender: int, head: Head) -> bool:
-        """Whether what came is what was sent; if so, this copy counts from now on."""
+        """Return whether what came is what was sent; if so, this copy counts from now on."""
         copy = self._held[sender, int(head["turn"])]
         copy.digests = {number: copy.hash_segment(number) for number in copy.segments}
         copy.step, copy.progress, copy.rows = (
@@ -483,7 +485,7 @@ class Snapshots:
     def _segments_of(
         self, owner: int, fixed: bool, sent: bool = False
     ) -> dict[int, SnapshotSegment]:
-        """The segments of ``owner`` by number: first those that it sends, then (unless ``sent``) all others."""
+        """Return the segments of ``owner`` by number: first those that it sends, then (unless ``sent``) all others."""
         own = [
             (n, s)
             for n, s in enumerate(self.segments)
@@ -494,7 +496,7 @@ class Snapshots:
         )
 
     def _bytes_of_fixed(self, number: int) -> list[memoryview]:
-        """The bytes of a fixed segment, from this rank's state, laid out as in a copy."""
+        """Return the bytes of a fixed segment, from this rank's state, laid out as in a copy."""
         views = []
         for piece in self.segments[number].pieces:
             flat = self._live[piece.name].cpu().contiguous().view(-1).view(torch.uint8)
@@ -502,7 +504,7 @@ class Snapshots:
         return views
 
     def _all(self) -> list[tuple[int, SnapshotCopy]]:
-        """All complete copies on this rank, each with its owner."""
+        """Return all complete copies on this rank, each with its owner."""
         held = [(sender, copy) for (sender, _), copy in list(self._held.items())]
         return [
             (owner, copy)

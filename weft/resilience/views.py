@@ -153,7 +153,8 @@ def this_process(number: int, address: Address) -> Member:
 def reach_each_other(
     numbers: Iterable[int], accusations: Iterable[tuple[int, int]]
 ) -> list[int]:
-    """The ``numbers`` of members that can go on together, sorted. An accusation (a, b) says that a does not reach b.
+    """Return the ``numbers`` of members that can go on together, sorted. An accusation (a, b) says that a does not
+    reach b.
 
     Of each such pair one must go: first the member in most pairs, of several the one with the highest number, which
     is the newest.
@@ -174,7 +175,7 @@ def is_quorum(
     excused: Collection[Address],
     stopped: Collection[Address] = (),
 ) -> bool:
-    """Whether ``kept`` may go on from ``view`` without any risk that other members of it do so too.
+    """Return whether ``kept`` may go on from ``view`` without any risk that other members of it do so too.
 
     They must be more than half of those that are not ``excused`` (known not to go on anywhere), or exactly half with
     the lowest number among them. ``stopped`` members may be continued, and then go on with others that are not kept;

@@ -99,7 +99,7 @@ def report_failure(error: BaseException) -> int:
 
 
 def _line_with_rank(error: BaseException) -> str:
-    """The line that names the rank whose loss ``error`` is; empty if that is not known."""
+    """Return the line that names the rank whose loss ``error`` is; empty if that is not known."""
     dist = sys.modules.get("torch.distributed")
     if (
         dist is None
@@ -122,7 +122,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether ``error`` only says that another rank is gone, late, or that this one was asked to stop."""
+    """Return whether ``error`` only says that another rank is gone, late, or that this one was asked to stop."""
     # by name: a typo must not cost an import of torch
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"DistError", "PeerLost", "KeyboardInterrupt", "SystemExit"}:
@@ -142,7 +142,7 @@ class Exit(NamedTuple):
 def root_cause(
     records: list[Failure], failed: Mapping[int, Exit], oom: bool | None = None
 ) -> Failure | None:
-    """The failure that explains the others, from the records of ranks, and how each that failed has ended.
+    """Return the failure that explains the others, from the records of ranks, and how each that failed has ended.
 
     ``oom``: whether the kernel has killed for want of memory meanwhile; None if it does not say.
     """
@@ -224,7 +224,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _oom_count(path: Path) -> int | None:
-    """The number after ``oom_kill`` in a file of the kernel."""
+    """Return the number after ``oom_kill`` in a file of the kernel."""
     with contextlib.suppress(OSError):
         if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
             return int(match[1])

@@ -101,7 +101,9 @@ def fork_ranks(
 
 
 def _other_threads() -> bool:
-    """Whether a fork would leave threads behind. Those of OpenBLAS end, and begin anew, wherever a process forks."""
+    """Return whether a fork would leave threads behind. Those of OpenBLAS end, and begin anew, wherever a process
+    forks.
+    """
     if (child := os.fork()) == 0:
         os._exit(0)
     os.waitpid(child, 0)

@@ -200,7 +200,7 @@ def _unsaid(folder: Path, started: Sequence[Process]) -> str:
 
 
 def _over(started: Sequence[Process], survive: bool) -> bool:
-    """Whether there is nothing more to wait for: a rank has failed, or all are done, or nobody is left to go on.
+    """Return whether there is nothing more to wait for: a rank has failed, or all are done, or nobody is left to go on.
 
     Among ranks that ``survive`` others, those that were stopped do not keep the launcher once the rest is done.
     """
@@ -232,7 +232,7 @@ def _stuck(folder: Path, started: Sequence[Process]) -> list[int]:
 
 
 def _is_lost(code: int) -> bool:
-    """Whether a rank that ended with this exit code was killed, or left out by the others."""
+    """Return whether a rank that ended with this exit code was killed, or left out by the others."""
     return code < 0 or code == LEFT_OUT
 
 
@@ -241,12 +241,12 @@ def _is_stopped(process: Process) -> bool:
 
 
 def _have_met(store: "dist.Store", ranks: int) -> bool:
-    """Whether all ranks have told each other where they are."""
+    """Return whether all ranks have told each other where they are."""
     return bool(store.check([f"{MEMBERS}/{rank}" for rank in range(ranks)]))
 
 
 def rank_environment(rank: int, ranks: int, threads: int) -> dict[str, str]:
-    """The variables of a rank, as torchrun sets them."""
+    """Return the variables of a rank, as torchrun sets them."""
     # All ranks are on this machine: gloo needs no network, nor a host name that resolves.
     usual = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",

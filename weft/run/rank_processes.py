@@ -20,7 +20,7 @@ LEFT_OUT = 75
 
 
 def in_ranks() -> bool:
-    """Whether this process is a rank already: ours, torchrun's, or Slurm's (then sets what ``torch`` reads)."""
+    """Return whether this process is a rank already: ours, torchrun's, or Slurm's (then sets what ``torch`` reads)."""
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(slurm_ranks(os.environ))
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -62,7 +62,9 @@ def threads_per_rank(requested: int, local_world: int) -> int:
 
 
 def backend_of(device: str) -> "tuple[str, torch.device | None]":
-    """The backend of ``"cpu"`` or ``"cuda"``, and of the latter this rank's GPU, which becomes the current one."""
+    """Return the backend of ``"cpu"`` or ``"cuda"``, and of the latter this rank's GPU, which becomes the
+    current one.
+    """
     import torch
 
     if device != "cuda":
@@ -116,7 +118,7 @@ def settle_in(device: str, threads: int = 0) -> None:
 
 
 def own_device(device: str) -> str:
-    """The device on which this rank trains, once it has joined the others."""
+    """Return the device on which this rank trains, once it has joined the others."""
     import torch
 
     return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"

@@ -174,7 +174,7 @@ class StopRequests:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported where a signal has come."""
+    """Return whether a module is being imported where a signal has come."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -200,7 +200,7 @@ requests = StopRequests()
 
 
 def stop_signals() -> tuple[int, ...]:
-    """The signals that ask a run to stop; not SIGHUP under ``nohup``, where a run outlives its terminal."""
+    """Return the signals that ask a run to stop; not SIGHUP under ``nohup``, where a run outlives its terminal."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else []))
 

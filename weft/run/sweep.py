@@ -111,7 +111,7 @@ def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
 
 
 def split_values(text: str) -> list[str]:
-    """The values that commas part; commas within quotes and brackets belong to a value."""
+    """Return the values that commas part; commas within quotes and brackets belong to a value."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if letter == "," and not depth and not quote:
@@ -221,7 +221,7 @@ def sweep_report(results: Sequence[TrialResult], folder: Path) -> Path | None:
 
 
 def _compared(recipe: Recipe) -> str:
-    """A digest of what the results of a run follow from."""
+    """Return a digest of what the results of a run follow from."""
     tree = recipe.model_dump(mode="json")
     data = {
         key: value

@@ -184,7 +184,7 @@ def _turns(
 
 
 def _match(entry: Entry, following: Entry, beside: Beside) -> bool:
-    """Whether two neighbouring entries take turns: passes of different microbatches, as ``beside`` says."""
+    """Return whether two neighbouring entries take turns: passes of different microbatches, as ``beside`` says."""
     (kind, stage, m), (next_kind, next_stage, next_m) = entry, following
     if kind not in PARTS or m == next_m:
         return False

@@ -99,5 +99,5 @@ def _compute(a: Action, op: Op, there: dict[Value, Any]) -> Timed:
 
 
 def _empty(value: Value) -> bool:
-    """Whether a value only says that an action has ended."""
+    """Return whether a value only says that an action has ended."""
     return value.name.startswith("done:")

@@ -106,7 +106,7 @@ class Answering:
         self.replies = replies_to(asked, model, tokenizer, prompt)
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
-        """The HTTP response with the answers of ``context`` (:meth:`Service.answers`), ``n`` to each prompt."""
+        """Return the HTTP response with the answers of ``context`` (:meth:`Service.answers`), ``n`` to each prompt."""
         self.n = n
         answers = await entered(
             context, self.asked.NAMES.get("max_completion_tokens", "max_tokens")
@@ -158,7 +158,9 @@ class Answering:
             yield index, new
 
     def _echoed(self, new: Answer, index: int, answers: Answers) -> Answer:
-        """The first of an answer behind its prompt, with the log-probabilities of this, which are read by now."""
+        """Return the first of an answer behind its prompt, with the log-probabilities of this, which are read
+        by now.
+        """
         ids = self.echoes[index // self.n]
         scores = [None, *answers.generations[index - index % self.n].prompt_scores]
         events = [
@@ -176,7 +178,7 @@ class Answering:
         )
 
     async def _collect(self, answers: Answers) -> tuple[list[Answer], int]:
-        """The whole answers, and how many tokens of them are reasoning."""
+        """Return the whole answers, and how many tokens of them are reasoning."""
         readers = self._readers(answers)
         whole = [Answer("", [], [], "") for _ in readers]
         async for index, new in self._pieces(answers, readers):

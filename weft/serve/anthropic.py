@@ -55,7 +55,7 @@ class CountRequest(MessagesRequest):
 
 
 def messages_as_chat(asked: Schema) -> Schema:
-    """The fields of a chat that asks the same. Raises ValueError, with the field's name before a colon."""
+    """Return the fields of a chat that asks the same. Raises ValueError, with the field's name before a colon."""
     chat = {
         key: value
         for key, value in asked.items()
@@ -111,7 +111,7 @@ def _list(given: Schema, name: str) -> list[Any]:
 
 
 def _tool(tool: Any) -> Schema:
-    """A tool as chats have it; those that the server itself would have to run are refused."""
+    """Return a tool as chats have it; those that the server itself would have to run are refused."""
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
         raise ValueError(
             f"tools: only tools with a name and an input_schema are possible here, not {shown_json(tool)}"
@@ -126,7 +126,7 @@ def _tool(tool: Any) -> Schema:
 
 
 def _messages(asked: Schema) -> Iterator[Schema]:
-    """The messages of a chat."""
+    """Yield the messages of a chat."""
     if asked.get("system"):
         yield {"role": "system", "content": content_text(asked["system"], "system: it")}
     messages = _list(asked, "messages")
@@ -186,7 +186,7 @@ def _spoken(role: str, blocks: Sequence[Schema], name: str) -> Iterator[Schema]:
 
 
 def error_of(refusal: Refusal) -> Schema:
-    """A refusal as clients of this interface read it."""
+    """Return a refusal as clients of this interface read it."""
     kind = KINDS.get(refusal.status, "invalid_request_error")
     return {
         "type": "error",
@@ -250,7 +250,7 @@ class MessageReplies:
         yield self._delta(delta, key, text)
 
     def _end(self) -> Iterator[Schema]:
-        """The last block, if there is one, has ended."""
+        """Yield the last block, if there is one, has ended."""
         if not self.content:
             return
         block = self.content[-1]

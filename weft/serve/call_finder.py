@@ -62,7 +62,7 @@ class CallFinder:
         ) else []
 
     def _before(self) -> str:
-        """The text before the first call, as far as it can be told."""
+        """Return the text before the first call, as far as it can be told."""
         if not self.form.anchor:
             return self._before_alone()
         at = self.kept.find(self.form.anchor)
@@ -77,7 +77,7 @@ class CallFinder:
         return self._release(at)
 
     def _before_alone(self) -> str:
-        """The same where calls stand alone: a text is one from its first character on, or none."""
+        """Return the same where calls stand alone: a text is one from its first character on, or none."""
         if not (text := self.kept.lstrip()) and not self._begun:
             return ""
         begins = False if self._begun else self.form.begins(text, self.names)

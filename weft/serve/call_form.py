@@ -46,7 +46,7 @@ class _Written:
     def grammar(
         self, tools: Sequence[dict[str, Any]], form: Language | None = None
     ) -> str:
-        """A grammar, in Lark's notation, of texts that call one of ``tools`` once, with arguments of its schema.
+        """Return a grammar, in Lark's notation, of texts that call one of ``tools`` once, with arguments of its schema.
 
         A text of the language ``form`` is as good, if it is given.
         """
@@ -67,7 +67,7 @@ class _Written:
         return "\n".join([f"start: {' | '.join(starts)}", *ways])
 
     def cut(self, name: str, arguments: str) -> str:
-        """The text of a call that was cut in its arguments."""
+        """Return the text of a call that was cut in its arguments."""
         return self.before.replace(_NAME, name) + arguments
 
 
@@ -86,17 +86,17 @@ class ObjectCalls(_Written):
         return self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
-        """Whether ``text``, the first of an answer, is a call that stands alone; None: it may become one."""
+        """Return whether ``text``, the first of an answer, is a call that stands alone; None: it may become one."""
         return text.startswith("{")
 
     def skipped(self, text: str, at: int) -> int:
-        """The index behind what stands at ``at`` before, between and after calls."""
+        """Return the index behind what stands at ``at`` before, between and after calls."""
         match = self._between.match(text, at)
         assert match is not None  # it can be nothing
         return match.end()
 
     def read(self, text: str, at: int) -> WrittenCall | None:
-        """The next call from index ``at`` on, as far as it is written; None if there is none."""
+        """Return the next call from index ``at`` on, as far as it is written; None if there is none."""
         start = self.skipped(text, at)
         if not text.startswith("{", start):
             return None
@@ -157,7 +157,7 @@ class NamedCalls(_Written):
         return tag[0] if tag else self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
-        """Whether ``text``, the first of an answer, is a call that stands alone; None: it may become one."""
+        """Return whether ``text``, the first of an answer, is a call that stands alone; None: it may become one."""
         words = "".join(text.split())
         heads = ["".join(f"{name}{self.middle}{{".split()) for name in names or ()]
         if any(words.startswith(head) for head in heads):
@@ -165,13 +165,13 @@ class NamedCalls(_Written):
         return None if any(head.startswith(words) for head in heads) else False
 
     def skipped(self, text: str, at: int) -> int:
-        """The index behind what stands at ``at`` after calls."""
+        """Return the index behind what stands at ``at`` after calls."""
         match = self._after.match(text, at)
         assert match is not None  # it can be nothing
         return match.end()
 
     def read(self, text: str, at: int) -> WrittenCall | None:
-        """The next call from index ``at`` on, as far as it is written; None if there is none."""
+        """Return the next call from index ``at`` on, as far as it is written; None if there is none."""
         head = (self._further if at else self._first).match(text, at)
         if head is None or not text.startswith("{", head.end()):
             return None
@@ -202,7 +202,7 @@ CallForm: TypeAlias = ObjectCalls | NamedCalls
 
 
 def _loose(text: str) -> str:
-    """A pattern of ``text`` that takes any white space around and inside it."""
+    """Return a pattern of ``text`` that takes any white space around and inside it."""
     words = ["", *map(re.escape, text.split()), ""]
     return r"\s*".join(words)
 
@@ -213,7 +213,7 @@ def _quoted(text: str) -> str:
 
 
 def _as_lark(form: str | dict[str, Any]) -> str:
-    """A regular expression or a JSON schema in Lark's notation."""
+    """Return a regular expression or a JSON schema in Lark's notation."""
     if isinstance(form, str):
         return (
             "/"
@@ -224,7 +224,7 @@ def _as_lark(form: str | dict[str, Any]) -> str:
 
 
 def json_or_none(text: str) -> Any:
-    """The value that ``text`` is in JSON; None if it is none."""
+    """Return the value that ``text`` is in JSON; None if it is none."""
     try:
         return json.loads(text)
     except ValueError:
@@ -232,7 +232,9 @@ def json_or_none(text: str) -> Any:
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at ``start``, and where it ends; None, and the text's end, if it is incomplete."""
+    """Return the JSON value that begins at ``start``, and where it ends; None, and the text's end, if it is
+    incomplete.
+    """
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except ValueError:
@@ -254,7 +256,7 @@ def call_form(template: ChatTemplate) -> CallForm | None:
 
 
 def shows_tools(template: ChatTemplate) -> bool:
-    """Whether ``template`` tells the model which tools there are."""
+    """Return whether ``template`` tells the model which tools there are."""
     try:
         return (
             _NAME in template.render([{"role": "user", "content": "?"}], [_TOOL]).text

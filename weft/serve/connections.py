@@ -47,7 +47,7 @@ class StrictBuffer(ReceiveBuffer):
     """What came over a connection, of which only heads are read that every program reads in the same way."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """The lines up to the first empty one, if it has come; raises h11's error for what is refused."""
+        """Return the lines up to the first empty one, if it has come; raises h11's error for what is refused."""
         before = len(self)
         lines = super().maybe_extract_lines()
         if lines:
@@ -230,7 +230,7 @@ class GuardedProtocol(H11Protocol):
             self.refuse(408, f"the {waited} of the request was not whole in time")
 
     def _use(self) -> tuple[int, float]:
-        """How much is lost with this connection: the idler, the less."""
+        """Return how much is lost with this connection: the idler, the less."""
         fresh = self.waits == "head" and self.loop.time() - self.since < FRESH_S
         return IDLE_FIRST.index("fresh" if fresh else self.waits), self.since
 

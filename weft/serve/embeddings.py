@@ -20,7 +20,7 @@ def embed(
     pooling: Literal["mean", "last"],
     size: int | None = None,
 ) -> torch.Tensor:
-    """A vector of length 1, float32 ``[embed]``: of the normed hidden states the mean, or the last one.
+    """Return a vector of length 1, float32 ``[embed]``: of the normed hidden states the mean, or the last one.
 
     ``size``: its first numbers only, as models are trained for that have Matryoshka representations (Kusupati et al.
     2022, 2205.13147).

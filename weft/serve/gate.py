@@ -40,7 +40,7 @@ class GateRules:
     origins: Sequence[str] = ()
 
     def takes_host(self, header: str, address: str) -> bool:
-        """Whether a request with this ``Host`` may ask, that came to the server's own ``address``."""
+        """Return whether a request with this ``Host`` may ask, that came to the server's own ``address``."""
         if "*" in self.hosts or not (self.loopback or self.hosts):
             return True
         matched = HOST.fullmatch(header.strip().lower())
@@ -54,21 +54,23 @@ class GateRules:
         return listed or is_loopback(name) or name == address
 
     def takes_origin(self, origin: str, host: str) -> bool:
-        """Whether pages of ``origin`` may ask a server that they call ``host``: its own ones, or those of the rules."""
+        """Return whether pages of ``origin`` may ask a server that they call ``host``: its own ones, or those of the
+        rules.
+        """
         return (
             self.shares(origin)
             or origin.lower().partition("://")[2] == host.strip().lower()
         )
 
     def shares(self, origin: str) -> bool:
-        """Whether pages of ``origin``, of another site, may ask and read the answer."""
+        """Return whether pages of ``origin``, of another site, may ask and read the answer."""
         return "*" in self.origins or origin.lower() in self.origins
 
 
 def gate_rules(
     address: str, hosts: Sequence[str] = (), origins: Sequence[str] = ()
 ) -> GateRules:
-    """The rules for a server that listens at ``address``, with the words of ``--allowed-hosts`` and ``--cors``.
+    """Return the rules for a server that listens at ``address``, with the words of ``--allowed-hosts`` and ``--cors``.
 
     Each word may have several values with commas between them. Raises :class:`UsageError` for what no request can have.
     """
@@ -91,7 +93,7 @@ def gate_rules(
 
 
 def is_loopback(name: str) -> bool:
-    """Whether ``name`` always means this computer."""
+    """Return whether ``name`` always means this computer."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -188,7 +190,7 @@ def preflight(headers: dict[str, str]) -> Headers:
 
 
 def is_json(content_type: str | None) -> bool:
-    """Whether a body of that type is JSON; browsers let foreign pages send other types without asking."""
+    """Return whether a body of that type is JSON; browsers let foreign pages send other types without asking."""
     kind = (content_type or "").partition(";")[0].strip().lower()
     return kind == "application/json" or (
         kind.startswith("application/") and kind.endswith("+json")

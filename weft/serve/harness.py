@@ -75,7 +75,7 @@ class WeftLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """The ids of a text, in which names of special tokens are these tokens, as chat templates write them."""
+        """Return the ids of a text, in which names of special tokens are these tokens, as chat templates write them."""
         ids = [int(i) for i in self.own.encode(string, special=True)]
         opening = self.own.opening if add_special_tokens is not False else []
         return ids if ids[: len(opening)] == opening else opening + ids

@@ -38,7 +38,7 @@ def check_tree(body: bytes) -> None:
 
 
 def outside_strings(body: bytes) -> np.ndarray:
-    """The bytes of a JSON text that are in none of its strings, uint8."""
+    """Return the bytes of a JSON text that are in none of its strings, uint8."""
     plain = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     inside = np.cumsum(plain == _QUOTE, dtype=np.int32) & 1
     return plain[inside == 0]
@@ -89,7 +89,7 @@ class TextLengths:
             raise TooManyTokens(count, limit)
 
     def at_least(self, text: str, enough: int) -> int:
-        """A lower bound of the tokens of ``text``; as soon as it is above ``enough``, no more is read."""
+        """Return a lower bound of the tokens of ``text``; as soon as it is above ``enough``, no more is read."""
         count = 0
         for at in range(0, len(text), PIECE):
             count += max(

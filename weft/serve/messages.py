@@ -68,7 +68,7 @@ def _message(message: Any, number: int) -> Message:
 
 
 def content_text(content: Any, name: str) -> str:
-    """The text of a message's content, which may be parts. Raises :class:`UsageError` for what is no text."""
+    """Return the text of a message's content, which may be parts. Raises :class:`UsageError` for what is no text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

@@ -44,7 +44,7 @@ class Refusal(Exception):
 
 
 def read_texts(given: Any) -> Texts:
-    """The texts and lists of ids in ``given``, which is one or a list of either. Raises ValueError."""
+    """Return the texts and lists of ids in ``given``, which is one or a list of either. Raises ValueError."""
     if isinstance(given, str):
         return [given]
     if _are_ids(given):
@@ -68,7 +68,7 @@ def _are_ids(given: Any) -> bool:
 
 
 def read_stops(given: Any) -> list[str]:
-    """The stop strings in ``given``, which is one or a list of them. Raises ValueError."""
+    """Return the stop strings in ``given``, which is one or a list of them. Raises ValueError."""
     stops = [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError(f"give a text, or a list of texts, not {shown_json(given)}")
@@ -81,7 +81,7 @@ def read_stops(given: Any) -> list[str]:
 
 
 def object_in(given: Schema, name: str, path: str = "") -> Schema:
-    """The object in the field ``name``, empty where there is none; errors call it ``path``, if that is given."""
+    """Return the object in the field ``name``, empty where there is none; errors call it ``path``, if that is given."""
     value = given.get(name)
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{path or name}: give an object, not {shown_json(value)}")
@@ -298,7 +298,7 @@ class ToolChoice(NamedTuple):
 
 
 def read_choice(given: Any) -> ToolChoice:
-    """The choice in ``given``: a mode, a function, or a mode and functions. Raises ValueError."""
+    """Return the choice in ``given``: a mode, a function, or a mode and functions. Raises ValueError."""
     if given in ("none", "auto", "required"):
         return ToolChoice(given)
     modes = "none, auto, required, a function, or allowed_tools"
@@ -320,7 +320,7 @@ def read_choice(given: Any) -> ToolChoice:
 
 
 def _name_of(tool: Any) -> str:
-    """The name of a function, which chats nest and responses do not."""
+    """Return the name of a function, which chats nest and responses do not."""
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):

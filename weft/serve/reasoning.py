@@ -15,12 +15,12 @@ class Thoughts(NamedTuple):
 
 
 def thoughts_of(template: str) -> Thoughts | None:
-    """The tags that a chat template's text has; None if it does not know of reasoning."""
+    """Return the tags that a chat template's text has; None if it does not know of reasoning."""
     return next((Thoughts(*tags) for tags in TAGS if tags[1] in template), None)
 
 
 def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> bool:
-    """Whether what follows ``prompt``, which ends with the answer's first words ``continued``, is reasoning."""
+    """Return whether what follows ``prompt``, which ends with the answer's first words ``continued``, is reasoning."""
     if continued:
         return continued.rfind(thoughts.opening) > continued.rfind(thoughts.closing)
     return prompt.rstrip().endswith(thoughts.opening)
@@ -73,7 +73,7 @@ class ReasoningFinder:
         return self._release(len(text[: len(text) - begun].rstrip()))
 
     def _release(self, count: int) -> str:
-        """The first ``count`` characters that are kept, without white space before the first that is shown."""
+        """Return the first ``count`` characters that are kept, without white space before the first that is shown."""
         text, self._kept = self._kept[:count], self._kept[count:]
         text = text if self._shown else text.lstrip()
         self._shown = self._shown or bool(text)

@@ -136,7 +136,7 @@ class Replies:
         return refusal.body
 
     def _logs(self, index: int, events: Sequence[TokenEvent]) -> dict[str, Any] | None:
-        """The log-probabilities of the answer's tokens; the first token of a prompt has none."""
+        """Return the log-probabilities of the answer's tokens; the first token of a prompt has none."""
         if not self.logs:
             return None
         said = [

@@ -71,7 +71,7 @@ class RequestFields(BaseModel):
 
     @classmethod
     def fields(cls) -> frozenset[str]:
-        """The names of the declared fields, as requests have them."""
+        """Return the names of the declared fields, as requests have them."""
         return frozenset(
             field.alias or name for name, field in cls.model_fields.items()
         )
@@ -130,7 +130,9 @@ def explained(
 
 
 def _path(where: Sequence[int | str], given: Any) -> list[str]:
-    """The keys and indices in ``where`` that lead into ``given``, without pydantic's names of types between them."""
+    """Return the keys and indices in ``where`` that lead into ``given``, without pydantic's names of types between
+    them.
+    """
     path: list[str] = []
     for number, key in enumerate(where):
         last = number == len(where) - 1

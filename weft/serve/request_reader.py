@@ -22,7 +22,7 @@ class RequestReader:
         self.logged: set[str] = set()
 
     def read(self, kind: type[Q], body: bytes) -> Q:
-        """The request of this kind in ``body``. Raises :class:`Refusal`, which names the field that is wrong."""
+        """Return the request of this kind in ``body``. Raises :class:`Refusal`, which names the field that is wrong."""
         try:
             given = from_json(body, allow_inf_nan=False)
         except ValueError as error:
@@ -52,7 +52,7 @@ class RequestReader:
 
 
 def _named(kind: type[Modelled], where: str, why: str) -> Refusal:
-    """A refusal that names a field as the client does."""
+    """Return a refusal that names a field as the client does."""
     for name, outside in kind.NAMES.items():
         if where == name or where.startswith(f"{name}."):
             where = outside + where.removeprefix(name)

@@ -244,7 +244,7 @@ class ResponseReplies:
         yield self._of_item("output_item.added", item=item)
 
     def _end(self, status: str = "completed") -> Iterator[Schema]:
-        """The last item, if there is one, has ended."""
+        """Yield the last item, if there is one, has ended."""
         if not self.output:
             return
         item = self.output[-1]

@@ -92,7 +92,7 @@ class Server:
         self.ending = False  # no answer is awaited any more
 
     def app(self, rules: GateRules | None = None) -> Any:
-        """The ASGI application for uvicorn, behind ``rules``; when it ends, so does the engine's thread."""
+        """Return the ASGI application for uvicorn, behind ``rules``; when it ends, so does the engine's thread."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -125,7 +125,9 @@ class Server:
         )
 
     def _weighing(self, app: Any) -> Any:
-        """The ASGI application ``app``, with the bytes of requests that are being answered counted in ``held``."""
+        """Return the ASGI application ``app``, with the bytes of requests that are being answered counted in
+        ``held``.
+        """
 
         async def weighed(scope: Any, receive: Any, send: Any) -> None:
             own = 0
@@ -145,7 +147,7 @@ class Server:
         return weighed
 
     def _ending_quietly(self, app: Any) -> Any:
-        """The ASGI application ``app``, whose requests are given up without a traceback once the server ends."""
+        """Return the ASGI application ``app``, whose requests are given up without a traceback once the server ends."""
 
         async def quiet(scope: Any, receive: Any, send: Any) -> None:
             began = False
@@ -337,7 +339,7 @@ class Server:
     def _most(
         self, field: str, asked: SamplingRequest, ids: Sequence[int], default: int
     ) -> int:
-        """How many tokens to write behind ``ids``: what is asked for, or ``default`` as far as there is room."""
+        """Return how many tokens to write behind ``ids``: what is asked for, or ``default`` as far as there is room."""
         limit = self.limit
         room = limit.tokens - len(ids)
         if asked.most is None and room > 0:
@@ -408,7 +410,9 @@ class Server:
         return JSONResponse({"prompt": await self.prompts.decode(asked.tokens)})
 
     def _tenant(self, request: Request) -> str:
-        """The tenant that a request belongs to: prefixes in the cache are shared only within the same API key."""
+        """Return the tenant that a request belongs to: prefixes in the cache are shared only within the same
+        API key.
+        """
         if not self.keys:
             return ""
         scheme, _, given = (
@@ -498,12 +502,12 @@ class Server:
                 raise refused_for(asked, asked.PROMPT, str(error)) from None
 
     def _stops(self, asked: SamplingRequest) -> list[int]:
-        """The ids that end an answer."""
+        """Return the ids that end an answer."""
         own = [] if asked.ignore_eos else self.tokenizer.stops
         return [*own, *asked.stop_token_ids]
 
     def _adapter(self, asked: SamplingRequest) -> str:
-        """The adapter that is asked; empty for the model itself."""
+        """Return the adapter that is asked; empty for the model itself."""
         return asked.model if asked.model in self.adapters and asked.model else ""
 
     async def _answer(

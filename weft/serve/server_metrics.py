@@ -82,7 +82,7 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
     def counting(self, app: Any) -> Any:
-        """The ASGI application ``app``, with answers counted by path and status, and ``scope["began"]`` set."""
+        """Return the ASGI application ``app``, with answers counted by path and status, and ``scope["began"]`` set."""
 
         async def counted(scope: Any, receive: Any, send: Any) -> None:
             async def watched(message: Any) -> None:

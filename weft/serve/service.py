@@ -111,7 +111,8 @@ class Service:
                 await asyncio.shield(asyncio.ensure_future(self.call(answers.end)))
 
     async def search(self, begin: Callable[[], Search], width: int) -> list[Hypothesis]:
-        """The likeliest texts of the beam search that ``begin`` makes, of ``width`` beams, which is ended when left.
+        """Return the likeliest texts of the beam search that ``begin`` makes, of ``width`` beams, which is ended when
+        left.
 
         Raises :class:`Busy`, and what ``begin`` raises.
         """

@@ -76,7 +76,7 @@ def talk(speaker: Speaker, system: str = "") -> None:
 
 
 def _read_line(terminal: bool) -> str | None:
-    """The next line of the input; None at its end. In a terminal Ctrl-C drops what has been typed."""
+    """Return the next line of the input; None at its end. In a terminal Ctrl-C drops what has been typed."""
     if not terminal:  # a server takes none of the bytes that are no UTF-8
         return encodable(sys.stdin.readline()) or None
     while True:

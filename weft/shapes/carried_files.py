@@ -92,7 +92,7 @@ def files_of_run(
 
 
 def _token_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The ids of special tokens in a model's ``generation_config.json``."""
+    """Return the ids of special tokens in a model's ``generation_config.json``."""
     fields = _object(files, GENERATION)
     return {key: fields[key] for key in fields if key in TOKEN_IDS}
 

@@ -118,7 +118,7 @@ def shape_from_fields(
 
 
 def _computed(config: ConfigFields) -> ModelShape:
-    """The model, which Weft computes exactly as transformers would."""
+    """Return the model, which Weft computes exactly as transformers would."""
     name, scores = _known(config)
     weight_blocks(config.path, config)
     gemma = name == "Gemma3ForCausalLM"
@@ -157,7 +157,7 @@ def _computed(config: ConfigFields) -> ModelShape:
 
 
 def _known(config: ConfigFields) -> tuple[str, bool]:
-    """The architecture, a key of :data:`ARCHITECTURES`, and whether the model scores."""
+    """Return the architecture, a key of :data:`ARCHITECTURES`, and whether the model scores."""
     kinds = {kind: architecture for architecture, (kind, _) in ARCHITECTURES.items()}
     by_kind = kinds.get(config.get("model_type", ""))
     name = next(iter(config.get("architectures") or ()), by_kind)
@@ -175,14 +175,14 @@ def _known(config: ConfigFields) -> tuple[str, bool]:
 
 
 def _sizes(config: ConfigFields, *needed: str) -> dict[str, Any]:
-    """The values of :data:`FIELDS` in the configuration, of which it must have the ``needed`` ones."""
+    """Return the values of :data:`FIELDS` in the configuration, of which it must have the ``needed`` ones."""
     sizes = {ours: config.given(*names) for ours, names in FIELDS.items()}
     config.check_complete([FIELDS[ours][0] for ours in needed if sizes[ours] is None])
     return {ours: value for ours, value in sizes.items() if value is not None}
 
 
 def _planned(config: ConfigFields, why: str) -> UntrainableShape:
-    """The sizes that any configuration gives, dense or with experts, which time and memory depend on."""
+    """Return the sizes that any configuration gives, dense or with experts, which time and memory depend on."""
     for ours in ("layers", "embed", "heads", "vocab"):
         if config.given(*FIELDS[ours]) is None:
             raise UsageError(
@@ -209,7 +209,7 @@ def _planned(config: ConfigFields, why: str) -> UntrainableShape:
 
 
 def _scaling(config: ConfigFields, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The setting ``rope_scaling``, if there is any."""
+    """Return the setting ``rope_scaling``, if there is any."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
@@ -270,7 +270,7 @@ def _rope(config: ConfigFields) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
-    """The settings ``window`` and ``full_every``; refuses an order of layers that these two cannot describe."""
+    """Return the settings ``window`` and ``full_every``; refuses an order of layers that these two cannot describe."""
     usual = None if name.startswith("Mixtral") else 4096
     window = config.get("sliding_window", usual)
     kinds = list(config.get("layer_types") or ())
@@ -340,7 +340,7 @@ def architecture(shape: ModelShape) -> str:
 
 
 def _scoring(name: str) -> str:
-    """The architecture with a score in place of a vocabulary."""
+    """Return the architecture with a score in place of a vocabulary."""
     return name.replace(WRITES, SCORES).replace("Gemma3For", "Gemma3TextFor")
 
 
@@ -395,7 +395,9 @@ def config_from_shape(
 
 
 def _gemma(shape: ModelShape, config: dict[str, Any]) -> dict[str, Any]:
-    """The fields that Gemma's configuration names differently; both bases, as transformers 4 and 5 look for them."""
+    """Return the fields that Gemma's configuration names differently; both bases, as transformers 4 and 5 look for
+    them.
+    """
     scalar = shape.query_dim or shape.head_dim or 0
     local = shape.window_theta or shape.rope_theta
     types = config.get("layer_types") or [FULL] * shape.layers

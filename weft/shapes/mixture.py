@@ -61,7 +61,7 @@ def mixture_sizes(config: ConfigFields, layers: int, ffn: int) -> dict[str, Any]
 
 
 def _mixed(config: ConfigFields, layers: int) -> list[bool]:
-    """Whether each layer has experts."""
+    """Return whether each layer has experts."""
     first = config.number("first_k_dense_replace", default=0)
     every = config.number("decoder_sparse_step", default=1)
     dense = config.get("mlp_only_layers") or []

@@ -78,7 +78,7 @@ def is_target(pattern: str, path: str) -> bool:
 
 
 def _matching(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
-    """The value of the first of ``patterns`` that names the weight ``path``."""
+    """Return the value of the first of ``patterns`` that names the weight ``path``."""
     return next((v for p, v in patterns.items() if is_target(p, path)), default)
 
 

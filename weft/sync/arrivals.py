@@ -38,7 +38,7 @@ class Sum(NamedTuple):
 
 
 def _about(total: Sum) -> list[str | int]:
-    """The type of a sum's vector and the numbers of elements, by which :func:`_sums_of` reads its bytes."""
+    """Return the type of a sum's vector and the numbers of elements, by which :func:`_sums_of` reads its bytes."""
     return [total.vector.dtype.str, total.vector.size, total.numbers.size]
 
 
@@ -47,7 +47,7 @@ def _views(sums: Iterable[Sum]) -> list[memoryview]:
 
 
 def _sums_of(about: Iterable[Sequence[Any]], payload: memoryview) -> list[Sum]:
-    """The sums whose bytes are one behind the other in ``payload``."""
+    """Return the sums whose bytes are one behind the other in ``payload``."""
     sums, at = [], 0
     for kind, elements, count in about:
         dtype, arrays = np.dtype(str(kind)), list[np.ndarray]()
@@ -153,7 +153,7 @@ class Link:
         tasks: Sequence[CodedTask],
         compute: Callable[[CodedTask, Callable[[], bool]], Sum | None],
     ) -> dict[int, Sum] | None:
-        """The sums of all tasks of a round, by job; None if the round is over before they are computed."""
+        """Return the sums of all tasks of a round, by job; None if the round is over before they are computed."""
         sums = {}
         for task in tasks:
             total = (
@@ -326,7 +326,7 @@ class Gathering:
     def duration(
         self, arrived: Sequence[set[int]], left: Iterable[int], first: float
     ) -> float | None:
-        """Seconds that the last of the rounds in ``arrived`` may take; None if it is over.
+        """Return the seconds that the last of the rounds in ``arrived`` may take; None if it is over.
 
         ``left``: the jobs that are not decoded yet; ``first``: seconds until the first result, 0 if there is none.
         A round must last until each of its jobs is decoded, or can still be decoded in later rounds if nobody is late

@@ -73,15 +73,15 @@ class Code(ABC):
 
     @abstractmethod
     def parts_of(self, rank: int) -> tuple[int, ...]:
-        """All parts of a job that this rank may have to compute."""
+        """Return all parts of a job that this rank may have to compute."""
 
     @abstractmethod
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
-        """A rank's tasks in round ``number``, at most one for each job. ``arrived``: of the rounds before."""
+        """Return a rank's tasks in round ``number``, at most one for each job. ``arrived``: of the rounds before."""
 
     @abstractmethod
     def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
-        """The weights of the results whose sum is the job's gradient; None as long as too few have come."""
+        """Return the weights of the results whose sum is the job's gradient; None as long as too few have come."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class GradientCode(Code):
         )
 
     def _decoded(self, results: Iterable[Result]) -> dict[Result, float] | None:
-        """The weights of these results, at most one of each rank; None if they are too few."""
+        """Return the weights of these results, at most one of each rank; None if they are too few."""
         ordered = sorted(results)
         weights = code_weights(
             self.ranks, self.stragglers, tuple(result.rank for result in ordered)
@@ -165,7 +165,7 @@ def _cyclic(ranks: int, late: int, seed: int) -> np.ndarray:
 
 
 def solved(matrix: np.ndarray, rows: Sequence[int]) -> list[float] | None:
-    """The numbers by which these rows add up to a row of ones; None if they cannot."""
+    """Return the numbers by which these rows add up to a row of ones; None if they cannot."""
     import numpy as np
 
     ones = np.ones(matrix.shape[1])
@@ -182,7 +182,7 @@ def code_weights(ranks: int, late: int, rows: tuple[int, ...]) -> list[float] | 
 
 
 def code_of(words: Resilience, ranks: int) -> Code | None:
-    """The code that a recipe asks for, over so many ranks; None if it asks for none, or if there is one rank."""
+    """Return the code that a recipe asks for, over so many ranks; None if it asks for none, or if there is one rank."""
     if not words.code or ranks == 1:
         return None
     code: Code = find("code", words.code).implementation(words, ranks)

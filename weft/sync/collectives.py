@@ -23,7 +23,7 @@ def chunk_ranges(size: int, count: int, block: int = 1) -> list[tuple[int, int]]
 
 
 def message_slices(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
-    """The parts of a chunk that are sent as separate messages, of ``piece`` elements each but for the last."""
+    """Yield the parts of a chunk that are sent as separate messages, of ``piece`` elements each but for the last."""
     for first in range(*chunk, piece):
         yield slice(first, min(first + piece, chunk[1]))
 
@@ -59,7 +59,7 @@ def ring_sum(
 def from_islands(
     streams: Streams, own: T, islands: Sequence[int], tag: str, control: bool = False
 ) -> list[T]:
-    """All-gather of a small tensor: what each of ``islands`` gives as ``own``, in their order."""
+    """Return all-gather of a small tensor: what each of ``islands`` gives as ``own``, in their order."""
     for island in islands:
         if island != streams.island:
             streams.send(island, tag, own, control)
@@ -74,7 +74,8 @@ def compressed_mean(
     streams: Streams, flat: T, there: Compressor, back: Compressor, tag: str, number: int,
     up: T | None = None, down: T | None = None, members: Sequence[int] = (),
 ) -> T:  # fmt: skip
-    """The mean of ``flat`` over ``members`` (default: all islands), by messages that are compressed in both directions.
+    """Return the mean of ``flat`` over ``members`` (default: all islands), by messages that are compressed in both
+    directions.
 
     Every island receives one chunk from all (compressed by ``there``), computes its mean, and sends that to all
     (compressed by ``back``). So each sends 2 (n - 1) / n of the payload of the whole, as in a ring, and nothing is
@@ -131,7 +132,9 @@ def compressed_mean(
 def fed_back(
     compressor: Compressor, x: T, error: T | None, part: slice, seed: int
 ) -> Payload:
-    """The payload of ``x[part]`` plus the residual ``error[part]``, which is then set to what the payload has lost."""
+    """Return the payload of ``x[part]`` plus the residual ``error[part]``, which is then set to what the payload has
+    lost.
+    """
     if error is None or not x[part].numel():
         return encode_with_feedback(compressor, x[part], seed)[0]
     payload, left = encode_with_feedback(
@@ -143,7 +146,9 @@ def fed_back(
 
 
 def seed_of(compressor: Compressor, number: int, island: int) -> int:
-    """The seed of an island in exchange ``number``: its own if errors are random, so that those of islands cancel."""
+    """Return the seed of an island in exchange ``number``: its own if errors are random, so that those of islands
+    cancel.
+    """
     return number * 1009 + island if compressor.unbiased else number
 
 
@@ -168,12 +173,12 @@ def decode_payload(
 
 
 def join_bytes(payload: Payload) -> T:
-    """A payload as one message: the bytes of its tensors one after the other, ``[bytes]``."""
+    """Return a payload as one message: the bytes of its tensors one after the other, ``[bytes]``."""
     return torch.cat([tensor.flatten().view(torch.uint8) for tensor in payload])
 
 
 def split_bytes(came: T, specs: Sequence[Spec]) -> Payload:
-    """The payload that :func:`join_bytes` was given."""
+    """Return the payload that :func:`join_bytes` was given."""
     ends = accumulate(
         (prod(shape) * dtype.itemsize for shape, dtype in specs), initial=0
     )
@@ -188,7 +193,8 @@ def power_mean(
     streams: Streams, x: T, compressor: Compressor, tag: str, number: int, up: T, warm: T | None,
     members: Sequence[int] = (),
 ) -> Payload:  # fmt: skip
-    """The payload of the mean of ``x`` over ``members``, by a linear compressor whose parts are summed over rings.
+    """Return the payload of the mean of ``x`` over ``members``, by a linear compressor whose parts are summed over
+    rings.
 
     ``up``: this island's residual, updated in place; ``warm``: see :mod:`weft.sync.compressor`; the rest is as in
     :func:`compressed_mean`.

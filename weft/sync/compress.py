@@ -70,7 +70,7 @@ class PerTensor(Compressor):
 
 
 def build_compressor(word: str) -> Compressor:
-    """The compressor that a recipe names, such as ``topk:0.01``."""
+    """Return the compressor that a recipe names, such as ``topk:0.01``."""
     return compressor_of(word) or Compressor()
 
 
@@ -82,7 +82,7 @@ def encode_with_feedback(
     warm: T | None = None,
     average: Average | None = None,
 ) -> tuple[Payload, T | None]:
-    """The payload of ``x``, and what it lacks of it: the residual that is to be added in the next round.
+    """Return the payload of ``x``, and what it lacks of it: the residual that is to be added in the next round.
 
     With a ``residual`` that of the last round is added first (error feedback, Seide et al. 2014, Karimireddy et al.
     2019), which takes a contractive compressor: what it loses of the sum is smaller than the sum. With ``average``,

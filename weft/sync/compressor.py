@@ -95,28 +95,30 @@ class Compressor:
         return [(tuple(shape), dtype)]
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> int:
-        """Bytes of the payload; of a float32 tensor if no type is given."""
+        """Return the bytes of the payload; of a float32 tensor if no type is given."""
         import torch
 
         specs = self.specs(shape, dtype or torch.float32)
         return sum(prod(size) * kind.itemsize for size, kind in specs)
 
     def error(self, shape: Sequence[int]) -> float:
-        """The least known ``e`` with ``E|C(x) - x|^2 <= e |x|^2`` for all ``x`` of this shape, over seeds."""
+        """Return the least known ``e`` with ``E|C(x) - x|^2 <= e |x|^2`` for all ``x`` of this shape, over seeds."""
         return 0.0
 
     def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
-        """The payload of ``x``."""
+        """Return the payload of ``x``."""
         return self.agreed(x, seed, lambda own: own, warm)[1]
 
     def agreed(
         self, x: T, seed: int, average: Average, warm: T | None = None
     ) -> tuple[Payload, Payload]:
-        """The payload of all islands' mean, and the one of this island's part in it. Of linear compressors only."""
+        """Return the payload of all islands' mean, and the one of this island's part in it. Of linear
+        compressors only.
+        """
         return [average(x.contiguous())], [x.contiguous()]
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
-        """The tensor that a payload stands for. One that cannot be of this shape is a :class:`WeftError`."""
+        """Return the tensor that a payload stands for. One that cannot be of this shape is a :class:`WeftError`."""
         return self._checked(payload, shape)[0]
 
     def warm(self, payload: Payload) -> T | None:
@@ -136,7 +138,7 @@ class Compressor:
         return [self]
 
     def cut(self, part: slice) -> Compressor:
-        """The compressor of the elements ``part`` of a flat tensor that this one is for."""
+        """Return the compressor of the elements ``part`` of a flat tensor that this one is for."""
         return self
 
     def _checked(self, payload: Payload, shape: Sequence[int]) -> Payload:

@@ -24,7 +24,9 @@ KEPT = 4_000
 def allocate_compressors(
     tensors: Mapping[str, T], default: Compressor, seed: int = 0
 ) -> dict[str, Compressor]:
-    """A compressor for each of the ``tensors``: together no larger than ``default`` for all, with no larger error."""
+    """Return a compressor for each of the ``tensors``: together no larger than ``default`` for all, with no larger
+    error.
+    """
     options = {name: alternatives_of(default, x.shape) for name, x in tensors.items()}
     errors = [
         [squared_error(choice, x, seed) for choice in options[name]]
@@ -46,7 +48,7 @@ def allocate_compressors(
 
 
 def alternatives_of(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
-    """The default and its like for a tensor of this shape: other ranks, shares or bits."""
+    """Return the default and its like for a tensor of this shape: other ranks, shares or bits."""
     return list(dict.fromkeys(default.alternatives(shape)))
 
 

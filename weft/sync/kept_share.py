@@ -15,7 +15,7 @@ FACTORS = (0.125, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
 
 
 def number_in(text: str | None) -> float:
-    """The finite number that ``text`` is, or 0."""
+    """Return the finite number that ``text`` is, or 0."""
     try:
         number = float(text or 0)
     except ValueError:
@@ -24,7 +24,7 @@ def number_in(text: str | None) -> float:
 
 
 def kept_of(count: int, share: float) -> int:
-    """How many elements are a ``share`` of so many: at least one, if there is one."""
+    """Return how many elements are a ``share`` of so many: at least one, if there is one."""
     return min(count, max(1, round(share * count)))
 
 

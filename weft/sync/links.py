@@ -65,7 +65,7 @@ class IslandLinks:
 def ring_times(
     links: IslandLinks, orders: Orders, nbytes: float, pieces: int = 4
 ) -> Numbers:
-    """Seconds of an all-reduce of so many bytes around each of the ``orders [count, islands]``, ``[count]``.
+    """Return the seconds of an all-reduce of so many bytes around each of the ``orders [count, islands]``, ``[count]``.
 
     Each island's part goes over ``2 (islands - 1)`` links in a row, in ``pieces`` that are passed on as they come. The
     time is that in which the slowest link sends all parts, or that in which one piece passes over so many links,
@@ -78,7 +78,7 @@ def ring_times(
 def _steps(
     links: IslandLinks, orders: Orders, nbytes: float, pieces: int
 ) -> tuple[Numbers, Numbers]:
-    """The time of a step by the slowest link of each order, and by the longest way of a piece."""
+    """Return the time of a step by the slowest link of each order, and by the longest way of a piece."""
     islands = orders.shape[1]
     following = np.roll(orders, -1, axis=1)
     site, count = links.sites, int(links.sites.max()) + 1
@@ -103,7 +103,7 @@ def _steps(
 def ring_order(
     links: IslandLinks, nbytes: float, pieces: int = 4, exact: int = EXACT
 ) -> list[int]:
-    """The order of all islands, from 0 on, in which an all-reduce of so many bytes takes least time.
+    """Return the order of all islands, from 0 on, in which an all-reduce of so many bytes takes least time.
 
     For more than ``exact`` islands it is the best that can be reached from a few starts by moving a run of islands, or
     turning it around. :class:`WeftError` if no ring joins all.
@@ -166,7 +166,7 @@ def _improved(links: IslandLinks, order: Orders, nbytes: float, pieces: int) -> 
 
 
 def _moves(order: Orders) -> Orders:
-    """All orders with a run of up to three put somewhere else, or a run of any length turned around."""
+    """Return all orders with a run of up to three put somewhere else, or a run of any length turned around."""
     islands, moves = len(order), []
     for first in range(islands):
         turned = np.roll(order, -first)

@@ -52,7 +52,9 @@ def measured_ring(streams: Streams, nbytes: float) -> str:
 
 
 def best_ring(rows: np.ndarray, nbytes: float) -> tuple[list[int], float]:
-    """The ring by measurements ``[island, island, (bytes/s, seconds)]``, and how much faster it is than 0, 1, 2, ..."""
+    """Return the ring by measurements ``[island, island, (bytes/s, seconds)]``, and how much faster it is than 0, 1, 2,
+    ...
+    """
     links = IslandLinks(rows[..., 0], rows[..., 1])
     numbered = list(range(len(rows)))
     fastest = ring_order(links, nbytes)

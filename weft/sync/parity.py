@@ -16,7 +16,7 @@ T = torch.Tensor
 
 
 def hash_tensors(tensors: Iterable[T]) -> T:
-    """A hash of these tensors of the CPU, bit by bit: 16 bytes."""
+    """Return a hash of these tensors of the CPU, bit by bit: 16 bytes."""
     hasher = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         hasher.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -26,7 +26,7 @@ def hash_tensors(tensors: Iterable[T]) -> T:
 def take_majority(
     streams: Streams, own: Mapping[str, T], members: Sequence[int], tag: str
 ) -> tuple[Mapping[str, T], list[int]]:
-    """The flat tensors by name that most of ``members`` have, and the islands that had different ones.
+    """Return the flat tensors by name that most of ``members`` have, and the islands that had different ones.
 
     ``own``: this island's. In a tie the version counts that comes first in the order of ``members``.
     """

@@ -10,7 +10,7 @@ T = torch.Tensor
 
 
 def in_blocks(x: T) -> T:
-    """``[blocks, 128]``, filled up with zeros."""
+    """Return ``[blocks, 128]``, filled up with zeros."""
     return F.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
@@ -35,12 +35,12 @@ def divisor(scales: T, dtype: torch.dtype) -> T:
 
 
 def largest(flat: T, count: int) -> T:
-    """Where the so many largest magnitudes are, in ascending order."""
+    """Return where the so many largest magnitudes are, in ascending order."""
     return flat.abs().topk(count, sorted=False).indices.sort().values
 
 
 def shared_permutation(count: int, seed: int) -> T:
-    """A permutation that is the same everywhere, whatever the device."""
+    """Return a permutation that is the same everywhere, whatever the device."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
@@ -62,7 +62,7 @@ def positions_sent(kept: T, count: int) -> T:
 
 
 def positions_found(sent: T, kept: int, count: int) -> T:
-    """The positions that :func:`positions_sent` was given."""
+    """Return the positions that :func:`positions_sent` was given."""
     indices = (
         sent.long()
         if sent.dtype == torch.int32
@@ -91,7 +91,7 @@ def codes_packed(codes: T, bits: int) -> T:
 
 
 def codes_unpacked(sent: T, bits: int, count: int) -> T:
-    """The first so many of the numbers that :func:`codes_packed` was given, int8."""
+    """Return the first so many of the numbers that :func:`codes_packed` was given, int8."""
     groups = F.pad(sent, (0, -sent.numel() % bits)).view(-1, bits)
     words = F.pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)  # [n / 8, 1]
     codes = words >> torch.arange(0, 8 * bits, bits, device=sent.device) & (2**bits - 1)
@@ -99,7 +99,7 @@ def codes_unpacked(sent: T, bits: int, count: int) -> T:
 
 
 def bits_packed(bits: T) -> T:
-    """Eight of the booleans ``[n]`` in a byte, the first in its lowest bit."""
+    """Return eight of the booleans ``[n]`` in a byte, the first in its lowest bit."""
     eights = F.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
     return (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
         1, dtype=torch.uint8
@@ -107,7 +107,7 @@ def bits_packed(bits: T) -> T:
 
 
 def bits_unpacked(sent: T, count: int) -> T:
-    """The first so many of the booleans."""
+    """Return the first so many of the booleans."""
     return (
         (sent[:, None] >> torch.arange(8, dtype=torch.uint8, device=sent.device) & 1)
         .flatten()[:count]

@@ -36,11 +36,11 @@ class Presence:
         """Fix who takes part in exchange ``number``, as this island is about to send its first message of it."""
 
     def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
-        """The result of ``work``, once it has ended on all islands that take part in exchange ``number``."""
+        """Return the result of ``work``, once it has ended on all islands that take part in exchange ``number``."""
         return work(draw(range(self.streams.islands)), str(number))
 
     def newcomers(self, number: int) -> Sequence[int]:
-        """The islands that first take part after exchange ``number``, and get their state from this one."""
+        """Return the islands that first take part after exchange ``number``, and get their state from this one."""
         return ()
 
     @property
@@ -53,7 +53,7 @@ class Presence:
         self._store().compare_set("weft/stop", "", str(number))
 
     def stop_round(self) -> int | None:
-        """The last round of the run, if an island has asked to end it."""
+        """Return the last round of the run, if an island has asked to end it."""
         store = self._store()
         return int(store.get("weft/stop")) if store.check(["weft/stop"]) else None
 
@@ -70,5 +70,5 @@ class Presence:
             )
 
     def take_news(self) -> list[str]:
-        """The lines for the user that have come up since the last call."""
+        """Return the lines for the user that have come up since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]

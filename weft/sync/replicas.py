@@ -27,16 +27,16 @@ class Replicas:
     device: torch.device | str = "cpu"
 
     def each(self, size: int) -> int:
-        """How many elements a rank exchanges at most, a multiple of a compressor's block."""
+        """Return how many elements a rank exchanges at most, a multiple of a compressor's block."""
         return -(-size // (self.count * BLOCK)) * BLOCK
 
     def part(self, size: int) -> slice:
-        """The elements that this rank exchanges; fewer than :meth:`each` or none at the end of the tensor."""
+        """Return the elements that this rank exchanges; fewer than :meth:`each` or none at the end of the tensor."""
         each = self.each(size)
         return slice(min(self.index * each, size), min((self.index + 1) * each, size))
 
     def whole(self, part: T, size: int) -> T:
-        """The whole tensor, gathered from every rank's ``part``. Collective."""
+        """Return the whole tensor, gathered from every rank's ``part``. Collective."""
         if self.group is None:
             return part
         padded = torch.zeros(self.each(size), dtype=part.dtype, device=self.device)
@@ -47,7 +47,9 @@ class Replicas:
 
 
 def replicas_of(held: Sequence[Held], mesh: Mesh) -> Replicas:
-    """The ranks that share the exchange of these parameters: this one alone if their copies are on different ranks."""
+    """Return the ranks that share the exchange of these parameters: this one alone if their copies are on different
+    ranks.
+    """
     names = {mesh.sharing(h.logical)[0] for h in held}
     if len(names) != 1 or mesh.size(*names) == 1:
         return Replicas()

@@ -26,7 +26,8 @@ PIECE = 1 << 20
 def aggregated(
     vote: T, rule: Aggregator, faulty: int, group: dist.ProcessGroup
 ) -> tuple[T, list[bool]]:
-    """The outcome of ``rule`` for all ranks' gradients ``vote`` ``[elements]``, and which ranks' were used. Collective.
+    """Return the outcome of ``rule`` for all ranks' gradients ``vote`` ``[elements]``, and which ranks' were used.
+    Collective.
 
     The outcome is the same on all ranks to the last bit, and not a number if nobody's gradient was finite.
     """
@@ -55,7 +56,7 @@ def aggregated(
 
 
 def squared_distances(gram: T) -> T:
-    """The squared distances between all pairs of gradients, ``[replicas, replicas]``."""
+    """Return the squared distances between all pairs of gradients, ``[replicas, replicas]``."""
     norms = gram.diag()
     return (norms[:, None] + norms[None] - 2 * gram).clamp(min=0)
 
@@ -71,7 +72,7 @@ def krum_scores(distances: T, faulty: int) -> T:
 
 
 def mean_of(chosen: T, count: int) -> T:
-    """The weights, of ``count`` gradients, that make the mean of the ``chosen`` ones."""
+    """Return the weights, of ``count`` gradients, that make the mean of the ``chosen`` ones."""
     return torch.zeros(count, dtype=torch.float64).index_fill_(
         0, chosen, 1 / len(chosen)
     )

@@ -8,7 +8,7 @@ from weft.sync.payloads import shared_permutation
 
 
 def begins(step: int, fragment: int, how: Sync) -> bool:
-    """Whether a round of a fragment ends, and the next begins, after ``step`` (from 1)."""
+    """Return whether a round of a fragment ends, and the next begins, after ``step`` (from 1)."""
     return step > 0 and (step - how.every * fragment // how.fragments) % how.every == 0
 
 
@@ -19,7 +19,7 @@ def fragment_of(name: str, count: int) -> int:
 
 
 def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[int]:
-    """The islands with which ``island`` exchanges in exchange ``number``, itself included.
+    """Return the islands with which ``island`` exchanges in exchange ``number``, itself included.
 
     ``among``: the islands that are there. Random pairs follow from the number, so that all islands draw the same.
     """
@@ -47,7 +47,7 @@ def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[
 
 
 def shares(island: int, members: Sequence[int], how: Sync) -> list[float]:
-    """The weights of ``members`` in the mean that ``island``, one of them, computes; they add up to 1.
+    """Return the weights of ``members`` in the mean that ``island``, one of them, computes; they add up to 1.
 
     In a graph they are Metropolis weights: both ends of an edge give each other the same weight, so that the mean over
     all islands does not change, however many edges each has (Xiao & Boyd 2004).

@@ -48,7 +48,7 @@ class Round(NamedTuple):
         }
 
     def mean(self, values: Mapping[int, T]) -> T:
-        """The mean over all that take part, who are the same for all."""
+        """Return the mean over all that take part, who are the same for all."""
         return torch.stack([values[i] for i in sorted(self.near(min(self.ones)))]).mean(
             0
         )

@@ -81,7 +81,7 @@ class Streams:
         self._channel = endpoint.open(self._name_of(island), secret, self._hear)
 
     def _name_of(self, island: int) -> str:
-        """The channel of the rank with this rank's place in an island."""
+        """Return the channel of the rank with this rank's place in an island."""
         return f"streams/{island}/{self.place}"
 
     def ring(self, islands: Container[int]) -> list[int]:
@@ -119,7 +119,7 @@ class Streams:
     def receive(
         self, island: int, tag: str, dtype: torch.dtype, limit: float = 0.0
     ) -> torch.Tensor:
-        """The next message with this tag from an island, as a flat tensor; raises :class:`IslandLost`.
+        """Return the next message with this tag from an island, as a flat tensor; raises :class:`IslandLost`.
 
         ``limit``: seconds to wait, if they are not those of the streams.
         """
@@ -259,8 +259,9 @@ class Streams:
 
 
 def own_port(place: int) -> int:
-    """The port to listen on: 0, which is any, or ``WEFT_STREAMS_PORT`` plus the rank's place if that is set, as it must
-    be where tunnels or firewalls have to know it."""
+    """Return the port to listen on: 0, which is any, or ``WEFT_STREAMS_PORT`` plus the rank's place if that is set, as
+    it must be where tunnels or firewalls have to know it.
+    """
     text = os.environ.get("WEFT_STREAMS_PORT", "0")
     if not text.isdecimal() or int(text) + place > 65535:
         raise UsageError(

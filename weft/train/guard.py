@@ -50,7 +50,7 @@ class Guard:
         return open_run(recipe, self.out, self.resume, lease, size)
 
     def signals(self) -> AbstractContextManager[list[int]]:
-        """A context with the list of signals that have asked the run to end."""
+        """Return a context with the list of signals that have asked the run to end."""
         return noted_signals(stop_signals())
 
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
@@ -77,11 +77,11 @@ class Guard:
         """Called before the first step."""
 
     def step(self, number: int) -> AbstractContextManager[None]:
-        """A context around step ``number`` (from 1)."""
+        """Return a context around step ``number`` (from 1)."""
         return nullcontext()
 
     def due(self, step: int) -> bool:
-        """Whether the update of this step must be complete when the step ends."""
+        """Return whether the update of this step must be complete when the step ends."""
         return False
 
     def before_update(self) -> None:

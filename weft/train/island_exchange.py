@@ -65,7 +65,7 @@ class IslandExchange:
         ]
 
     def whole(self, f: int, result: Exchanged, sent: int) -> Exchanged:
-        """The result of an exchange, with the parts that the other replicas of this island have exchanged.
+        """Return the result of an exchange, with the parts that the other replicas of this island have exchanged.
 
         ``sent``: elements of all parts together.
         """
@@ -143,7 +143,9 @@ class IslandExchange:
         number: int,
         members: Sequence[int],
     ) -> Exchanged:
-        """The mean over these islands by compressed messages; what these leave out is in the result's ``kept``."""
+        """Return the mean over these islands by compressed messages; what these leave out is in the result's
+        ``kept``.
+        """
         left: dict[str, T] = {
             name: flat_values(held, name)[here]
             for name in ("up", "down")
@@ -196,7 +198,8 @@ class IslandExchange:
     def allocation(
         self, wanted: Mapping[str, T], tag: str, number: int, members: Sequence[int]
     ) -> Mapping[str, Compressor]:
-        """The compressor of each tensor, of which ``wanted`` is the message: one for all, or those that L-GreCo chose.
+        """Return the compressor of each tensor, of which ``wanted`` is the message: one for all, or those that L-GreCo
+        chose.
 
         The first member chooses, anew every ``how.allocate`` rounds. It sends its choice in each round, so that members
         need not have taken part in the one before.
@@ -235,7 +238,9 @@ class IslandExchange:
         number: int,
         members: Sequence[int],
     ) -> PerTensor:
-        """The compressors of what of each parameter is in this rank's part ``here``, whose message is ``wanted``."""
+        """Return the compressors of what of each parameter is in this rank's part ``here``, whose message is
+        ``wanted``.
+        """
         parts: dict[str, T] = {}
         start = 0
         for h in held:

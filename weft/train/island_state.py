@@ -20,7 +20,7 @@ T = torch.Tensor
 
 
 def slots_of(how: Sync) -> tuple[str, ...]:
-    """The names of the slots that every parameter has for the sake of the islands.
+    """Return the names of the slots that every parameter has for the sake of the islands.
 
     They are the method's own; ``answer``, the result of an exchange that is not applied yet; and with compression what
     the messages left out (error feedback): of those that were sent ``up``, and of the means sent back ``down``.
@@ -35,7 +35,7 @@ def slots_of(how: Sync) -> tuple[str, ...]:
 
 
 def compressors(how: Sync) -> tuple[Compressor, Compressor]:
-    """The compressor of what is sent, and that of what comes back."""
+    """Return the compressor of what is sent, and that of what comes back."""
     return build_compressor(how.compress), build_compressor(
         how.compress_back or how.compress
     )

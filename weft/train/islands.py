@@ -115,13 +115,13 @@ class Apart(PhaseFiller):
         return [result._replace(stop=False) for result in results]
 
     def is_due(self, f: int) -> bool:
-        """Whether an exchange of fragment ``f`` begins after this step, or the answer to one is applied."""
+        """Return whether an exchange of fragment ``f`` begins after this step, or the answer to one is applied."""
         return begins(self.steps, f, self.how) or begins(
             self.steps - self.how.delay, f, self.how
         )
 
     def number(self, f: int) -> int:
-        """The number of a fragment's exchange that begins after this step."""
+        """Return the number of a fragment's exchange that begins after this step."""
         return self.steps // self.how.every * self.how.fragments + f
 
     @torch.no_grad()
@@ -162,7 +162,7 @@ class Apart(PhaseFiller):
             )
 
     def answer(self, f: int) -> tuple[T, int]:
-        """The answer of a fragment's last exchange, and how many islands it is of."""
+        """Return the answer of a fragment's last exchange, and how many islands it is of."""
         if f in self.under_way:
             result = self.under_way.pop(f).result()
             return self.keep_exchanged(

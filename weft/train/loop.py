@@ -199,7 +199,9 @@ class Loop:
         self.callbacks.call("end")
 
     def complete(self) -> bool:
-        """Whether it was a callback that asked the run to stop, so that it ends as if it were complete. Collective."""
+        """Return whether it was a callback that asked the run to stop, so that it ends as if it were complete.
+        Collective.
+        """
         wishes = from_all(
             (bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group
         )
@@ -211,7 +213,7 @@ class Loop:
         return True
 
     def regroups(self) -> bool:
-        """Whether the run stopped only for ranks that want to leave or to join, and is to go on. Collective."""
+        """Return whether the run stopped only for ranks that want to leave or to join, and is to go on. Collective."""
         return self.mesh.islands == 1 and not any(
             from_all(self.wants_to_end, self.mesh.step_group)
         )

@@ -157,7 +157,7 @@ def _with(job: Job, table: np.ndarray) -> Job:
 
 
 def _reference(job: Job) -> tuple[ModelShape, Values | None]:
-    """The reference model: the one that the recipe names, or else that which the run starts from."""
+    """Return the reference model: the one that the recipe names, or else that which the run starts from."""
     from weft.checkpoint.weights import starting_values
 
     named = reference_model(job.recipe, job.corpus.tokenizer)
@@ -169,7 +169,7 @@ def _reference(job: Job) -> tuple[ModelShape, Values | None]:
 
 
 def _folder(job: Job) -> Path:
-    """The cache folder of the log-probabilities; its name is a digest of model, data and precision."""
+    """Return the cache folder of the log-probabilities; its name is a digest of model, data and precision."""
     recipe, shape = job.recipe, job.shape.model_dump(mode="json", exclude={"origin"})
     key = digest(
         1,
@@ -191,7 +191,7 @@ def _identity(recipe: Recipe) -> str | int:
 
 
 def _read(folder: Path, pairs: int) -> tuple[np.ndarray | None, str]:
-    """The cached table if there is a whole one, and a line on what is damaged if it is."""
+    """Return the cached table if there is a whole one, and a line on what is damaged if it is."""
     if not folder.exists():
         return None, ""
     try:

@@ -125,7 +125,7 @@ def _check(checkpoint: StoredCheckpoint, job: Job) -> None:
 
 
 def _is_readable(checkpoint: StoredCheckpoint) -> bool:
-    """Whether the metadata of a checkpoint can be read."""
+    """Return whether the metadata of a checkpoint can be read."""
     try:
         return bool(checkpoint.meta)
     except WeftError:

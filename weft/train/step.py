@@ -198,7 +198,7 @@ def accumulate(
 
 
 def compares_with_a_point(objective: Objective | None) -> TypeGuard[PairLoss]:
-    """Whether a loss on pairs compares with a reference point (:func:`set_reference_point`)."""
+    """Return whether a loss on pairs compares with a reference point (:func:`set_reference_point`)."""
     return bool(getattr(objective, "has_point", False))
 
 
@@ -557,7 +557,7 @@ class Step:
 
 
 def plain_step(context: StepContext, clip: float) -> Step:
-    """The step in which no technique fills a phase."""
+    """Return the step in which no technique fills a phase."""
     plain = PlainStep(context)
     return Step(context.state, plain, plain, plain, None, [], clip)
 

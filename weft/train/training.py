@@ -56,7 +56,9 @@ class Outcome:
         return read_best(self.run)
 
     def metrics(self, kind: str = "train") -> list[dict[str, Any]]:
-        """The records of a ``kind`` (``train``, ``validation``, ...) as they are in ``metrics.jsonl``, by step."""
+        """Return the records of a ``kind`` (``train``, ``validation``, ...) as they are in ``metrics.jsonl``,
+        by step.
+        """
         return read_metrics(self.run).get(kind, [])
 
 

@@ -65,7 +65,7 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
 
 
 def _value(field: Any) -> Any:
-    """A field's value: of a float32 the shortest number that is it, 1e-5 and not 9.99999974e-06."""
+    """Return a field's value: of a float32 the shortest number that is it, 1e-5 and not 9.99999974e-06."""
     value = field.contents()
     return (
         float(str(np.float32(value)))

@@ -238,7 +238,7 @@ def _announce(writer: Any, name: str, size: tuple[int, ...], kind: str) -> None:
 def _encoded(
     name: str, values: torch.Tensor, kind: str, shape: ModelShape, arch: str
 ) -> np.ndarray:
-    """A tensor's bytes; of queries and keys in the order of rows that llama.cpp rotates."""
+    """Return a tensor's bytes; of queries and keys in the order of rows that llama.cpp rotates."""
     import gguf
 
     values = values.to("cpu", torch.float32)

@@ -92,7 +92,9 @@ def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
 
 
 def _slice_of(name: str, file: Path, info: Any) -> StoredShard:
-    """A tensor at the place ``info`` in a file of DCP's, which holds many, each as :func:`torch.save` writes it."""
+    """Return a tensor at the place ``info`` in a file of DCP's, which holds many, each as :func:`torch.save`
+    writes it.
+    """
     if getattr(info, "transform_descriptors", None):
         raise WeftError(
             f"{file}: tensor {name} is transformed ({info.transform_descriptors}); save it plain"

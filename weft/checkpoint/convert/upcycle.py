@@ -144,7 +144,7 @@ def _piece(
 def _router(
     name: str, size: tuple[int, ...], copies: int, shape: ModelShape, seed: int
 ) -> Shard:
-    """A row for each copy of the dense layer, which its parts repeat; biases and loads begin at zero."""
+    """Return a row for each copy of the dense layer, which its parts repeat; biases and loads begin at zero."""
 
     def read(lo: int, hi: int) -> torch.Tensor:
         if len(size) == 1:

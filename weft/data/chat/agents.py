@@ -36,7 +36,7 @@ class _Action(_Strict):
     description: str | None = None
 
     def call(self) -> Message | None:
-        """The call of a tool that this action is, if it is one."""
+        """Return the call of a tool that this action is, if it is one."""
         return None
 
     def words(self) -> str:
@@ -111,7 +111,7 @@ class _WebObservation(_Observation):
     viewport_size: tuple[int, int] | None = None
 
     def words(self) -> str:
-        """The page as its accessibility tree, or else its HTML."""
+        """Return the page as its accessibility tree, or else its HTML."""
         return "\n".join(text for text in (self.url, self.axtree or self.html) if text)
 
 

@@ -99,7 +99,7 @@ def find_style(render: Render, empty: bool) -> CallStyle:
 def _is_written(
     render: Render, style: CallStyle, tools: Sequence[Mapping[str, Any]] | None
 ) -> bool:
-    """Whether a template writes a call of this style as JSON, or its arguments one by one."""
+    """Return whether a template writes a call of this style as JSON, or its arguments one by one."""
     asked = {"role": "user", "content": "?"}
     call = {
         "id": "callcall1",

@@ -82,7 +82,7 @@ class Renaming:
         return {outer: turns}
 
     def _spoken(self, value: Any) -> Any:
-        """A list of turns with the roles that the mapping gives to their speakers."""
+        """Return a list of turns with the roles that the mapping gives to their speakers."""
         turns = messages_of(value)
         if not isinstance(turns, list):
             return value
@@ -100,7 +100,7 @@ class Renaming:
 
 
 def _lists_of_turns(record: Mapping[str, Any], outer: str) -> list[str]:
-    """The fields that ``outer`` names; ``messages`` stands for all lists of turns, as in errors."""
+    """Return the fields that ``outer`` names; ``messages`` stands for all lists of turns, as in errors."""
     named = [outer] if outer in record else []
     if outer != "messages":
         return named

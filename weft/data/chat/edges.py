@@ -116,7 +116,7 @@ class Edges:
         return self._after_plain_turn(i, limit, "")
 
     def _after_plain_turn(self, i: int, limit: int, closing: str) -> int | None:
-        """Where the template's own text before a turn ends, by how it begins a turn of one word.
+        """Return where the template's own text before a turn ends, by how it begins a turn of one word.
 
         ``closing``: what closes the message before; if only white space follows it, that is the model's to write.
         """

@@ -253,7 +253,7 @@ class _TemplateTokens:
         )
 
     def _bytes(self, text: str, own: Sequence[re.Match[str]]) -> _PlacedTokens:
-        """The same for a tokenizer of bytes: a token per byte, and one for each special token."""
+        """Return the same for a tokenizer of bytes: a token per byte, and one for each special token."""
         ids: list[int] = []
         starts: list[int] = []
         ends: list[int] = []

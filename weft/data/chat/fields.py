@@ -173,7 +173,7 @@ def turns_of(value: Any) -> Any:
 
 
 def _dialogue(text: str) -> list[dict[str, str]]:
-    """The turns of a dialogue as Anthropic's data has it; without the empty one that a prompt ends with."""
+    """Return the turns of a dialogue as Anthropic's data has it; without the empty one that a prompt ends with."""
     _, *pieces = re.split(r"\n\n(Human|Assistant):", text)
     said = zip(pieces[::2], pieces[1::2], strict=True)
     turns = [

@@ -87,7 +87,7 @@ class Followed:
         return missing
 
     def _least(self, number: int, part: str) -> int:
-        """How many marks of a part the template writes if it leaves out no call of a message."""
+        """Return how many marks of a part the template writes if it leaves out no call of a message."""
         if part not in ("arguments", "name"):
             return 1
         calls = self.template.of(self.talk.tools).adapted(self._messages[number])[
@@ -131,7 +131,7 @@ def follow_words(template: ChatTemplate, talk: Conversation) -> Followed:
 def _marked(
     messages: Sequence[Message], parts: Collection[tuple[int, str]]
 ) -> list[Message]:
-    """The messages with ``parts`` marked."""
+    """Return the messages with ``parts`` marked."""
     chosen: dict[int, set[str]] = {}
     for number, part in parts:
         chosen.setdefault(number, set()).add(part)
@@ -141,7 +141,9 @@ def _marked(
 
 
 def _stands(message: Message, part: str, text: str) -> bool:
-    """Whether words that could not be marked may be in ``text``: a line of a content is; others count as written."""
+    """Return whether words that could not be marked may be in ``text``: a line of a content is; others count as
+    written.
+    """
     content = message.get("content")
     words = (
         content
@@ -153,7 +155,7 @@ def _stands(message: Message, part: str, text: str) -> bool:
 
 
 def _cut_off(content: object, text: str) -> list[str]:
-    """The parts of which words are missing in ``text``, of a content that a template has cut."""
+    """Return the parts of which words are missing in ``text``, of a content that a template has cut."""
     if not isinstance(content, str) or content.strip() in text:
         return []
     before, thought, _ = content.partition("</think>")

@@ -39,7 +39,7 @@ def _sharegpt(fields: Fields) -> Conversation:
 def _prompt(
     fields: Fields, asked: str = "prompt", answered: str = "completion"
 ) -> Conversation:
-    """A question and its answer: texts, or lists of messages of which the answer's alone are learned.
+    """Return a question and its answer: texts, or lists of messages of which the answer's alone are learned.
 
     ``history`` are pairs of what was said before.
     """
@@ -69,7 +69,7 @@ def _alpaca(fields: Fields) -> Conversation:
 
 
 def _earlier(fields: Fields) -> list[Any]:
-    """The turns of ``history``, pairs of an instruction and its answer."""
+    """Return the turns of ``history``, pairs of an instruction and its answer."""
     pairs = fields.take("history") or []
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == 2 for pair in pairs
@@ -189,7 +189,7 @@ def _unknown(fields: Fields) -> ConversationError:
 
 
 def _close(field: str, keys: list[str]) -> list[str]:
-    """The key that is nearly one of a field's names, if there is one."""
+    """Return the key that is nearly one of a field's names, if there is one."""
     named = [key for key in keys if not key.endswith("_id")]
     return [
         key
@@ -199,7 +199,7 @@ def _close(field: str, keys: list[str]) -> list[str]:
 
 
 def _nearest(fields: Fields, keys: list[str]) -> str | None:
-    """The form that a record nearly has, with what to write so that it has it; None if none is near."""
+    """Return the form that a record nearly has, with what to write so that it has it; None if none is near."""
     best, line = 0.0, None
     for form in FORMS:
         if form.name in ("atif", "adp"):

@@ -73,7 +73,7 @@ def read_judgements(record: Any) -> list[Judgement]:
 
 
 def _question_and_answer(fields: Fields) -> tuple[list[Any], list[Any]]:
-    """The prompt and the answer of a record, each as messages."""
+    """Return the prompt and the answer of a record, each as messages."""
     turns = next(
         (name for name in ("messages", "conversations") if fields.has(name)), None
     )

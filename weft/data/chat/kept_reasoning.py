@@ -69,7 +69,7 @@ def _without_reasoning(followed: Followed) -> set[int]:
 
 
 def _turn(shown: Marked, turns: Sequence[WeightedSpan], number: int | None) -> _Piece:
-    """The turn of message ``number`` in a text."""
+    """Return the turn of message ``number`` in a text."""
     own = [turn for turn in turns if turn.number == number]
     start, end = min(turn.start for turn in own), max(turn.end for turn in own)
     return _Piece(shown, own, start, end, number)
@@ -78,7 +78,7 @@ def _turn(shown: Marked, turns: Sequence[WeightedSpan], number: int | None) -> _
 def _joined(
     pieces: Sequence[_Piece], replaced: set[int | None]
 ) -> tuple[Marked, list[WeightedSpan]]:
-    """The text of all pieces with its marks and turns. Between turns the marks of ``replaced`` messages go."""
+    """Return the text of all pieces with its marks and turns. Between turns the marks of ``replaced`` messages go."""
     text, words, plain = "", [], set[int]()
     generations, turns = list[tuple[int, int]](), list[WeightedSpan]()
     for shown, own, start, end, number in pieces:

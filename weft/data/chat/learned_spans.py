@@ -50,7 +50,7 @@ def learned_spans(
 
 
 def _turn(edges: Edges, i: int, last: int) -> tuple[int, int] | None:
-    """Where the turn of message ``i`` begins, not before ``last``, and where it ends; None if it is left out."""
+    """Return where the turn of message ``i`` begins, not before ``last``, and where it ends; None if it is left out."""
     followed = edges.followed
     message, words = followed.talk.messages[i], edges.words(i)
     unmarked = [
@@ -83,7 +83,7 @@ def _turn(edges: Edges, i: int, last: int) -> tuple[int, int] | None:
 
 
 def _tagged(followed: Followed, learned: Sequence[float]) -> list[WeightedSpan]:
-    """The spans between generation tags, each with the weight of the message whose it is."""
+    """Return the spans between generation tags, each with the weight of the message whose it is."""
     talk, tagged = followed.talk, followed.shown.generations
     turns = [i for i in range(len(talk.messages)) if _is_assistant(talk, i)]
     weights = {learned[i] for i in turns}

@@ -155,7 +155,7 @@ def parts_with_words(message: dict[str, Any]) -> list[str]:
 
 
 def _texts(content: Any) -> Any:
-    """The texts of a content that may be a list of parts."""
+    """Return the texts of a content that may be a list of parts."""
     return (
         [part.get("text") for part in content] if isinstance(content, list) else content
     )

@@ -101,5 +101,5 @@ def read_flag(value: Any, key: str, name: str) -> bool:
 
 
 def _plain(key: str) -> str:
-    """A key as ``snake_case``."""
+    """Return a key as ``snake_case``."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).replace("-", "_").lower()

@@ -118,7 +118,7 @@ def question_of(fields: Fields) -> tuple[str, Any]:
 
 
 def _begins_anew(message: Any, prompt: Sequence[Any]) -> bool:
-    """Whether answers that begin with ``message`` are whole conversations, and do not go on with ``prompt``."""
+    """Return whether answers that begin with ``message`` are whole conversations, and do not go on with ``prompt``."""
     role = role_of(message)
     return role in ("system", "developer") or (
         role == "user" and any(role_of(turn) == "user" for turn in prompt)
@@ -126,7 +126,7 @@ def _begins_anew(message: Any, prompt: Sequence[Any]) -> bool:
 
 
 def _says(message: Any, text: Any) -> bool:
-    """Whether a message has ``text`` in its words."""
+    """Return whether a message has ``text`` in its words."""
     words = (
         message.get("content", message.get("value"))
         if isinstance(message, Mapping)

@@ -146,7 +146,9 @@ def preview_samples(
 def _encoded(
     source: Source, report: SourceReport, encoder: ChatEncoder
 ) -> Iterator[tuple[RecordLocation, Encoded]]:
-    """The samples of a source, encoded, each with the place of its record; of judged answers not those beside them."""
+    """Yield the samples of a source, encoded, each with the place of its record; of judged answers not those beside
+    them.
+    """
     for place, _, parts in encoded_records(source, report, encoder):
         yield from (
             (place, encoded)
@@ -155,7 +157,9 @@ def _encoded(
 
 
 def _messages(encoded: Encoded) -> np.ndarray:
-    """The number of the message whose words each token has, or whose learned turn, else -1; int64 ``[tokens]``."""
+    """Return the number of the message whose words each token has, or whose learned turn, else -1; int64
+    ``[tokens]``.
+    """
     numbers = np.full(len(encoded.ids), -1)
     shown = encoded.followed.shown
     parts = [

@@ -61,7 +61,7 @@ def reasoning_left_out(template: ChatTemplate, talk: Conversation) -> set[int]:
 
 
 def _learning(talk: Conversation, numbers: set[int], end: int) -> Conversation:
-    """The first ``end`` messages of ``talk``, of which those with ``numbers`` are learned as they are."""
+    """Return the first ``end`` messages of ``talk``, of which those with ``numbers`` are learned as they are."""
     first = first_messages(talk, end)
     weights = tuple(weight * (i in numbers) for i, weight in enumerate(first.weights))
     return replace(first, weights=weights)

@@ -110,7 +110,7 @@ class Listing:
         return self.start(rank, tape, now)
 
     def admits(self, rank: int, a: _Item, capped: bool) -> bool:
-        """Whether the action fits and, if it is a forward, leaves a state from which all can be finished."""
+        """Return whether the action fits and, if it is a forward, leaves a state from which all can be finished."""
         level = self.level[rank] + self.trips.change(a.m, a.i, a.kind)
         if level > self.trips.limits[rank] + EPS:
             return False

@@ -94,7 +94,7 @@ class Trips:
         return self.claims[key]
 
     def alone(self, m: int, where: Sequence[int]) -> bool:
-        """Whether the microbatch could run if there were no other."""
+        """Return whether the microbatch could run if there were no other."""
         needs, _ = self.claim(m, where, 0)
         return self._fits(needs, self.limits)
 
@@ -102,7 +102,7 @@ class Trips:
         return all(need <= free[r] + EPS for r, need in needs.items())
 
     def safe(self, state: Iterable[tuple[int, Sequence[int], int]]) -> bool:
-        """Whether these microbatches ``(m, where, step)`` can be finished in some order, one after the other."""
+        """Return whether these microbatches ``(m, where, step)`` can be finished in some order, one after the other."""
         if min(self.limits) == inf:
             return True
         claims = list(starmap(self.claim, state))

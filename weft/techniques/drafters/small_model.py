@@ -119,7 +119,7 @@ class DraftModel(Drafter):
             self._ahead = self._thread.submit(self._guess, outcomes)
 
     def _guess(self, texts: Sequence[tuple[Generation, Text]]) -> dict[Text, Guessed]:
-        """The small model's guesses behind texts, each of which a request has or may come to have."""
+        """Return the small model's guesses behind texts, each of which a request has or may come to have."""
         asked: dict[Text, Generation] = {}
         for generation, text in texts:
             # Not by the numbers by which the large model draws.

@@ -39,21 +39,23 @@ def spots(trip: Trip, piece: TilePiece) -> Iterator[Spot]:
 
 
 def _times(q: T, k: T) -> T:
-    """``[n, heads, d]`` by ``[m, kv_heads, d]``: ``[heads, n, m]``."""
+    """Return ``[n, heads, d]`` by ``[m, kv_heads, d]``: ``[heads, n, m]``."""
     return torch.einsum("nkgd,mkd->kgnm", q.unflatten(1, (k.shape[1], -1)), k).flatten(
         0, 1
     )
 
 
 def _weigh(p: T, x: T) -> T:
-    """``[heads, n, m]`` by ``[m, kv_heads, d]``: ``[n, heads, d]``."""
+    """Return ``[heads, n, m]`` by ``[m, kv_heads, d]``: ``[n, heads, d]``."""
     return torch.einsum("kgnm,mkd->nkgd", p.unflatten(0, (x.shape[1], -1)), x).flatten(
         1, 2
     )
 
 
 def _collect(p: T, x: T, kv_heads: int) -> T:
-    """``[heads, n, m]`` by ``[n, heads, d]``, summed over the query heads of each key head: ``[m, kv_heads, d]``."""
+    """Return ``[heads, n, m]`` by ``[n, heads, d]``, summed over the query heads of each key head: ``[m, kv_heads,
+    d]``.
+    """
     return fold_heads(torch.einsum("hnm,nhd->mhd", p, x)[None], kv_heads)[0]
 
 

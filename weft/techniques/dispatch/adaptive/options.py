@@ -108,7 +108,7 @@ class Adaptive:
 
 
 def part_of(choice: Choice, joined: int) -> Choice:
-    """The choice where so many neighbouring slots, pieces of one expert, are one."""
+    """Return the choice where so many neighbouring slots, pieces of one expert, are one."""
     return (
         choice
         if joined == 1

@@ -73,7 +73,8 @@ def read_deepspeed(path: Path, config: Path | None) -> Foreign:
 
 
 def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
-    """The tensors of DeepSpeed's ZeRO 0 to 3, and the name patterns of those that are means over tensor-parallel ranks.
+    """Return the tensors of DeepSpeed's ZeRO 0 to 3, and the name patterns of those that are means over tensor-parallel
+    ranks.
 
     For each tensor-parallel rank every data rank has a file with its partition of the flat float32 groups.
     """
@@ -132,7 +133,9 @@ def _zero(folder: Path) -> tuple[dict[str, Stores], list[str]]:
 def _unflatten(
     about: Mapping[str, Any], files: Sequence[Path], parts: Sequence[Any]
 ) -> dict[str, dict[str, StoredShard]]:
-    """The parameters inside the partitions ``parts`` that ``files`` hold. Layout: DeepSpeed's zero_to_fp32.py."""
+    """Return the parameters inside the partitions ``parts`` that ``files`` hold. Layout: DeepSpeed's
+    zero_to_fp32.py.
+    """
     stage, count = parts[0].get("zero_stage"), parts[0].get("partition_count")
     # DeepSpeed's own enumeration
     stage = int(stage.args[0] if isinstance(stage, Inert) else stage or 0)

@@ -123,7 +123,7 @@ class PostValidation(PhaseFiller):
         )
 
     def _finish_pending(self) -> tuple[list[StepResult], bool]:
-        """The result of the pending step, if there is one, and whether its update was right.
+        """Return the result of the pending step, if there is one, and whether its update was right.
 
         If it was not, as it must be clipped or skipped, it is taken back and done right.
         """

@@ -32,7 +32,7 @@ def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
 
 
 def sizes(unit: Unit, memory: Memory, free: bool) -> Sizes:
-    """How many bytes of the unit, over all ranks, rest in files."""
+    """Return how many bytes of the unit, over all ranks, rest in files."""
     learning = [h for h in unit.held if h.learns]
     moments = [part.tensor for h in learning for part in h.slots.values()]
     every = {
