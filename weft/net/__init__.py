@@ -1,1 +1,1 @@
-"""How processes reach each other: addresses, connections, process groups, their time limits, and who was lost."""
+"""How processes reach each other: addresses, connections, process groups, their time limits, and lost ranks."""

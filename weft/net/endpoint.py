@@ -1,4 +1,4 @@
-"""The endpoint of a process: one listener, and by name the channels to other processes that share it.
+"""The endpoint of a process: one listener, shared by named channels to other processes.
 
 A thread of the endpoint takes the handshakes of all who connect, without ever waiting for one of them. A connection
 that has proved that it knows the secret of its channel is handed to that channel, in a thread of its own. Others are
@@ -56,18 +56,18 @@ BACKLOG = 256
 
 
 class Dialler(Protocol):
-    """Another way than TCP between endpoints, for addresses that begin with :data:`PEER`."""
+    """Way between endpoints other than TCP, for addresses that begin with :data:`PEER`."""
 
     def expose(self, port: int) -> str:
-        """Lead others to the endpoint that listens at this port; returns the host of its address."""
+        """Make the endpoint that listens at this port reachable for others; return the host of its address."""
 
     def connect(self, address: Address) -> socket.socket:
-        """Return a socket that leads to another endpoint, or ends if that cannot be reached. Does not wait."""
+        """Return a socket to another endpoint without waiting. The socket ends if the endpoint cannot be reached."""
 
 
 @dataclass(eq=False)
 class _Stranger:
-    """Somebody who has connected, and whose handshake is not over."""
+    """A process that has connected, and whose handshake is not over."""
 
     socket: socket.socket
     incoming: Incoming[tuple[str, Session]]
@@ -75,10 +75,10 @@ class _Stranger:
 
 
 class Endpoint:
-    """Listens at one address for all channels of this process. ``port`` 0: any that is free.
+    """Listens at one address for all channels of this process. ``port`` 0: any free port.
 
-    With a ``dialler`` the endpoint has an address of that one's, and reaches others' by it. ``encrypt``: which
-    connections are encrypted; see :func:`weft.net.wire.encrypts`.
+    With a ``dialler`` the endpoint has an address of the dialler's kind, and reaches other endpoints through the
+    dialler. ``encrypt``: which connections are encrypted; see :func:`weft.net.wire.encrypts`.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class Endpoint:
         self._thread.start()
 
     def check(self, addresses: Iterable[Address]) -> None:
-        """Raise :class:`UsageError` if a connection with one of these is to be encrypted and cannot be."""
+        """Raise :class:`UsageError` if a connection with one of these addresses must be encrypted and cannot be."""
         if any(self.encrypts(address) for address in addresses):
             require_cipher()
 
     def encrypts(self, address: Address) -> bool:
-        """Return whether what is said to the endpoint at this address is encrypted."""
+        """Return whether connections to the endpoint at this address are encrypted."""
         return encrypts(self.encrypt, address[0], self.address[0])
 
     def open(self, name: str, secret: str, serve: Serve) -> "Channel":
-        """Open a channel: from now on ``serve`` is called for each connection that names it and knows its secret."""
+        """Open a channel; ``serve`` is called for each connection that names the channel and knows its secret."""
         with self._lock:
             if name in self._channels:
                 raise ValueError(f"the channel {name} is open already")
@@ -130,17 +130,17 @@ class Endpoint:
         return channel
 
     def join(self, name: str, secret: str) -> "Channel":
-        """Return a channel of other endpoints, which takes no connections here."""
+        """Return a channel for dialling other endpoints, which accepts no connections in this process."""
         return Channel(self, name, key_of(secret), SealedConnection.close)
 
     def forget(self, channel: "Channel") -> None:
-        """Take no further connections for this channel."""
+        """Stop accepting connections for this channel."""
         with self._lock:
             if self._channels.get(channel.name) is channel:
                 del self._channels[channel.name]
 
     def close(self) -> None:
-        """Close all channels and stop to listen."""
+        """Close all channels and stop listening."""
         self.closed = True
         self._poller.wake()
         for channel in list(self._channels.values()):
@@ -150,7 +150,7 @@ class Endpoint:
         self.close_sockets()
 
     def close_sockets(self) -> None:
-        """Also called in a forked child, which must not hold connections open on behalf of its parent."""
+        """Close all sockets; a forked child does so too, so that it keeps no connections of its parent open."""
         with suppress(OSError):
             self._listener.close()
         for stranger in list(self._strangers):
@@ -220,7 +220,7 @@ class Endpoint:
 
 
 class Channel:
-    """A named channel of an endpoint: takes connections in, and dials channels of other endpoints."""
+    """A named channel of an endpoint: accepts connections, and dials channels of other endpoints."""
 
     def __init__(self, endpoint: Endpoint, name: str, key: bytes, serve: Serve) -> None:
         self.endpoint, self.name, self.key, self._serve = endpoint, name, key, serve
@@ -235,9 +235,9 @@ class Channel:
         stall: float = STALL_S,
         name: str = "",
     ) -> SealedConnection:
-        """Connect with the endpoint at ``address``, in at most ``limit`` seconds. Raises OSError.
+        """Connect with the endpoint at ``address`` within ``limit`` seconds. Raises OSError.
 
-        ``name``: of the channel there, if that has another one than this.
+        ``name``: the channel's name there, by default the name of this channel.
         """
         sock = self._socket(address)
         deadline = time.monotonic() + limit
@@ -268,7 +268,9 @@ class Channel:
     def dial_polled(
         self, address: Address, hello: Head, poller: Poller
     ) -> PolledConnection:
-        """Begin to connect; what is sent meanwhile waits. Raises OSError if nobody listens there, and that is known."""
+        """Begin to connect; frames sent meanwhile are queued. Raises OSError if it is known at once that nobody listens
+        there.
+        """
         sock = self._socket(address)
         sock.setblocking(False)
         try:
@@ -286,7 +288,7 @@ class Channel:
         return connection
 
     def take_in(self, sock: socket.socket, session: Session) -> None:
-        """Hand a connection that was dialled elsewhere to who serves this channel."""
+        """Hand a connection that was dialled elsewhere to the server of this channel."""
         try:
             self._adopt(sock)
         except OSError:
@@ -299,11 +301,11 @@ class Channel:
         ).start()
 
     def shut(self) -> None:
-        """Take no further connections; those that there are go on."""
+        """Accept no further connections; existing connections go on."""
         self.endpoint.forget(self)
 
     def close(self) -> None:
-        """Take no connection any more, and end all that there are; calls that wait in other threads raise."""
+        """Accept no further connections, and end all existing ones; calls that wait in other threads raise."""
         self.shut()
         with self._lock:
             self._closed = True
@@ -316,7 +318,7 @@ class Channel:
             sock.close()
 
     def _socket(self, address: Address) -> socket.socket:
-        """Return a socket for a connection with another endpoint; over peers it leads there already."""
+        """Return a socket for a connection with another endpoint; over peers the socket is already connected."""
         if not address[0].startswith(PEER):
             sock = socket.socket(family_of(address[0]))
         elif self.endpoint.dialler is None:
@@ -347,7 +349,7 @@ def process_endpoint(
     encrypt: Encryption = "auto",
     dialler: Dialler | None = None,
 ) -> Endpoint:
-    """Return the endpoint of this process. Who asks first decides where it listens: by default at
+    """Return the endpoint of this process. The first call decides where it listens, by default at
     :func:`own_address`.
     """
     pid = os.getpid()

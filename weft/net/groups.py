@@ -1,4 +1,4 @@
-"""Process groups. All are made here, so that no rank waits longer in any of them than in the default one."""
+"""Process groups. All are created here, so that no rank waits longer in any of them than in the default group."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 
 def limit() -> timedelta | None:
-    """Return how long ranks wait for each other in the default process group; None if it moves nothing (``fake``)."""
+    """Return how long ranks wait for each other in the default process group; None for a group that moves nothing
+    (``fake``).
+    """
     assert dist.group.WORLD is not None
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     # PyTorch has no public way to ask, and gives groups that are made later a limit of their own, up to 30 minutes.
@@ -19,7 +21,7 @@ def limit() -> timedelta | None:
 
 
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """Return the group of these ranks of the world, which all call this, and no others."""
+    """Create the group of these world ranks. These ranks call this, and no others."""
     group = dist.new_group(
         list(ranks), limit(), use_local_synchronization=True, group_desc=name
     )
@@ -28,7 +30,9 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
 
 
 def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
-    """This rank's group along one axis of a table of ranks; all ranks of the table call this, and make all groups."""
+    """Return this rank's group along one axis of a table of ranks. All ranks of the table call this and create all
+    groups.
+    """
     own, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
     own_group = world
@@ -41,9 +45,9 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
 
 
 def enter_group(ranks: Sequence[int], name: str) -> dist.Store:
-    """Leave the default process group for one of just these ranks of it, who all call this; they are its world.
+    """Replace the default process group by a group of these ranks only, which all call this.
 
-    Returns the store of the group that was left, which the others can be told things by: nothing else leads to them.
+    Returns the store of the old group, the only way to tell the other ranks anything.
     """
     # PyTorch has no public way to ask for the store of a group.
     whole, rank, backend = (
@@ -71,7 +75,7 @@ def enter_group(ranks: Sequence[int], name: str) -> dist.Store:
 
 @contextmanager
 def fake_rank(rank: int, world: int, backend: str = "fake") -> Iterator[None]:
-    """In here a default process group that moves nothing: one process sees what ``rank`` of ``world`` would do."""
+    """Simulate ``rank`` of ``world`` in the context: the default process group moves nothing."""
     # The fake group lives in torch.testing: there is no public spelling of it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,4 +1,4 @@
-"""End the waits of process groups from another thread, once it is known that they wait in vain.
+"""Ends the waits of process groups from another thread, once it is known that the waits are in vain.
 
 Gloo has no abort. What it waits for are TCP connections that it made with the groups; once these are shut down, all
 that waits for them raises within milliseconds, and the groups can be destroyed at once.
@@ -34,14 +34,14 @@ _lock = threading.Lock()
 
 
 def spare(*sockets: socket.socket) -> None:
-    """These sockets are none of a process group's, and are never shut here."""
+    """Exclude these sockets from :class:`HangUp`: they belong to no process group."""
     with _lock:
         _spared.update(sockets)
 
 
 @contextmanager
 def _connections() -> Iterator[dict[int, socket.socket]]:
-    """This process's TCP connections by inode, as copies of the sockets; closed at the end."""
+    """Yield this process's TCP connections by inode, as copies of the sockets, which are closed at the end."""
     copies: dict[int, socket.socket] = {}
     try:
         for name in os.listdir("/proc/self/fd"):
@@ -76,12 +76,12 @@ def _inodes() -> set[int]:
 
 
 class HangUp:
-    """Shuts the connections of a set of process groups, so that all waits in them raise. Make it before the groups.
+    """Shuts the connections of process groups, so that all waits in them raise. Create it before the groups.
 
-    Every connection that appears from then on is taken for one of the groups', as gloo also connects later, except for
-    sockets given to :func:`spare`. Call ``hang_up()`` from any thread, and ``close()`` when no thread is in any of the
-    groups any more: nothing is shut after that. ``stuck`` is called, in another thread, if the main thread stays in a
-    wait although its connections are shut.
+    Every connection that appears afterwards counts as one of the groups', as gloo also connects later. Sockets given to
+    :func:`spare` are the exception. Call ``hang_up()`` from any thread, and ``close()`` when no thread is in any of the
+    groups any more: nothing is shut after that. ``stuck`` is called in another thread if the main thread keeps waiting
+    although its connections are shut.
     """
 
     def __init__(self, stuck: Callable[[], None] = lambda: None) -> None:
@@ -91,7 +91,7 @@ class HangUp:
         self._hung, self._shutting = threading.Lock(), threading.Lock()
 
     def hang_up(self) -> None:
-        """Shut the connections down, and those that are still made until :meth:`close`. Returns at once."""
+        """Shut all connections, and later ones until :meth:`close`. Returns at once."""
         if self._over.is_set() or not self._hung.acquire(blocking=False):
             return
         self._shut()
@@ -134,9 +134,7 @@ class HangUp:
 
 
 def _waits_at() -> tuple[object, int] | None:
-    """Return the frame and instruction at which the main thread waits for other ranks; None if it does
-    something else.
-    """
+    """Return the frame and instruction at which the main thread waits for other ranks; None if it does not wait."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     for waiting in (frame, frame.f_back if frame else None):
         if waiting is not None and any(
@@ -147,7 +145,7 @@ def _waits_at() -> tuple[object, int] | None:
 
 
 def _abort_nccl() -> None:
-    """End what waits in NCCL, in all groups. (Gloo's abort does nothing.)"""
+    """Abort all NCCL groups. (Gloo's abort does nothing.)"""
     import torch.distributed as dist
 
     if dist.is_initialized() and "nccl" in dist.get_backend():

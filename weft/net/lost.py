@@ -1,4 +1,4 @@
-"""Name the rank for which the others waited in vain: the one that is silent while all others say that they gave up."""
+"""Names the rank for which the others waited in vain: it is silent while all others say that they gave up."""
 
 import json
 import os
@@ -28,7 +28,7 @@ watch: list[Callable[[], str]] = []
 
 
 class PeerLost(RuntimeError):
-    """Another rank is gone or late; the message names it."""
+    """Another rank is gone or late. The message names the rank."""
 
 
 def peer_lost(
@@ -37,11 +37,10 @@ def peer_lost(
     doing: str = "",
     seconds: float | None = None,
 ) -> PeerLost | None:
-    """Return the error that names the rank because of which a wait has failed with ``error``; None if it cannot be
-    found.
+    """Return the error that names the rank that made a wait fail with ``error``; None if the rank cannot be found.
 
-    ``waits_for``: the world rank that this one needs something from, and ``doing`` what for. ``seconds``: the limit of
-    the wait, if not that of the default process group. Takes about :data:`PATIENCE_S` seconds at most.
+    ``waits_for``: the world rank from which this rank needs something; ``doing``: the purpose. ``seconds``: the limit
+    of the wait, by default that of the default process group. Takes about :data:`PATIENCE_S` seconds at most.
     """
     if watch:
         return PeerLost(watch[-1]() or str(error))
@@ -81,7 +80,7 @@ def peer_lost(
 
 
 def _place(error: BaseException) -> str:
-    """Return where in Weft the rank waited."""
+    """Return the place in Weft where the rank waited."""
     package = os.path.dirname(os.path.dirname(__file__))
     frames = [
         f
@@ -96,7 +95,7 @@ def _place(error: BaseException) -> str:
 
 
 def stopped_ranks() -> list[int]:
-    """Ranks on this machine, children of the parent of this one, that are stopped by a signal or a debugger."""
+    """Return the ranks on this machine that a signal or a debugger has stopped (children of this rank's parent)."""
     stopped = []
     forks = os.environ.get(PIDS, "").split(",")
     with suppress(psutil.Error):

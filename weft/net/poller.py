@@ -1,4 +1,4 @@
-"""One thread that waits for many connections at once, none of which it may wait for alone."""
+"""A thread that waits for many connections at once."""
 
 import os
 import selectors
@@ -20,7 +20,7 @@ from weft.net.wire import (
 
 
 class Poller:
-    """Sockets that are waited for, each with something that stands for it; other threads may wake who waits."""
+    """A selector of sockets, each with an object that it stands for. Other threads can wake the waiting thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -30,7 +30,7 @@ class Poller:
         self._selector.register(self._poked, selectors.EVENT_READ)
 
     def watch(self, sock: socket.socket, means: Any, writing: bool = False) -> None:
-        """Wait for this socket from now on; ``writing``: also until it can be written."""
+        """Watch this socket from now on; ``writing``: also for writability."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
         known = self._selector.get_map().get(sock)
         if known is None:
@@ -43,7 +43,9 @@ class Poller:
             self._selector.unregister(sock)
 
     def wait(self, limit: float | None) -> list[tuple[Any, bool, bool]]:
-        """What can be read or written within ``limit`` seconds: what it means, whether readable, whether writable."""
+        """Wait at most ``limit`` seconds; return the ready sockets' objects, each with whether it is readable and
+        writable.
+        """
         ready = []
         for key, mask in self._selector.select(limit):
             if key.fileobj is self._poked:
@@ -65,9 +67,9 @@ class Poller:
 
 
 class PolledConnection:
-    """A connection of a thread with a :class:`Poller`. What is sent before its handshake is over waits for that.
+    """A connection of a thread with a :class:`Poller`. Frames sent before its handshake is over are queued.
 
-    ``address``: of the endpoint of the process at its other end.
+    ``address``: the endpoint of the process at its other end.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class PolledConnection:
         self._out, self._early = bytearray(), list[Head]()
 
     def begin(self, opening: Session | Steps[Session]) -> None:
-        """Wait for this connection: it has a session, or a handshake is to lead to one."""
+        """Watch this connection; ``opening`` is its session, or the handshake that will lead to a session."""
         if isinstance(opening, Session):
             self._session = opening
         else:
@@ -90,7 +92,7 @@ class PolledConnection:
 
     @property
     def waiting(self) -> bool:
-        """Whether something is still to be sent."""
+        """Whether bytes are still to be sent."""
         return bool(self._out or self._early)
 
     def put(self, data: bytes) -> None:
@@ -115,7 +117,7 @@ class PolledConnection:
         self._watch()
 
     def receive(self) -> Iterator[Head]:
-        """Yield the heads of the frames that have come; raises OSError after the last one of a connection."""
+        """Yield the heads of the frames received; raise OSError after the last frame of a closed connection."""
         while True:
             if self._session is None:
                 assert self._opening is not None

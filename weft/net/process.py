@@ -1,4 +1,4 @@
-"""Which process of which machine: identities that processes give each other, and a look at whether one still lives."""
+"""Identities of processes and machines, and a check whether a process still lives."""
 
 import os
 import platform
@@ -12,10 +12,10 @@ PIDS = "WEFT_RANK_PIDS"
 
 
 def machine_id(*namespaces: str) -> str:
-    """Return the same text for two processes in one boot of one machine and in the same of these Linux namespaces.
+    """Return a text that identifies one boot of one machine and the Linux namespaces of this process.
 
-    In the same ``pid`` namespace each sees the other's process by its number; in the same ``net`` namespace it reaches
-    the other without any network.
+    Processes in the same ``pid`` namespace see each other by process number. Processes in the same ``net`` namespace
+    reach each other without any network.
     """
     parts = [platform.node()]
     with suppress(OSError):
@@ -30,7 +30,7 @@ Sight = Literal["gone", "stopped", "works", "idle"]
 class ProcessSight(NamedTuple):
     """The state of a process, and its processor time in clock ticks.
 
-    It "works" if it has used its processor since the last look, or waits for one.
+    The state is "works" if the process has used its processor since the last look, or waits for it.
     """
 
     state: Sight
@@ -38,7 +38,7 @@ class ProcessSight(NamedTuple):
 
 
 def started_at(pid: int) -> float:
-    """When the process of this number began, as :func:`look_at` compares it; 0 if there is none."""
+    """Return when process ``pid`` started, in the form that :func:`look_at` compares; 0 if there is no such process."""
     try:
         return _stat(pid).started
     except OSError:
@@ -46,9 +46,9 @@ def started_at(pid: int) -> float:
 
 
 def look_at(pid: int, started: float | None = None, ticks: int = -1) -> ProcessSight:
-    """Look at a process of this machine. ``ticks``: processor time at the last look.
+    """Return the state of a process of this machine. ``ticks``: its processor time at the last look.
 
-    ``started``: what :func:`started_at` says in that process; another process of the same number counts as gone.
+    ``started``: the result of :func:`started_at` in that process; another process with the same number counts as gone.
     """
     try:
         now = _stat(pid)
@@ -88,7 +88,7 @@ def _states(pid: int) -> set[str]:
 
 
 def _stat_elsewhere(pid: int) -> _Stat:
-    """What :func:`_stat` reads, on systems without Linux's ``/proc``."""
+    """Read the state of a process on systems without Linux's ``/proc``; see :func:`_stat`."""
     import psutil
 
     try:

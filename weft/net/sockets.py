@@ -1,4 +1,4 @@
-"""What all TCP connections between ranks have in common, whatever is said over them."""
+"""What all TCP connections between ranks have in common."""
 
 import os
 import socket
@@ -10,17 +10,17 @@ DATAGRAM = socket.SOCK_DGRAM
 
 
 def socket_pair() -> tuple[Socket, Socket]:
-    """Two sockets of this machine, each of which is the other's end."""
+    """Return two connected sockets of this machine."""
     return socket.socketpair()
 
 
 def listen(host: str, port: int = 0, backlog: int | None = None) -> socket.socket:
-    """Return a socket that listens on this address, of IPv4 or IPv6; ``port`` 0: any that is free."""
+    """Return a socket that listens on this IPv4 or IPv6 address; ``port`` 0: any free port."""
     return socket.create_server((host, port), family=family_of(host), backlog=backlog)
 
 
 def connect_socket(host: str, port: int) -> Socket:
-    """Return a socket that is connected with this address, of IPv4 or IPv6."""
+    """Return a socket connected to this IPv4 or IPv6 address."""
     sock = socket.socket(family_of(host))
     try:
         sock.connect((host, port))
@@ -36,7 +36,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def send_at_once(connection: socket.socket) -> None:
-    """Have short messages sent without waiting for more bytes to send with them."""
+    """Disable Nagle's algorithm, so that short messages are sent at once."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
@@ -48,9 +48,9 @@ def end_connection(connection: socket.socket) -> None:
 
 
 def own_address(peer: str = "") -> str:
-    """This machine's address in the network by which it reaches the host ``peer``, so that others there can reach it.
+    """Return this machine's address in the network in which it reaches the host ``peer``.
 
-    ``peer``: by default the host where the ranks of this run have met (``MASTER_ADDR``).
+    ``peer``: by default the host where the ranks of this run meet (``MASTER_ADDR``).
     """
     with suppress(OSError):  # an unknown host
         known = socket.getaddrinfo(

@@ -61,11 +61,11 @@ ENDED = "the connection has ended"
 
 
 class WireBroken(ConnectionError):
-    """The other end is gone, has stalled, or is none of this channel; the message says which."""
+    """The other end is gone, has stalled, or does not belong to this channel. The message says which."""
 
 
 class WireForged(WireBroken):
-    """What came is not what was sealed."""
+    """Received data does not match its seal."""
 
 
 class Frame(NamedTuple):
@@ -74,21 +74,19 @@ class Frame(NamedTuple):
 
 
 class CipherMissing(UsageError, WireBroken):
-    """A connection is to be encrypted, and the package for that is not installed."""
+    """A connection must be encrypted, and the package for encryption is not installed."""
 
 
 def key_of(secret: str) -> bytes:
-    """Return the key that a channel's secret stands for, together with the one that the user may have given all
-    processes.
-    """
+    """Derive a channel's key from its secret and from the key that the user may have given to all processes."""
     given = os.environ.get("WEFT_SECRET", "")
     return hmac.digest(b"weft channel" + given.encode(), secret.encode(), "sha256")
 
 
 def encrypts(how: Encryption, host: str, own: str) -> bool:
-    """Return whether a connection of this process, at ``own``, with the address ``host`` is encrypted.
+    """Return whether a connection between this process, at address ``own``, and address ``host`` is encrypted.
 
-    "auto": if ``host`` is neither this machine nor in a network that the internet does not reach.
+    With "auto" it is encrypted if ``host`` is neither this machine nor in a private network.
     """
     if how != "auto":
         return how == "always"
@@ -104,7 +102,7 @@ def encrypts(how: Encryption, host: str, own: str) -> bool:
 
 
 class _Cipher(NamedTuple):
-    """What of the package ``cryptography`` encrypted connections use."""
+    """The parts of the package ``cryptography`` that encrypted connections use."""
 
     aead: Callable[[bytes], Any]
     private_key: Any
@@ -112,7 +110,7 @@ class _Cipher(NamedTuple):
 
 
 def require_cipher() -> _Cipher:
-    """Raises :class:`CipherMissing` where the package is not installed."""
+    """Return the cipher. Raises :class:`CipherMissing` if its package is not installed."""
     try:
         from cryptography.hazmat.primitives.asymmetric import x25519
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -125,7 +123,7 @@ def require_cipher() -> _Cipher:
 
 
 class _Mode(IntEnum):
-    """How records are sealed: by a keyed hash, by encryption, or by the cipher's tag with nothing encrypted."""
+    """How records are protected: by a keyed hash, by encryption, or by the cipher's tag without encryption."""
 
     HASHED = 0
     ENCRYPTED = 1
@@ -152,7 +150,7 @@ class _Records:
         self._tagger = aead if self.mode is _Mode.TAGGED else None
 
     def seal(self, views: Sequence[Buffer], context: bytes) -> list[Buffer]:
-        """Return the record of these bytes as it is sent; ``context``: what it must be received with."""
+        """Return the record of these bytes as it is sent. The receiver must pass the same ``context``."""
         number = self._next()
         if self._cipher is not None:
             return [self._cipher.encrypt(number, b"".join(views), context)]
@@ -191,7 +189,7 @@ class _Records:
 
 @dataclass
 class Session:
-    """What both ends of a connection agree on: its keys, and what the dialler has said of itself, the ``hello``."""
+    """Keys of a connection, on which both ends agree, and ``hello``, what the dialler says about itself."""
 
     outgoing: _Records
     incoming: _Records
@@ -200,7 +198,7 @@ class Session:
     def encode(
         self, head: Head, payload: Sequence[memoryview] = ()
     ) -> Iterator[Buffer]:
-        """Yield a frame, in the pieces in which it is sent."""
+        """Yield the pieces in which a frame is sent."""
         text = json.dumps(head, separators=(",", ":")).encode()
         fixed = _FRAME.pack(len(text), sum(view.nbytes for view in payload))
         yield b"".join([fixed, *self.outgoing.seal([text], fixed)])
@@ -208,7 +206,7 @@ class Session:
             yield from self.outgoing.seal(piece, b"")
 
     def decode(self, place: Place | None = None) -> Steps[Frame]:
-        """Read the next frame. ``place`` gives the memory for its payload; by default that is new."""
+        """Read the next frame. ``place`` returns the memory for its payload; by default new memory is allocated."""
         yield (fixed := memoryview(bytearray(_FRAME.size)))
         length, size = _FRAME.unpack(fixed)
         if length > LONGEST_HEAD or size > LONGEST:
@@ -261,9 +259,10 @@ def greet(
     allows: Callable[[bool], bool],
     send: Callable[[bytes], object],
 ) -> Steps[tuple[str, Session]]:
-    """Yield the listening end of the handshake; returns the channel and the session. Raises :class:`WireForged`.
+    """Run the listening end of the handshake; return the channel and the session. Raises :class:`WireForged`.
 
-    ``key_for(channel)`` is None if there is no such channel; ``allows(encrypted)``: whether a connection may be so.
+    ``key_for(channel)`` is None if there is no such channel; ``allows(encrypted)``: whether such a connection is
+    allowed.
     """
     challenge = bytearray(secrets.token_bytes(NONCE))
     # the last bit says whether this end has the cipher; it is part of what is proved
@@ -300,7 +299,7 @@ def introduce(
     encrypted: bool,
     send: Callable[[bytes], object],
 ) -> Steps[Session]:
-    """Yield the dialling end of the handshake. Raises :class:`WireForged` if the other end does not know the key."""
+    """Run the dialling end of the handshake. Raises :class:`WireForged` if the other end does not know the key."""
     name, words = channel.encode(), json.dumps(hello).encode()
     private = require_cipher().private_key.generate() if encrypted else None
     nonce = (
@@ -330,7 +329,9 @@ def _proof(master: bytes, who: bytes) -> bytes:
 
 
 def _shared(private: Any, share: bytes) -> bytes:
-    """Return the secret that two ends of an exchange have in common, by the public share of the other one."""
+    """Return the shared secret of a Diffie-Hellman exchange from the own private key and the other end's
+    public share.
+    """
     try:
         secret: bytes = private.exchange(
             require_cipher().public_key.from_public_bytes(share)
@@ -352,7 +353,7 @@ def _session(secret: bytes, mode: _Mode, hello: Head, dials: bool) -> Session:
 
 
 class Incoming(Generic[R]):
-    """Fills, from a socket that never blocks, the memory that ``steps`` asks for."""
+    """Reads from a non-blocking socket into the memory that ``steps`` asks for."""
 
     def __init__(self, steps: Steps[R]) -> None:
         self._steps, self._left = steps, next(steps)
@@ -361,7 +362,9 @@ class Incoming(Generic[R]):
         self.result: R | None = None
 
     def take(self, sock: socket.socket) -> bool:
-        """Read what is there; returns whether ``result`` is complete. Raises OSError, also where a connection ends."""
+        """Read what has arrived; return whether ``result`` is complete. Raises OSError, also when the
+        connection ends.
+        """
         while True:
             while len(self._left):
                 try:
@@ -381,7 +384,7 @@ class Incoming(Generic[R]):
 
 
 class SealedConnection:
-    """A connection whose handshake is over, for threads that wait for it: one may send while another receives.
+    """A connection whose handshake is over, for blocking threads: one may send while another receives.
 
     ``stall``: seconds that each record of a frame may take once the frame has begun.
     """
@@ -396,7 +399,7 @@ class SealedConnection:
         return self.session.hello
 
     def send(self, head: Head, payload: Sequence[memoryview] = ()) -> int:
-        """Send a frame; returns the bytes that it takes. Raises OSError, of which :class:`WireBroken` is one."""
+        """Send a frame; return its size in bytes. Raises OSError (:class:`WireBroken` is a subclass)."""
         count = 0
         for buffer in self.session.encode(head, payload):
             send_all(self.socket, buffer, self.stall)
@@ -404,7 +407,7 @@ class SealedConnection:
         return count
 
     def receive(self, place: Place | None = None, limit: float = math.inf) -> Frame:
-        """Return the next frame; raises TimeoutError if none has begun in ``limit`` seconds, else as
+        """Return the next frame. Raises TimeoutError if none begins within ``limit`` seconds, and OSError as
         :meth:`send` does.
         """
         return read_steps(self.socket, self.session.decode(place), limit, self.stall)
@@ -414,12 +417,12 @@ class SealedConnection:
         return await_ready(self.socket, limit)
 
     def close(self) -> None:
-        """End the connection; a call that waits in another thread raises."""
+        """End the connection; calls that wait in other threads raise."""
         end_connection(self.socket)
 
 
 def await_ready(sock: socket.socket, limit: float, writing: bool = False) -> bool:
-    """Wait until a socket can be read or written, or has ended; False after ``limit`` seconds."""
+    """Wait until a socket is readable or writable, or has ended; return False after ``limit`` seconds."""
     waiting = select.poll()
     try:
         waiting.register(sock, select.POLLOUT if writing else select.POLLIN)
@@ -430,7 +433,7 @@ def await_ready(sock: socket.socket, limit: float, writing: bool = False) -> boo
 
 
 def send_all(sock: socket.socket, buffer: Buffer, stall: float) -> None:
-    """Send all bytes, on a socket that never blocks, in at most ``stall`` seconds."""
+    """Send all bytes on a non-blocking socket within ``stall`` seconds."""
     rest, deadline = memoryview(buffer), time.monotonic() + stall
     while len(rest):
         try:
@@ -442,7 +445,7 @@ def send_all(sock: socket.socket, buffer: Buffer, stall: float) -> None:
 
 
 def read_steps(sock: socket.socket, steps: Steps[R], limit: float, stall: float) -> R:
-    """Wait for what ``steps`` reads: ``limit`` seconds for its first byte, ``stall`` for each piece of memory then."""
+    """Fill the memory that ``steps`` asks for: wait ``limit`` seconds for the first byte, then ``stall`` per piece."""
     incoming, begun, filled = Incoming(steps), False, 0
     deadline = time.monotonic() + limit
     while not incoming.take(sock):

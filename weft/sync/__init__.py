@@ -1,1 +1,1 @@
-"""How replicas of a model come to one gradient, or to one set of weights."""
+"""How replicas of a model agree on one gradient, or on one set of weights."""

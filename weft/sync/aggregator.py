@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 
 class Aggregator:
-    """Combines gradients of which some may be garbage (``resilience.aggregate``). It is made with ``[resilience]``.
+    """Combines the gradients of replicas, some of which may be faulty (``resilience.aggregate``). It is built with the
+    section ``[resilience]``.
 
-    An aggregator that makes a weighted sum has :meth:`weights`; any other has :meth:`combined` in its place.
-    ``each`` and ``more``: it needs so many replicas for each faulty one, and so many more.
+    A rule that is a weighted sum implements :meth:`weights`; any other rule implements :meth:`combined`. The rule needs
+    at least ``each * faulty + more`` replicas.
     """
 
     each: ClassVar[int] = 2

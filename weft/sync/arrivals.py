@@ -38,7 +38,7 @@ class Sum(NamedTuple):
 
 
 def _about(total: Sum) -> list[str | int]:
-    """Return the type of a sum's vector and the numbers of elements, by which :func:`_sums_of` reads its bytes."""
+    """Return the type of a sum's vector and its numbers of elements, which :func:`_sums_of` needs to read the bytes."""
     return [total.vector.dtype.str, total.vector.size, total.numbers.size]
 
 
@@ -47,7 +47,7 @@ def _views(sums: Iterable[Sum]) -> list[memoryview]:
 
 
 def _sums_of(about: Iterable[Sequence[Any]], payload: memoryview) -> list[Sum]:
-    """Return the sums whose bytes are one behind the other in ``payload``."""
+    """Return the sums whose bytes follow one another in ``payload``."""
     sums, at = [], 0
     for kind, elements, count in about:
         dtype, arrays = np.dtype(str(kind)), list[np.ndarray]()
@@ -60,7 +60,7 @@ def _sums_of(about: Iterable[Sequence[Any]], payload: memoryview) -> list[Sum]:
 
 
 class RoundMessage(NamedTuple):
-    """What a rank sends in a round: its sums, by job. ``flag``: whether it raises the run's common flag."""
+    """What a rank sends in a round: its sums by job. ``flag``: whether this rank raises the run's common flag."""
 
     step: int
     round: int
@@ -86,7 +86,8 @@ class RoundMessage(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The message that a round is over: whose results came in time, and after a step's last round the sum of all jobs.
+    """Message that ends a round: the ranks whose results came in time, and after a step's last round the sum of all
+    jobs.
 
     ``flag``: whether a rank has raised the flag so far. ``failed``: if no more messages will come, the reason.
     """
@@ -115,7 +116,9 @@ class Ended(NamedTuple):
 
 @dataclass
 class Link:
-    """A rank's end of its connection to rank 0. ``limit``: seconds of a wait; ``step``: the steps it has taken."""
+    """A rank's end of its connection to rank 0. ``limit``: seconds to wait at most; ``step``: the steps taken
+    so far.
+    """
 
     connection: SealedConnection
     rank: int
@@ -190,10 +193,11 @@ def connect_ranks(
     patience: float,
     encrypt: Encryption = "auto",
 ) -> Link:
-    """This rank's link, and on the first rank of ``group`` the threads at the other ends of all. Collective.
+    """Connect all ranks of ``group`` with its first rank, and return this rank's link. Collective.
 
-    ``limit``: seconds that anybody waits; ``patience`` and ``encrypt``: see :class:`weft.recipe.Resilience`. The
-    threads end when the links are closed, as they are when nobody refers to them any more.
+    On the first rank this also starts the threads at the other ends. ``limit``: seconds that any rank waits at most;
+    ``patience`` and ``encrypt``: see :class:`weft.recipe.Resilience`. The threads end when the links are closed or
+    garbage collected.
     """
     rank, endpoint = group.rank(), process_endpoint(encrypt=encrypt)
     given = [(("", 0), "", "")]
@@ -226,7 +230,7 @@ class Gathering:
     news: threading.Condition = field(default_factory=threading.Condition)
 
     def run(self, channel: Channel) -> None:
-        """Wait for all ranks, and take one step after the other until they have left."""
+        """Wait for all ranks, then serve their steps until all ranks have left."""
         with self.news:
             everybody = self.news.wait_for(
                 lambda: len(self.outboxes) == self.code.ranks, self.limit
@@ -245,7 +249,7 @@ class Gathering:
                 outbox.put(None, timeout=1)
 
     def admit(self, connection: SealedConnection) -> None:
-        """In a thread of its own: read what a rank sends."""
+        """Read what a rank sends, in a thread of its own."""
         rank = int(connection.hello["rank"])
         outbox = queue.Queue[Ended | None](BEHIND)
         with self.news:
@@ -367,7 +371,7 @@ def _listed(ranks: set[int]) -> str:
 def add_result(
     total: Sum | None, weights: dict[Result, float], results: dict[Result, Sum]
 ) -> Sum:
-    """``total`` plus the weighted results of a job; a ``total`` of None counts as zeros."""
+    """Return ``total`` plus the weighted results of a job. A ``total`` of None counts as zeros."""
     some: Sequence[Sum] = [results[result] for result in weights]
     vector, numbers = (np.zeros_like(x) for x in some[0]) if total is None else total
     for weight, result in zip(weights.values(), some, strict=True):

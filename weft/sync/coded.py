@@ -1,12 +1,13 @@
-"""Gradients computed redundantly, so that the sum of all is known before the slowest ranks are done.
+"""Gradient codes: gradients computed redundantly, so that their sum is known before the slowest ranks are done.
 
 A *job* is a gradient that is wanted, the sum of the gradients of its *parts*, each of some samples. Time is divided
 into *rounds*: job ``r`` is worked on from round ``r`` on, and must be known by round ``r + delay``. A code says which
 parts of which jobs a rank adds up in a round, with which coefficients (:meth:`Code.tasks`), and how a job is decoded
-from the results that came in time (:meth:`Code.decoding`). Both follow from whose results came in time in earlier
-rounds, and from nothing else. Nothing here computes gradients or sends them; :mod:`weft.sync.arrivals` does.
+from the results that came in time (:meth:`Code.decoding`). Both depend only on which ranks' results came in time in
+earlier rounds. This module neither computes nor sends gradients; :mod:`weft.sync.arrivals` does.
 
-Ranks are those of ``dp``. Sources: Tandon et al. 2017 (gradient coding), Krishnan et al. 2023 (the sequential codes).
+Ranks are those along ``dp``. Sources: Tandon et al. 2017 (gradient coding), Krishnan et al. 2023 (the sequential
+codes).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ EXACT = 1e-8
 
 
 class CodedTask(NamedTuple):
-    """What a rank computes for a job in a round: the sum of some parts' gradients, each times a coefficient."""
+    """What a rank computes for one job in a round: a weighted sum of the gradients of some parts."""
 
     job: int
     parts: tuple[int, ...]
@@ -47,7 +48,7 @@ class CodedTask(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A result of a job, by who has sent it in which round."""
+    """Identifies a result of a job: the rank that sent it, and the round."""
 
     rank: int
     round: int
@@ -55,7 +56,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Code(ABC):
-    """A code for so many ``ranks``, of which ``stragglers`` may be late, and so many ``jobs`` in a step."""
+    """A gradient code for ``ranks`` ranks, of which ``stragglers`` may be late, and ``jobs`` jobs per step."""
 
     ranks: int
     stragglers: int
@@ -69,7 +70,7 @@ class Code(ABC):
     @property
     @abstractmethod
     def delay(self) -> int:
-        """Rounds after its first by which a job is known."""
+        """Number of rounds after a job's first round by which its gradient is known."""
 
     @abstractmethod
     def parts_of(self, rank: int) -> tuple[int, ...]:
@@ -77,16 +78,20 @@ class Code(ABC):
 
     @abstractmethod
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
-        """Return a rank's tasks in round ``number``, at most one for each job. ``arrived``: of the rounds before."""
+        """Return the tasks of a rank in round ``number``, at most one per job. ``arrived``: ranks in time, by earlier
+        round.
+        """
 
     @abstractmethod
     def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
-        """Return the weights of the results whose sum is the job's gradient; None as long as too few have come."""
+        """Return the weights of the results whose sum is the job's gradient, or None while too few results
+        have come.
+        """
 
 
 @dataclass(frozen=True)
 class GradientCode(Code):
-    """Gradient coding: a job per round, known as soon as all but ``stragglers`` ranks have sent their one sum."""
+    """Gradient coding: one job per round, known as soon as all but ``stragglers`` ranks have sent their sum."""
 
     @property
     def delay(self) -> int:
@@ -98,7 +103,7 @@ class GradientCode(Code):
 
     @cached_property
     def matrix(self) -> np.ndarray:
-        """``[ranks, parts]``: the coefficients of what each rank sends."""
+        """Coefficients ``[ranks, parts]`` of the sums that the ranks send."""
         return coefficients(self.ranks, self.stragglers)
 
     def parts_of(self, rank: int) -> tuple[int, ...]:
@@ -117,7 +122,7 @@ class GradientCode(Code):
         )
 
     def _decoded(self, results: Iterable[Result]) -> dict[Result, float] | None:
-        """Return the weights of these results, at most one of each rank; None if they are too few."""
+        """Return the weights of these results, at most one per rank, or None if they are too few."""
         ordered = sorted(results)
         weights = code_weights(
             self.ranks, self.stragglers, tuple(result.rank for result in ordered)
@@ -127,10 +132,11 @@ class GradientCode(Code):
 
 @cache
 def coefficients(ranks: int, late: int) -> np.ndarray:
-    """Coefficients ``[ranks, parts]`` by which any ``ranks - late`` rows can be added up to a row of ones.
+    """Return coefficients ``[ranks, parts]`` such that any ``ranks - late`` rows can be combined into a row of ones.
 
-    Where ``late + 1`` divides the ranks, groups of so many ranks compute the same parts, as they are. Else a rank's
-    parts are its own and the ``late`` that follow, and rows are orthogonal to ``late`` random ones that add up to 0.
+    If ``late + 1`` divides the number of ranks, groups of ``late + 1`` ranks compute the same parts with coefficients
+    of 1. Otherwise each rank computes its own part and the next ``late`` ones, and rows are orthogonal to ``late``
+    random rows that add up to 0.
     """
     import numpy as np
 
@@ -165,7 +171,7 @@ def _cyclic(ranks: int, late: int, seed: int) -> np.ndarray:
 
 
 def solved(matrix: np.ndarray, rows: Sequence[int]) -> list[float] | None:
-    """Return the numbers by which these rows add up to a row of ones; None if they cannot."""
+    """Return the factors with which these rows add up to a row of ones, or None if no factors do."""
     import numpy as np
 
     ones = np.ones(matrix.shape[1])
@@ -182,7 +188,7 @@ def code_weights(ranks: int, late: int, rows: tuple[int, ...]) -> list[float] | 
 
 
 def code_of(words: Resilience, ranks: int) -> Code | None:
-    """Return the code that a recipe asks for, over so many ranks; None if it asks for none, or if there is one rank."""
+    """Return the code that the recipe asks for, or None if it asks for none or there is only one rank."""
     if not words.code or ranks == 1:
         return None
     code: Code = find("code", words.code).implementation(words, ranks)
@@ -190,7 +196,7 @@ def code_of(words: Resilience, ranks: int) -> Code | None:
 
 
 class SequentialSettings(Section):
-    """What sequential codes are set by."""
+    """Settings of sequential codes."""
 
     burst: PositiveInt = Field(
         1,

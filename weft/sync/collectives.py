@@ -1,4 +1,4 @@
-"""Sums and means over islands, by messages over streams. All islands that take part get the same bits."""
+"""Sums and means over islands by messages over streams. All participating islands get bitwise equal results."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -17,13 +17,15 @@ PIECE = 1 << 18
 
 
 def chunk_ranges(size: int, count: int, block: int = 1) -> list[tuple[int, int]]:
-    """``count`` ranges that cut ``size`` elements as evenly as can be, at multiples of ``block``; some may be empty."""
+    """Cut ``size`` elements into ``count`` ranges as evenly as possible, at multiples of ``block``; some may
+    be empty.
+    """
     cuts = [size * i // count // block * block for i in range(count)] + [size]
     return list(pairwise(cuts))
 
 
 def message_slices(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
-    """Yield the parts of a chunk that are sent as separate messages, of ``piece`` elements each but for the last."""
+    """Yield the slices of a chunk that are sent as separate messages of ``piece`` elements; the last may be shorter."""
     for first in range(*chunk, piece):
         yield slice(first, min(first + piece, chunk[1]))
 
@@ -31,10 +33,10 @@ def message_slices(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
 def ring_sum(
     streams: Streams, flat: T, order: Sequence[int], tag: str, piece: int = PIECE
 ) -> T:
-    """Ring all-reduce: the sum of ``flat`` over all islands, in place. ``order``: the islands of the ring, each once.
+    """Sum ``flat`` over all islands in place by a ring all-reduce. ``order``: the islands in the order of the ring.
 
-    Each of the n islands sends 2 (n - 1) / n of the elements to the next one: first every chunk goes around the ring
-    and is added up on the way, then its sum goes around. Pieces of a chunk are passed on as they arrive.
+    Each of the n islands sends 2 (n - 1) / n of the elements to its successor: first every chunk goes around the ring
+    and is summed on the way, then its sum goes around. Pieces of a chunk are passed on as they arrive.
     """
     count, me = len(order), list(order).index(streams.island)
     if count == 1:
@@ -59,7 +61,7 @@ def ring_sum(
 def from_islands(
     streams: Streams, own: T, islands: Sequence[int], tag: str, control: bool = False
 ) -> list[T]:
-    """Return all-gather of a small tensor: what each of ``islands`` gives as ``own``, in their order."""
+    """All-gather a small tensor: return the tensor that each of ``islands`` passes as ``own``, in their order."""
     for island in islands:
         if island != streams.island:
             streams.send(island, tag, own, control)
@@ -74,14 +76,13 @@ def compressed_mean(
     streams: Streams, flat: T, there: Compressor, back: Compressor, tag: str, number: int,
     up: T | None = None, down: T | None = None, members: Sequence[int] = (),
 ) -> T:  # fmt: skip
-    """Return the mean of ``flat`` over ``members`` (default: all islands), by messages that are compressed in both
-    directions.
+    """Return the mean of ``flat`` over ``members`` (default: all islands), with messages compressed in both directions.
 
-    Every island receives one chunk from all (compressed by ``there``), computes its mean, and sends that to all
-    (compressed by ``back``). So each sends 2 (n - 1) / n of the payload of the whole, as in a ring, and nothing is
-    compressed more than twice. ``up`` and ``down`` are the residuals of the two directions, what earlier exchanges have
-    lost: they are fed back and updated in place (of ``down`` only this island's chunk). None: no feedback, for unbiased
-    compressors. ``number``: of the exchange, from which seeds follow.
+    Every island receives one chunk from all islands (compressed by ``there``), computes its mean, and sends the mean to
+    all (compressed by ``back``). So each sends 2 (n - 1) / n of the compressed tensor, as in a ring, and nothing is
+    compressed more than twice. ``up`` and ``down`` are the residuals of the two directions, which hold the losses of
+    earlier exchanges. They are fed back and updated in place (of ``down`` only this island's chunk). None: no feedback,
+    for unbiased compressors. Random seeds follow from ``number``, the number of the exchange.
     """
     me, every = streams.island, members or range(streams.islands)
     parts = dict(
@@ -132,9 +133,7 @@ def compressed_mean(
 def fed_back(
     compressor: Compressor, x: T, error: T | None, part: slice, seed: int
 ) -> Payload:
-    """Return the payload of ``x[part]`` plus the residual ``error[part]``, which is then set to what the payload has
-    lost.
-    """
+    """Compress ``x[part]`` plus the residual ``error[part]``, and set the residual to the loss of this compression."""
     if error is None or not x[part].numel():
         return encode_with_feedback(compressor, x[part], seed)[0]
     payload, left = encode_with_feedback(
@@ -146,7 +145,7 @@ def fed_back(
 
 
 def seed_of(compressor: Compressor, number: int, island: int) -> int:
-    """Return the seed of an island in exchange ``number``: its own if errors are random, so that those of islands
+    """Return an island's seed for exchange ``number``. Seeds differ between islands if errors are random, so that they
     cancel.
     """
     return number * 1009 + island if compressor.unbiased else number
@@ -160,9 +159,9 @@ def decode_payload(
     island: int,
     dtype: torch.dtype,
 ) -> T:
-    """Decompress the bytes ``came`` that ``island`` has sent of a tensor of this shape.
+    """Decompress the bytes ``came``, which ``island`` has sent for a tensor of this shape.
 
-    Raises :class:`IslandLost` if they are not as many as the compressor makes of that shape.
+    Raises :class:`IslandLost` if the number of bytes does not fit the shape.
     """
     specs = compressor.specs(shape, dtype)
     if came.numel() != (size := compressor.nbytes(shape, dtype)):
@@ -173,12 +172,12 @@ def decode_payload(
 
 
 def join_bytes(payload: Payload) -> T:
-    """Return a payload as one message: the bytes of its tensors one after the other, ``[bytes]``."""
+    """Concatenate the bytes of a payload's tensors into one message ``[bytes]``."""
     return torch.cat([tensor.flatten().view(torch.uint8) for tensor in payload])
 
 
 def split_bytes(came: T, specs: Sequence[Spec]) -> Payload:
-    """Return the payload that :func:`join_bytes` was given."""
+    """Split a message back into the payload that :func:`join_bytes` was given."""
     ends = accumulate(
         (prod(shape) * dtype.itemsize for shape, dtype in specs), initial=0
     )

@@ -1,4 +1,4 @@
-"""Makes compressors of a recipe's words, and messages by them, with what a message lacks fed back into the next one."""
+"""Builds compressors from a recipe's words, and compresses tensors with error feedback."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class PerTensor(Compressor):
-    """A compressor for each of several tensors that lie end to end in a flat one: pairs of a size and a compressor."""
+    """Compressors for tensors that lie end to end in a flat tensor: pairs of a size and a compressor."""
 
     unbiased: bool = False
     pieces: tuple[tuple[int, Compressor], ...] = ()
@@ -70,7 +70,7 @@ class PerTensor(Compressor):
 
 
 def build_compressor(word: str) -> Compressor:
-    """Return the compressor that a recipe names, such as ``topk:0.01``."""
+    """Build the compressor that a recipe names, such as ``topk:0.01``."""
     return compressor_of(word) or Compressor()
 
 
@@ -82,11 +82,11 @@ def encode_with_feedback(
     warm: T | None = None,
     average: Average | None = None,
 ) -> tuple[Payload, T | None]:
-    """Return the payload of ``x``, and what it lacks of it: the residual that is to be added in the next round.
+    """Compress ``x``; return the payload, and the residual that must be added in the next round.
 
-    With a ``residual`` that of the last round is added first (error feedback, Seide et al. 2014, Karimireddy et al.
-    2019), which takes a contractive compressor: what it loses of the sum is smaller than the sum. With ``average``,
-    of a linear compressor, the payload is the one of all islands' mean, but the residual this island's own.
+    With a ``residual``, that of the last round is added first (error feedback, Seide et al. 2014, Karimireddy et al.
+    2019). This needs a contractive compressor, which loses less than the whole sum. With ``average``, for linear
+    compressors, the payload is that of the mean over all islands, but the residual is this island's own.
     """
     if residual is None:
         payload = (

@@ -53,12 +53,12 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Compressor:
-    """What all compressors have; this one sends everything as it is.
+    """Base of all compressors; this one sends every tensor unchanged.
 
-    ``unbiased``: the mean over seeds of what is decoded is the tensor. ``linear``: payloads of one seed can be averaged
-    in place of the tensors, see :meth:`agreed`. ``in_rings``: this is how islands exchange them, of whole matrices over
-    rings. ``words``: how recipes name the compressor, if not by its name. ``planned``: those of them that ``weft plan``
-    looks at. ``adjustable``: it has a setting that could differ from tensor to tensor, see :meth:`alternatives`.
+    ``unbiased``: the mean of decoded tensors over seeds is the tensor. ``linear``: payloads with the same seed can be
+    averaged instead of the tensors, see :meth:`agreed`. ``in_rings``: islands exchange whole matrices over rings.
+    ``words``: names in recipes, by default the compressor's own name. ``planned``: the words that ``weft plan``
+    considers. ``adjustable``: a setting can differ from tensor to tensor, see :meth:`alternatives`.
     """
 
     unbiased: bool = True
@@ -70,9 +70,9 @@ class Compressor:
 
     @classmethod
     def of_word(cls, word: str, argument: str | None) -> Self:
-        """Return the compressor that ``word`` names, with ``argument`` behind its colon if it has one.
+        """Return the compressor that ``word`` names, with the ``argument`` after its colon, if any.
 
-        Raises :class:`UsageError` if there cannot be such an argument.
+        Raises :class:`UsageError` if the compressor has no such argument.
         """
         if argument is not None:
             raise UsageError(
@@ -82,20 +82,20 @@ class Compressor:
 
     @property
     def exact(self) -> bool:
-        """Whether a payload has everything."""
+        """Whether a payload holds the tensor without loss."""
         return type(self) is Compressor
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes of the payload of a large float32 tensor per element of it."""
+        """Bytes of the payload per element, for a large float32 tensor."""
         return 4.0
 
     def specs(self, shape: Sequence[int], dtype: torch.dtype) -> list[Spec]:
-        """Shape and type of each tensor of the payload of a tensor of this ``shape`` and ``dtype``."""
+        """Return shape and type of each tensor in the payload of a tensor of this ``shape`` and ``dtype``."""
         return [(tuple(shape), dtype)]
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> int:
-        """Return the bytes of the payload; of a float32 tensor if no type is given."""
+        """Return the bytes of the payload; ``dtype`` is float32 by default."""
         import torch
 
         specs = self.specs(shape, dtype or torch.float32)
@@ -106,39 +106,39 @@ class Compressor:
         return 0.0
 
     def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
-        """Return the payload of ``x``."""
+        """Compress ``x`` and return the payload."""
         return self.agreed(x, seed, lambda own: own, warm)[1]
 
     def agreed(
         self, x: T, seed: int, average: Average, warm: T | None = None
     ) -> tuple[Payload, Payload]:
-        """Return the payload of all islands' mean, and the one of this island's part in it. Of linear
-        compressors only.
+        """Return the payload of the mean over all islands, and that of this island's part in it. Linear compressors
+        only.
         """
         return [average(x.contiguous())], [x.contiguous()]
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
-        """Return the tensor that a payload stands for. One that cannot be of this shape is a :class:`WeftError`."""
+        """Decompress a payload. Raises :class:`WeftError` if it cannot be of this shape."""
         return self._checked(payload, shape)[0]
 
     def warm(self, payload: Payload) -> T | None:
-        """What the next round of the tensor can begin with; of a linear exchange the same on all islands."""
+        """Return the warm start for the tensor's next round. In a linear exchange it is the same on all islands."""
         return None
 
     @property
     def for_feedback(self) -> Self:
-        """The contractive compressor of the same kind, which is the one to use with a residual."""
+        """Contractive compressor of the same kind, to be used with a residual."""
         return replace(self, unbiased=False)
 
     def check(self, name: str, shape: Sequence[int]) -> None:
-        """Raise :class:`UsageError` if a tensor of this name and shape cannot be compressed so."""
+        """Raise :class:`UsageError` if a tensor of this name and shape cannot be compressed this way."""
 
     def alternatives(self, shape: Sequence[int]) -> list[Compressor]:
-        """This compressor and its like for a tensor of this shape, with other ranks, shares or bits."""
+        """Return this compressor and its variants for a tensor of this shape, with other ranks, shares or bits."""
         return [self]
 
     def cut(self, part: slice) -> Compressor:
-        """Return the compressor of the elements ``part`` of a flat tensor that this one is for."""
+        """Return the compressor of the elements ``part`` of the flat tensor that this compressor is for."""
         return self
 
     def _checked(self, payload: Payload, shape: Sequence[int]) -> Payload:

@@ -1,4 +1,4 @@
-"""L-GreCo: how strongly to compress each tensor, for the smallest total size within a total error.
+"""L-GreCo: choose how strongly to compress each tensor, for the smallest total size within a total error.
 
 Tensors differ in how much they lose when they are compressed: one loses little at rank 2, another needs rank 8. Given
 the squared error and the size of each tensor under each of a few alternatives, one per tensor is chosen, so
@@ -24,7 +24,7 @@ KEPT = 4_000
 def allocate_compressors(
     tensors: Mapping[str, T], default: Compressor, seed: int = 0
 ) -> dict[str, Compressor]:
-    """Return a compressor for each of the ``tensors``: together no larger than ``default`` for all, with no larger
+    """Choose a compressor for each of ``tensors``: together no larger than with ``default`` for all, and no larger
     error.
     """
     options = {name: alternatives_of(default, x.shape) for name, x in tensors.items()}
@@ -48,12 +48,12 @@ def allocate_compressors(
 
 
 def alternatives_of(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
-    """Return the default and its like for a tensor of this shape: other ranks, shares or bits."""
+    """Return ``default`` and its variants for a tensor of this shape: other ranks, shares or bits."""
     return list(dict.fromkeys(default.alternatives(shape)))
 
 
 def squared_error(compressor: Compressor, x: T, seed: int = 0) -> float:
-    """What is lost of ``x``, squared; of what starts warm, in its second round."""
+    """Return the squared error of compressing ``x``; for a compressor with a warm start, that of its second round."""
     payload = compressor.encode(x, seed)
     if (warm := compressor.warm(payload)) is not None:
         payload = compressor.encode(x, seed, warm)
@@ -63,18 +63,18 @@ def squared_error(compressor: Compressor, x: T, seed: int = 0) -> float:
 
 
 def total(table: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
-    """What the ``chosen`` entries of the rows add up to, one after the other."""
+    """Add up the ``chosen`` entry of each row."""
     return sum(row[i] for row, i in zip(table, chosen, strict=True))
 
 
 def smallest(
     errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: float
 ) -> list[int] | None:
-    """For each tensor which of its alternatives, so that sizes add up to the least and errors to at most ``budget``.
+    """Choose an alternative for each tensor: the least sum of ``sizes`` whose ``errors`` add up to at most ``budget``.
 
-    None if no choice is within it. Tensor by tensor, all choices so far are kept that no other one beats in both sums
-    (Nemhauser & Ullmann 1969). Up to :data:`KEPT` of them the outcome is the best there is. What is kept has its exact
-    error, so thinning costs bytes but never breaks the budget.
+    Returns None if no choice is within the budget. Going tensor by tensor, only choices are kept that no other choice
+    beats in both sums (Nemhauser & Ullmann 1969). While these are at most :data:`KEPT`, the result is optimal. Beyond
+    that choices are thinned; their errors stay exact, so thinning costs bytes but never breaks the budget.
     """
     # by the tensors after each
     least_left = np.cumsum([0.0, *(min(row) for row in errors[:0:-1])])[::-1]

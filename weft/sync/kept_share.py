@@ -1,4 +1,4 @@
-"""What compressors have in common that send a share of the elements."""
+"""What compressors that send a share of the elements have in common."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FACTORS = (0.125, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 8.0)
 
 
 def number_in(text: str | None) -> float:
-    """Return the finite number that ``text`` is, or 0."""
+    """Parse ``text`` as a finite number; return 0 if it is none."""
     try:
         number = float(text or 0)
     except ValueError:
@@ -24,13 +24,13 @@ def number_in(text: str | None) -> float:
 
 
 def kept_of(count: int, share: float) -> int:
-    """Return how many elements are a ``share`` of so many: at least one, if there is one."""
+    """Return how many of ``count`` elements make up ``share``: at least one, if there is any element."""
     return min(count, max(1, round(share * count)))
 
 
 @dataclass(frozen=True)
 class KeptShare(Compressor):
-    """Sends a ``share`` of the elements, which is the word's argument, as in ``example``."""
+    """Sends a ``share`` of the elements. The share is the word's argument, as in ``example``."""
 
     share: float = 1.0
     adjustable = True

@@ -1,4 +1,4 @@
-"""The order of islands in a ring, by what their links can carry.
+"""Orders the islands of a ring by the bandwidth and latency of their links.
 
 In a ring all-reduce every island sends to the next one all the time, so the slowest link of the ring sets the pace,
 unless latency does. Links between the same two sites share the bandwidth between these. :func:`ring_times` says how
@@ -37,9 +37,9 @@ STARTS = 8
 
 @dataclass(frozen=True)
 class IslandLinks:
-    """``bandwidth[a][b]`` from ``a`` to ``b`` in bytes per second, 0 if there is no way; ``latency``: seconds, one way.
+    """Links between islands: ``bandwidth[a][b]`` in bytes per second from ``a`` to ``b``, 0 if there is no link.
 
-    Each as measured while nothing else is sent.
+    ``latency``: one-way seconds. Each link is measured while nothing else is sent.
     """
 
     bandwidth: Numbers
@@ -47,7 +47,7 @@ class IslandLinks:
 
     @cached_property
     def sites(self) -> NDArray[np.int64]:
-        """The site of each: those whom fast links join, if links fall into fast and slow ones at all."""
+        """Site of each island. Islands joined by fast links share a site, if links divide into fast and slow ones."""
         count = len(self.bandwidth)
         both = np.minimum(self.bandwidth, self.bandwidth.T)[np.triu_indices(count, 1)]
         speeds = np.sort(both[both > 0])
@@ -65,11 +65,11 @@ class IslandLinks:
 def ring_times(
     links: IslandLinks, orders: Orders, nbytes: float, pieces: int = 4
 ) -> Numbers:
-    """Return the seconds of an all-reduce of so many bytes around each of the ``orders [count, islands]``, ``[count]``.
+    """Return the seconds ``[count]`` of an all-reduce of ``nbytes`` around each of the ``orders [count, islands]``.
 
-    Each island's part goes over ``2 (islands - 1)`` links in a row, in ``pieces`` that are passed on as they come. The
-    time is that in which the slowest link sends all parts, or that in which one piece passes over so many links,
-    latency included, whichever is longer. That these overlap only in part at the beginning and the end is left out.
+    Each island's part goes over ``2 (islands - 1)`` links in a row, in ``pieces`` that are passed on as they arrive.
+    The time is the longer of two: in which the slowest link sends all parts, and in which one piece passes over that
+    many links, latency included. That these overlap only partly at the beginning and the end is neglected.
     """
     slowest, around = _steps(links, orders, nbytes, pieces)
     return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)
@@ -78,7 +78,7 @@ def ring_times(
 def _steps(
     links: IslandLinks, orders: Orders, nbytes: float, pieces: int
 ) -> tuple[Numbers, Numbers]:
-    """Return the time of a step by the slowest link of each order, and by the longest way of a piece."""
+    """Return two times of a step for each order: by its slowest link, and by the longest way of a piece."""
     islands = orders.shape[1]
     following = np.roll(orders, -1, axis=1)
     site, count = links.sites, int(links.sites.max()) + 1
@@ -103,10 +103,11 @@ def _steps(
 def ring_order(
     links: IslandLinks, nbytes: float, pieces: int = 4, exact: int = EXACT
 ) -> list[int]:
-    """Return the order of all islands, from 0 on, in which an all-reduce of so many bytes takes least time.
+    """Return the order of islands in which a ring all-reduce of ``nbytes`` takes the least time, beginning with island
+    0.
 
-    For more than ``exact`` islands it is the best that can be reached from a few starts by moving a run of islands, or
-    turning it around. :class:`WeftError` if no ring joins all.
+    For more than ``exact`` islands the order is a local optimum, reached from a few starts by moving or reversing runs
+    of islands. Raises :class:`WeftError` if no ring joins all islands.
     """
     islands = len(links.bandwidth)
     if islands == 1:
@@ -136,7 +137,7 @@ def _scores(links: IslandLinks, orders: Orders, nbytes: float, pieces: int) -> N
 
 
 def _starts(links: IslandLinks, nbytes: float, pieces: int) -> list[Orders]:
-    """Orders to begin a search from: always on to the nearest that is left."""
+    """Return orders to begin a search from: each goes on to the nearest remaining island."""
     hops = (
         nbytes / len(links.bandwidth) / pieces / np.maximum(links.bandwidth, SLOWEST)
         + links.latency
@@ -154,7 +155,7 @@ def _starts(links: IslandLinks, nbytes: float, pieces: int) -> list[Orders]:
 
 
 def _improved(links: IslandLinks, order: Orders, nbytes: float, pieces: int) -> Orders:
-    """``order`` after one best move after the other, until none makes it better."""
+    """Improve ``order`` by the best move again and again, until no move makes it faster."""
     score = float(_scores(links, order[None], nbytes, pieces)[0])
     while True:
         moved = _moves(order)
@@ -166,7 +167,7 @@ def _improved(links: IslandLinks, order: Orders, nbytes: float, pieces: int) -> 
 
 
 def _moves(order: Orders) -> Orders:
-    """Return all orders with a run of up to three put somewhere else, or a run of any length turned around."""
+    """Return all orders with a run of up to three islands moved, or a run of any length reversed."""
     islands, moves = len(order), []
     for first in range(islands):
         turned = np.roll(order, -first)

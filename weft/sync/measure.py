@@ -1,4 +1,4 @@
-"""Links between islands, measured over their streams when a run begins, and the ring that goes best over them."""
+"""Measures links between islands over their streams when a run begins, and chooses the fastest ring."""
 
 import json
 import time
@@ -21,9 +21,9 @@ WORTH = 1.3
 
 
 def measured_ring(streams: Streams, nbytes: float) -> str:
-    """Set ``streams.order`` on all ranks to the ring that sums ``nbytes`` soonest; returns what to tell the user.
+    """Set ``streams.order`` on all ranks to the ring that sums ``nbytes`` soonest; return a line for the user.
 
-    The ranks of place 0 measure all links, one after the other; the others wait for the result, which the first island
+    The ranks of place 0 measure all links, one after the other. The others wait for the result, which the first island
     puts into the store. If an island is lost meanwhile, islands stay in the order of their numbers.
     """
     store, numbered = streams.shared, json.dumps((streams.order, 1.0))
@@ -52,7 +52,7 @@ def measured_ring(streams: Streams, nbytes: float) -> str:
 
 
 def best_ring(rows: np.ndarray, nbytes: float) -> tuple[list[int], float]:
-    """Return the ring by measurements ``[island, island, (bytes/s, seconds)]``, and how much faster it is than 0, 1, 2,
+    """Return the fastest ring by measurements ``[island, island, (bytes/s, seconds)]``, and its speedup over 0, 1, 2,
     ...
     """
     links = IslandLinks(rows[..., 0], rows[..., 1])
@@ -64,9 +64,9 @@ def best_ring(rows: np.ndarray, nbytes: float) -> tuple[list[int], float]:
 
 
 def measured_links(streams: Streams, nbytes: float) -> np.ndarray:
-    """Of the links from this island to each: bytes per second, and seconds one way, ``[islands, 2]``.
+    """Measure the links from this island to each: bytes per second, and one-way seconds, ``[islands, 2]``.
 
-    One link at a time is measured, by messages of up to about the ``nbytes`` of a sum, island by island.
+    Links are measured one at a time, island by island, with messages of up to about ``nbytes``.
     """
     row = np.zeros((streams.islands, 2))
     others = [i for i in range(streams.islands) if i != streams.island]

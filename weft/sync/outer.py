@@ -1,4 +1,4 @@
-"""Nesterov's momentum on the mean difference, which several sync methods build on (DiLoCo, Douillard et al. 2023)."""
+"""Nesterov's momentum on the pseudo-gradient, the base of several sync methods (DiLoCo, Douillard et al. 2023)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OuterSettings(Section):
-    """The outer update's settings."""
+    """Settings of the outer update."""
 
     lr: PositiveFloat = Field(
         0.7,
@@ -32,7 +32,7 @@ class OuterSettings(Section):
 
 
 class OuterMomentum(SyncMethod):
-    """Stochastic gradient descent with Nesterov's momentum, whose gradient is the mean difference."""
+    """Stochastic gradient descent with Nesterov's momentum, whose gradient is the pseudo-gradient."""
 
     slots: tuple[str, ...] = ("anchor", "outer")
     shared: tuple[str, ...] = ("anchor", "outer")

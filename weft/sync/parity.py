@@ -1,4 +1,4 @@
-"""Parity of what islands share: hashes are compared, and an island that differs takes the majority's state.
+"""Parity of shared state: islands compare hashes, and an island that differs takes the majority's state.
 
 As in PCCL (Keiblinger et al. 2025), whose peers compare hashes of a shared state. A bit that flips in one island's
 momentum, or an answer that was applied twice, would otherwise pull that island away from the others for good.
@@ -16,7 +16,7 @@ T = torch.Tensor
 
 
 def hash_tensors(tensors: Iterable[T]) -> T:
-    """Return a hash of these tensors of the CPU, bit by bit: 16 bytes."""
+    """Return a 16-byte hash of the bits of these CPU tensors."""
     hasher = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         hasher.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -26,9 +26,9 @@ def hash_tensors(tensors: Iterable[T]) -> T:
 def take_majority(
     streams: Streams, own: Mapping[str, T], members: Sequence[int], tag: str
 ) -> tuple[Mapping[str, T], list[int]]:
-    """Return the flat tensors by name that most of ``members`` have, and the islands that had different ones.
+    """Return the version of the tensors by name that most ``members`` hold, and the islands whose version differed.
 
-    ``own``: this island's. In a tie the version counts that comes first in the order of ``members``.
+    ``own``: this island's version. In a tie the version of the earlier member counts.
     """
     hashes = from_islands(
         streams, hash_tensors(own.values()), members, f"{tag}/hash", control=True

@@ -1,4 +1,4 @@
-"""What the payloads of compressors are made of: scales of blocks, positions, and numbers of few bits in bytes."""
+"""Building blocks of compressors' payloads: scales of blocks, positions, and packed numbers of few bits."""
 
 import torch
 import torch.nn.functional as F
@@ -10,17 +10,17 @@ T = torch.Tensor
 
 
 def in_blocks(x: T) -> T:
-    """Return ``[blocks, 128]``, filled up with zeros."""
+    """Reshape to ``[blocks, 128]``, padded with zeros."""
     return F.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def scale_blocks(values: T, scales: T) -> T:
-    """Each of the ``values [n]`` times its block's scale."""
+    """Multiply each of the ``values [n]`` by its block's scale."""
     return values * scales.to(values.dtype).repeat_interleave(BLOCK)[: values.numel()]
 
 
 def rounded_up(x: T) -> T:
-    """``x``, not negative, as bfloat16 that are not below it."""
+    """Round ``x``, which is not negative, up to bfloat16."""
     near = x.bfloat16()
     return torch.where(
         near.to(x.dtype) < x,
@@ -30,17 +30,17 @@ def rounded_up(x: T) -> T:
 
 
 def divisor(scales: T, dtype: torch.dtype) -> T:
-    """``scales`` to divide by: those that are 0 have nothing but zeros to scale."""
+    """Return ``scales`` to divide by, with 1 in place of 0: the values of such a block are all zero."""
     return torch.where(scales == 0, 1.0, scales.to(dtype))
 
 
 def largest(flat: T, count: int) -> T:
-    """Return where the so many largest magnitudes are, in ascending order."""
+    """Return the positions of the ``count`` largest magnitudes, in ascending order."""
     return flat.abs().topk(count, sorted=False).indices.sort().values
 
 
 def shared_permutation(count: int, seed: int) -> T:
-    """Return a permutation that is the same everywhere, whatever the device."""
+    """Return a random permutation that is the same on every device and machine."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
@@ -50,7 +50,7 @@ def positions_spec(kept: int, count: int) -> Spec:
 
 
 def positions_sent(kept: T, count: int) -> T:
-    """Ascending positions ``kept`` among so many, as :func:`positions_spec` says."""
+    """Encode the ascending positions ``kept`` among ``count``, in the form of :func:`positions_spec`."""
     (_, dtype) = positions_spec(kept.numel(), count)
     if dtype == torch.int32:
         return kept.int()
@@ -62,7 +62,7 @@ def positions_sent(kept: T, count: int) -> T:
 
 
 def positions_found(sent: T, kept: int, count: int) -> T:
-    """Return the positions that :func:`positions_sent` was given."""
+    """Decode the positions that :func:`positions_sent` encoded."""
     indices = (
         sent.long()
         if sent.dtype == torch.int32
@@ -78,7 +78,7 @@ def positions_found(sent: T, kept: int, count: int) -> T:
 
 
 def codes_packed(codes: T, bits: int) -> T:
-    """Numbers ``[n]`` of so many ``bits`` each, below 8, one after the other in bytes."""
+    """Pack numbers ``[n]`` of fewer than 8 ``bits`` each into bytes."""
     eights = F.pad(codes.to(torch.int64), (0, -codes.numel() % 8)).view(-1, 8)
     # [n / 8], 8 x bits of 64 are used
     words = (eights << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(1)
@@ -91,7 +91,7 @@ def codes_packed(codes: T, bits: int) -> T:
 
 
 def codes_unpacked(sent: T, bits: int, count: int) -> T:
-    """Return the first so many of the numbers that :func:`codes_packed` was given, int8."""
+    """Unpack the first ``count`` numbers that :func:`codes_packed` packed, as int8."""
     groups = F.pad(sent, (0, -sent.numel() % bits)).view(-1, bits)
     words = F.pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)  # [n / 8, 1]
     codes = words >> torch.arange(0, 8 * bits, bits, device=sent.device) & (2**bits - 1)
@@ -99,7 +99,7 @@ def codes_unpacked(sent: T, bits: int, count: int) -> T:
 
 
 def bits_packed(bits: T) -> T:
-    """Return eight of the booleans ``[n]`` in a byte, the first in its lowest bit."""
+    """Pack booleans ``[n]`` eight to a byte, the first in the lowest bit."""
     eights = F.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
     return (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
         1, dtype=torch.uint8
@@ -107,7 +107,7 @@ def bits_packed(bits: T) -> T:
 
 
 def bits_unpacked(sent: T, count: int) -> T:
-    """Return the first so many of the booleans."""
+    """Unpack the first ``count`` booleans."""
     return (
         (sent[:, None] >> torch.arange(8, dtype=torch.uint8, device=sent.device) & 1)
         .flatten()[:count]

@@ -25,27 +25,30 @@ Draw = Callable[[Sequence[int]], Sequence[int]]
 
 
 class Presence:
-    """All islands, always. ``counts``: for each fragment, of how many islands the answer is a mean that this island got
-    with its state; empty: of all."""
+    """All islands, always. ``counts``: by fragment, over how many islands the state's answer is a mean; empty: over
+    all.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self.streams, self.counts = streams, list[int]()
         self._news = deque[str]()
 
     def begin(self, number: int) -> None:
-        """Fix who takes part in exchange ``number``, as this island is about to send its first message of it."""
+        """Fix which islands take part in exchange ``number``, before this island sends its first message of it."""
 
     def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
-        """Return the result of ``work``, once it has ended on all islands that take part in exchange ``number``."""
+        """Run ``work``, and return its result once it has ended on all islands that take part in exchange
+        ``number``.
+        """
         return work(draw(range(self.streams.islands)), str(number))
 
     def newcomers(self, number: int) -> Sequence[int]:
-        """Return the islands that first take part after exchange ``number``, and get their state from this one."""
+        """Return the islands that join after exchange ``number``, and get their state from this island."""
         return ()
 
     @property
     def tokens(self) -> int:
-        """The tokens that the run had counted before this island came."""
+        """Tokens that the run had counted before this island joined."""
         return 0
 
     def request_stop(self, number: int) -> None:
@@ -62,7 +65,7 @@ class Presence:
         return self.streams.shared
 
     def note_differing(self, odd: Sequence[int], step: int) -> None:
-        """Report that these islands had another state than the others after a step, and now have theirs."""
+        """Report that the state of these islands differed after a step, and was replaced by that of the others."""
         for island in odd:
             self._news.append(
                 f"island {island} had another anchor or momentum than most after step {step} (their hashes differ): it "
@@ -70,5 +73,5 @@ class Presence:
             )
 
     def take_news(self) -> list[str]:
-        """Return the lines for the user that have come up since the last call."""
+        """Return the lines for the user that were added since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]

@@ -1,4 +1,4 @@
-"""Ranks of one island that hold the same state each exchange a part of it, and share the results."""
+"""Ranks of one island that hold the same state each exchange a part of it and share the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,16 +27,18 @@ class Replicas:
     device: torch.device | str = "cpu"
 
     def each(self, size: int) -> int:
-        """Return how many elements a rank exchanges at most, a multiple of a compressor's block."""
+        """Return the number of elements that a rank exchanges at most, a multiple of a compressor's block."""
         return -(-size // (self.count * BLOCK)) * BLOCK
 
     def part(self, size: int) -> slice:
-        """Return the elements that this rank exchanges; fewer than :meth:`each` or none at the end of the tensor."""
+        """Return the slice that this rank exchanges; at the end of the tensor it is shorter than :meth:`each`, or
+        empty.
+        """
         each = self.each(size)
         return slice(min(self.index * each, size), min((self.index + 1) * each, size))
 
     def whole(self, part: T, size: int) -> T:
-        """Return the whole tensor, gathered from every rank's ``part``. Collective."""
+        """Gather the whole tensor from the ``part`` of every rank. Collective."""
         if self.group is None:
             return part
         padded = torch.zeros(self.each(size), dtype=part.dtype, device=self.device)
@@ -47,9 +49,7 @@ class Replicas:
 
 
 def replicas_of(held: Sequence[Held], mesh: Mesh) -> Replicas:
-    """Return the ranks that share the exchange of these parameters: this one alone if their copies are on different
-    ranks.
-    """
+    """Return the ranks that share the exchange of these parameters; this rank alone if no other rank holds copies."""
     names = {mesh.sharing(h.logical)[0] for h in held}
     if len(names) != 1 or mesh.size(*names) == 1:
         return Replicas()

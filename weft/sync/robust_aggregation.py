@@ -1,4 +1,4 @@
-"""Aggregate gradients of replicas of which some may send garbage, by rules that tolerate it.
+"""Aggregates gradients of replicas by rules that tolerate faulty ones.
 
 The gradients of ``p`` replicas are never all on one rank. Each rank gets one chunk of all gradients (all_to_all) and
 computes the chunk's part of the ``p x p`` matrix of inner products, which is summed over ranks (all_reduce). From that
@@ -26,7 +26,7 @@ PIECE = 1 << 20
 def aggregated(
     vote: T, rule: Aggregator, faulty: int, group: dist.ProcessGroup
 ) -> tuple[T, list[bool]]:
-    """Return the outcome of ``rule`` for all ranks' gradients ``vote`` ``[elements]``, and which ranks' were used.
+    """Return the outcome of ``rule`` for all ranks' gradients ``vote`` ``[elements]``, and which ranks were used.
     Collective.
 
     The outcome is the same on all ranks to the last bit, and not a number if nobody's gradient was finite.
@@ -62,8 +62,9 @@ def squared_distances(gram: T) -> T:
 
 
 def krum_scores(distances: T, faulty: int) -> T:
-    """Krum's scores: for each gradient the sum of squared distances to its nearest ones, so many of them as are sure to
-    be right (Blanchard et al. 2017)."""
+    """Return Krum's scores: each gradient's sum of squared distances to its nearest neighbours (Blanchard et
+    al. 2017).
+    """
     near = max(1, len(distances) - faulty - 2)
     others = distances + torch.diag(
         torch.full((len(distances),), inf, dtype=distances.dtype)
@@ -72,7 +73,7 @@ def krum_scores(distances: T, faulty: int) -> T:
 
 
 def mean_of(chosen: T, count: int) -> T:
-    """Return the weights, of ``count`` gradients, that make the mean of the ``chosen`` ones."""
+    """Return the weights ``[count]`` of the mean of the ``chosen`` gradients."""
     return torch.zeros(count, dtype=torch.float64).index_fill_(
         0, chosen, 1 / len(chosen)
     )

@@ -1,4 +1,4 @@
-"""Integers of few bits with a scale for each block: how tensors are sent in 4 to 8 bits."""
+"""Integers of few bits with a scale for each block: tensors in 4 to 8 bits per element."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Rounded(Compressor):
     """Integers of 4 to 8 bits and a scale for each block of 128 elements.
 
-    Scales are bfloat16, rounded up so that no element is cut off. To the nearest is contractive; at random, up or down
-    with such probability that the mean is right, is unbiased.
+    Scales are bfloat16, rounded up so that no element is clipped. Rounding to the nearest is contractive. Stochastic
+    rounding is unbiased.
     """
 
     unbiased: bool = False

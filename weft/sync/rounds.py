@@ -1,4 +1,4 @@
-"""When rounds of islands begin and end, of which parameters they are, and which islands exchange with each other."""
+"""When rounds of islands begin and end, which parameters they exchange, and which islands exchange with each other."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,12 +8,14 @@ from weft.sync.payloads import shared_permutation
 
 
 def begins(step: int, fragment: int, how: Sync) -> bool:
-    """Return whether a round of a fragment ends, and the next begins, after ``step`` (from 1)."""
+    """Return whether a round of a fragment ends after ``step`` (counted from 1), and the next one begins."""
     return step > 0 and (step - how.every * fragment // how.fragments) % how.every == 0
 
 
 def fragment_of(name: str, count: int) -> int:
-    """Which of ``count`` fragments a parameter is in. Blocks take turns: each fragment has early and late ones."""
+    """Return which of ``count`` fragments holds a parameter. Blocks take turns, so each fragment has early and late
+    ones.
+    """
     kind, _, rest = name.partition(".")
     return (int(rest.partition(".")[0]) + 1) % count if kind == "blocks" else 0
 
@@ -21,7 +23,8 @@ def fragment_of(name: str, count: int) -> int:
 def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[int]:
     """Return the islands with which ``island`` exchanges in exchange ``number``, itself included.
 
-    ``among``: the islands that are there. Random pairs follow from the number, so that all islands draw the same.
+    ``among``: the islands that are present. Random pairs follow from the number, so that all islands draw the same
+    pairs.
     """
     count, me = len(among), list(among).index(island)
     if how.partner == "ring":
@@ -47,7 +50,7 @@ def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[
 
 
 def shares(island: int, members: Sequence[int], how: Sync) -> list[float]:
-    """Return the weights of ``members`` in the mean that ``island``, one of them, computes; they add up to 1.
+    """Return the weights of ``members`` in the mean that ``island``, one of them, computes; the weights add up to 1.
 
     In a graph they are Metropolis weights: both ends of an edge give each other the same weight, so that the mean over
     all islands does not change, however many edges each has (Xiao & Boyd 2004).

@@ -1,4 +1,4 @@
-"""A round of islands as one process sees it, which the references of sync methods change.
+"""A round of islands as one process sees it: the input of the references of sync methods.
 
 Nothing here is shared with what islands do: parameters come one by one, with those of all islands at hand.
 """
@@ -17,7 +17,7 @@ T = torch.Tensor
 
 
 class One(NamedTuple):
-    """A parameter on one island: its values ``now``, and by slot what it ``kept`` from round to round."""
+    """A parameter on one island: its value ``now``, and its slots, which are ``kept`` from round to round."""
 
     now: T
     kept: dict[str, T]
@@ -48,7 +48,7 @@ class Round(NamedTuple):
         }
 
     def mean(self, values: Mapping[int, T]) -> T:
-        """Return the mean over all that take part, who are the same for all."""
+        """Return the mean over all participating islands, which are the same for all."""
         return torch.stack([values[i] for i in sorted(self.near(min(self.ones)))]).mean(
             0
         )

@@ -1,4 +1,4 @@
-"""Streams between islands: messages from a rank to the one with the same place in another island.
+"""Streams between islands: messages between the ranks with the same place in two islands.
 
 They are connections of a channel of the process's endpoint (:mod:`weft.net.endpoint`), made when there is something to
 send, and not part of a process group, so that an island that is gone stops nobody else. A message is a tag and bytes.
@@ -32,7 +32,7 @@ MOST_S = 3600.0
 
 
 class IslandLost(WeftError):
-    """Another island is gone, late, or has sent a message with a wrong seal; the error names it."""
+    """Another island is gone, late, or has sent a message with a wrong seal. The error names the island."""
 
 
 class _Message(NamedTuple):
@@ -81,17 +81,17 @@ class Streams:
         self._channel = endpoint.open(self._name_of(island), secret, self._hear)
 
     def _name_of(self, island: int) -> str:
-        """Return the channel of the rank with this rank's place in an island."""
+        """Return the channel name of the rank with this rank's place in another island."""
         return f"streams/{island}/{self.place}"
 
     def ring(self, islands: Container[int]) -> list[int]:
-        """These islands, in the order of the ring."""
+        """Return these islands in the order of the ring."""
         return [island for island in self.order if island in islands]
 
     def send(
         self, island: int, tag: str, tensor: torch.Tensor, control: bool = False
     ) -> None:
-        """Send a flat tensor of the CPU, which must not change before :meth:`flush` returns. Does not wait."""
+        """Send a flat CPU tensor without waiting. The tensor must not change before :meth:`flush` returns."""
         if island not in self._outboxes:
             self._outboxes[island] = Queue()
             self._threads.append(
@@ -119,9 +119,10 @@ class Streams:
     def receive(
         self, island: int, tag: str, dtype: torch.dtype, limit: float = 0.0
     ) -> torch.Tensor:
-        """Return the next message with this tag from an island, as a flat tensor; raises :class:`IslandLost`.
+        """Return the next message with this tag from an island as a flat tensor; raise :class:`IslandLost` if none
+        comes.
 
-        ``limit``: seconds to wait, if they are not those of the streams.
+        ``limit``: seconds to wait, by default the limit of the streams.
         """
         limit = limit or self.limit
         deadline = time.monotonic() + limit
@@ -156,13 +157,13 @@ class Streams:
             raise IslandLost(self._broken)
 
     def break_off(self, why: str) -> None:
-        """Make all calls that wait here raise :class:`IslandLost`, now and until :meth:`begin`."""
+        """Make all waiting calls raise :class:`IslandLost`, now and until :meth:`begin`."""
         with self._news:
             self._broken = why or "islands come or go"
             self._news.notify_all()
 
     def begin(self, epoch: int) -> None:
-        """Start an epoch, with new connections: messages of earlier epochs that are under way are dropped."""
+        """Start an epoch with new connections, and drop the messages of earlier epochs."""
         with self._news:
             self.epoch, self._broken, self._waiting = epoch, "", 0
             for key in [key for key in self._came if key[0] < epoch]:
@@ -175,7 +176,7 @@ class Streams:
             connection.close()
 
     def close(self, flush: bool = True) -> None:
-        """End all streams; with ``flush`` after the messages that are still to be sent."""
+        """End all streams; with ``flush``, send the queued messages first."""
         for outbox in self._outboxes.values():
             outbox.put(None)
         for thread in self._threads:
@@ -191,7 +192,7 @@ class Streams:
             self._news.notify_all()
 
     def _deliver(self, island: int) -> None:
-        """The body of the thread that sends to one island. Once the island is lost, its messages are dropped."""
+        """Send to one island, as the body of a thread. Once the island is lost, its messages are dropped."""
         outbox, connection = self._outboxes[island], None
         while (item := outbox.get()) is not None:
             epoch, tag, view, control = item
@@ -239,7 +240,7 @@ class Streams:
         return connection
 
     def _hear(self, connection: SealedConnection) -> None:
-        """The body of the thread that reads one connection."""
+        """Read one connection, as the body of a thread."""
         hello = connection.hello
         island, epoch, why = int(hello["from"]), int(hello["epoch"]), "is gone"
         try:
@@ -259,9 +260,7 @@ class Streams:
 
 
 def own_port(place: int) -> int:
-    """Return the port to listen on: 0, which is any, or ``WEFT_STREAMS_PORT`` plus the rank's place if that is set, as
-    it must be where tunnels or firewalls have to know it.
-    """
+    """Return the port to listen on: ``WEFT_STREAMS_PORT`` plus the rank's place, or 0 (any port) if that is not set."""
     text = os.environ.get("WEFT_STREAMS_PORT", "0")
     if not text.isdecimal() or int(text) + place > 65535:
         raise UsageError(
@@ -278,7 +277,7 @@ def streams_by_store(
     endpoint: Endpoint,
     limit: float,
 ) -> Streams:
-    """Streams of islands that all share a ``store``, by which they find each other and agree on a secret."""
+    """Open streams between islands that share a ``store``, where they find each other and agree on a secret."""
     token = secrets.token_hex(32)
     secret = store.compare_set("weft/streams/token", "", token).decode()
     own = f"weft/streams/{island}/{place}"
@@ -298,7 +297,7 @@ def streams_by_store(
 def open_streams(
     mesh: Mesh, limit: float, encrypt: Encryption = "auto"
 ) -> Iterator[Streams | None]:
-    """A context in which this rank has streams to the other islands. It gives None if there are no other islands."""
+    """Open this rank's streams to the other islands for the context; yield None if there are no other islands."""
     if mesh.island_store is None:
         yield None
         return

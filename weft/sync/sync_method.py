@@ -1,9 +1,9 @@
-"""The interface of sync methods: what islands send at the end of a round, and what they do with the answer.
+"""The interface of sync methods: what islands send at the end of a round, and how they use the answer.
 
-A method works on flat vectors, cut in whatever way. Parameters are ``theta``. What outlasts a round is in slots, such
-as ``anchor``, the parameters that all islands had when the round began. The *difference* is ``anchor`` minus ``theta``:
-what the island has learned since, with the sign of a gradient. An *answer* is the mean of what was sent, over the
-islands that took part. :mod:`weft.train.islands` decides when rounds begin and end.
+A method works on flat vectors of parameters ``theta``, however they are cut. What outlasts a round is kept in slots,
+such as ``anchor``, the parameters that all islands had when the round began. The *difference* (the pseudo-gradient) is
+``anchor`` minus ``theta``: what the island has learned since, with the sign of a gradient. An *answer* is the mean of
+the vectors sent, over the islands that took part. :mod:`weft.train.islands` decides when rounds begin and end.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ class SyncMethod:
         self.settings = settings
 
     def sent(self, theta: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Return what an island sends at the end of a round: the difference, if a method does not say otherwise."""
+        """Return the vector that an island sends at the end of a round, by default the difference."""
         return slots["anchor"] - theta
 
     def applied(
         self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
     ) -> torch.Tensor:
-        """Return the island's next parameters, and change the slots in place. ``islands``: how many took part."""
+        """Return the island's next parameters, and change the slots in place. ``islands``: how many islands
+        took part.
+        """
         raise NotImplementedError
 
     def simulate(self, at: Round) -> None:
