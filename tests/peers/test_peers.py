@@ -18,7 +18,7 @@ from tests.peers.conftest import RunningRelay
 from weft.checkpoint.peer_storage import PeerStorage
 from weft.checkpoint.storage import LocalStorage, MissingObject, StorageError
 from weft.observe.run_metrics import read_metrics
-from weft.peers import peer as peers
+from weft.peers import quic_peer as peers
 from weft.peers import transport
 from weft.peers.blocks import BLOCK
 from weft.peers.download import download

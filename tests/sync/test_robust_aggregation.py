@@ -20,7 +20,6 @@ from weft.layout.mesh import Mesh
 from weft.prove.equality import compare_with_one_device, run_layout
 from weft.recipe import Recipe, Resilience, build_recipe
 from weft.registry import find, names
-from weft.sync import robust
 from weft.sync.robust_aggregation import aggregated
 from weft.techniques.aggregators.flag import DIFFERENCES, FLAG_TURNS
 from weft.train.build_step import build_step
