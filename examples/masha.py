@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.sync.compress import build_compressor, encoded
+from weft.sync.compress import build_compressor, encode_with_feedback
 from weft.sync.compressor import Compressor
 
 T = torch.Tensor
@@ -94,7 +94,9 @@ def masha(
     ]
 
     def told(sender: int, x: T, seed: int) -> T:
-        payload, residuals[sender] = encoded(compressor, x, seed, residuals[sender])
+        payload, residuals[sender] = encode_with_feedback(
+            compressor, x, seed, residuals[sender]
+        )
         found.sent += compressor.nbytes(x.shape, x.dtype) * (sender < problem.devices)
         return compressor.decode(payload, x.shape, seed)
 

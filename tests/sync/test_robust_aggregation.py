@@ -20,6 +20,7 @@ from weft.layout.mesh import Mesh
 from weft.prove.equality import compare_with_one_device, run_layout
 from weft.recipe import Recipe, Resilience, build_recipe
 from weft.registry import find, names
+from weft.sync import robust_aggregation
 from weft.sync.robust_aggregation import aggregated
 from weft.techniques.aggregators.flag import DIFFERENCES, FLAG_TURNS
 from weft.train.build_step import build_step
@@ -153,7 +154,7 @@ def aggregate_all(
                 for where, name in (
                     (dist, "all_to_all_single"),
                     (dist, "all_reduce"),
-                    (robust, "all_gather"),
+                    (robust_aggregation, "all_gather"),
                 )
             }
             out, counted = aggregated(mine, RULES[rule], faulty, dist.group.WORLD)
