@@ -1,7 +1,8 @@
-"""Files as blocks named by the hash of their content, so that no sender has to be trusted.
+"""Files as blocks named by the hash of their content, so that senders need not be trusted.
 
-A file is cut into blocks of a MiB; a block's name is the BLAKE2b-256 of its bytes. The names of a file's blocks, one
-after the other, are its *index*, which is a block as well: its name, the file's *root*, says all that the file holds.
+A file is cut into blocks of 1 MiB; a block's name is the BLAKE2b-256 hash of its bytes. The names of a file's blocks,
+concatenated, are its *index*, which is a block as well. The index's name is the file's *root* and identifies the whole
+content.
 """
 
 import hashlib
@@ -23,14 +24,14 @@ def name_of(block: bytes | memoryview) -> bytes:
 
 
 class Shared(NamedTuple):
-    """A file as its peers announce it: its size in bytes, and the name of its index in hexadecimal."""
+    """A file as peers announce it: its size in bytes, and the name of its index in hexadecimal."""
 
     size: int
     root: str
 
 
 def shared_from(said: Any) -> Shared | None:
-    """Return a file as another peer has announced it; ``None`` if that is malformed."""
+    """Parse a file's announcement by another peer; return None if it is malformed."""
     match said:
         case [int(size), str(root)] if size >= 0 and re.fullmatch("[0-9a-f]{64}", root):
             return Shared(size, root)
@@ -38,7 +39,7 @@ def shared_from(said: Any) -> Shared | None:
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a path that another peer has given stays in the folder that it is put in."""
+    """Return whether a path from another peer stays inside the folder to which it is added."""
     pure = PurePosixPath(path)
     return (
         not pure.is_absolute()
@@ -49,7 +50,7 @@ def is_inside(path: str) -> bool:
 
 
 class BlockShelf:
-    """The blocks of all files in some folders. A file's path begins with the name of its folder."""
+    """Index of the blocks of all files in some folders. A file's path begins with the name of its folder."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders, self.files = folders, dict[str, Shared]()
@@ -59,7 +60,7 @@ class BlockShelf:
         self._indices: dict[bytes, bytes] = {}
 
     def scan(self) -> None:
-        """Bring ``files`` up to date; files that have changed are read and hashed."""
+        """Update ``files``; changed files are read and hashed."""
         files = dict(self._walk())
         for path in self.files.keys() - files.keys():
             del self.files[path], self._seen[path]
@@ -71,7 +72,7 @@ class BlockShelf:
                     self.files[path], self._seen[path] = self._hash(file), seen
 
     def read(self, name: bytes) -> bytes | None:
-        """Return a block, or None. Its receiver checks it: the file may have changed since it was hashed."""
+        """Return a block, or None. The receiver checks it, as the file may have changed since it was hashed."""
         if name in self._indices:
             return self._indices[name]
         if name in self._where:

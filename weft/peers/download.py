@@ -1,4 +1,4 @@
-"""Fetch files of other peers into a folder, block by block; blocks that are there already are not fetched again."""
+"""Fetches files of other peers into a folder block by block; blocks that are already there are not fetched again."""
 
 import os
 from collections.abc import Callable
@@ -15,10 +15,10 @@ def download(
     folder: Path,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, int]:
-    """Fetch a file or all files under ``path`` into ``folder``; how many bytes of each were fetched.
+    """Fetch a file, or all files under ``path``, into ``folder``; return how many bytes of each were fetched.
 
-    What has been broken off is gone on with: a file that is not whole has the ending ``.part``, and its blocks count
-    only if they are what they should be. ``progress`` is told of every so many bytes that are there.
+    Interrupted downloads continue: an incomplete file has the ending ``.part``, and its blocks count only if their
+    hashes are right. ``progress`` is called as bytes arrive.
     """
     files = {
         p: s for p, s in peer.files().items() if p == path or p.startswith(f"{path}/")

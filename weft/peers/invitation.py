@@ -33,11 +33,15 @@ class Invitation:
 
     @property
     def token(self) -> str:
-        """Shows the relay that a peer is invited. The secret does not follow from it, so that a relay cannot join."""
+        """Token that shows the relay that a peer is invited. The secret cannot be derived from it, so a relay cannot
+        join.
+        """
         return self._keyed("relay").hex()
 
     def proof(self, prover: str, to: str) -> bytes:
-        """Shows the peer ``to`` that ``prover`` knows the secret, and is of no use to others. Both are public keys."""
+        """Return a proof for the peer ``to`` that ``prover`` knows the secret; it is useless to other peers. Both are
+        public keys.
+        """
         return self._keyed(f"{prover} to {to}")
 
     def _keyed(self, text: str) -> bytes:
@@ -48,7 +52,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a relay needs to run: its private key, and the token of those it may serve."""
+    """What a relay needs to run: its private key, and the token of the peers that it may serve."""
 
     host: str
     port: int
@@ -60,9 +64,7 @@ class Ticket:
 
 
 def invite(where: str) -> tuple[Ticket, Invitation]:
-    """Return a new circle of peers around a relay that will be at ``host:port``: the relay's ticket, and the
-    invitation.
-    """
+    """Create an invitation: the ticket of a relay that will be at ``host:port``, and the line for its peers."""
     from weft.peers.transport import public_key
 
     if not (
@@ -79,7 +81,7 @@ def invite(where: str) -> tuple[Ticket, Invitation]:
 
 
 def read_invitation(text: str | None = None) -> Invitation:
-    """From the line itself, the name of a file that holds it, or else from ``WEFT_INVITATION``."""
+    """Read an invitation from the line itself, from the file that ``text`` names, or else from ``WEFT_INVITATION``."""
     secret, host, port, relay = _match(
         text or os.environ.get(VARIABLE, ""), "weft-peer", "an invitation"
     ).groups()
@@ -87,15 +89,13 @@ def read_invitation(text: str | None = None) -> Invitation:
 
 
 def read_ticket(text: str) -> Ticket:
-    """From the line itself, or the name of a file that holds it."""
+    """Read a ticket from the line itself, or from the file that ``text`` names."""
     token, host, port, key = _match(text, "weft-relay", "a relay's ticket").groups()
     return Ticket(host, int(port), bytes.fromhex(key), token)
 
 
 def read_key(file: Path) -> bytes:
-    """Return the private key of a peer: 32 bytes from a file of 64 hexadecimal digits, which is made if it is not
-    there.
-    """
+    """Read a peer's private key: 32 bytes, as 64 hexadecimal digits in a file that is created if it is missing."""
     try:
         with (
             suppress(FileExistsError),

@@ -1,8 +1,9 @@
 """A peer: joins by an invitation, stays connected with all others, serves blocks and carries byte streams.
 
-Connections begin over the relay and at known addresses at once; as soon as a direct path works, it carries everything
-(QUIC's connection stays the same), and the relay takes over again when it breaks. Both ends know each other's public
-key from the handshake and prove to each other that they know the invitation's secret before anything else is said.
+Connections begin over the relay and at known addresses at once. As soon as a direct path works, it carries everything
+(the QUIC connection stays the same); the relay takes over again when the path breaks. Both ends know each other's
+public key from the handshake, and prove to each other that they know the invitation's secret before they say anything
+else.
 """
 
 import asyncio
@@ -56,8 +57,11 @@ REFUSED, BYE = 1, 0
 
 
 class ConnectedPeer(NamedTuple):
-    """Another peer as it is connected now. ``id``: its public key; ``name``: what it calls itself; ``direct``: the
-    address that packets go to, None if they go over the relay; ``milliseconds``: of a round trip."""
+    """Another peer and its present connection.
+
+    ``id``: its public key; ``name``: what it calls itself; ``direct``: the address to which packets go, None if they go
+    over the relay; ``milliseconds``: of a round trip.
+    """
 
     id: str
     name: str
@@ -67,8 +71,9 @@ class ConnectedPeer(NamedTuple):
 
 @dataclass
 class _PeerLink:
-    """A connection with another peer. ``sent``: how many changes of our table it has got; ``heard``: whether it has
-    sent its own table."""
+    """A connection with another peer. ``sent``: how many changes of this peer's table the other has received;
+    ``heard``: whether the other has sent its table.
+    """
 
     id: str
     connection: Any
@@ -79,8 +84,8 @@ class _PeerLink:
 class Peer:
     """This process as a peer, while it is a context.
 
-    ``share``: folders whose files others may have; ``name``: by which others may call this peer instead of by its
-    public key; ``key``: 32 bytes of a private key, by default a new one; ``say``: is told what happens, a line each.
+    ``share``: folders whose files others may fetch; ``name``: by which others may address this peer instead of by its
+    public key; ``key``: 32 bytes of a private key, by default a new one; ``say``: called with a line for each event.
     Methods may be called from any thread and wait for a limited time; an event loop in a thread of its own does the
     work.
     """
@@ -138,7 +143,7 @@ class Peer:
         return [self._member(link) for link in list(self._links.values())]
 
     def files(self) -> dict[str, Shared]:
-        """Return all files that a peer of this invitation has shared and not taken back, by their paths."""
+        """Return all files that peers of this invitation share at present, by path."""
         files = {
             path: shared_from(about)
             for path, about in sorted(self.table.under("file/"))
@@ -150,7 +155,7 @@ class Peer:
         }
 
     def holders(self, root: str) -> list[str]:
-        """Return the names of the peers that are connected now, this one included, and have the file with this root."""
+        """Return the names of the connected peers that have the file with this root, this peer included."""
         return [
             self._name(peer)
             for peer, _ in self.table.under(f"has/{root}/")
@@ -158,11 +163,11 @@ class Peer:
         ]
 
     def settle(self, limit: float = 2 * DIAL) -> None:
-        """Wait until all peers that the relay knows of are connected; :class:`PeerError` if there are none."""
+        """Wait until all peers that the relay knows are connected. Raises :class:`PeerError` if there are none."""
         self._run(self._settle(), limit)
 
     def find(self, who: str, limit: float = 2 * DIAL) -> str:
-        """Return the public key of the peer that has this name, or whose key begins so. Waits until it is connected."""
+        """Return the public key of the peer with this name or key prefix. Waits until it is connected."""
         until = time.monotonic() + limit
         while True:
             links = {
@@ -189,11 +194,13 @@ class Peer:
     # Byte streams.
 
     def expose(self, service: str, port: int, host: str = "127.0.0.1") -> None:
-        """Let others connect to a port of this machine, under a name."""
+        """Let others connect to a port of this machine under the name ``service``."""
         self._exposed[service] = host, port
 
     def reach(self, who: str, service: str, port: int = 0) -> int:
-        """Return a port of this machine's loopback whose connections end at the ``service`` that ``who`` exposes."""
+        """Return a loopback port of this machine whose connections lead to the ``service`` that peer ``who``
+        exposes.
+        """
 
         async def listen() -> int:
             server = await asyncio.start_server(
@@ -209,7 +216,7 @@ class Peer:
             ) from None
 
     def connect(self, who: str, service: str, limit: float = 2 * DIAL) -> Socket:
-        """Return a socket whose other end is the ``service`` that ``who`` exposes, over an encrypted connection."""
+        """Return a socket that leads to the ``service`` that peer ``who`` exposes, over an encrypted connection."""
         peer = self.find(who, limit)
         ours, theirs = socket_pair()
 
@@ -222,7 +229,7 @@ class Peer:
         return ours
 
     def lead(self, who: str, service: str) -> Socket:
-        """As :meth:`connect`, without waiting: the socket ends if there is no way."""
+        """Return the socket of :meth:`connect` without waiting; the socket ends if the service cannot be reached."""
         ours, theirs = socket_pair()
 
         async def open_() -> None:
@@ -237,10 +244,10 @@ class Peer:
     def fetch(
         self, names: Iterable[bytes], holders: Iterable[str], longest: int = BLOCK
     ) -> list[bytes]:
-        """Blocks by their names, each from any of ``holders`` (public keys) and checked against its name.
+        """Fetch blocks by name, each from any of ``holders`` (public keys), and check them against their names.
 
-        ``longest``: most bytes of a block. The :class:`PeerError` for a block that cannot be had says of each holder
-        why not.
+        ``longest``: most bytes of a block. Raises :class:`PeerError` for a block that cannot be fetched, with the
+        reason for each holder.
         """
 
         async def all_() -> list[bytes]:
@@ -263,7 +270,7 @@ class Peer:
         return self._run(all_(), SLOWEST * waves * max(1, len(holders)))
 
     def index(self, path: str, shared: Shared) -> list[bytes]:
-        """Return the names of a file's blocks."""
+        """Fetch the names of a file's blocks."""
         (index,) = self.fetch(
             [bytes.fromhex(shared.root)], self.having(path, shared), LONGEST
         )
@@ -275,8 +282,8 @@ class Peer:
         return names
 
     def having(self, path: str, shared: Shared) -> list[str]:
-        """Return the public keys of the connected peers that have a file; without any, :class:`PeerError` says who has
-        it.
+        """Return the public keys of the connected peers that have a file. If there are none, :class:`PeerError` says
+        who has it.
         """
         all_ = [peer for peer, _ in self.table.under(f"has/{shared.root}/")]
         there = [peer for peer in all_ if peer in self._links]
@@ -435,7 +442,7 @@ class Peer:
         self._task(self._tend(link, known))
 
     async def _tend(self, link: _PeerLink, known: bool) -> None:
-        """Send a peer what is new in the table until it is gone, and say so if its packets take another way."""
+        """Send a peer the changes of the table until it is gone, and report when its packets take another path."""
         try:
             while not link.heard:  # so its name is known
                 await self._tell(link)
@@ -454,7 +461,7 @@ class Peer:
                 self.say(f"{self._name(link.id)} is gone: {error}")
 
     async def _tell(self, link: _PeerLink) -> None:
-        """Send what is new in the table, if only to see that the other peer still answers."""
+        """Send the changes of the table, which also shows whether the other peer still answers."""
         changes = self.table.changes
         answer, _ = await self._request(
             link, {"table": entries_to_json(self.table.since(link.sent))}
@@ -471,7 +478,7 @@ class Peer:
                 self._task(self._answer(link, await link.connection.accept_bi()))
 
     async def _answer(self, link: _PeerLink, stream: Any) -> None:
-        """One request of another peer."""
+        """Answer one request of another peer."""
         try:
             asked, _ = await receive(stream.recv(), head=MEMBERS_HEAD)
             if "table" in asked:
@@ -514,7 +521,7 @@ class Peer:
         await _pump(stream, reader, writer)
 
     async def _tunnel(self, peer: str, service: str) -> Any:
-        """Return a stream to a service of a peer."""
+        """Open a stream to a service of a peer."""
         try:
             if peer not in self._links:
                 raise PeerError("it is not there")
@@ -534,7 +541,7 @@ class Peer:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """One connection to a port of :meth:`reach`."""
+        """Carry one connection to a port of :meth:`reach`."""
         try:
             peer = await asyncio.to_thread(self.find, who, DIAL)
             await _pump(await self._tunnel(peer, service), reader, writer)
@@ -559,9 +566,9 @@ class Peer:
         longest: int,
         bad: dict[str, str],
     ) -> bytes:
-        """Return a block from the ``turn``-th of its holders, or else from the next ones.
+        """Fetch a block from the ``turn``-th of its holders, or else from the next ones.
 
-        ``bad``: the holders that have sent wrong bytes, with the reason; they are not asked, and new ones are added.
+        ``bad``: holders that have sent wrong bytes, with the reason. They are not asked, and new ones are added.
         """
         why: dict[str, str] = {}
         for at in range(len(holders)):
@@ -649,7 +656,7 @@ class Peer:
 async def _pump(
     stream: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Carry bytes both ways until both ends have said that there are no more, or either is gone."""
+    """Carry bytes both ways until both ends have finished, or either is gone."""
 
     async def out() -> None:
         while data := await reader.read(PIECE):

@@ -1,9 +1,10 @@
-"""The relay: for peers behind address translation, which can reach it but not each other.
+"""The relay for peers behind address translation, which can reach it but not each other.
 
-It speaks iroh's relay protocol: packets in, packets out, to whom the sender names by public key. They are QUIC packets
-between two peers, encrypted for each other, so it cannot read them. Beside it runs an endpoint of its own, the
-*mirror*, that tells a peer from which address its packets come (what others must send to, if they are to reach it
-directly) and who else is there. Whoever has not shown the mirror the invitation's token can send to nobody else.
+It speaks iroh's relay protocol and forwards packets to the receiver that the sender names by public key. The packets
+are QUIC packets between two peers, encrypted for each other, so the relay cannot read them. Beside it runs an endpoint
+of its own, the *mirror*. It tells a peer from which address its packets come (others send there to reach the peer
+directly) and which other peers are present. A client that has not shown the mirror the invitation's token can send to
+nobody else.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ _CONTEXT = "iroh-relay handshake v1 challenge signature"
 
 
 class Relay:
-    """Serves the peers of one invitation. ``say`` is told who comes and goes."""
+    """Serves the peers of one invitation. ``say`` is called with a line when a peer comes or goes."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class Relay:
                 await endpoint.close()
 
     async def _client(self, client: Any) -> None:
-        """One connection that carries packets: who it is, and then where its packets go."""
+        """Serve one connection that carries packets: identify the client, then forward its packets."""
         key = await _identity(client)
         if key is None:
             return
@@ -137,7 +138,7 @@ class Relay:
                     await client.send(bytes([frame[0] + 2]) + sender + frame[1 + KEY :])
 
     async def _reflect(self, incoming: Any) -> None:
-        """One connection to the mirror, for as long as the peer is there."""
+        """Serve one connection to the mirror, for as long as the peer is there."""
         peer = ""
         try:
             accepting = await within(LIMIT, incoming.accept())
@@ -177,7 +178,7 @@ class Relay:
 
 
 async def _identity(client: Any) -> bytes | None:
-    """Return the public key for which a client has signed a challenge; ``None`` if it has not."""
+    """Return the public key for which a client has signed a challenge, or None if it has not."""
     from blake3 import blake3
 
     challenge = os.urandom(16)
@@ -195,7 +196,7 @@ async def _identity(client: Any) -> bytes | None:
 
 
 def _probe(connection: Any, request: Any) -> Any:
-    """iroh measures how far a relay is with requests that it answers at once."""
+    """Answer the requests by which iroh measures the distance of a relay."""
     return None if request.path == "/relay" else connection.respond(200, "ok\n")
 
 

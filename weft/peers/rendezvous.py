@@ -1,7 +1,7 @@
 """Ranks that meet over peers: no machine need reach another, and no port is mapped by hand.
 
-``MASTER_ADDR=peer://NAME`` makes every rank a peer of the invitation in ``WEFT_INVITATION``; the first one is called
-NAME, and carries the store at which all meet. Endpoints are then addressed by their peer's public key.
+``MASTER_ADDR=peer://NAME`` makes every rank a peer of the invitation in ``WEFT_INVITATION``. The first rank is called
+NAME and carries the store at which all ranks meet. Endpoints are then addressed by their peer's public key.
 """
 
 import atexit
@@ -31,12 +31,12 @@ class PeerDialler:
     peer: Peer
 
     def expose(self, port: int) -> str:
-        """Lead other peers to this process's endpoint; returns the host of its address."""
+        """Make this process's endpoint reachable for other peers; return the host of its address."""
         self.peer.expose(f"{ENDPOINT}{port}", port)
         return PEER + self.peer.id
 
     def connect(self, address: Address) -> Socket:
-        """Return a socket that leads to another endpoint, or ends if that cannot be reached. Does not wait."""
+        """Return a socket to another endpoint without waiting. The socket ends if the endpoint cannot be reached."""
         host, port = address
         if host == PEER + self.peer.id:
             return connect_socket("127.0.0.1", port)
@@ -44,10 +44,10 @@ class PeerDialler:
 
 
 def meet_over_peers(encrypt: Encryption = "auto", port: int = 0) -> None:
-    """Make this rank a peer, and its endpoint one of peers; the store is at ``MASTER_ADDR`` then, as ever.
+    """Make this rank a peer and let its endpoint work over peers; the store is then at ``MASTER_ADDR`` as usual.
 
-    ``port``: where the endpoint listens on this machine, as :func:`process_endpoint` has it. Raises
-    :class:`PeerError`, also if the first rank does not come.
+    ``port``: where the endpoint listens on this machine, as in :func:`process_endpoint`. Raises :class:`PeerError`,
+    also if the first rank does not come.
     """
     name, rank = os.environ["MASTER_ADDR"].removeprefix(SCHEME), os.environ["RANK"]
     if not name:
@@ -68,7 +68,7 @@ def meet_over_peers(encrypt: Encryption = "auto", port: int = 0) -> None:
 
 
 def join_peers(encrypt: Encryption = "auto", port: int = 0, name: str = "") -> Peer:
-    """Make this process a peer until it ends, and its endpoint one of peers."""
+    """Make this process a peer until it ends, and let its endpoint work over peers."""
     peer = Peer(read_invitation(), name or f"{platform.node()}-{os.getpid()}")
     peer.__enter__()
     atexit.register(peer.close)

@@ -1,7 +1,7 @@
-"""The table of who has what: a replicated map that all peers write to and merge without conflict.
+"""The table of which peer has what: a replicated map that all peers write and merge without conflict.
 
 It is a last-writer-wins map. Every write has a stamp of a hybrid logical clock, greater than all stamps that its writer
-has seen, and of two entries for a key the one with the greater stamp stays. Merging is a maximum per key, so that all
+has seen. Of two entries for a key the one with the greater stamp stays. Merging takes the maximum per key, so all
 tables end up equal in whatever order, however often and by whatever route they are merged.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Stamp(NamedTuple):
-    """When something was written: milliseconds, a number within these, and the writer, so that no two are equal."""
+    """Time of a write: milliseconds, a counter within the millisecond, and the writer, so that no two are equal."""
 
     time: int
     number: int
@@ -20,21 +20,21 @@ class Stamp(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A value and its stamp. A value of ``None`` says that there is nothing any more."""
+    """A value and its stamp. The value None marks a removed entry."""
 
     stamp: Stamp
     value: Any
 
     @property
     def rank(self) -> tuple[Stamp, str]:
-        """The greater one wins. Values are compared only if a writer has used a stamp twice."""
+        """Order of entries: the greater one wins. Values are compared only if a writer has used a stamp twice."""
         return self.stamp, json.dumps(self.value, sort_keys=True)
 
 
 class SharedTable:
-    """The entries that this peer knows, which it merges with those of others.
+    """The entries that this peer knows, which it merges with those of other peers.
 
-    ``writer``: this peer's name in stamps; ``clock``: milliseconds, which need neither be right nor steady.
+    ``writer``: this peer's name in stamps; ``clock``: returns milliseconds, and need neither be right nor steady.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SharedTable:
         self._writer, self._clock, self._last = writer, clock, Stamp(0, 0, "")
 
     def write(self, key: str, value: Any) -> None:
-        """Set a key, unless it has that value already."""
+        """Set a key, unless it already has this value."""
         if key not in self.entries or self.entries[key].value != value:
             now, last = self._clock(), self._last
             stamp = (
@@ -59,19 +59,19 @@ class SharedTable:
             self._put(key, Entry(stamp, value))
 
     def merge(self, entries: Mapping[str, Entry]) -> None:
-        """Take over what is newer."""
+        """Take over the entries that are newer than this table's."""
         for key, entry in entries.items():
             if key not in self.entries or self.entries[key].rank < entry.rank:
                 self._put(key, entry)
 
     def since(self, changes: int) -> dict[str, Entry]:
-        """Entries that have changed here after the first ``changes`` changes."""
+        """Return the entries that have changed in this table after its first ``changes`` changes."""
         return {
             key: self.entries[key] for key, at in self._changed.items() if at > changes
         }
 
     def under(self, prefix: str) -> Iterator[tuple[str, Any]]:
-        """Yield the rest of every key that begins with ``prefix``, and its value, of those that are there."""
+        """Yield each present key that begins with ``prefix``, without the prefix, and its value."""
         for key, entry in self.entries.items():
             if key.startswith(prefix) and entry.value is not None:
                 yield key[len(prefix) :], entry.value
@@ -87,7 +87,7 @@ def entries_to_json(entries: Mapping[str, Entry]) -> dict[str, Any]:
 
 
 def entries_from_json(data: Any) -> dict[str, Entry]:
-    """Entries as another peer has sent them. Raises :class:`ValueError` if they are none."""
+    """Parse entries that another peer has sent. Raises :class:`ValueError` if they are malformed."""
     entries = {}
     for key, (time_, number, writer, value) in dict(data).items():
         kinds = (

@@ -1,4 +1,4 @@
-"""What Weft needs of iroh: endpoints that use no public service, and messages on a stream."""
+"""The part of iroh that Weft uses: endpoints that use no public service, and messages on a stream."""
 
 import asyncio
 import ctypes
@@ -22,14 +22,12 @@ PIECE = 256 << 10
 
 
 class PeerError(WeftError):
-    """A peer or a relay could not be reached, has refused, or has sent what it should not; the message names it."""
+    """A peer or a relay could not be reached, has refused, or has sent invalid data. The message names it."""
 
 
 @cache
 def iroh() -> Any:
-    """Return the package iroh. Its bindings copy what is sent byte by byte in Python (a second per MiB); this is
-    replaced.
-    """
+    """Import the package iroh, and replace the slow copy of sent bytes in its bindings (a second per MiB)."""
     try:
         import iroh
         from iroh import iroh_ffi
@@ -58,7 +56,7 @@ def public_key(private: bytes) -> str:
 async def bind(
     protocol: bytes, relay: str, key: bytes | None = None, address: str | None = None
 ) -> Any:
-    """Return an endpoint that knows one relay, ours, and asks nobody else for anything."""
+    """Return an endpoint that knows one relay, ours, and contacts no other server."""
     api = iroh()
     mode = api.RelayMode.custom_from_urls([relay])
     options = {"preset": api.preset_minimal(), "relay_mode": mode, "alpns": [protocol]}
@@ -73,7 +71,7 @@ async def bind(
 
 
 def cause(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Describe an error in one line."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     text = " ".join(
@@ -89,7 +87,9 @@ def cause(error: BaseException) -> str:
 
 
 async def within(limit: float, awaitable: Awaitable[T]) -> T:
-    """Return the result of ``awaitable``; :class:`PeerError` after ``limit`` seconds, or if iroh gives up."""
+    """Await ``awaitable`` and return its result. Raises :class:`PeerError` after ``limit`` seconds, or if iroh gives
+    up.
+    """
     try:
         return await asyncio.wait_for(awaitable, limit)
     except (TimeoutError, iroh().IrohError) as error:
@@ -99,7 +99,7 @@ async def within(limit: float, awaitable: Awaitable[T]) -> T:
 async def send(
     stream: Any, head: dict[str, Any], body: bytes | memoryview = b""
 ) -> None:
-    """Send a message: the length of its head, the head as JSON, and the body, whose size the head tells."""
+    """Send a message: the length of its head, the head as JSON, and the body, whose size is in the head."""
     text = json.dumps(head | {"size": len(body)}).encode()
     whole = memoryview(struct.pack("!I", len(text)) + text + body)
     for at in range(0, len(whole), PIECE):
@@ -109,7 +109,7 @@ async def send(
 async def receive(
     stream: Any, body: int = 0, head: int = HEAD
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the next message, with at most ``body`` and ``head`` bytes in its parts. Raises :class:`PeerError` for
+    """Receive the next message, with at most ``body`` and ``head`` bytes in its parts. Raises :class:`PeerError` for
     others.
     """
     (length,) = struct.unpack("!I", await _read(stream, 4))

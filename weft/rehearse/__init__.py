@@ -1,1 +1,1 @@
-"""One real step of one rank, counted and timed, for a prediction of what a layout takes on a machine at hand."""
+"""One real step of one rank, counted and timed, to predict the time of a layout on a probed machine."""

@@ -1,6 +1,6 @@
-"""Run the programs of all ranks of a rehearsed step against each other, on a clock where busy ranks share cores.
+"""Runs the programs of all ranks of a rehearsed step against each other, on a clock where busy ranks share cores.
 
-Times are seconds, sizes bytes. What is sent costs what :mod:`weft.rehearse.curves` knows of it.
+Times are seconds, sizes bytes. Messages cost what the measured curves say (:mod:`weft.rehearse.curves`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from weft.rehearse.worker_links import WorkerLinks
 
 @dataclass(frozen=True)
 class Do:
-    """A piece of a rank's program: ``cpu`` seconds of work, after ``key`` has happened, before ``wait`` seconds.
+    """A piece of a rank's program: ``cpu`` seconds of work that start after the event ``key``, then ``wait`` seconds.
 
-    ``kind``: ``work``, ``meet`` (with ``members``), ``post`` or ``take`` a message. ``cause``: what it is for, a field
-    of :class:`weft.planner.cost.Cost`.
+    ``kind``: ``work``, ``meet`` (with ``members``), ``post`` or ``take`` a message. ``cause``: the purpose, a field of
+    :class:`weft.planner.cost.Cost`.
     """
 
     kind: str
@@ -39,10 +39,11 @@ class Do:
 
 @dataclass(frozen=True)
 class Far:
-    """What slow links add: ``groups`` are those of the step that are as large, by size, and busy at the same time.
+    """Extra time on slow links. ``groups``: by size, the groups of the step of that size, which are busy at the same
+    time.
 
-    ``workers``: which worker each rank is. Curves know only the links between neighbours; here is what a ring over a
-    link takes that is much slower than the fastest.
+    ``workers``: the worker of each rank. Curves know only the links between neighbours; this adds the time of a ring
+    over a link that is much slower than the fastest.
     """
 
     links: WorkerLinks
@@ -100,7 +101,7 @@ def program(
     far: Far | None,
     layout: Layout,
 ) -> list[Do]:
-    """What ``rank`` does in a step, with its costs."""
+    """Return the program of ``rank`` in a step, with its costs."""
     actions: list[Do] = []
     met: dict[tuple[int, ...], int] = defaultdict(int)
     sent: dict[tuple[int, ...], int] = defaultdict(int)
@@ -139,7 +140,7 @@ def program(
 
 
 def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> float:
-    """Return the seconds until all ranks are through, if those that are busy share the cores evenly.
+    """Return the seconds until all ranks have finished, if busy ranks share the cores evenly.
 
     :mod:`weft.schedule.simulate` has a device per rank and moves that cost no compute, and so no way to say this.
     """
@@ -196,7 +197,7 @@ def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> flo
 
 @dataclass(frozen=True)
 class Prediction:
-    """``seconds`` of a step; ``memory``: peak resident bytes per rank; ``busy``: cpu seconds per rank.
+    """Predicted ``seconds`` of a step. ``memory``: peak resident bytes per rank; ``busy``: cpu seconds per rank.
 
     ``parts``: seconds of the step by cause (a field of :class:`weft.planner.cost.Cost`); ``bubble`` is waiting.
     """
@@ -213,9 +214,9 @@ def predict_step(
     layout: Layout,
     workers: Sequence[int] = (),
 ) -> Prediction:
-    """From every rank's rehearsed step.
+    """Predict the time and memory of a step from every rank's rehearsed step.
 
-    ``workers``: which of the probed machine's workers each rank is, if not the one of its number.
+    ``workers``: the worker of the probed machine on which each rank runs, by default the one with its number.
     """
     world = len(rehearsed)
     setting, uneven = local.setting(world), local.uneven(world)
@@ -258,7 +259,7 @@ def axes_along(layout: Layout, ranks: Sequence[int]) -> set[str]:
 
 
 def axis_of(layout: Layout, ranks: Sequence[int]) -> str:
-    """Return the field of :class:`weft.planner.cost.Cost` for traffic among ``ranks``: by the axes along which they
+    """Return the field of :class:`weft.planner.cost.Cost` for traffic among ``ranks``, by the axes along which they
     lie.
     """
     along = axes_along(layout, ranks)

@@ -23,12 +23,12 @@ from weft.rehearse.worker_links import WorkerLinks
 
 @dataclass(frozen=True)
 class Setting:
-    """What was measured while ``ranks`` processes of ``threads`` threads each were busy with the same.
+    """Measurements of a machine while ``ranks`` processes with ``threads`` threads each do the same work.
 
-    ``collectives``: ``{"reduce.2": [[bytes, cpu seconds, seconds besides]]}`` by group size, ``message.2`` alike;
-    ``memory``: resident bytes of a rank without tensors (``plain``, and more by what its layout uses) and ``per_byte``
-    of tensors; ``step``: processor seconds of a small model's step, with which rehearsed work is compared, because
-    ranks that are busy at once take caches and memory from each other.
+    ``collectives``: ``{"reduce.2": [[bytes, cpu seconds, further seconds]]}`` by group size; ``message.2`` likewise.
+    ``memory``: resident bytes of a rank without tensors (``plain``, and additions for what its layout uses) and
+    ``per_byte`` of tensors. ``step``: processor seconds of a small model's step. Rehearsed work is scaled by it,
+    because ranks that are busy at once take caches and memory from each other.
     """
 
     ranks: int
@@ -38,7 +38,7 @@ class Setting:
     step: float
 
     def collective(self, e: Event) -> tuple[float, float]:
-        """``(cpu seconds of each rank, seconds besides)`` of a collective."""
+        """Return ``(cpu seconds of each rank, further seconds)`` of a collective."""
         size = len(e.ranks)
         known = sorted(
             int(name.partition(".")[2])
@@ -51,12 +51,12 @@ class Setting:
         return curve(points, e.bytes), max(0.0, curve(points, e.bytes, 2))
 
     def message(self, size: float) -> tuple[float, float]:
-        """Return the same of one end of a message."""
+        """Return ``(cpu seconds, further seconds)`` of one end of a message."""
         points = self.collectives["message.2"]
         return curve(points, size) / 2, max(0.0, curve(points, size, 2))
 
     def resident(self, layout: Layout, peak: float) -> float:
-        """Most bytes resident of a rank whose tensors take ``peak`` bytes at most."""
+        """Return the peak resident bytes of a rank whose tensors take at most ``peak`` bytes."""
         uses = {
             "functional": layout.tp * layout.cp,
             "sharded": layout.dp * layout.shard,
@@ -78,7 +78,7 @@ class ProbedMachine:
 
     @classmethod
     def of(cls, calibration: Mapping[str, Any]) -> ProbedMachine:
-        """From the ``calibration`` table of a cluster file that ``weft probe`` has written."""
+        """Read the ``calibration`` table of a cluster file that ``weft probe`` has written."""
         if any("step" not in s for s in calibration["settings"].values()):
             raise UsageError(
                 "the cluster file is of an older weft probe; run weft probe again"
@@ -92,7 +92,7 @@ class ProbedMachine:
         )
 
     def uneven(self, ranks: int) -> WorkerLinks | None:
-        """Return the links of a run of so many ranks, if some of them are much slower than others."""
+        """Return the links of a run of ``ranks`` ranks if some are much slower than others, else None."""
         return (
             self.links
             if self.links is not None and len(self.links) == ranks and self.links.uneven
@@ -100,14 +100,16 @@ class ProbedMachine:
         )
 
     def setting(self, ranks: int) -> Setting:
-        """Return the measured setting nearest above ``ranks``, else the largest."""
+        """Return the measured setting with the smallest number of ranks not below ``ranks``, else the largest one."""
         return self.settings[
             min((n for n in self.settings if n >= ranks), default=max(self.settings))
         ]
 
 
 def curve(points: Sequence[Sequence[float]], x: float, column: int = 1) -> float:
-    """``column`` at ``x`` (column 0, ascending), between points and beyond them along straight lines in logarithms."""
+    """Interpolate ``column`` of the ``points`` at ``x`` (column 0, ascending) linearly in logarithms, also beyond the
+    ends.
+    """
     if x <= points[0][0] or len(points) == 1:
         return points[0][column]
     i = min(int(np.searchsorted([p[0] for p in points], x)), len(points) - 1)

@@ -1,6 +1,6 @@
-"""What training a model takes on this machine with every method, whether it fits, and which method to take.
+"""What training a model takes on this machine by every method, whether it fits, and which method to choose.
 
-Sums over the layers of what one block of the model, and its ends, take when they are really run here
+Sums over the layers what one block of the model and its ends take when they really run here
 (:mod:`weft.rehearse.pieces`).
 """
 
@@ -67,9 +67,9 @@ TOKENS_PER_PARAMETER = 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """A method with its settings: bytes by what holds them (``memory``), whether that fits, and seconds of a step.
+    """A method with its settings: bytes by purpose (``memory``), whether they fit, and seconds of a step.
 
-    ``places``: what rests in files, of which ``memory`` has the buffers alone.
+    ``places``: the state that rests in files, of which ``memory`` counts only the buffers.
     """
 
     method: str
@@ -94,9 +94,7 @@ class Estimate:
 def with_method(
     recipe: Recipe, method: str, places: Mapping[str, str] | None = None, **train: Any
 ) -> Recipe:
-    """Return the recipe as ``method`` trains it, resting in ``places``: the settings of an adapter stay where it has
-    one.
-    """
+    """Return the recipe changed to train by ``method``, with state in ``places``. Settings of an adapter are kept."""
     tree, sections = recipe.model_dump(mode="json"), METHODS[method]
     adapter = sections.get("adapter")
     tree["adapter"] = (tree["adapter"] or {}) | adapter if adapter else None
@@ -116,7 +114,7 @@ def estimates(
     device: torch.device,
     say: Callable[[str], None],
 ) -> list[Estimate]:
-    """For each method the fastest settings that fit; where none does, those that take least."""
+    """Return for each method the fastest settings that fit, or those that need the least memory if none fit."""
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(recipe.train.threads, 1))
     measured, passes = {}, dict[Adapter | None, dict[str, Piece]]()
@@ -155,7 +153,9 @@ def estimates(
 
 
 def recommend(estimates: Sequence[Estimate]) -> Estimate | None:
-    """Return the one to take, of those that fit; adapters where these can hold all that is learned."""
+    """Return the recommended method among those that fit; adapters are preferred if they can hold all that is
+    learned.
+    """
     fitting = {e.method: e for e in estimates if e.fits}
     small = (
         "lora" in fitting
@@ -173,7 +173,9 @@ def estimate(
     recipe: Recipe, shape: ModelShape, method: str, block: Piece, ends: Piece, runtime: float, available: float,
     disk: Mapping[str, Any],
 ) -> Estimate:  # fmt: skip
-    """Memory and time of the recipe's steps, from the model's measured pieces, and the ``disk`` if it uses one."""
+    """Estimate memory and time of the recipe's steps from the measured pieces of the model, and from ``disk``
+    if used.
+    """
     rows, passes = recipe.rows_per_pass(recipe.layout)
     tokens, layers, full = (
         rows * recipe.data.seq_len,
@@ -253,10 +255,10 @@ def _into_files(
     memory: dict[str, float], recipe: Recipe, block: Piece, ends: Piece, disk: Mapping[str, Any], layers: int,
     computed: tuple[float, float, float],
 ) -> float:  # fmt: skip
-    """Leave in ``memory`` the buffers of what rests in files; returns the seconds that a step takes longer for it.
+    """Reduce ``memory`` to the buffers of state that rests in files; return by how many seconds a step gets longer.
 
-    ``computed``: seconds of forward, backward and update. Weights are read for each of the first two, and all that
-    rests is read and written for the third, gradients only read.
+    ``computed``: seconds of forward, backward and update. Weights are read for forward and backward. In the update all
+    resting state is read and written, except gradients, which are only read.
     """
     held = {"weights": "weights", "gradients": "gradients", "moments": "slots"}
     sizes = {kind: memory["optimizer" if kind == "moments" else kind] for kind in held}
@@ -292,7 +294,7 @@ def _into_files(
 
 
 def _runtime(device: torch.device) -> tuple[float, float]:
-    """Return the bytes that a process has before it has a model, and what there is for one."""
+    """Return the bytes that a process has before it builds a model, and the bytes that are free for one."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
@@ -304,10 +306,9 @@ def _runtime(device: torch.device) -> tuple[float, float]:
 def subject(
     model: str, batch: int | None, seq: int | None, tokens: int | None = None
 ) -> tuple[Recipe, ModelShape]:
-    """Return the recipe that is to be estimated, and its model without an adapter: of a recipe, or of a model by its
-    name.
+    """Return the recipe to estimate and its model without an adapter, from a recipe or from the name of a model.
 
-    It trains for so many ``tokens``, or else for its own steps.
+    The recipe trains for ``tokens``, by default for its own steps.
     """
     if (file := find_recipe(model)) is not None:
         recipe = load_recipe(file)
@@ -334,7 +335,7 @@ def subject(
 
 
 def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
-    """Return the command that trains so."""
+    """Return the command that trains by this method."""
     file, sections = find_recipe(model), METHODS[chosen.method]
     words = ["weft", "train", f"finetune --from {model}" if file is None else model]
     if file is not None and chosen.method == "full" and recipe.adapter is None:
@@ -372,7 +373,7 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
 
 
 def local_reasons(estimates: Sequence[Estimate], chosen: Estimate | None) -> list[str]:
-    """Why it is that one: a sentence for each method."""
+    """Return one sentence per method on why it was chosen or not."""
     lines = []
     for e in estimates:
         most = max((m for m in e.memory if m != "runtime"), key=lambda m: e.memory[m])

@@ -1,7 +1,7 @@
 """A process group that moves nothing: it records its rank's calls, and the work between them.
 
-Groups of the world and of axes share one :class:`Journal`, so that all a step does stands in one order. What would
-arrive is filled in with numbers of the usual size: a processor is slow with denormal ones, and a step is timed.
+Groups of the world and of axes share one :class:`Journal`, so that all events of a step stand in one order. Buffers to
+receive into are filled with numbers of usual size, because denormal numbers would slow down the timed step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Group: Any = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank does next: ``work``, a ``collective``, ``send`` or ``recv`` a message, or ``wait`` for one.
+    """The next event of a rank: ``work``, a ``collective``, ``send`` or ``recv`` of a message, or ``wait`` for one.
 
-    ``name``: of work what it is for, ``compute`` or ``optimizer``; of a collective ``reduce``, ``gather``,
-    ``scatter`` or ``exchange``; of a wait what is waited for. ``seconds``: of work. ``bytes``: of a collective, its
-    whole tensor. ``ranks``: who takes part (global), of a message the peer and the tag. ``number``: of a message.
+    ``name``: for work its purpose, ``compute`` or ``optimizer``; for a collective ``reduce``, ``gather``, ``scatter``
+    or ``exchange``; for a wait its target. ``seconds``: of work. ``bytes``: of the whole tensor of a collective.
+    ``ranks``: global ranks that take part; for a message the peer and the tag. ``number``: of a message.
     """
 
     kind: str
@@ -41,12 +41,12 @@ class Event:
 
 
 def processor_seconds() -> float:
-    """Processor seconds of this process by thread, which other programs lengthen little."""
+    """Return this process's processor seconds per thread, which other programs hardly lengthen."""
     return time.process_time() / torch.get_num_threads()
 
 
 class Journal:
-    """The events since :meth:`begin`."""
+    """Records the events since :meth:`begin`."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -58,7 +58,7 @@ class Journal:
         self.turn("compute")
 
     def turn(self, name: str) -> None:
-        """What was done until now is work of the old name, what comes is of this one."""
+        """Book the work done until now under the previous name, and later work under ``name``."""
         self.name, self.since = name, processor_seconds()
 
     def close(self) -> None:
@@ -66,7 +66,9 @@ class Journal:
 
     @contextmanager
     def note(self, event: Event) -> Iterator[None]:
-        """The event, before which the rank has worked; what is done within is not the rank's work."""
+        """Record ``event`` after the rank's work before it. Time inside the context does not count as the
+        rank's work.
+        """
         self.close()
         self.events.append(event)
         yield
@@ -74,7 +76,7 @@ class Journal:
 
 
 class PendingMessage:
-    """A message under way: waiting for it is noted."""
+    """A message under way, which records when it is waited for."""
 
     def __init__(self, journal: Journal, event: Event) -> None:
         self.journal, self.event = journal, event
@@ -90,7 +92,7 @@ class PendingMessage:
 
 
 class Silent(Group):
-    """The process group; its methods have the names under which PyTorch calls them."""
+    """The process group. Its methods have the names under which PyTorch calls them."""
 
     options = None
 
@@ -114,7 +116,7 @@ class Silent(Group):
     def _collective(
         self, name: str, whole: int, pairs: Sequence[tuple[T, T]] = ()
     ) -> dist.Work:
-        """Note a collective on ``whole`` bytes; of ``pairs`` the first get what is in the second."""
+        """Record a collective on ``whole`` bytes, and copy the second tensor of each of ``pairs`` into the first."""
         ranks = tuple(dist.get_process_group_ranks(self))
         with self.journal.note(Event("collective", name, bytes=whole, ranks=ranks)):
             for out, given in pairs:
@@ -177,7 +179,7 @@ class Silent(Group):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _each(self, call: Callable[..., dist.Work], given: Iterable[Any]) -> dist.Work:
-        """Return the last of the works: all are done."""
+        """Apply ``call`` to each of ``given`` and return the last work."""
         return [call(*args) for args in given][-1]
 
     def alltoall(
@@ -216,7 +218,7 @@ dist.Backend.register_backend(
 
 @contextmanager
 def silent_rank(rank: int, world: int) -> Iterator[Journal]:
-    """In here this process is ``rank`` of ``world`` that are not there; what it asks of them is in the journal."""
+    """Simulate ``rank`` of a ``world`` whose other ranks do not exist; the journal records what it asks of them."""
     with fake_rank(rank, world, "silent"):
         assert isinstance(dist.group.WORLD, Silent)
         yield dist.group.WORLD.journal

@@ -1,4 +1,4 @@
-"""The bytes of all tensors that are alive, and the most that they were."""
+"""Counts the bytes of all living tensors, and their peak."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return all tensors of ``values``, also those in lists and tuples, in order."""
+    """Return all tensors of ``values`` in order, also those in lists and tuples."""
     tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -23,14 +23,14 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 class Ledger:
-    """``level``: bytes alive now; ``peak``: at most so far. Tensors that share memory count once."""
+    """Bytes of living tensors: ``level`` now, ``peak`` at most so far. Tensors that share memory count once."""
 
     def __init__(self) -> None:
         self.level = self.peak = 0
         self.known: dict[int, int] = {}  # bytes by storage
 
     def hold(self, values: Iterable[Any]) -> None:
-        """Count the storages of these tensors until they are gone; of a spread tensor, this rank's part."""
+        """Count the storages of these tensors until they are freed; of a distributed tensor, this rank's part."""
         for tensor in tensors_in(values):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             storage = local.untyped_storage()
@@ -44,7 +44,7 @@ class Ledger:
                 weakref.finalize(storage, self._drop, storage._cdata)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that is held by the size that it has now."""
+        """Count a known storage by its present size."""
         size = storage.nbytes()
         self.level += size - self.known[storage._cdata]
         self.known[storage._cdata] = size
@@ -55,9 +55,9 @@ class Ledger:
 
 
 class AllocationWatch(TorchDispatchMode):
-    """Enters every tensor made within in the ledger; units gather and free parameters by the size of their storage.
+    """Enters every tensor created in the context in the ledger. Units gather and free parameters by resizing storages.
 
-    ``inside``: also what our own operators make while they run.
+    ``inside``: also count temporaries inside Weft's own operators.
     """
 
     def __init__(self, ledger: Ledger, inside: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Layouts on a machine that ``weft probe`` has measured: the likeliest are rehearsed, and timed by the clock.
+"""Finds layouts for a probed machine: the likeliest are rehearsed and timed by the clock.
 
-The closed form's constants are those of GPUs; here it only says which layouts are worth a rehearsal.
+The constants of the closed form are those of GPUs, so it only chooses which layouts are rehearsed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KIND = (
 
 
 def shortlist(searched: SearchResult, most: int) -> list[int]:
-    """Candidates to rehearse: the best of every way to cut the model first, then the best kinds of all."""
+    """Return the candidates to rehearse: the best of every way to cut the model first, then the best overall."""
     kinds: dict[tuple[float, ...], int] = {}
     for i in searched.order:
         kinds.setdefault(
@@ -69,7 +69,7 @@ def shortlist(searched: SearchResult, most: int) -> list[int]:
 
 
 def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield how many of :data:`REHEARSED` each number of ranks gets: there are more layouts of more."""
+    """Yield how many of the :data:`REHEARSED` layouts each number of ranks gets; larger numbers have more layouts."""
     whole = sum(counts)
     for n in counts:
         yield n, max(2, round(REHEARSED * n / whole))
@@ -78,7 +78,7 @@ def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 def with_rehearsed_time(
     final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: ProbedMachine
 ) -> Final:
-    """``final`` with the time, the memory and (where links differ) the order of axes that the rehearsal gives."""
+    """Return ``final`` with the time, the memory and (where links differ) the order of axes from the rehearsal."""
     order, workers = place_ranks(layout, rehearsed, local.uneven(layout.world))
     prediction = predict_step(local, rehearsed, layout, workers)
     # a rehearsal waits for no disk
@@ -91,9 +91,7 @@ def with_rehearsed_time(
 def place_ranks(
     layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLinks | None
 ) -> tuple[str, list[int]]:
-    """Return the order of axes for these links, and the worker of every rank as it was rehearsed; usual if links are
-    alike.
-    """
+    """Choose the order of axes for these links, and the worker of every rank; the usual order if links are alike."""
     if links is None:
         return "", []
     turned = place_axes(links, layout, traffic_of(rehearsed[0].events, 0, layout))
@@ -104,7 +102,7 @@ def place_ranks(
 def traffic_of(
     events: Sequence[Event], rank: int, layout: Layout
 ) -> dict[str, Traffic]:
-    """What ``rank`` sends along every axis in a rehearsed step. Small sums over the world are left out."""
+    """Return what ``rank`` sends along every axis in a rehearsed step, without small sums over the world."""
     traffic: dict[str, Traffic] = {}
     for e in events:
         if e.kind == "send":
@@ -129,7 +127,7 @@ def traffic_of(
 def held(
     layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction
 ) -> Iterator[RankMemory]:
-    """Memory of the fullest rank of every pipeline position: tensors, and what the process takes beside them."""
+    """Yield the memory of the fullest rank of every pipeline position: its tensors, and the memory of its process."""
     each = layout.world // layout.pp
     for stage in range(layout.pp):
         ranks = range(stage * each, (stage + 1) * each)
@@ -147,9 +145,11 @@ def at_hand(
     founds: Sequence[SearchResult], local: ProbedMachine, recipe_of: Callable[[Final], Any],
     rehearse: Callable[[Any], Sequence[Rehearsal]], say: Callable[[str], None] = lambda text: None,
 ) -> tuple[SearchResult, list[Final]]:  # fmt: skip
-    """Return the best layouts of all numbers of ranks (one of ``founds`` each), fastest first; and the winner's search.
+    """Compare the best layouts of all numbers of ranks (one of ``founds`` each); return the winner's search and all,
+    fastest first.
 
-    ``recipe_of``: the recipe of a layout; ``rehearse``: its step on every rank; ``say`` hears what is being done.
+    ``recipe_of``: returns the recipe of a layout; ``rehearse``: rehearses its step on every rank; ``say`` receives
+    progress.
     """
     finals: list[tuple[Final, SearchResult]] = []
     chosen = [
@@ -179,7 +179,7 @@ def at_hand(
 
 
 def to_try(finals: Sequence[Final], count: int) -> list[Final]:
-    """What to run for ``count`` trials: the best of every number of ranks, then the best of all."""
+    """Choose ``count`` layouts for trials: the best of every number of ranks, then the best of all."""
     firsts: dict[float, Final] = {}
     for final in finals:
         firsts.setdefault(float(final.plan.world), final)
@@ -193,11 +193,11 @@ def to_try(finals: Sequence[Final], count: int) -> list[Final]:
 def correct_by_measured(
     finals: Sequence[Final], measured: Sequence[tuple[Final, float]]
 ) -> list[Final]:
-    """Return all of ``finals`` by time: those that ran with the seconds ``measured``, the others moved as those were.
+    """Sort ``finals`` by time: trials take their ``measured`` seconds, and predictions of the others are corrected.
 
-    The speed of a machine that others use too wanders, and a probe knows it as it was: layouts of as many ranks are off
-    by about as much. So each is moved by the ratio of those that ran (the mean of their logarithms), of all of them if
-    none has as many ranks.
+    The speed of a shared machine changes after a probe, by about as much for all layouts with the same number of ranks.
+    So predictions are multiplied by measured over predicted time, the geometric mean of the trials with as many ranks,
+    or of all trials if there are none.
     """
     ran = {id(final): seconds for final, seconds in measured}
     off: dict[float, list[float]] = {}
@@ -229,7 +229,7 @@ LARGEST = 2e9
 class RehearsedLayouts(NamedTuple):
     """Layouts that were rehearsed on this machine, the fastest first.
 
-    ``searched`` is the search at the winner's number of ranks; ``compared`` says in words what was compared.
+    ``searched``: the search at the winner's number of ranks; ``compared``: a text that says what was compared.
     """
 
     searched: SearchResult
@@ -241,9 +241,9 @@ def search_here(
     recipe_of: Callable[[Final], Recipe], shape: Shape, cluster: Cluster, ranks: int | None, batch: int, seq: int,
     bits: int, pins: Sequence[Pin], say: Callable[[str], None],
 ) -> RehearsedLayouts:  # fmt: skip
-    """Find the best layouts on the probed machine, of ``ranks`` or else of every number of ranks that was probed.
+    """Find the best layouts on the probed machine for ``ranks`` ranks, by default for every probed number of ranks.
 
-    ``recipe_of`` makes the recipe with which a layout is rehearsed.
+    ``recipe_of`` returns the recipe with which a layout is rehearsed.
     """
     if float(shape.parameters) * (ranks or cluster.count) > LARGEST:
         raise UsageError(
@@ -288,7 +288,7 @@ def search_here(
 def choose_here(
     recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callable[[str], None]
 ) -> ChosenLayout:
-    """Return the fastest layout for ``recipe`` on the probed machine; what its ``[train]`` section says stays."""
+    """Choose the fastest layout for ``recipe`` on the probed machine; the recipe's ``[train]`` section is kept."""
     train = recipe.train
     shape = shape_of(model_shape(recipe), vocab_of(recipe))
     rehearsed = search_here(
@@ -301,11 +301,11 @@ def choose_here(
 def rehearsals(
     recipe: Recipe, local: ProbedMachine, paces: dict[int, float] | None = None
 ) -> list[Rehearsal]:
-    """Every rank's step, on the recipe's own first batch if its data is there, with its work as slow as in the probe.
+    """Rehearse every rank's step, on the recipe's own first batch if its data is present, as slow as in the probe.
 
-    A small model's step is timed before and after: how much longer that took among other ranks is taken to hold for
-    this one, and by as much as the machine is slower at this moment, both are. ``paces`` has its seconds by threads,
-    of the rehearsal that was just before this one, and those after this one are left there.
+    A small model's step is timed before and after. The ratio of the probe's time to this time is applied to the
+    rehearsed work, which corrects for the other ranks and for the machine's speed at this moment. ``paces`` holds the
+    small model's seconds by threads, measured after the previous rehearsal; it is updated by this one.
     """
     paces = {} if paces is None else paces
     shape, batches = batches_of(recipe)
@@ -321,7 +321,7 @@ def rehearsals(
 
 @contextmanager
 def threads_set(count: int) -> Iterator[None]:
-    """PyTorch computes on so many threads in here."""
+    """Set the number of PyTorch's threads in the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

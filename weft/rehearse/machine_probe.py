@@ -44,7 +44,7 @@ MESSAGES = (64, 2**14, 2**17, 2**19, 2**21, 2**23)
 
 
 def time_call(call: Callable[[], Any]) -> float:
-    """Processor seconds of one call by thread: the middle of some."""
+    """Return the median processor seconds of one call per thread."""
     call()
     samples = []
     for _ in range(5):
@@ -55,13 +55,13 @@ def time_call(call: Callable[[], Any]) -> float:
 
 
 def triad() -> float:
-    """Return bytes per second of ``a = b + s * c`` on arrays that no cache holds (McCalpin's STREAM)."""
+    """Measure bytes per second of ``a = b + s * c`` on arrays larger than any cache (McCalpin's STREAM)."""
     a, b, c = torch.ones(3, 2**23).unbind()
     return 3 * 4 * 2**23 / time_call(lambda: torch.add(b, c, alpha=3.0, out=a))
 
 
 def peaks() -> dict[str, float]:
-    """Multiply-adds twice per second of a large square product, by precision, as training computes it."""
+    """Measure the FLOP/s of a large square matrix product by precision, computed as in training."""
     rates = {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.rand(768, 768).to(dtype)
@@ -74,10 +74,10 @@ def peaks() -> dict[str, float]:
 
 
 def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
-    """``{"reduce.2": [[bytes, cpu seconds of a rank, seconds besides]]}`` by group size, amid other work.
+    """Measure collectives amid other work: ``{"reduce.2": [[bytes, cpu seconds of a rank, further seconds]]}``.
 
-    Groups smaller than the world work at the same time. Bytes are those of the whole tensor. ``besides``: what a
-    rank waits beyond the work of all ranks on the cores.
+    Groups smaller than the world work at the same time. Bytes are those of the whole tensor. The further seconds are
+    those that a rank waits beyond the work of all ranks on the cores.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     cores = cores_here()
@@ -152,7 +152,9 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
 
 
 def probe_links(turns: int = 3) -> dict[str, list[list[float]]]:
-    """``latency`` (seconds) and ``bandwidth`` (bytes per second) of every ordered pair of ranks, one at a time."""
+    """Measure ``latency`` (seconds) and ``bandwidth`` (bytes per second) of every ordered pair of ranks, one
+    at a time.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     table = torch.zeros(2, world, world, dtype=torch.float64)
     small, large = torch.zeros(16), torch.zeros(2**18)
@@ -185,7 +187,7 @@ def probe_links(turns: int = 3) -> dict[str, list[list[float]]]:
 
 
 def probe_machine(quick: bool) -> dict[str, Any]:
-    """Everything about the setting that this process is in, one of as many as there are ranks.
+    """Measure everything about the setting of this process, one of as many as there are ranks.
 
     Rank 0's table of links is complete.
     """
@@ -209,7 +211,7 @@ def probe_machine(quick: bool) -> dict[str, Any]:
 
 
 def setting(ranks: int, quick: bool) -> dict[str, Any]:
-    """What rank 0 of ``ranks`` fresh processes measures while the others do the same."""
+    """Start ``ranks`` processes that measure at once, and return the measurements of rank 0."""
     import torch.multiprocessing as mp
 
     with listen("127.0.0.1") as free:
@@ -244,8 +246,10 @@ def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
 
 
 def empty_memory(world: int) -> dict[str, float]:
-    """Resident bytes of a rank besides its tensors: ``plain``, ``per_byte`` of tensors at their peak (the heap has
-    gaps), and with several ranks what kinds of layouts load and keep, the first as a peak that :func:`cluster` reads.
+    """Measure resident bytes of a rank beside its tensors.
+
+    ``plain``: without tensors; ``per_byte``: of tensors at their peak (the heap has gaps). With several ranks also the
+    additions of kinds of layouts; the first is a peak that :func:`cluster` reads.
     """
     resident: dict[str, float] = {}
     if world == 1:
@@ -276,7 +280,7 @@ def probe_peak(layout: str, size: str, alone: bool) -> int:
 
 
 def cores_here() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may use."""
     return (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -285,7 +289,9 @@ def cores_here() -> int:
 
 
 def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
-    """What rests away from memory: the ``disk`` of a folder, with its ``free`` bytes, and the ``link`` to a device."""
+    """Measure storage outside memory: the ``disk`` of a folder, with its ``free`` bytes, and the ``link`` to a
+    device.
+    """
     folder = folder.expanduser()
     disk = disk_curves(folder, (32 if quick else 128) << 20, called="--folder")
     return {
@@ -297,9 +303,9 @@ def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
 def cluster(
     settings: Sequence[dict[str, Any]], count: int, moves: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the tree of a cluster file: the few numbers of :class:`weft.planner.machine.Cluster`, and all the curves.
+    """Return the content of a cluster file: the numbers of :class:`weft.planner.machine.Cluster`, and all the curves.
 
-    ``moves``: of :func:`probe_storage`; all ranks share that disk.
+    ``moves``: the result of :func:`probe_storage`. All ranks share that disk.
     """
     full = max(
         settings,

@@ -1,8 +1,8 @@
-"""Which worker takes which place of a layout: the order of ranks that keeps most traffic on fast links.
+"""Assigns workers to places of a layout: finds the order of ranks that keeps most traffic on fast links.
 
-As in Pipette (Yim et al. 2024; real link tables instead of nominal ones) and Holmes (Yang et al. 2024; groups by what
-joins them). What a run takes is an order of axes (``layout.order``): the ranks of one host or site are neighbours
-along the axes that come last. Times are seconds, traffic is in bytes.
+As in Pipette (Yim et al. 2024; real link tables instead of nominal ones) and Holmes (Yang et al. 2024; groups by the
+network that joins them). The result is an order of axes (``layout.order``): the ranks of one host or site are
+neighbours along the axes that come last. Times are seconds, traffic is in bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHAINS = ("pp",)
 
 @dataclass(frozen=True)
 class Traffic:
-    """What every rank sends along one axis in a step: ``bytes`` in ``messages`` (per neighbour, of one direction)."""
+    """Traffic of every rank along one axis in a step: ``bytes`` in ``messages`` (per neighbour, in one direction)."""
 
     bytes: float
     messages: float = 1.0
@@ -33,7 +33,7 @@ class Traffic:
 def traffic_seconds(
     links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]
 ) -> float:
-    """Communication of a step when workers take the places of the layout in their own order.
+    """Return the communication time of a step when workers take the places of the layout in their own order.
 
     Axes take turns; all groups of an axis are busy at once and share what is slow.
     """
@@ -51,7 +51,9 @@ def traffic_seconds(
 def place_axes(
     links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]
 ) -> Layout:
-    """``layout`` with the best order of axes for workers as they are numbered; ties go to the usual order."""
+    """Return ``layout`` with the best order of axes for workers in the order of their numbers; ties keep the usual
+    order.
+    """
     if len(links) != layout.world:
         raise ValueError(
             f"the table has links of {len(links)} workers, and layout {layout} has {layout.world} places"

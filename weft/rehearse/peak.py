@@ -1,8 +1,8 @@
-"""What a rank of a layout holds at its peak: our own modules and one step of training, on tensors without memory.
+"""Peak memory of a rank, from Weft's own modules and one step of training on tensors without memory.
 
-Shapes, saved activations, gathered parameters, gradients and optimizer state are those of the real step, because it is
-the real step: only the data behind the tensors is missing (fake tensors) and messages go nowhere (a fake process
-group). What operators use inside themselves, fragmentation and the runtime's own memory are not in it.
+Shapes, saved activations, gathered parameters, gradients and optimizer state are those of the real step. Only the data
+behind the tensors is missing (fake tensors), and messages go nowhere (a fake process group). The workspace of
+operators, fragmentation and the runtime's own memory are not counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Peak:
 
 
 class _Counted(Batch):
-    """A batch whose real tokens are known without looking."""
+    """A batch whose number of real tokens is known without reading it."""
 
     @property
     def real_tokens(self) -> int:
@@ -49,10 +49,10 @@ class _Counted(Batch):
 
 
 def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
-    """One step of ``rank`` under the recipe's layout; ``shape``: the model with its vocabulary.
+    """Run one step of ``rank`` under the recipe's layout on fake tensors, and return its peak.
 
-    Replicas hold the same, so ``dp`` counts as two at most; of many microbatches, as many as fill a pipeline. Raises
-    :class:`UsageError` for what does not rest on the device.
+    ``shape``: the model with its vocabulary. Replicas hold the same, so ``dp`` counts as two at most. Only as many
+    microbatches run as fill a pipeline. Raises :class:`UsageError` for state that does not rest on the device.
     """
     for kind, place in recipe.memory.away.items():
         raise UsageError(
@@ -92,7 +92,7 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
 
 
 def pipeline_ranks(layout: Layout) -> list[int]:
-    """One rank of every pipeline position."""
+    """Return one rank of every pipeline position."""
     world = layout.model_copy(update={"dp": min(layout.dp, 2)}).world
     return [p * world // layout.pp for p in range(layout.pp)]
 
@@ -103,7 +103,7 @@ LARGEST = 512
 
 @dataclass(frozen=True)
 class Checked:
-    """GiB that our modules hold at most, on pipeline position ``rank``, and what was predicted of it; or why not."""
+    """Peak GiB of Weft's modules on pipeline position ``rank``, and the prediction; or why there is none."""
 
     rank: int = 0
     gib: float = 0.0
@@ -121,7 +121,7 @@ class Checked:
 
 
 def check(final: Final, model: PlannedModel) -> Checked:
-    """What the fullest of the first, second and last pipeline rank of ``final`` holds in a rehearsed step."""
+    """Rehearse the first, second and last pipeline rank of ``final``, and return the peak of the fullest."""
     try:
         recipe = build_recipe(recipe_tree(final, model))
         world = recipe.layout.world // recipe.layout.dp * min(2, recipe.layout.dp)

@@ -1,8 +1,8 @@
-"""One block of a model and its ends, really run: their time and memory by the number of tokens in a pass.
+"""Really runs one block of a model and its ends, and measures time and memory by the number of tokens in a pass.
 
 The model's own modules are built with its widths, one layer deep and with a part of its vocabulary, run forward,
-backward and through an update, and every tensor they hold is counted. All are straight lines in the tokens, of which
-two points are measured. No constant is fitted to anything.
+backward and through an update, and every tensor is counted. All results are straight lines in the tokens, of which two
+points are measured. No constant is fitted.
 """
 
 import time
@@ -34,7 +34,7 @@ WORK, VOCAB = 6e9, 8192
 
 
 class Line(NamedTuple):
-    """``fixed + slope * tokens``."""
+    """A straight line: ``fixed + slope * tokens``."""
 
     fixed: float
     slope: float
@@ -51,10 +51,11 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A block, or embedding, norm and output layer with the loss. Seconds and bytes by the tokens of a pass.
+    """Time and memory of a block, or of the ends (embedding, norm and output layer with the loss), by tokens of a pass.
 
-    ``kept``: for backward; ``working``: at most more than that while it runs, without the weights' gradients;
-    ``lean``: at most in a forward without backward. ``update``: seconds of the optimizer. The others: bytes.
+    ``kept``: bytes kept for backward; ``working``: most bytes beyond that while it runs, without the gradients of
+    weights; ``lean``: most bytes of a forward without backward. ``update``: seconds of the optimizer. The other fields
+    are bytes.
     """
 
     forward: Line
@@ -68,7 +69,7 @@ class Piece:
     slots: float = 0.0
 
     def times(self, factor: float) -> "Piece":
-        """So many of it."""
+        """Return ``factor`` times this piece."""
         forward, both, kept, working, lean = (
             Line(factor * x.fixed, factor * x.slope)
             for x in (self.forward, self.both, self.kept, self.working, self.lean)
@@ -85,9 +86,9 @@ def measure_pieces(
     device: torch.device,
     passes: dict[Adapter | None, dict[str, Piece]],
 ) -> tuple[Piece, Piece]:
-    """One block, and the ends with the whole vocabulary, under the recipe's method.
+    """Measure one block, and the ends with the whole vocabulary, under the recipe's method.
 
-    ``passes`` are forward and backward by adapter, which methods that differ in their optimizers share.
+    ``passes``: forward and backward passes by adapter, shared by methods that differ only in their optimizers.
     """
     some = min(shape.vocab, VOCAB)
     # which a small vocabulary may lack
@@ -118,7 +119,7 @@ def measure_pieces(
 def _passes(
     recipe: Recipe, small: ModelShape, model: Transformer, device: torch.device
 ) -> dict[str, Piece]:
-    """Forward and backward of a block and of the ends, by the tokens of a pass."""
+    """Measure forward and backward of a block and of the ends, by the tokens of a pass."""
     weights = sum(p.products for p in parameters(small) if p.name.startswith("blocks"))
     most = max(
         32, min(int(WORK / (6 * weights)), recipe.train.batch * recipe.data.seq_len)
@@ -136,7 +137,9 @@ def _passes(
 
 
 def _longer(small: ModelShape, length: int, wanted: int) -> float:
-    """By how much a token's work in a block grows from rows of ``length`` to those that are wanted: attention."""
+    """Return the factor by which attention makes a token's work larger in rows of the ``wanted`` length than in
+    ``length``.
+    """
     table = 6 * small.vocab * small.embed
     return (flops_per_token(small, 0, wanted) - table) / (
         flops_per_token(small, 0, length) - table
@@ -149,7 +152,7 @@ def _block(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:
 
 
 def _ends(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:
-    """Return the loss, if ``x`` is what the blocks have added to the embedding."""
+    """Compute the loss; ``x`` is what the blocks have added to the embedding."""
     return model.loss(model.norm(model.embedding(batch.tokens) + x), batch)
 
 
@@ -161,7 +164,7 @@ def _piece(
     device: torch.device,
     longer: float = 1.0,
 ) -> Piece:
-    """``run`` with two numbers of tokens; ``longer``: factor of its time."""
+    """Measure ``run`` at two numbers of tokens, and return the lines. ``longer``: factor of the time."""
     seen: dict[str, list[tuple[int, float]]] = {}
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     for count in counts:
@@ -190,7 +193,7 @@ def _piece(
 def _seen(
     model: Transformer, run: Callable[[T], T], x: T, device: torch.device, longer: float
 ) -> dict[str, float]:
-    """Return seconds and bytes of one forward and backward."""
+    """Measure seconds and bytes of one forward and backward."""
     learning = [p for p in model.parameters() if p.requires_grad]
 
     def forward() -> T:
@@ -225,7 +228,7 @@ def _seen(
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, times: int = 2) -> float:
-    """Return the least of some runs: on a CPU in processor time, which others' work lengthens little."""
+    """Return the least of several times: on a CPU in processor time, which other programs hardly lengthen."""
 
     def now() -> float:
         if device.type != "cuda":
@@ -244,9 +247,7 @@ def _seconds(run: Callable[[], Any], device: torch.device, times: int = 2) -> fl
 def _update_seconds(
     recipe: Recipe, state: State, unit: Unit, device: torch.device
 ) -> float:
-    """Return the seconds of the optimizer with one unit; of zeroth order, of its random directions: two to look, one to
-    go.
-    """
+    """Measure the optimizer's seconds for one unit; for zeroth order, those of two probes and one update."""
     held = [h for h in unit.held if h.learns]
     if recipe.optimizer.estimate == "zeroth-order":
         # one says it of all: noise is slow

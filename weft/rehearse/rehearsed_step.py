@@ -1,8 +1,8 @@
-"""One rank's training step alone, in a process group that moves nothing: its work, messages and memory.
+"""Runs one rank's training step alone, in a process group that moves nothing, and records work, messages and memory.
 
-The planner's view of a layout on a machine at hand: our own modules, timed as they run, with every collective and
-message in the order in which this rank issues them, so that counts and sizes cannot drift from the code. Values are
-worthless.
+This is the planner's view of a layout on a machine at hand: Weft's own modules, timed as they run, with every
+collective and message in the order in which this rank issues them. So counts and sizes cannot drift from the code. The
+computed values are meaningless.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIMES = 2
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank does in one step; ``peak``: bytes of tensors alive at most, ``state``: before the step."""
+    """Events of one rank in one step. ``peak``: most bytes of tensors alive; ``state``: bytes before the step."""
 
     events: Sequence[Event]
     state: int = 0
@@ -41,11 +41,11 @@ class Rehearsal:
 
     @property
     def seconds(self) -> float:
-        """Processor seconds of its own work."""
+        """Processor seconds of this rank's own work."""
         return sum(e.seconds for e in self.events)
 
     def slower(self, factor: float) -> Rehearsal:
-        """With work that takes so many times as long."""
+        """Return this rehearsal with its work ``factor`` times as long."""
         return replace(
             self, events=[replace(e, seconds=factor * e.seconds) for e in self.events]
         )
@@ -57,7 +57,7 @@ def rehearse(
     batches: Callable[[Mesh], Sequence[Batch]],
     rank: int,
 ) -> Rehearsal:
-    """One step of ``rank`` under the recipe's layout. On the CPU, alone."""
+    """Rehearse one step of ``rank`` under the recipe's layout, on the CPU in this process alone."""
     with silent_rank(rank, recipe.layout.world) as journal:
         return watch(recipe, shape, batches, journal)
 
@@ -65,10 +65,10 @@ def rehearse(
 def every_rank(
     recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]]
 ) -> list[Rehearsal]:
-    """Return the rehearsed step of all ranks.
+    """Rehearse the step of all ranks.
 
-    Ranks along ``dp``, ``shard`` and ``tp`` do the same on parts of one size (to a row), so that one of them stands for
-    all: the others' groups and peers are its own, moved along these axes.
+    Ranks along ``dp``, ``shard`` and ``tp`` do the same on parts of equal size (up to one row), so one of them is run
+    for all. Groups and peers of the others are those of this rank, shifted along these axes.
     """
     layout = recipe.layout
     rehearsals: dict[tuple[int, ...], Rehearsal] = {}
@@ -108,7 +108,7 @@ def watch(
     batches: Callable[[Mesh], Sequence[Batch]],
     journal: Journal,
 ) -> Rehearsal:
-    """Steps in the process group that there is: one whose tensors are counted, then some that are timed."""
+    """Run steps in the existing process group: one whose tensors are counted, then several that are timed."""
     mesh = Mesh.create(recipe.layout, "cpu")
     model, state = build_for_training(shape, mesh, recipe, lambda *_: torch.zeros(()))
     ledger, given = Ledger(), batches(mesh)
@@ -150,7 +150,7 @@ def watch(
 def plain_batches(
     recipe: Recipe, shape: ModelShape, most: int = sys.maxsize
 ) -> Callable[[Mesh], list[Batch]]:
-    """Batches of the recipe's sizes with one document per row, at ``most`` so many."""
+    """Return a maker of batches of the recipe's sizes with one document per row, at most ``most`` batches."""
 
     def make(mesh: Mesh) -> list[Batch]:
         rows, passes = recipe.rows_per_pass(recipe.layout)
@@ -168,7 +168,7 @@ def plain_batches(
 def batches_of(
     recipe: Recipe,
 ) -> tuple[ModelShape, Callable[[Mesh, int], Sequence[Batch]]]:
-    """Return the model's shape, and what makes the batches of a step: the recipe's data, plain rows where it
+    """Return the model's shape, and a maker of a step's batches: from the recipe's data, or plain rows if it
     has none.
     """
     shape = model_shape(recipe)
@@ -190,9 +190,9 @@ def batches_of(
 
 
 def reference(layout: str, size: str, alone: bool = True) -> Rehearsal:
-    """Rank 0's step of a small model for the probe: ``small`` or ``large``, or the ``tiny`` one of tests.
+    """Run rank 0's step of a small model for the probe: ``small``, ``large``, or ``tiny`` (for tests).
 
-    ``alone``: in a process group that moves nothing, else with the ranks that there are.
+    ``alone``: in a process group that moves nothing, else with the existing ranks.
     """
     sizes = {
         "tiny": (4, 16, 8, 64),
@@ -225,5 +225,5 @@ def reference(layout: str, size: str, alone: bool = True) -> Rehearsal:
 
 
 def usual_step() -> float:
-    """Processor seconds of a small model's step in this process, as it is now: the middle of some."""
+    """Return the median processor seconds of a small model's step in this process at present."""
     return statistics.median(reference("dp=1", "large").seconds for _ in range(3))

@@ -1,6 +1,6 @@
-"""Measured times of transfers between memory and a file, and between host and device, by their size.
+"""Measures times of transfers between memory and a file, and between host and device, by their size.
 
-As a step moves what rests there: direct I/O in two threads, page-aligned buffers, one transfer behind the other.
+Transfers are made as in a training step: direct I/O in two threads, page-aligned buffers, one transfer after the other.
 """
 
 import time
@@ -25,10 +25,11 @@ TURNS = 2
 def disk_curves(
     folder: Path, room: int = 128 << 20, called: str = "memory.folder"
 ) -> dict[str, Any]:
-    """``{"write": [[bytes, seconds]], "read": ...}`` of a file of ``room`` bytes in ``folder``, and its ``note``.
+    """Measure ``{"write": [[bytes, seconds]], "read": ...}`` with a file of ``room`` bytes in ``folder``, and a
+    ``note``.
 
-    The file is gone afterwards. ``called``: what the user knows the folder by. Raises
-    :class:`weft.memory.nameless_file.TierError` where there can be none.
+    The file is removed afterwards. ``called``: the user's name for the folder. Raises
+    :class:`weft.memory.nameless_file.TierError` if no such file can be created.
     """
     file, buffers = (
         TierFile(folder, called=called),
@@ -56,7 +57,7 @@ def _seconds(
     room: int,
     size: int,
 ) -> float:
-    """Return the seconds of each of the transfers of ``size`` that make up ``room``, two of which are under way at a
+    """Return the seconds per transfer of ``size`` bytes, of ``room`` bytes in all; two transfers are under way at a
     time.
     """
     begun, flying = time.perf_counter(), deque[Transfer]()
@@ -70,7 +71,7 @@ def _seconds(
 
 
 def link_curves() -> dict[str, Points]:
-    """``{"to_device": [[bytes, seconds]], "to_host": ...}`` of copies of pinned memory; nothing without a GPU."""
+    """Measure ``{"to_device": [[bytes, seconds]], "to_host": ...}`` of copies of pinned memory; empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
     curves: dict[str, Points] = {}
@@ -96,5 +97,5 @@ def _copy_seconds(into: torch.Tensor, of: torch.Tensor, count: int = 20) -> floa
 
 
 def bytes_per_s(points: Points, size: int = PIECE) -> float:
-    """Return bytes per second of transfers of ``size``, of which larger ones are made up."""
+    """Return the bytes per second of transfers of ``size`` bytes."""
     return size / curve(points, size)

@@ -1,6 +1,6 @@
-"""A layout tried out: a few real training steps in ranks of their own, for ``weft plan --probe`` and benchmarks.
+"""Tries a layout: a few real training steps in ranks of their own, for ``weft plan --probe`` and benchmarks.
 
-Those ranks are ``python -m weft.rehearse.trial RECIPE OUT``.
+These ranks run ``python -m weft.rehearse.trial RECIPE OUT``.
 """
 
 import json
@@ -33,7 +33,7 @@ LIMIT_S, PATIENCE_S = 15.0, 300.0
 
 @dataclass(frozen=True)
 class Measured:
-    """``seconds`` of a step (median), peak resident or device bytes of the fullest rank; or why there are none."""
+    """Median ``seconds`` of a step and peak resident or device bytes of the fullest rank; or why there are none."""
 
     seconds: float = 0.0
     memory: float = 0.0
@@ -41,7 +41,7 @@ class Measured:
 
 
 def trial(recipe: Path, world: int) -> Measured:
-    """Run the recipe of file ``recipe``, whose layout has ``world`` ranks, for some steps on this machine."""
+    """Run some steps of the recipe in file ``recipe``, whose layout has ``world`` ranks, on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found"
         command = [sys.executable, "-m", "weft.rehearse.trial", str(recipe), str(out)]
@@ -71,10 +71,10 @@ def run_trials(
     devices: int,
     say: Callable[[str], None],
 ) -> tuple[list[Final], list[tuple[Final, Measured]]]:
-    """Some of ``finals`` run for real: all by time, with what that told; and every trial, with what was predicted.
+    """Run some of ``finals`` for real; return all by corrected time, and every trial with its prediction.
 
-    The best of every number of ranks are tried first; if another comes first by what they told, it is tried as well.
-    ``devices``: ranks that this machine can hold.
+    The best of every number of ranks are tried first. If another layout then comes first by the corrected times, it is
+    tried as well. ``devices``: ranks that this machine can hold.
     """
     waiting, ranked = to_try(finals, count), list(finals)
     if large := next((final for final in waiting if final.plan.world > devices), None):
@@ -120,7 +120,7 @@ def run_trials(
 
 
 def steps(recipe: Recipe) -> Iterator[Mesh]:
-    """One of the ranks: set up, then train a step before every item."""
+    """As one of the ranks: set up, then train one step before each item. Yields the mesh."""
     from weft.rehearse.rehearsed_step import batches_of
     from weft.train.setup import build_for_training, device_type
     from weft.train.step import train_step
@@ -136,7 +136,7 @@ def steps(recipe: Recipe) -> Iterator[Mesh]:
 
 
 def measure_steps(recipe: Recipe, out: Path) -> None:
-    """One of the ranks: train until the steps are enough; rank 0 writes the :class:`Measured` of all."""
+    """As one of the ranks: train for enough steps; rank 0 writes the :class:`Measured` of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -169,7 +169,7 @@ def measure_steps(recipe: Recipe, out: Path) -> None:
 
 
 def run_trial() -> int:
-    """Be a rank; returns the exit code."""
+    """Run as a rank of a trial; return the exit code."""
     from weft.train.setup import device_type
 
     in_ranks()

@@ -1,4 +1,4 @@
-"""Measured links between workers: the time of a transfer over several of them."""
+"""Measured links between workers, and the time of transfers over several of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WorkerLinks:
 
     @classmethod
     def of(cls, table: Mapping[str, Sequence[Sequence[float]]]) -> WorkerLinks:
-        """From the ``calibration.links`` of a cluster file that ``weft probe`` has written."""
+        """Read the ``calibration.links`` of a cluster file that ``weft probe`` has written."""
         return cls(
             np.array(table["latency"], dtype=float),
             np.array(table["bandwidth"], dtype=float),
@@ -31,19 +31,20 @@ class WorkerLinks:
 
     @property
     def shared(self) -> float:
-        """Bytes per second below which a link counts as shared."""
+        """Bandwidth in bytes per second below which a link counts as shared."""
         return float(self.bandwidth.max()) * SLOW
 
     @property
     def uneven(self) -> bool:
-        """Whether it matters where a rank stands."""
+        """Whether links differ enough that the placement of ranks matters."""
         apart = self.bandwidth[~np.eye(len(self), dtype=bool)]
         return bool(len(apart) and apart.min() < self.shared)
 
     def pairs(self, groups: np.ndarray, chain: bool) -> tuple[np.ndarray, np.ndarray]:
-        """``(bandwidth, latency)`` of the links of rings (or chains) over the rows of ``groups``, ``[groups, links]``.
+        """Return ``(bandwidth, latency)`` of the links of rings (or chains) over the rows of ``groups``, ``[groups,
+        links]``.
 
-        All groups are busy at once: those that cross a shared link divide it among them.
+        All groups are busy at once; groups that cross a shared link divide its bandwidth among them.
         """
         ends = np.stack([groups, np.roll(groups, -1, 1)], -1)
         if chain:
