@@ -1,4 +1,4 @@
-"""All candidate layouts: every way to cut the ranks whose sizes divide, and why the other ways are out."""
+"""Lists all candidate layouts: every way to cut the ranks whose sizes divide, and why the other ways are excluded."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ def divisors(n: int, most: float = math.inf) -> list[int]:
 
 @dataclass(frozen=True)
 class Refused:
-    """Ways to cut the ranks that break the same rule first: how many, an example, and what would mend it."""
+    """Ways to cut the ranks that first break the same rule: their number, an example, and a remedy."""
 
     rule: str
     count: int
@@ -47,7 +47,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Rules:
-    """What must divide what."""
+    """Rules of divisibility that a layout must meet."""
 
     shape: Shape
     machine: Machine
@@ -56,7 +56,7 @@ class Rules:
     seq: int
 
     def ways(self) -> Iterator[tuple[int, int, int, int]]:
-        """Every ``(tp, pp, cp, data)`` with the right number of ranks."""
+        """Yield every ``(tp, pp, cp, data)`` with the right number of ranks."""
         for tp in divisors(self.count):
             for pp in divisors(self.count // tp):
                 for cp in divisors(self.count // tp // pp):
@@ -65,7 +65,7 @@ class Rules:
     def broken(
         self, tp: int, pp: int, cp: int, data: int
     ) -> tuple[str, str, str] | None:
-        """Return the first rule that this way breaks, how it does, and what would mend it."""
+        """Return the first rule that this layout breaks, as its text, the numbers at fault and a remedy."""
         heads, kv, layers = (
             int(self.shape.heads),
             int(self.shape.kv_heads),
@@ -117,7 +117,9 @@ class Rules:
         ]
 
     def candidates(self, bits: int) -> Plan:
-        """Everything that breaks no rule, of products of so many ``bits``. Raises :class:`UsageError` if all does."""
+        """Return all layouts that break no rule, for products of ``bits`` bits. Raises :class:`UsageError` if there is
+        none.
+        """
         rows = [
             row
             for way in self.ways()
@@ -138,7 +140,7 @@ class Rules:
     def _filled(
         self, tp: int, pp: int, cp: int, data: int
     ) -> Iterator[tuple[float, ...]]:
-        """Yield the rows of :data:`FIRST`: what else can be chosen."""
+        """Yield the rows of :data:`FIRST`: all further choices for these sizes."""
         share, ranks = self.batch // data, data * cp * tp
         micro = [
             b
@@ -191,7 +193,7 @@ class Rules:
 
 
 def _folds(ep: int, dp: int, shard: int, cp: int, tp: int) -> bool:
-    """Return whether experts can be spread over so many of these ranks."""
+    """Return whether experts can be spread over ``ep`` of these ranks."""
     layout = Layout(dp=dp, shard=shard, cp=cp, tp=tp)
     return layout.folds(ep) or (ep % tp == 0 and layout.folds(ep // tp))
 
@@ -204,11 +206,11 @@ def variants(
     wanted: dict[str, int],
     places: Sequence[int],
 ) -> Plan:
-    """Of ``plans`` those with secondary partitions, and those with something in one of ``places``.
+    """Return variants of ``plans`` with secondary partitions, and with state in one of ``places``.
 
-    Both cost something, so that they are tried where they may help only: a secondary partition where ZeRO-3 gathers
-    across the border of the fast links and memory is left, other places where memory is not enough. ``cheap``: plans
-    that may win if the addition cost nothing. ``wanted``: what the user has fixed, which is tried everywhere.
+    Both cost something, so they are tried only where they may help: a secondary partition where ZeRO-3 gathers across
+    the border of the fast links and memory is left, other places where memory is not enough. ``cheap``: plans that may
+    win if the addition cost nothing. ``wanted``: the user's demands, which are tried everywhere.
     """
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
@@ -253,14 +255,14 @@ def variants(
 
 
 def take(plans: Plan, which: Any) -> Plan:
-    """Select plans by a mask or by their numbers; the search sets ``outer`` anew."""
+    """Select plans by a mask or by their numbers; the search sets ``outer`` again."""
     return replace(
         plans, outer=0, **{name: getattr(plans, name)[which] for name in CHOSEN}
     )
 
 
 def join_splits(parts: Sequence[Plan]) -> Plan:
-    """Return the plans of all ``parts``."""
+    """Concatenate the plans of all ``parts``."""
     return replace(
         parts[0],
         outer=0,
@@ -269,7 +271,7 @@ def join_splits(parts: Sequence[Plan]) -> Plan:
 
 
 def _can_rest(way: dict[str, int]) -> bool:
-    """Return whether recipes can say so."""
+    """Return whether a recipe can express these places."""
     try:
         Memory.model_validate({kind: PLACES[place] for kind, place in way.items()})
     except ValueError:
@@ -280,7 +282,7 @@ def _can_rest(way: dict[str, int]) -> bool:
 def nearby(
     state: NDArray[np.float64], tp: NDArray[np.float64], machine: Machine
 ) -> NDArray[np.float64]:
-    """Return the most of so many ranks that hold the state which fast links join, if they cut it evenly."""
+    """Return the largest number of ranks joined by fast links that divides the ``state`` ranks evenly."""
     pairs = {
         (s, t): max(divisors(int(s), machine.domain // t), default=1)
         for s, t in set(zip(state, tp, strict=True))
@@ -293,7 +295,7 @@ def _near(values: Sequence[int], wanted: int) -> int:
 
 
 def _schedules(pp: int, microbatches: int, layers: int) -> list[tuple[int, int]]:
-    """``(schedule, virtual)`` worth looking at for a pipeline of ``pp`` ranks."""
+    """Return the ``(schedule, virtual)`` pairs to consider for a pipeline of ``pp`` ranks."""
     if microbatches < pp or pp == 1:
         return [(schedule_number("1f1b"), 1)]
     return [

@@ -19,7 +19,7 @@ from weft.shapes.shape import shape_of
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """``recipe`` with a layout; ``overrides`` say the same as words of a command line; ``line`` says it to people."""
+    """A recipe with its layout. ``overrides``: the same as words of a command line; ``line``: the same for users."""
 
     recipe: Recipe
     overrides: tuple[str, ...]
@@ -27,7 +27,7 @@ class ChosenLayout:
 
 
 def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
-    """What the ``[train]`` and ``[optimizer]`` sections of ``recipe`` say, as pins."""
+    """Return the demands in the ``[train]`` and ``[optimizer]`` sections of ``recipe`` as pins."""
     train = recipe.train
     pins = [Pin.parse(f"{name}={getattr(train, name)}") for name in ("micro_batch", "recompute")
             if name in train.model_fields_set and getattr(train, name) is not None]  # fmt: skip
@@ -50,9 +50,10 @@ def choose_layout(
     cluster: Cluster,
     engine: EngineConstants = ENGINES["weft"],
 ) -> ChosenLayout:
-    """Plan ``recipe`` for ``cluster``; what its ``[train]`` section says stays. ``model``: its shape, looked up.
+    """Plan a layout for ``recipe`` on ``cluster``; the recipe's ``[train]`` section is kept.
 
-    Deterministic, so that every rank comes to the same layout by itself. Raises :class:`UsageError` if none fits.
+    ``model``: the shape of the recipe's model. The choice is deterministic, so that every rank comes to the same
+    layout. Raises :class:`UsageError` if no layout fits.
     """
     train = recipe.train
     shape = shape_of(model, vocab_of(recipe))
@@ -70,7 +71,7 @@ def choose_layout(
 
 
 def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
-    """``recipe`` under the layout of ``final``, and what that sets in other sections, by their names."""
+    """Return ``recipe`` under the layout of ``final``, and the values that this sets in other sections, by name."""
     plan = final.plan
     train: dict[str, Any] = {
         "micro_batch": int(plan.micro_batch),
@@ -87,7 +88,7 @@ def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
 
 
 def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> ChosenLayout:
-    """Return the first of ``finals`` for ``recipe``; ``among`` how many."""
+    """Return the choice of the first of ``finals`` for ``recipe``; ``among``: the number of layouts compared."""
     planned, new = recipe_under(recipe, finals[0])
     text = (
         ",".join(

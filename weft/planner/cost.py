@@ -24,7 +24,7 @@ from weft.shapes.shape import Num, Shape
 
 
 class Recompute(IntEnum):
-    """What of a layer's forward backward computes again."""
+    """The part of a layer's forward that backward computes again."""
 
     NONE = 0
     SELECTIVE = 1
@@ -54,13 +54,13 @@ CASTS = 0.3
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is laid over devices. ``dp`` copies x ``shard`` x ``cp`` x ``pp`` x ``tp`` ranks.
+    """How a step is laid over devices: ``dp`` copies x ``shard`` x ``cp`` x ``pp`` x ``tp`` ranks.
 
     ``ep`` divides ``dp * shard``: experts live on the ranks of other axes. ``secondary``: the ranks over which ZeRO-3
     keeps parameters cut until backward, if not all (ZeRO++ hpZ). ``schedule``, ``recompute`` and ``context`` are
-    indices into the tables above, ``weights``, ``moments`` and ``activations`` into that of the places where they rest;
-    ``bits``: of the products. ``batch`` and ``micro_batch`` count sequences of ``seq`` tokens. ``outer`` 1: copies
-    (``dp``) are further apart than pipeline ranks, instead of the other way about.
+    indices into the tables above; ``weights``, ``moments`` and ``activations`` are indices into the table of the places
+    where they rest. ``bits``: width of the products' factors. ``batch`` and ``micro_batch`` count sequences of ``seq``
+    tokens. ``outer`` 1: copies (``dp``) are further apart than pipeline ranks; 0: pipeline ranks are further apart.
     """
 
     dp: Num = 1
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def state_ranks(self) -> Num:
-        """Ranks over which ZeRO cuts the state."""
+        """Number of ranks over which ZeRO cuts the state."""
         return np.where(self.shard > 1, self.shard * self.cp, self.data * self.cp)
 
     @property
@@ -99,12 +99,14 @@ class Plan:
 
     @property
     def moves(self) -> Num:
-        """Whether something rests away from the device: moments do wherever weights do."""
+        """Whether any state or activations rest away from the device. Moments do wherever weights do."""
         return (self.moments > 0) | (self.activations > 0)
 
     @property
     def away(self) -> dict[str, str]:
-        """What that is and where, as the ``[memory]`` section of a recipe says it."""
+        """The state and activations that rest away from the device and their places, as a recipe's ``[memory]``
+        section.
+        """
         places = {
             kind: PLACES[int(getattr(self, kind))]
             for kind in AWAY
@@ -123,12 +125,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds per step on the slowest rank, by cause; communication is what compute does not hide.
+    """Seconds per step on the slowest rank, by cause. Communication counts as far as compute does not hide it.
 
-    ``bubble``: what that rank waits in the pipeline. Ranks with less to do are idle for longer: the rate of
-    :attr:`weft.schedule.simulate.Simulation.bubble_rate`, a mean over the ranks, counts that as well.
-
-    ``host``: transfers of what rests on the host or in files (:func:`weft.planner.tiers.with_tiers`), likewise.
+    ``bubble``: the time that this rank waits in the pipeline. Ranks with less work are idle for longer:
+    :attr:`weft.schedule.simulate.Simulation.bubble_rate`, a mean over the ranks, counts that as well. ``host``: exposed
+    transfers of state and activations on the host or in files (:func:`weft.planner.tiers.with_tiers`).
     """
 
     compute: Num
@@ -149,7 +150,7 @@ class Cost:
 
 
 class AxisLink(NamedTuple):
-    """What ranks along one axis of a layout send each other over: bytes/s per rank, and seconds of latency."""
+    """Link between the ranks along one axis of a layout: bytes/s per rank, and seconds of latency."""
 
     bandwidth: Num
     ring_latency: Num
@@ -161,8 +162,9 @@ def axis_link(
 ) -> AxisLink:
     """Return bandwidth and latency of collectives over ``size`` ranks that are ``stride`` apart.
 
-    A ring that leaves the fast domain uses the network links of all its members inside; a ring that leaves a site
-    shares the links between sites in the same way. Inside the domain starting is what takes time, not the hops.
+    A ring that leaves the fast domain uses the network links of all its members inside. A ring that leaves a site
+    shares the links between sites in the same way. Inside the domain the start of a collective takes time, not its
+    hops.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     local = np.clip(machine.site // stride, 1, size)
@@ -190,7 +192,7 @@ def axis_link(
 
 
 def gather(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
-    """Return the seconds of an all-gather or reduce-scatter of ``full`` bytes in ``times`` parts: a ring."""
+    """Return the seconds of a ring all-gather or reduce-scatter of ``full`` bytes in ``times`` parts."""
     return (size > 1) * (
         (size - 1) / size * full / link.bandwidth + times * link.ring_latency
     )
@@ -206,8 +208,8 @@ def reduce(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
 def exchange(
     machine: Machine, engine: EngineConstants, stride: Num, size: Num, sent: Num
 ) -> Num:
-    """Return the seconds of an all-to-all in which each rank holds ``sent`` bytes: what leaves the domain crosses its
-    own NIC.
+    """Return the seconds of an all-to-all in which each rank holds ``sent`` bytes. Bytes that leave the fast domain
+    cross the rank's own NIC.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     out = sent * (size - inside) / size / (machine.network * engine.network)
@@ -219,10 +221,13 @@ def exchange(
 
 @dataclass(frozen=True)
 class MicrobatchSeconds:
-    """Seconds of one microbatch. Of one layer: ``forward``, ``backward`` (``weight`` of it makes weight gradients),
-    ``again`` to recompute; ``tp``, ``cp``, ``ep``: exposed communication of a forward-sized pass, of which there are
-    ``count`` in forward and backward together. ``head``: output layer and loss, all three products; ``hop``: from one
-    stage to the next."""
+    """Seconds of one microbatch.
+
+    For one layer: ``forward``, ``backward`` (of which ``weight`` makes weight gradients), and ``again`` to recompute.
+    ``tp``, ``cp``, ``ep``: exposed communication of a forward-sized pass, of which there are ``count`` in forward and
+    backward together. ``head``: output layer and loss, all three products. ``hop``: the transfer from one stage to the
+    next.
+    """
 
     forward: Num
     backward: Num
@@ -246,7 +251,7 @@ def smooth_maximum(a: Num, b: Num) -> Num:
 
 
 class AxisSeconds(NamedTuple):
-    """Seconds of what one layer exchanges along each axis that cuts it."""
+    """Seconds of a layer's exchanges along each axis that cuts the layer."""
 
     tp: Num
     cp: Num
@@ -255,7 +260,7 @@ class AxisSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Roofline:
-    """What the parts of a step read: the model, the machine, how the step is laid out, and the program's constants."""
+    """Inputs of the cost of a step: the model, the machine, the plan, and the program's constants."""
 
     shape: Shape
     machine: Machine
@@ -264,12 +269,12 @@ class Roofline:
 
     @property
     def tokens(self) -> Num:
-        """Tokens of a rank and microbatch."""
+        """Tokens of one rank in one microbatch."""
         return self.plan.micro_batch * self.plan.seq / self.plan.cp
 
     @property
     def width(self) -> Num:
-        """Bytes of a product's factors."""
+        """Bytes per element of a product's factors."""
         return self.plan.bits / 8
 
     @property
@@ -288,13 +293,13 @@ class Roofline:
         return 2 * m * n * k / rate + moved / self.machine.hbm
 
     def feed_forward(self, tokens: Num, ffn: Num) -> Num:
-        """Return the seconds of the products of a feed-forward of width ``ffn``."""
+        """Return the seconds of the products of a feed-forward layer of width ``ffn``."""
         up = (1 + self.shape.gated) * ffn
         embed = self.shape.embed
         return self.product(tokens, up, embed) + self.product(tokens, embed, ffn)
 
     def products(self) -> Num:
-        """Return the seconds of the products of a layer, forward."""
+        """Return the seconds of a layer's products in its forward pass."""
         shape, tokens, tp = self.shape, self.tokens, self.plan.tp
         matmuls = self.product(tokens, shape.qkv_width / tp, shape.embed)
         matmuls = matmuls + self.product(
@@ -313,7 +318,7 @@ class Roofline:
         )
 
     def attention(self) -> Num:
-        """Return the seconds of a layer's attention, forward: the masked half of scores included."""
+        """Return the seconds of a layer's attention in its forward pass, including the masked half of the scores."""
         shape, machine = self.shape, self.machine
         score = self.tokens * self.plan.seq * shape.heads / self.plan.tp
         # fused kernels skip what windows leave out
@@ -326,7 +331,7 @@ class Roofline:
         return np.where(self.engine.flash > 0, fused, split)
 
     def pointwise(self) -> Num:
-        """Return the seconds of norms, residuals, rotary embedding and activation of a layer, forward."""
+        """Return the seconds of a layer's norms, residuals, rotary embedding and activation in its forward pass."""
         shape, engine, tp = self.shape, self.engine, self.plan.tp
         moe = 1 - shape.dense_share
         norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
@@ -341,7 +346,7 @@ class Roofline:
         return casts * self.tokens * moved / self.machine.hbm
 
     def exchanges(self) -> AxisSeconds:
-        """Return the seconds of what a layer sends in its forward pass along each axis."""
+        """Return the seconds of a layer's exchanges along each axis in its forward pass."""
         shape, machine, plan, engine = self.shape, self.machine, self.plan, self.engine
         tokens, tp, cp = self.tokens, plan.tp, plan.cp
         along_tp = 2 * reduce(
@@ -368,7 +373,7 @@ class Roofline:
         return AxisSeconds(along_tp, along_cp, along_ep)
 
     def hop(self) -> Num:
-        """Return the seconds of a microbatch from one stage to the next; every tp rank sends its part."""
+        """Return the seconds to send a microbatch from one stage to the next; every tp rank sends its part."""
         machine, plan = self.machine, self.plan
         stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
         pair, _, start = axis_link(machine, self.engine, stride, np.minimum(plan.pp, 2))
@@ -384,7 +389,7 @@ class Roofline:
 def passes(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> MicrobatchSeconds:
-    """What one microbatch takes in one layer, in the output layer and between stages."""
+    """Return the seconds of one microbatch in one layer, in the output layer and between stages."""
     parts = Roofline(shape, machine, plan, engine)
     matmuls, attention = parts.products(), parts.attention()
     pointwise = parts.pointwise()
@@ -431,7 +436,7 @@ def passes(
 
 
 def expert_cut(plan: Plan, engine: EngineConstants) -> Num:
-    """Ranks of tp over which each expert is cut in its width; 1 where its ranks are among those of experts."""
+    """Return the number of tp ranks over which each expert's width is cut; 1 if experts are spread over tp instead."""
     state = np.where(plan.shard > 1, plan.shard * plan.cp, plan.cp)
     folds = (plan.data * plan.cp % plan.ep == 0) & (
         (state % plan.ep == 0) | (plan.ep % state == 0)
@@ -449,9 +454,11 @@ def gradients(
     turn: Num,
     copies: Num = 1,
 ) -> tuple[Num, Num]:
-    """Return the seconds of a step that a rank with so many ``layers`` spends on gradients and sharded parameters
-    beside compute, and on the optimizer. ``cover``: compute that traffic of sharded parameters hides behind,
-    ``turn``: of one microbatch, for other traffic; ``copies``: of the parameters in a pipeline (DualPipe: 2).
+    """Return the seconds per step of a rank with ``layers`` layers for gradients and sharded parameters, and for the
+    optimizer.
+
+    Only exposed communication counts. ``cover``: compute that hides traffic of sharded parameters; ``turn``: compute of
+    one microbatch that hides other traffic; ``copies``: copies of the parameters in a pipeline (DualPipe: 2).
     """
     tp, cp = plan.tp, plan.cp
     replicas = plan.data * cp
@@ -499,7 +506,7 @@ def gradients(
 
 
 def schedules() -> tuple[str, ...]:
-    """Return all schedules, those of plugins as well; a plan names one by its number here."""
+    """Return the names of all schedules, including plugins. A plan names a schedule by its index in this list."""
     return _in_order(tuple(names("schedule")))
 
 
@@ -513,12 +520,14 @@ def schedule_number(name: str) -> int:
 
 
 def builder_numbered(number: Num) -> ScheduleBuilder:
-    """Return the builder of the schedule that a plan names."""
+    """Return the builder of the schedule with this index."""
     return builder_of(schedules()[int(number)])
 
 
 def by_schedule(plan: Plan, form: Callable[[ScheduleBuilder], Num]) -> Num:
-    """What ``form`` says of every plan's schedule. 1F1B over several chunks per rank is the interleaved one."""
+    """Return the value of ``form`` for every plan's schedule. 1F1B with several chunks per rank counts as
+    interleaved.
+    """
     looped = (plan.schedule == schedule_number("1f1b")) & (plan.virtual > 1)
     schedule, values = (
         np.where(looped, schedule_number("interleaved-1f1b"), plan.schedule),
@@ -530,25 +539,28 @@ def by_schedule(plan: Plan, form: Callable[[ScheduleBuilder], Num]) -> Num:
 
 
 def copies(plan: Plan) -> Num:
-    """How often a pipeline holds every parameter."""
+    """Return how many copies of every parameter a pipeline holds."""
     return 1 + by_schedule(plan, lambda builder: builder.twice) * (plan.pp > 1)
 
 
 def rest(plan: Plan, engine: EngineConstants, known: Num) -> Num:
-    """Return the seconds that nothing above explains: a constant, and stragglers."""
+    """Return the seconds that no formula explains: a constant, and stragglers."""
     return engine.step + engine.jitter * np.log2(np.maximum(plan.world / 8, 1)) * known
 
 
 def most_layers(shape: Shape, stages: Num) -> Num:
-    """Layers of the fullest of so many stages."""
+    """Return the layers of the fullest of ``stages`` stages."""
     even = np.ceil(shape.layers / stages) == shape.layers / stages
     # Where layers do not divide, embedding and head are counted as layers, as Megatron and Weft place them.
     return np.where(even, shape.layers / stages, np.ceil((shape.layers + 2) / stages))
 
 
 def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
-    """Layers of the first and last stage of a pipeline that is cut by work: the embedding is none, the output layer as
-    much as its weights are of a layer's, and a stage ends with the layer that fills its share (nanotron)."""
+    """Return the layers of the first and last stage of a pipeline that is cut by work.
+
+    The embedding counts as no work. The output layer counts in proportion to its weights, and a stage ends with the
+    layer that fills its share (nanotron).
+    """
     share = (shape.layers + shape.table / shape.active_weights) / plan.pp
     return np.ceil(share), np.maximum(shape.layers - np.ceil(share * (plan.pp - 1)), 0)
 
@@ -556,7 +568,7 @@ def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
 class StageLayers(NamedTuple):
     """Layers of a pipeline's first stage, of the fullest stage between the ends, and of the last stage.
 
-    ``by_work``: whether stages are cut by the time that their layers take, the output layer included.
+    ``by_work``: stages are cut by the time that their layers take, including the output layer.
     """
 
     first: Num
@@ -566,7 +578,7 @@ class StageLayers(NamedTuple):
 
 
 def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> StageLayers:
-    """Number of layers in the stages of a pipeline."""
+    """Return the number of layers in the stages of a pipeline."""
     most = most_layers(shape, plan.pp)
     ends = np.where(most == shape.layers / plan.pp, most, most - 1)
     level = (engine.level > 0) & (plan.pp > 1)
@@ -579,7 +591,7 @@ def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> StageLaye
 def step_time(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> Cost:
-    """Time of one optimizer step, split by cause; of plans that offload, what they would take if they did not."""
+    """Return the time of one optimizer step by cause, for plans that offload as if they did not."""
     layer_seconds = passes(shape, machine, plan, engine)
     layer = layer_seconds.forward + layer_seconds.backward
     # --- one stage, one microbatch

@@ -1,4 +1,6 @@
-"""How well a training program uses the machine: a few constants with a physical meaning each, per class of program."""
+"""Constants that say how well a training program uses the machine, each with a physical meaning, by class of
+program.
+"""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -97,7 +99,7 @@ def scaled(engine: EngineConstants, factors: dict[str, Num]) -> EngineConstants:
 
 
 def stack(items: list[Any]) -> Any:
-    """One dataclass whose fields are arrays, from a list of the same dataclass with numbers."""
+    """Stack a list of dataclass instances with numbers into one instance whose fields are arrays."""
     return replace(
         items[0],
         **{

@@ -1,4 +1,4 @@
-"""Why one layout beats another, in words; a layout as plain data and as a recipe."""
+"""Explains in words why one layout beats another; writes a layout as plain data and as a recipe."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -37,7 +37,7 @@ DEEP = 32
 
 
 def title(final: Final) -> str:
-    """Return the layout in one line."""
+    """Describe the layout in one line."""
     order = f' order="{final.order}"' if final.order else ""
     return (
         describe(final.plan) + (" vocabulary over pp" if final.barriers else "") + order
@@ -45,7 +45,7 @@ def title(final: Final) -> str:
 
 
 def changed_settings(first: Plan, other: Plan) -> dict[str, str]:
-    """What ``other`` sets to another value, and to which."""
+    """Return the settings that ``other`` changes, with their new values."""
     idle = {
         "schedule": other.pp == 1,
         "virtual": other.pp == 1,
@@ -61,7 +61,7 @@ def changed_settings(first: Plan, other: Plan) -> dict[str, str]:
 
 
 def differences(first: Final, other: Final) -> list[str]:
-    """What ``other`` does otherwise, as ``name=value``."""
+    """Return the settings that ``other`` changes, as ``name=value``."""
     changes = [
         f"{name}={value}"
         for name, value in changed_settings(first.plan, other.plan).items()
@@ -74,7 +74,7 @@ def differences(first: Final, other: Final) -> list[str]:
 
 
 def why(first: Final, other: Final) -> str:
-    """What makes ``other`` slower (or faster) than ``first``, and what it wins in return."""
+    """Explain what makes ``other`` slower (or faster) than ``first``, and what it gains in return."""
     slower = other.seconds / first.seconds - 1
     a, b = vars(first.cost), vars(other.cost)
     change = {name: float(b[name]) - float(a[name]) for name in a}
@@ -88,7 +88,7 @@ def why(first: Final, other: Final) -> str:
 
 
 def layout_verdict(first: Final, other: Final) -> str:
-    """What ``other`` does otherwise, how much slower it is, and why."""
+    """Explain in which settings ``other`` differs, how much slower it is, and why."""
     slower = other.seconds / first.seconds - 1
     lost = f"{' '.join(differences(first, other))} {'loses' if slower >= 0 else 'wins'}"
     return f"{lost}, {slower:+.1%} time: {why(first, other)}"
@@ -99,7 +99,7 @@ def _s(seconds: float) -> str:
 
 
 def _cause(name: str, first: Final, other: Final, more: bool) -> str:
-    """What stands behind a longer (or shorter) part of the step, from the sizes of the two layouts (``causes.txt``)."""
+    """Explain a longer (or shorter) part of the step by the sizes of the two layouts (``causes.txt``)."""
     if not more:
         return f"less time goes into {PARTS[name]}"
     text = render(
@@ -119,7 +119,7 @@ def _schedule(plan: Any) -> str:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The best layout that sets ``axis`` to another value; if none of them fits, ``gib`` of the leanest."""
+    """The best layout with another value of ``axis``; if none fits, ``gib`` of the layout that needs least memory."""
 
     axis: str
     value: str
@@ -130,7 +130,7 @@ class Alternative:
 def best_alternatives(
     searched: SearchResult, finals: Sequence[Final]
 ) -> list[Alternative]:
-    """For each thing that one can set: the best layout with another value, seen as closely as ``finals``."""
+    """Return the best layout with another value of each setting, simulated like ``finals``."""
     first, limit = finals[0], searched.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.
     total = np.array(searched.cost.total)
@@ -182,7 +182,7 @@ def best_alternatives(
 
 
 def record(final: Final) -> dict[str, Any]:
-    """Return a layout with its seconds and GiB, split by cause."""
+    """Return a layout as plain data, with its seconds and GiB split by cause."""
     layout = {name: getattr(final.plan, name) for name in CHOSEN}
     return {
         "layout": {
@@ -217,10 +217,12 @@ def record(final: Final) -> dict[str, Any]:
 
 
 def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
-    """Of a layout with ``ep``, as plain data: bytes that a rank has ``sent`` of a microbatch in a layer and direction,
-    by dispatcher, the least first; the recipe's ``dispatch``; ``load`` of the busiest rank over the mean; the share of
-    a step that exchanges would ``save`` if they ran ``beside`` that of another microbatch (None where they cannot).
-    Empty without ``ep``."""
+    """Return the expert exchanges of a layout with ``ep`` as plain data; empty without ``ep``.
+
+    ``sent``: bytes that a rank sends for a microbatch in one layer and direction, by dispatcher, the least first.
+    ``dispatch``: the recipe's dispatcher. ``load``: load of the busiest rank over the mean. ``save``: share of a step
+    that exchanges would save if they ran ``beside`` those of another microbatch (None where they cannot).
+    """
     plan = final.plan
     if plan.ep <= 1:
         return {}
@@ -250,7 +252,7 @@ def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
 
 
 def exchange_words(sent: dict[str, Any]) -> str:
-    """What :func:`exchanges` says of the first layout, in words."""
+    """Describe the result of :func:`exchanges` for the first layout in words."""
     ways = ", ".join(
         f"{size / 2**20:,.3g} by {way}" for way, size in sent["sent"].items()
     )
@@ -265,7 +267,7 @@ def exchange_words(sent: dict[str, Any]) -> str:
 
 
 def sizes(shape: Shape) -> str:
-    """Parameters in words, and what generation keeps of a token."""
+    """Describe the number of parameters, and the bytes per token of the generation cache."""
     active = (
         f", {float(shape.active_parameters) / 1e9:.3g} B active"
         if shape.experts
@@ -276,16 +278,16 @@ def sizes(shape: Shape) -> str:
 
 
 def untrainable_line(model: PlannedModel, bits: int) -> str:
-    """Why ``weft train`` cannot train ``model`` with products of so many ``bits`` yet; empty if it can."""
+    """Explain why ``weft train`` cannot yet train ``model`` with products of ``bits`` bits; empty if it can."""
     return model.untrainable or (
         "" if bits >= 16 else f"weft train has no products of {bits} bits yet"
     )
 
 
 def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
-    """Return a layout as the sections of a recipe that ``weft train`` takes as it is; what ``model`` says itself stays.
+    """Return a layout as the sections of a recipe for ``weft train``. Settings of ``model`` are kept.
 
-    Raises :class:`UsageError` for what Weft cannot train yet.
+    Raises :class:`UsageError` for models that Weft cannot train yet.
     """
     plan, tree = final.plan, dict(model.recipe)
     if reason := untrainable_line(model, int(plan.bits)):
@@ -308,7 +310,7 @@ def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
 
 
 def layout_tree(final: Final) -> dict[str, Any]:
-    """Return the ``[layout]`` section of a recipe."""
+    """Return a layout as the ``[layout]`` section of a recipe."""
     plan = final.plan
     layout: dict[str, Any] = {
         axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")

@@ -1,7 +1,7 @@
-"""The best layouts again, on the schedule simulator: real tables, uneven stages, the peaks that a schedule reaches.
+"""Ranks the best layouts again on the schedule simulator: real tables, uneven stages, peak memory of the schedule.
 
-A closed form ranks thousands of layouts; here the first few are run by the clock (:mod:`weft.schedule.simulate`) with
-every stage's own times, and ranked again. Data parallelism and the optimizer stay closed forms.
+A closed form ranks thousands of layouts. Here the first few are simulated (:mod:`weft.schedule.simulate`) with every
+stage's own times, and ranked again. Data parallelism and the optimizer stay closed forms.
 """
 
 from collections.abc import Sequence
@@ -68,10 +68,11 @@ VOCABULARY = 150
 
 @dataclass(frozen=True)
 class Final:
-    """One layout, seen closely. ``ranks``: memory of every pipeline rank; ``closed``: seconds by closed form.
+    """One layout after simulation. ``ranks``: memory of every pipeline rank; ``closed``: seconds by the closed form.
 
-    ``barriers``: the vocabulary is cut over the pipeline, with so many barriers between its passes. ``simulation``: of
-    the first microbatches (all, if they are few), None without a pipeline. ``order``: of the axes, if not the usual.
+    ``barriers``: the vocabulary is cut over the pipeline, with this many barriers between its passes. ``simulation``:
+    of the first microbatches (all, if they are few), None without a pipeline. ``order``: order of the axes, if not the
+    usual one.
     """
 
     shape: Shape
@@ -91,11 +92,11 @@ class Final:
 
     @cached_property
     def memory(self) -> RankMemory:
-        """Of the fullest rank."""
+        """Memory of the fullest rank."""
         return max(self.ranks, key=lambda memory: float(memory.total))
 
     def layers(self, rank: int) -> int:
-        """Of a pipeline rank."""
+        """Return the number of layers of a pipeline rank."""
         return (
             sum(len(stage.layers) for stage in self.held(rank))
             if self.simulation
@@ -103,7 +104,7 @@ class Final:
         )
 
     def held(self, rank: int) -> list[Stage]:
-        """What a pipeline rank computes; nothing is known of it where nothing was simulated."""
+        """Return the stages of a pipeline rank; empty where nothing was simulated."""
         return (
             [self.stages[s] for s in self.simulation.table.held(rank)]
             if self.simulation
@@ -120,7 +121,7 @@ class Final:
 
     @property
     def utilisation(self) -> float:
-        """Model flops over the peak of the chosen precision."""
+        """Model flops utilisation: model flops over the peak of the chosen precision."""
         flops = self.shape.flops_per_token(self.plan.seq) * self.tokens_per_s
         return float(flops / (self.plan.world * self.machine.peak))
 
@@ -132,7 +133,7 @@ class Final:
 def finalists(
     searched: SearchResult, count: int = 10, vocabulary: bool = False
 ) -> list[Final]:
-    """Return the first ``count`` layouts that fit, and the best of every near schedule, simulated and ranked again.
+    """Simulate the first ``count`` layouts that fit, and the best of every close schedule; return them ranked again.
 
     ``vocabulary``: the program can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
     """
@@ -199,7 +200,7 @@ def finalists(
 
 
 def chunks_of(plan: Plan) -> int:
-    """Stages that a pipeline rank holds for a microbatch."""
+    """Return the number of stages that a pipeline rank computes for a microbatch."""
     builder = builder_numbered(plan.schedule)
     return int(plan.virtual) if builder.free else builder.chunks
 
@@ -208,9 +209,10 @@ def refine(
     searched: SearchResult, plan: Plan, closed: float, barriers: int = 0, tables: dict[Any, Table] | None = None,
     beside: Beside | None = None,
 ) -> Final | None:  # fmt: skip
-    """``plan`` (of numbers) with its pipeline simulated; None where the schedule cannot be built, or not run.
+    """Simulate the pipeline of one ``plan``; return None if the schedule cannot be built or run.
 
-    ``tables``: those built before, to be used again. ``beside``: exchanges of experts are actions, and run beside that.
+    ``tables``: tables built before, to be reused. ``beside``: exchanges of experts are actions of the schedule, beside
+    which others run.
     """
     shape, machine, engine = searched.shape, searched.machine, searched.engine
     if plan.pp == 1 and beside is None:
@@ -288,8 +290,8 @@ def _costs(
     barriers: int,
     apart: bool,
 ) -> Costs:
-    """Return the seconds of every action and bytes of what is kept. ``apart``: of every layer, its exchanges by
-    themselves.
+    """Return the seconds of every action, and the bytes kept. ``apart``: each layer's exchanges are separate
+    actions.
     """
     exposed = microbatch.tp + microbatch.cp + microbatch.ep * (not apart)
     kept, routed = (
@@ -348,7 +350,7 @@ def _final(
     searched: SearchResult, plan: Plan, closed: float, barriers: int, microbatch: MicrobatchSeconds,
     stages: Sequence[Stage], runs: list[Simulation], table: Table,
 ) -> Final:  # fmt: skip
-    """``table``: one of those that ran, as it was built."""
+    """Build the final of a simulated plan. ``table``: one of the tables that ran, as it was built."""
     shape, machine, engine = searched.shape, searched.machine, searched.engine
     run, m = runs[0], float(plan.microbatches)
     size = run.table.microbatches

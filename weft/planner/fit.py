@@ -1,9 +1,9 @@
-"""Measured runs, and the engine's constants fitted to them: within bounds and drawn towards the presets (ridge).
+"""Fits the engine's constants to measured runs, within bounds and drawn towards the presets (ridge regression).
 
 The unknowns are logarithms of factors on :class:`~weft.planner.engine_constants.EngineConstants`, each with a prior
-standard deviation that says how far the constant plausibly lies from its preset. So few rows move little, and many rows
-move what they show. Damped Gauss-Newton (Levenberg 1944, Marquardt 1963) on log ratios with Huber weights, over several
-folds at once: a fold is a set of row weights.
+standard deviation that says how far the constant plausibly lies from its preset. So few rows change constants little,
+and many rows change the constants that they determine. The method is damped Gauss-Newton (Levenberg 1944, Marquardt
+1963) on log ratios with Huber weights, over several folds at once: a fold is a set of row weights.
 """
 
 from collections import Counter
@@ -32,9 +32,10 @@ NOISE, HUBER, BOUND, FORMS, STEP = 0.06, 1.5, 3.0, 6, 1e-3
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of measurements. ``seconds``, ``gib``: None where the row does not say; ``ran``: False for OOM rows.
+    """One row of measurements. ``seconds``, ``gib``: None where the row lacks them; ``ran``: False for runs out of
+    memory.
 
-    ``assumed``: what was taken where the row does not say; ``release``: of the program, as numbers that compare.
+    ``assumed``: values assumed where the row lacks them; ``release``: of the program, as comparable numbers.
     """
 
     id: str
@@ -55,14 +56,14 @@ class Measurement:
 
     @property
     def form(self) -> tuple[float, ...]:
-        """What "the same shape" means when shapes are held out."""
+        """Sizes by which rows count as the same shape when shapes are held out in cross-validation."""
         s = self.shape
         return (s.layers, s.embed, s.heads, s.ffn, s.experts, self.plan.seq)
 
 
 @dataclass(frozen=True)
 class Knob:
-    """A fitted constant; ``key`` names the rows it is for, where these are not all."""
+    """A fitted constant. ``key`` selects the rows to which it applies, by default all."""
 
     field: str
     sigma: float
@@ -74,7 +75,7 @@ KNOBS = tuple(Knob(name, sigma) for name, sigma in PRIORS.items())
 
 
 class MeasurementColumns(NamedTuple):
-    """What describes measured runs, each field an array with an entry per run."""
+    """Descriptions of measured runs; each field is an array with one entry per run."""
 
     shape: Any
     machine: Any
@@ -91,7 +92,7 @@ def measurement_columns(rows: Sequence[Measurement]) -> MeasurementColumns:
 def times_of(
     rows: Sequence[Measurement], knobs: Sequence[Knob], masks: Array | None
 ) -> Callable[[Array], Array]:
-    """Return the seconds of each row by the logarithms of the factors of ``knobs``; ``masks`` as in :func:`fit`."""
+    """Return a function from the knobs' log factors to the seconds of each row; ``masks`` as in :func:`fit`."""
     shape, machine, plan, engine = measurement_columns(rows)
     where = np.ones((len(knobs), len(rows))) if masks is None else masks
     return lambda theta: (
@@ -102,7 +103,7 @@ def times_of(
 
 
 def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Array]:
-    """Factor per engine constant and row. ``theta``: ``[..., knob]``, ``masks``: ``[knob, row]``."""
+    """Return the factor per engine constant and row. ``theta``: ``[..., knob]``, ``masks``: ``[knob, row]``."""
     logs: dict[str, Array] = {}
     for i, knob in enumerate(knobs):
         logs[knob.field] = (
@@ -118,10 +119,10 @@ def fit(
     masks: Array | None = None,
     steps: int = 12,
 ) -> Array:
-    """Logarithms of the factors of ``knobs``, ``[knob]``, from the rows with a time.
+    """Fit the logarithms of the factors of ``knobs``, ``[knob]``, to the rows with a time.
 
-    ``weights``: ``[fold, row]``, and then the result is ``[fold, knob]``; ``masks``: ``[knob, row]``, 1 where a knob is
-    for a row, else 0.
+    ``weights``: ``[fold, row]``; the result is then ``[fold, knob]``. ``masks``: ``[knob, row]``, 1 where a knob
+    applies to a row, else 0.
     """
     times = times_of(rows, knobs, masks)
     target = np.log(np.array([row.seconds for row in rows], dtype=float))
@@ -189,12 +190,12 @@ def predict(
     knobs: Sequence[Knob] = KNOBS,
     masks: Array | None = None,
 ) -> Array:
-    """Return the seconds of each row by the roofline with fitted constants."""
+    """Predict the seconds of each row by the roofline with fitted constants."""
     return times_of(rows, knobs, masks)(theta)
 
 
 def constants(rows: Sequence[Measurement]) -> dict[str, float]:
-    """GiB beyond the formulas, per program: the median over its rows, and never below zero."""
+    """Return the GiB per program that no formula explains: the median over its rows, at least zero."""
     known = [row for row in rows if row.gib]
     if not known:
         return {}
@@ -208,7 +209,7 @@ def constants(rows: Sequence[Measurement]) -> dict[str, float]:
 
 
 def formulas(rows: Sequence[Measurement]) -> Array:
-    """GiB of each row without the constant."""
+    """Return the GiB of each row by the formulas, without the constant."""
     shape, _, plan, engine = measurement_columns(rows)
     memory = peak_memory(shape, plan, engine)
     return np.asarray(memory.total - memory.constant) / 2**30

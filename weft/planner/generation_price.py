@@ -1,10 +1,10 @@
-"""How fast a device generates for many prompts with weights in its host's memory (MoE-Lens, 2504.09345).
+"""Predicts how fast a device generates for many prompts with weights in its host's memory (MoE-Lens, 2504.09345).
 
-Weights, keys and values are in the host's memory. In a pass through all layers each weight that the device has no room
-for crosses the link once, the device multiplies, and new tokens attend on the host, beside their keys and values; all
-three at the same time, so that a pass takes as long as the slowest. Two stages answer what that makes of a machine.
-First, how many sequences memory lets be under way, which bounds the rate however many prompts there are. Second, pass
-after pass, how prompts come in at that rate, beside the new tokens of those before, and how the last ones run out.
+Weights, keys and values are in the host's memory. In each pass through all layers the weights that do not fit on the
+device cross the link once, the device multiplies, and new tokens attend on the host, beside their keys and values. The
+three run at the same time, so a pass takes as long as the slowest. The prediction has two stages. First, the number of
+sequences that fit in memory at a time bounds the rate, however many prompts there are. Second, a simulation goes pass
+by pass: how prompts enter at that rate beside the new tokens of earlier ones, and how the last ones end.
 """
 
 import re
@@ -27,7 +27,7 @@ WIDTH = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts of so many tokens each, in their order, and ``new`` ones that are written for each of them."""
+    """A number of prompts with ``tokens`` tokens each, and ``new`` tokens that are generated for each."""
 
     prompts: np.ndarray
     new: int
@@ -38,7 +38,7 @@ class Workload:
 
 
 def read_workload(text: str) -> Workload:
-    """From ``PROMPTSxTOKENS+NEW``."""
+    """Parse a workload from ``PROMPTSxTOKENS+NEW``."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)
     if match is None:
         raise UsageError(
@@ -50,9 +50,9 @@ def read_workload(text: str) -> Workload:
 
 @dataclass(frozen=True)
 class Throughput:
-    """New tokens per second, at most (``bound``) and for this job; ``together``: sequences under way at most.
+    """New tokens per second: the upper ``bound``, and for this job. ``together``: most sequences in progress at a time.
 
-    ``limits``: the share of the time in which link, device and host are what the others wait for.
+    ``limits``: the shares of time in which link, device and host are the bottleneck.
     """
 
     bound: float
@@ -72,7 +72,9 @@ def streamed_bytes(shape: Shape, machine: Machine) -> Num:
 
 
 def room(shape: Shape, machine: Machine) -> Num:
-    """Tokens whose keys and values the host has room for, beside the weights; 0 if these alone are too large."""
+    """Return the tokens whose keys and values fit in the host's memory beside the weights; 0 if the weights do
+    not fit.
+    """
     return (
         np.maximum(0.0, machine.host_memory - WIDTH * shape.parameters)
         / shape.cache_bytes
@@ -80,7 +82,7 @@ def room(shape: Shape, machine: Machine) -> Num:
 
 
 def together(shape: Shape, machine: Machine, job: Workload) -> Num:
-    """Whole sequences under way at a time, each as long as it is on average from its first pass to its last."""
+    """Return how many sequences are in progress at a time, each with its mean length over its passes."""
     held = job.prompt + (job.new - 1) / 2 + (PAGE - 1) / 2
     return np.minimum(len(job.prompts), np.floor(room(shape, machine) / held))
 
@@ -88,10 +90,11 @@ def together(shape: Shape, machine: Machine, job: Workload) -> Num:
 def generation_passes(
     shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num
 ) -> dict[str, Num]:
-    """Return the seconds of link, device and host in passes in which so many tokens of prompts are ``read`` and new
-    ones ``written``, which see ``attended`` tokens.
+    """Return the seconds of link, device and host in passes that read ``read`` prompt tokens and write ``written`` new
+    ones.
 
-    Prompts attend on the device; ``scored`` are the squares of their lengths, added up.
+    ``attended``: tokens that the new ones attend to. Prompts attend on the device; ``scored``: the sum of the squares
+    of their lengths.
     """
     inside = 2 * shape.layers * shape.heads * shape.score_dim / machine.peak16
     flops = 2 * shape.active_parameters / (machine.peak * machine.clock)
@@ -103,7 +106,7 @@ def generation_passes(
 
 
 def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
-    """What a machine makes of a job."""
+    """Predict the throughput of a machine for a job."""
     most = float(together(shape, machine, job))
     if most < 1:
         raise UsageError(

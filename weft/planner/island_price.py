@@ -1,8 +1,8 @@
-"""Sites with slow links between them: the layout of one site, and how often sites agree as islands.
+"""Plans islands on sites with slow links between them: the layout of one site, and how often sites agree.
 
-A layout over all sites sends something over their links in every step. Islands (docs/explanations/islands.md) step by
-themselves, each on its site's devices with its share of the samples, and agree every so many steps, so that a slow
-link costs as much less. :func:`islands_of` says how rarely they must for the link to take little of the time.
+A layout over all sites sends something over their links in every step. Islands (docs/explanations/islands.md) take
+steps independently, each on its site's devices with its share of the samples, and agree every few steps, which divides
+the cost of a slow link. :func:`islands_of` finds how rarely they must agree for the link to take little of the time.
 """
 
 import math
@@ -28,10 +28,10 @@ EXPOSED, EVERY = 0.05, (1, 5, 10, 20, 50, 100, 200, 500)
 
 @dataclass(frozen=True)
 class AgreementCost:
-    """Islands that agree ``every`` so many steps: seconds of a step with its share of the exchange.
+    """Cost of islands that agree every ``every`` steps: seconds of a step with its share of the exchange.
 
-    ``nbytes``: what a device sends per round; ``exchange``: seconds of a round's exchange, in which nobody computes
-    (``update = "streaming"`` hides it).
+    ``nbytes``: bytes that a device sends per round; ``exchange``: seconds of a round's exchange, during which nobody
+    computes (``update = "streaming"`` hides it).
     """
 
     compress: str
@@ -42,20 +42,20 @@ class AgreementCost:
 
     @property
     def exposed(self) -> float:
-        """The exchange's share of the time."""
+        """Share of the time that the exchange takes."""
         return self.exchange / self.every / self.seconds
 
 
 @dataclass(frozen=True)
 class Islands:
-    """``count`` islands, each laid out like ``inside``, and ways for them to agree."""
+    """``count`` islands with the layout ``inside`` each, and ways for them to agree."""
 
     count: int
     inside: Final
     ways: tuple[AgreementCost, ...]
 
     def lines(self, together: float) -> list[str]:
-        """In words, beside a layout over all sites that takes ``together`` seconds per step."""
+        """Describe the islands in words, beside a layout over all sites that takes ``together`` seconds per step."""
         lines = [
             f"{self.count} sites as islands of {title(self.inside)}; one layout over all: {together:.3g} s/step"
         ]
@@ -70,7 +70,7 @@ class Islands:
         return lines
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the islands as JSON."""
         ways = [asdict(way) | {"exposed": way.exposed} for way in self.ways]
         return {"count": self.count, "inside": record(self.inside), "agreements": ways}
 
@@ -84,7 +84,7 @@ def islands_of(
     bits: int,
     pins: Sequence[Pin],
 ) -> Islands | None:
-    """Return the best layout of one site as an island; None where there are no sites, or none that can be one.
+    """Return the best layout of one site as an island; None if there are no sites or none can be an island.
 
     Sites of equal size take equal shares of the ``batch``.
     """
@@ -109,7 +109,7 @@ def islands_of(
 
 
 def words() -> list[str]:
-    """Return the compressors that plans look at, by their words in a recipe."""
+    """Return the compressors that plans consider, by their words in a recipe."""
     techniques: list[Any] = [
         technique.implementation for technique in declared("compressor")
     ]
@@ -117,7 +117,7 @@ def words() -> list[str]:
 
 
 def sent(word: str) -> float:
-    """Return bytes per parameter of what is sent one way."""
+    """Return the bytes per parameter that are sent in one direction."""
     compressor = compressor_of(word)
     return float(compressor.bytes_per_element) if compressor else 4.0
 
@@ -130,7 +130,9 @@ def agreement(
     compress: str,
     every: int = 0,
 ) -> AgreementCost:
-    """Islands that exchange so compressed; ``every`` so many steps, or as often as agreements may take."""
+    """Return the cost of islands with this compression that agree every ``every`` steps, by default as often as
+    allowed.
+    """
     assert cluster.between is not None
     # each agrees on a part
     shared = math.ceil(float(np.asarray(shape.parameters)) / float(inside.plan.world))

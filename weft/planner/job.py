@@ -1,4 +1,4 @@
-"""What is planned, a model's steps on a cluster, and the layouts that are best for it."""
+"""The planner's job: a model's steps on a cluster, and the best layouts for it."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -39,9 +39,9 @@ FINALISTS = 10
 
 @dataclass(frozen=True)
 class PlanJob:
-    """Steps of ``batch`` sequences of ``seq`` tokens, of a ``model`` that ``name`` names, on the ``machines``.
+    """Steps of ``batch`` sequences of ``seq`` tokens, of the ``model`` called ``name``, on ``machines``.
 
-    ``engine``: the class of program whose constants count. ``hottest``: how often the busiest expert is chosen, over
+    ``engine``: the class of program whose constants apply. ``hottest``: how often the busiest expert is chosen, over
     the mean.
     """
 
@@ -65,20 +65,20 @@ class PlanJob:
 
     @property
     def untrainable(self) -> str:
-        """Why ``weft train`` cannot train this yet; empty if it can."""
+        """Reason why ``weft train`` cannot train this yet; empty if it can."""
         return untrainable_line(self.model, self.bits)
 
     def search(
         self, engine: EngineConstants, shape: Shape | None = None
     ) -> SearchResult:
-        """Every layout, scored; of a model of another ``shape`` if one is given."""
+        """Score every layout, for a model of another ``shape`` if one is given."""
         return search(
             shape or self.shape, self.machines, engine, self.batch, self.seq, self.bits,
             self.pins,
         )  # fmt: skip
 
     def islands(self, engine: EngineConstants) -> Islands | None:
-        """Return the sites of the cluster as islands, if it has any."""
+        """Return the best islands on the sites of the cluster; None if it has no sites."""
         return islands_of(
             self.shape, self.machines, engine, self.batch, self.seq, self.bits,
             self.pins,
@@ -89,9 +89,9 @@ def read_job(
     model: str, cluster: str, gpus: int | None, batch: int | None, seq: int | None, precision: str | None, engine: str,
     pins: list[str], hottest: float, shape_named: Callable[[str], ModelShape],
 ) -> PlanJob:  # fmt: skip
-    """Check what a user asks for. A recipe has a batch, a length and a precision of its own.
+    """Check a user's request for a plan. A recipe brings its own batch, length and precision.
 
-    ``shape_named`` knows the shapes that only PyTorch can read.
+    ``shape_named`` returns shapes that only PyTorch can read.
     """
     if engine not in ENGINES:
         raise UsageError(
@@ -131,8 +131,9 @@ def read_job(
 
 @dataclass(frozen=True)
 class RankedLayouts:
-    """Every layout of a job, the best as ``finals``, and how far to trust their times: ``margin`` in words, ``band`` in
-    percent (None where nothing was compared)."""
+    """Every layout of a job, the best as ``finals``, and the error of their times: ``margin`` in words, ``band`` in
+    percent (None where nothing was compared).
+    """
 
     searched: SearchResult
     finals: list[Final]
@@ -141,7 +142,7 @@ class RankedLayouts:
     islands: Islands | None = None
 
     def record(self, job: PlanJob, top: int) -> dict[str, Any]:
-        """As JSON, with ``top`` layouts."""
+        """Return the result as JSON, with ``top`` layouts."""
         return {
             "candidates": self.searched.count, "fitting": len(self.searched.order), "finalists": len(self.finals),
             "calibration": self.margin, "layouts": [record(final) for final in self.finals[:top]],
@@ -152,7 +153,7 @@ class RankedLayouts:
         }  # fmt: skip
 
     def lines(self, job: PlanJob, top: int) -> list[str]:
-        """What is to be said of the first ``top`` layouts: how each differs from the first, which then is described."""
+        """Describe the first layout, and how each of the first ``top`` layouts differs from it."""
         first = self.finals[0]
         lines = [
             f"{rank:<7} {layout_verdict(first, final)}"
@@ -179,9 +180,9 @@ class RankedLayouts:
 def rank_layouts(
     job: PlanJob, calibration: Path | None, runs: Path, top: int
 ) -> RankedLayouts:
-    """Return the layouts of a job by predicted time, ``top`` of them or more seen closely.
+    """Return the layouts of a job by predicted time, and simulate at least ``top`` of them.
 
-    ``calibration``: rows of runs, or factors, that move the constants; without it the rows in ``runs``, if any.
+    ``calibration``: rows of runs, or factors, that change the constants; by default the rows in ``runs``, if any.
     """
     device, base = find_device(job.machines.device).name, ENGINES[job.engine]
     own = None
@@ -219,7 +220,7 @@ def _margin(device: str, first: Final, own: Own | None) -> tuple[str, int | None
 
 @dataclass(frozen=True)
 class SweptModel:
-    """A model with some ``fields`` of its own, and the best layout for it, or why there is none."""
+    """A model with some changed ``fields``, and the best layout for it, or why there is none."""
 
     fields: dict[str, Any]
     shape: Shape
@@ -227,7 +228,7 @@ class SweptModel:
     refused: str = ""
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the result as JSON."""
         if self.best is None:
             return {"model": self.fields, "refused": self.refused}
         sizes = {
@@ -237,7 +238,7 @@ class SweptModel:
         return {"model": self.fields, **sizes, **record(self.best)}
 
     def cells(self) -> list[str]:
-        """Return a row of a table: model, parameters, active ones (billions), then what the layout takes."""
+        """Return a row of a table: model, parameters, active parameters (billions), and the layout's values."""
         row = [" ".join(f"{name}={value}" for name, value in self.fields.items())]
         row += [
             f"{float(n) / 1e9:.3g}"
@@ -250,7 +251,7 @@ class SweptModel:
 
 
 def sweep(job: PlanJob, asked: list[str]) -> Iterator[SweptModel]:
-    """Yield the best layout of every model with the values that ``asked`` names, such as ``experts=64,128``."""
+    """Yield the best layout of every model with the values in ``asked``, such as ``experts=64,128``."""
     if job.model.untrainable:
         raise UsageError(
             "--sweep needs a model that Weft can train: a recipe, a config.json or a trained built-in"

@@ -1,7 +1,7 @@
-"""Every layout of a model on a cluster, scored at once; the best, and why the others are out.
+"""Scores every layout of a model on a cluster at once: the best layouts, and why others are excluded.
 
-The candidates are one :class:`~weft.planner.cost.Plan` of arrays. What divides wrongly is never made; what does not
-fit in memory is kept, so that it can be said what would make it fit.
+The candidates are one :class:`~weft.planner.cost.Plan` of arrays. Layouts that break a rule of divisibility are not
+created. Layouts that do not fit in memory are kept, to explain what would make them fit.
 """
 
 import re
@@ -55,7 +55,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Pin:
-    """A demand of the user: ``field`` ``sign`` ``value``, e.g. ``tp <= 8``."""
+    """A user's demand: ``field`` ``sign`` ``value``, e.g. ``tp <= 8``."""
 
     field: str
     sign: str
@@ -96,7 +96,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All candidates with their costs (arrays), and the order of those that fit, fastest first."""
+    """All candidates with their costs (arrays), and the order of the candidates that fit, fastest first."""
 
     shape: Shape
     machine: Machine
@@ -121,7 +121,7 @@ class SearchResult:
         return float(self.memory.total[i]) / 2**30
 
     def rejected(self, count: int) -> list["Rejected"]:
-        """Return the fastest layouts that do not fit: what they lack and the nearest layout that has it."""
+        """Return the fastest layouts that do not fit, each with what it lacks and the nearest layout that fits."""
         total = np.asarray(self.cost.total)
         large = np.asarray(self.memory.total) > float(self.machine.memory) * USABLE
         over = np.flatnonzero(large & (total < total[self.order[0]]))
@@ -161,8 +161,10 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that needs ``gib`` of ``limit`` on its fullest rank, ``held`` GiB of it ``largest``, and the nearest
-    layout that fits: what it does otherwise, its GiB and how much slower it is (share)."""
+    """A layout that needs ``gib`` of ``limit`` GiB on its fullest rank, with ``held`` GiB of it in ``largest``.
+
+    With it the nearest layout that fits: its changed settings, its GiB and how much slower it is (share).
+    """
 
     plan: Plan
     gib: float
@@ -184,7 +186,7 @@ class Rejected:
 
 
 def at(columns: Any, i: int) -> Any:
-    """One row of a dataclass of arrays."""
+    """Return row ``i`` of a dataclass of arrays."""
     return replace(columns, **{f.name: float(np.ravel(v)[i if np.size(v) > 1 else 0])
                                for f in fields(columns) for v in [getattr(columns, f.name)]})  # fmt: skip
 
@@ -194,7 +196,7 @@ def pin_text(name: str, value: float) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """Return a layout in one line, without what is off."""
+    """Describe a layout in one line, without the features that it does not use."""
     parts = [f"{name}={pin_text(name, getattr(plan, name))}" for name in ("pp", "dp", "shard", "cp", "ep", "tp")
              if getattr(plan, name) > 1]  # fmt: skip
     if plan.shard > 1 or plan.zero >= 3:
@@ -227,7 +229,9 @@ def search(
     bits: int = 16,
     pins: Sequence[Pin] = (),
 ) -> SearchResult:
-    """Score every layout. Raises :class:`UsageError` saying which demand rules out everything and what is nearest."""
+    """Score every layout. Raises :class:`UsageError` that names the demand that excludes everything, and the nearest
+    choice.
+    """
     machine = cluster.machine(bits)
     rules = Rules(shape, machine, cluster.count, batch, seq)
     added = [pin for pin in pins if pin.field in ADDED]
@@ -280,7 +284,7 @@ def search(
 
 
 def _pinned(plans: Plan, pins: Sequence[Pin]) -> Plan:
-    """Those that meet every pin."""
+    """Return the plans that meet every pin."""
     for pin in pins:
         column = getattr(plans, pin.field)
         kept = pin.holds(column)
@@ -306,7 +310,7 @@ class ScoredPlans(NamedTuple):
 def _scored(
     shape: Shape, machine: Machine, engine: EngineConstants, plans: Plan
 ) -> ScoredPlans:
-    """Score ``plans``, after choosing for each which axis crosses between sites (``outer``)."""
+    """Score ``plans``, after choosing for each the axis that crosses between sites (``outer``)."""
     turning = (plans.pp > 1) & (plans.dp > 1)
     # which of the two crosses between the sites
     if turning.any() and machine.site < np.max(plans.world):
@@ -325,8 +329,8 @@ def _scored(
 def _leanest(
     shape: Shape, machine: Machine, engine: EngineConstants, plans: Plan
 ) -> tuple[Plan, bool]:
-    """Return the plans that fit into the memory of device and host and on the disk; the leanest, if none does; and
-    whether.
+    """Return the plans that fit in device memory, host memory and disk, and True; if none fits, the leanest plan and
+    False.
     """
     held = np.asarray(peak_memory(shape, plans, engine).total)
     host, file = room_away(shape, plans, engine)

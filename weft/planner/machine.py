@@ -1,4 +1,4 @@
-"""What a layout runs on: devices, their memory, and the links between them, level by level."""
+"""The machine under a layout: devices, their memory, and the links between them, level by level."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,12 +25,12 @@ ONE_SITE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Of one device: memory in GB, bandwidths in GB/s per direction; in a :class:`Machine` bytes and bytes/s.
+    """Hardware per device: memory in GB, bandwidths in GB/s per direction; in a :class:`Machine` bytes and bytes/s.
 
-    ``domain``: how many devices the fast links join; ``network``: share of the node's network of one device. Of the
-    host, each device's share: ``host``, the link to it per direction (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450),
-    ``host_memory`` (0: the device is the host) and ``host_bandwidth``, that of its memory; what its disk reads and
-    writes, and has free (0: nothing rests in files).
+    ``domain``: number of devices that fast links join; ``network``: one device's share of the node's network. Each
+    device's share of the host: ``host``, the link to it per direction (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450),
+    ``host_memory`` (0: the device is the host), ``host_bandwidth`` of this memory, and the disk's read and write
+    bandwidth and free space (0: nothing rests in files).
     """
 
     memory: Num
@@ -69,8 +69,8 @@ CLUSTERS: dict[str, dict[str, Any]] = _KNOWN["clusters"]
 
 
 def find_device(text: str, memory: float | None = None) -> Device:
-    """Return the preset that ``text`` names (``A100-SXM-80GB``, ``h100``), the one with ``memory`` GB if
-    several fit.
+    """Return the device preset that ``text`` names (``A100-SXM-80GB``, ``h100``). Of several, the one with ``memory``
+    GB.
     """
     words = text.upper().replace("_", "-")
     if words.upper() in {name.upper() for name in DEVICES}:
@@ -95,14 +95,13 @@ def find_device(text: str, memory: float | None = None) -> Device:
 
 
 class Cluster(Section):
-    """A cluster in about eight numbers; what is left out comes from the preset of ``device``.
+    """A cluster in about eight numbers; missing numbers come from the preset of ``device``.
 
-    Units: memory in GB, ``hbm``, ``link`` and ``network`` in GB/s per device and direction, latencies in
-    microseconds, peaks in TFLOP/s. ``domain``: devices that the fast links join (``per_node`` if left out).
-    ``link_latency``: to start a collective or a message among them, however many take part.
-    ``site``: devices of one site, with ``between`` GB/s per device among the sites. ``slowest_network``: the
-    slowest NIC, if they differ: a collective is as fast as its slowest member. Of each device's share of its host and
-    disk see :class:`Hardware`.
+    Units: memory in GB; ``hbm``, ``link`` and ``network`` in GB/s per device and direction; latencies in microseconds;
+    peaks in TFLOP/s. ``domain``: devices that the fast links join (default: ``per_node``). ``link_latency``: time to
+    start a collective or a message among them, however many take part. ``site``: devices of one site, with ``between``
+    GB/s per device among the sites. ``slowest_network``: the slowest NIC, if they differ, because a collective is as
+    fast as its slowest member. For each device's share of its host and disk see :class:`Hardware`.
     """
 
     device: str
@@ -149,11 +148,11 @@ class Cluster(Section):
 
     @property
     def probed(self) -> bool:
-        """Whether ``weft probe`` has measured it."""
+        """Whether ``weft probe`` has measured this cluster."""
         return bool(self.calibration.get("settings"))
 
     def machine(self, bits: Num = 16) -> "Machine":
-        """Return the numbers that the cost model reads, for products of so many ``bits``."""
+        """Return the numbers that the cost model reads, for products of ``bits`` bits."""
         given = self.model_dump(
             exclude={"device", "count", "per_node", "slowest_network", "calibration"}
         )
@@ -163,7 +162,7 @@ class Cluster(Section):
 
 
 def load_cluster(name: str, count: int | None = None) -> Cluster:
-    """Return a preset of :data:`CLUSTERS`, or a TOML file with the fields of :class:`Cluster`."""
+    """Load a preset of :data:`CLUSTERS`, or a TOML file with the fields of :class:`Cluster`."""
     if name.lower() in CLUSTERS:
         tree = dict(CLUSTERS[name.lower()])
         if count is None:
@@ -214,7 +213,7 @@ SI = dict.fromkeys((field.name for field in fields(Hardware)), 1e9) | {
 
 
 def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
-    """Return a preset's :class:`Machine`, with what is ``given`` (and not None) in its place; units of
+    """Return a preset's :class:`Machine`, replaced by the ``given`` values that are not None; units of
     :class:`Cluster`.
     """
     given = {name: value for name, value in given.items() if value is not None}
@@ -243,7 +242,9 @@ def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
 
 
 def local_cluster(device: str, memory: float, world: int, per_node: int) -> Cluster:
-    """Ranks on devices of this name with ``memory`` bytes each; what is not a preset counts as the nearest one."""
+    """Return a cluster of devices of this name with ``memory`` bytes each. An unknown name counts as the nearest
+    preset.
+    """
     try:
         name = find_device(device, memory / 1e9).name
     except UsageError:

@@ -1,4 +1,4 @@
-"""Peak memory of a rank, split by what holds it; every argument may hold arrays, as in :mod:`weft.planner.cost`.
+"""Peak memory of a rank by purpose. Every argument may hold arrays, as in :mod:`weft.planner.cost`.
 
 Activations follow Korthikanti et al. 2022 (2205.05198, section 4), written for any widths; what a schedule keeps
 alive follows the papers of the schedules.
@@ -26,7 +26,7 @@ MOMENTS = 8.0
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the fullest rank. ``buffers``: what is gathered or computed at one time; ``constant``: measured."""
+    """Bytes on the fullest rank by purpose. ``buffers``: gathered or computed at one time; ``constant``: measured."""
 
     parameters: Num
     gradients: Num
@@ -41,9 +41,9 @@ class RankMemory:
 
 
 def in_flight(plan: Plan, position: Num) -> Num:
-    """Microbatches whose activations pipeline rank ``position`` holds at once, in units of all its stages.
+    """Return the microbatches whose activations pipeline rank ``position`` holds at once, in units of all its stages.
 
-    Layers whose weights come from a file see all of them before the next layer does.
+    Layers with weights in a file process all microbatches before the next layer begins.
     """
     first = by_schedule(
         plan, lambda builder: builder.in_flight(plan.pp, np.maximum(1, plan.virtual), 0)
@@ -57,7 +57,7 @@ def in_flight(plan: Plan, position: Num) -> Num:
 def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
     """Return the bytes of one layer and microbatch: ``(kept for backward, alive while the layer is computed)``.
 
-    Also of activations that rest elsewhere: :func:`held_bytes` says what of these is kept on the device.
+    Activations that rest elsewhere count too; :func:`held_bytes` returns the part that stays on the device.
     """
     tokens = plan.micro_batch * plan.seq / plan.cp
     cut = np.where(engine.sequence > 0, plan.tp, 1.0)
@@ -90,14 +90,12 @@ def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num,
 
 
 def held_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
-    """Return the bytes of one layer and microbatch that are kept on the device for backward."""
+    """Return the bytes of one layer and microbatch that stay on the device for backward."""
     return layer_bytes(shape, plan, engine)[0] * (plan.activations == 0)
 
 
 def logit_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
-    """Return the bytes of one microbatch's logits, of what the loss makes of them, and of the output layer's
-    gradient.
-    """
+    """Return the bytes of one microbatch's logits, of the loss's intermediates, and of the output layer's gradient."""
     tokens = np.minimum(plan.micro_batch * plan.seq / plan.cp, engine.chunk)
     return (engine.vocab * tokens + engine.table * shape.embed) * shape.vocab / plan.tp
 
@@ -111,11 +109,11 @@ def rank_memory(
     activations: Num,
     logits: Num = 0.0,
 ) -> RankMemory:
-    """Return a rank that holds so many ``layers`` and vocabulary ``tables``, and at most so many bytes of
-    ``activations``.
+    """Return the memory of a rank with ``layers`` layers, ``tables`` vocabulary tables and at most ``activations``
+    bytes.
 
-    ``logits``: bytes of those that are of the loss. What backward works with comes after they are gone, where the
-    gradients are made with the loss (``engine.table``).
+    ``logits``: bytes of ``activations`` that belong to the loss. If the gradients are made with the loss
+    (``engine.table``), the working memory of backward begins after these are freed.
     """
     kept, alive = layer_bytes(shape, plan, engine)
     layer = shape.dense_weights / plan.tp
@@ -197,7 +195,7 @@ def rank_memory(
 
 
 def peak_memory(shape: Shape, plan: Plan, engine: EngineConstants) -> RankMemory:
-    """Memory of the fullest pipeline rank: the first two and the last are compared."""
+    """Return the memory of the fullest pipeline rank, by comparing the first two and the last."""
     first, most, last, _ = stage_layers(shape, plan, engine)
     kept = held_bytes(shape, plan, engine)
     logits = logit_bytes(shape, plan, engine)

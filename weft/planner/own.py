@@ -1,6 +1,6 @@
-"""The model refitted, within its bounds, to the rows that runs of one's own have left (:mod:`weft.observe.measured`).
+"""Refits the model, within its bounds, to the measured rows of the user's own runs (:mod:`weft.observe.measured`).
 
-The fit is the one that is made to published runs, drawn towards the presets: few runs move little.
+The fit is the same as for published runs, drawn towards the presets, so few runs change little.
 """
 
 import csv
@@ -31,7 +31,7 @@ NEWEST = 200
 
 
 def read_own(path: Path) -> list[Measurement]:
-    """What runs have appended to ``path``, oldest first; lines that are cut short or not theirs are left out."""
+    """Read the rows that runs have appended to ``path``, oldest first, without truncated and foreign lines."""
     rows = []
     with path.open(newline="", encoding="utf-8") as file:
         for cells in csv.DictReader(file):
@@ -41,7 +41,7 @@ def read_own(path: Path) -> list[Measurement]:
 
 
 def _row(cells: dict[str, str]) -> Measurement:
-    """One line as :func:`weft.observe.measured.row_of_run` wrote it."""
+    """Parse a line that :func:`weft.observe.measured.row_of_run` wrote."""
     if cells["framework"] != "weft":
         raise ValueError("a row of another program")
     notes = dict(re.findall(r"(\w+)=([\w-]+)", cells["notes"]))
@@ -67,7 +67,7 @@ def _row(cells: dict[str, str]) -> Measurement:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return a calibration that ``bench/planner/calibrate.py`` wrote, as plain data."""
+    """Load a calibration that ``bench/planner/calibrate.py`` wrote, as plain data."""
     try:
         calibration = json.loads(path.read_text())
         if calibration["version"] != 2 or not isinstance(
@@ -86,9 +86,9 @@ def load(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Own:
-    """An engine whose constants were fitted, and to what (``message``).
+    """An engine with fitted constants, and a ``message`` about the runs they were fitted to.
 
-    ``error``: of those times after the fit, median in percent.
+    ``error``: of the times after the fit, median in percent.
     """
 
     engine: EngineConstants
@@ -99,7 +99,7 @@ class Own:
 def own_runs(
     path: Path, device: str, base: EngineConstants = ENGINES["weft"]
 ) -> Own | None:
-    """``base`` refitted to the newest runs of Weft on ``device`` in the rows of ``path``; None without any."""
+    """Refit ``base`` to the newest rows of Weft on ``device`` in ``path``; return None if there are none."""
     if not path.is_file():
         return None
     rows = [row for row in read_own(path) if row.device == device][-NEWEST:]
@@ -125,7 +125,7 @@ def own_runs(
 
 
 def calibrated(path: Path, device: str, base: EngineConstants) -> Own:
-    """``base`` with a calibration: a file of rows, or of factors from ``bench/planner/calibrate.py``."""
+    """Apply a calibration to ``base``: a file of rows, or of factors from ``bench/planner/calibrate.py``."""
     if path.suffix == ".csv":
         own = own_runs(path, device, base)
         if own is None:

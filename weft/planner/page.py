@@ -1,4 +1,4 @@
-"""One self-contained page about a plan: what is fastest, why, what it holds where, and what was left out."""
+"""One self-contained page about a plan: the fastest layout, why it is fastest, its memory, and excluded layouts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -33,9 +33,9 @@ HELD = {f.name: f.name for f in fields(RankMemory)}
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What was asked, as it is told; ``band``: error of the time in percent, None where nothing was compared.
+    """The question as the page states it. ``band``: error of the time in percent, None where nothing was compared.
 
-    ``rehearsed``: the layouts were timed on a probed machine; closed forms, which were not, are not told beside them.
+    ``rehearsed``: the layouts were timed on a probed machine, so closed forms are not shown beside them.
     ``untrainable``: why ``weft train`` cannot train this yet.
     """
 
@@ -52,7 +52,7 @@ class PlanQuestion:
 
 
 class BarSegment(NamedTuple):
-    """Part of a bar: what it shows, which is also its colour; its share of the whole; what it says when pointed at."""
+    """Segment of a bar: its meaning (also its colour), its share of the whole, and its text on hover."""
 
     name: str
     share: float
@@ -107,7 +107,7 @@ def page(
 def layout_reasons(
     first: Final, finals: Sequence[Final], others: Sequence[Alternative]
 ) -> Iterator[str]:
-    """Yield where the time goes and what the nearest rivals lose by."""
+    """Yield where the time goes, and why the nearest rivals are slower."""
     cost = {name: page_part(first.cost, name) / first.seconds for name in PARTS}
     lost = sorted(
         (
@@ -134,7 +134,7 @@ def layout_reasons(
 
 
 def alternatives_among(finals: Sequence[Final]) -> list[Alternative]:
-    """For each thing that one can set: the best of ``finals`` with another value."""
+    """Return the best of ``finals`` with another value of each setting."""
     first, alternatives = finals[0], dict[tuple[str, str], Alternative]()
     for final in finals[1:]:
         for key in changed_settings(first.plan, final.plan).items():
@@ -143,7 +143,7 @@ def alternatives_among(finals: Sequence[Final]) -> list[Alternative]:
 
 
 def remarks(final: Final, first: Final) -> str:
-    """What sets a layout of the list apart from the ``first``."""
+    """Describe how a layout of the list differs from the ``first``."""
     lines = [] if final is first else [layout_verdict(first, final)]
     if final.simulation is not None and abs(final.seconds / final.closed - 1) > 0.02:
         lines.append(
@@ -153,7 +153,9 @@ def remarks(final: Final, first: Final) -> str:
 
 
 def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
-    """Return the rows of the table, fastest first; values that lead to the same layout share one."""
+    """Return the rows of the table of alternatives, fastest first; values that lead to the same layout share
+    one row.
+    """
     rows: dict[Any, list[Alternative]] = {}
     for other in others:
         rows.setdefault(
@@ -166,7 +168,7 @@ def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
 
 
 def stage_rows(first: Final, limit: float) -> Iterator[dict[str, Any]]:
-    """Yield a bar per pipeline rank, on the scale of the device's memory; alike neighbours share one."""
+    """Yield a bar per pipeline rank, on the scale of the device's memory; equal neighbours share one bar."""
     ranks, run = list(first.ranks), first.simulation
     scale = max(limit, max(gib(m.total) for m in ranks))
     for (held, _), alike in groupby(
@@ -190,7 +192,7 @@ def label(first: Final, rank: int) -> str:
 
 
 def timeline(first: Final) -> dict[str, Any]:
-    """Return the drawn schedule with its caption and what its colours mean; nothing without a pipeline."""
+    """Return the drawn schedule with its caption and colour key; empty without a pipeline."""
     run = first.simulation
     if run is None:
         return {}
@@ -234,7 +236,7 @@ def memory_pieces(
     whole: float,
     show: Callable[[float], str],
 ) -> list[BarSegment]:
-    """Those of a bar that is ``whole`` long, by the fields of ``split`` that ``names`` says in words."""
+    """Return the segments of a bar of length ``whole`` for the fields of ``split``, with their words in ``names``."""
     sizes = {name: page_part(split, name) for name in names}
     return [
         BarSegment(name, x / whole, f"{names[name]}: {show(x)}")

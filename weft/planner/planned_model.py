@@ -1,4 +1,4 @@
-"""The model to plan for: a name, a recipe or a Hugging Face ``config.json``, trainable by Weft or not."""
+"""The model to plan for, from a name, a recipe or a Hugging Face ``config.json``, trainable by Weft or not."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +21,8 @@ from weft.shapes.untrainable import UntrainableShape, untrainable
 class PlannedModel:
     """A model to plan for.
 
-    ``section``: the model, with ``vocab`` entries of the tokenizer if it leaves that open. ``recipe``: what a recipe
-    that trains it says beside layout and batch, by section.
+    ``section``: the recipe's section of the model, with the tokenizer's ``vocab`` if the section leaves it out.
+    ``recipe``: the other sections of a recipe that trains the model, except layout and batch.
     """
 
     section: ModelShape
@@ -31,17 +31,17 @@ class PlannedModel:
 
     @cached_property
     def shape(self) -> Shape:
-        """What time and memory depend on."""
+        """The shape of the model, from which time and memory follow."""
         return shape_of(self.section, self.vocab)
 
     @property
     def untrainable(self) -> str:
-        """Why ``weft train`` cannot train the model yet; empty if it can."""
+        """Reason why ``weft train`` cannot train the model yet; empty if it can."""
         return self.section.why if isinstance(self.section, UntrainableShape) else ""
 
 
 def _members(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the members of all ``families`` by name, each with what its family says of ``all``."""
+    """Return the members of all ``families`` by name, each merged with its family's settings for ``all``."""
     members = {
         name: family["all"] | fields
         for family in families.values()
@@ -65,7 +65,7 @@ DATA: dict[str, Any] = {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes"}
 
 
 def check_named(name: str) -> None:
-    """Refuse a name that no model can have: no built-in, no path that exists, and not of the form of a hub's id."""
+    """Refuse a name that is neither a built-in model, nor an existing path, nor of the form of a hub's id."""
     if name not in SHAPES and not (
         Path(name).exists() or re.fullmatch(r"[\w.-]+/[\w.@-]+", name) or ":" in name
     ):
@@ -78,9 +78,10 @@ def load_model(
     name: str,
     named: Callable[[str], ModelShape] = lambda name: shape_from_config(Path(name)),
 ) -> PlannedModel:
-    """From the name of a built-in, a Weft recipe (``.toml``) or a Hugging Face ``config.json`` (or its folder).
+    """Load a model from a built-in name, a Weft recipe (``.toml``), or a Hugging Face ``config.json`` (or its folder).
 
-    ``named`` knows the shape of all else that ``model.from`` can name, such as GGUF files and models of the hub.
+    ``named`` returns the shape of everything else that ``model.from`` can name, such as GGUF files and models of the
+    hub.
     """
     path = Path(name)
     if name in SECTIONS:
@@ -111,7 +112,7 @@ def load_model(
 
 
 def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> PlannedModel:
-    """Return the model of a recipe; its sections but ``[layout]``, which is what is planned, stay as they are."""
+    """Load the model of a recipe. Its sections are kept, except ``[layout]``, which is planned."""
     if not path.is_file():
         raise WeftError(f"recipe {path} does not exist")
     tree = read_toml(path)
@@ -129,7 +130,7 @@ def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> PlannedModel:
 
 
 def vocab_of(recipe: Recipe) -> int:
-    """Entries of the recipe's tokenizer, as far as its name tells."""
+    """Return the number of entries of the recipe's tokenizer, as far as its name determines it."""
     kind, _, size = recipe.data.tokenizer.partition(":")
     return (
         int(size)
@@ -143,7 +144,9 @@ def vocab_of(recipe: Recipe) -> int:
 def swept_values(
     model: ModelShape, asked: Sequence[str], vocab: int
 ) -> Iterator[tuple[dict[str, str], Shape]]:
-    """``model`` with every combination of the values in ``asked``, such as ``experts=64,128``, and what those are."""
+    """Yield ``model`` with every combination of the values in ``asked``, such as ``experts=64,128``, and these
+    values.
+    """
     ways: dict[str, list[str]] = {}
     for text in asked:
         name, _, values = text.partition("=")

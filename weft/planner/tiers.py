@@ -39,14 +39,14 @@ WIDE = 4.0
 
 
 def exposed_seconds(moved: Num, computed: Num, units: Num) -> Num:
-    """Return the seconds that are seen of so many of transfers: what computing does not cover, and the first of
+    """Return the seconds of transfers that are exposed: those that compute does not cover, and those of the first of
     ``units``.
     """
     return np.maximum(0.0, moved - computed) + moved / units
 
 
 def room_away(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
-    """Return the bytes that the fullest device of ``plan`` takes in the host's memory, and on its disk."""
+    """Return the bytes that the fullest device of ``plan`` uses in the host's memory, and on its disk."""
     most = most_layers(shape, plan.pp)
     held = _own(shape, plan, most) / plan.state_ranks
     sizes = {
@@ -63,7 +63,7 @@ def room_away(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, N
 def planned_time(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> Cost:
-    """Time of one step of ``plan``, wherever its parts rest."""
+    """Return the time of one step of ``plan``, wherever its parts rest."""
     cost = step_time(shape, machine, plan, engine)
     if not np.any(plan.moves):
         return cost
@@ -82,7 +82,7 @@ def with_tiers(
     microbatch: MicrobatchSeconds,
     layers: Num,
 ) -> Cost:
-    """``cost`` of a plan whose fullest rank has so many ``layers``, with what its tiers add and save.
+    """Return ``cost`` with the time that tiers add and save, for a plan whose fullest rank has ``layers`` layers.
 
     ``microbatch``: of the plan (:func:`weft.planner.cost.passes`).
     """
@@ -124,7 +124,7 @@ def with_tiers(
 
 
 def _own(shape: Shape, plan: Plan, layers: Num) -> Num:
-    """Parameters of a rank with so many layers, whole."""
+    """Return the parameters of a rank with ``layers`` layers, before ZeRO cuts them."""
     # Experts: also over the ranks that do not cut them.
     body = layers * (shape.dense_weights + shape.expert_weights) / plan.tp
     return body + shape.table / plan.tp * np.where(plan.pp > 1, 1, 2 - shape.tied)
