@@ -21,8 +21,8 @@ from weft.data.tokenizer import Tokenizer
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.recipe import build_recipe
-from weft.train.loop import train
 from weft.train.setup import prepare
+from weft.train.training import train_job
 
 T = torch.Tensor
 
@@ -72,7 +72,7 @@ def train_expert(
         "validation": {"every": 0},
         "observe": {"split_every": 0, "trackers": []},
     })  # fmt: skip
-    outcome = train(prepare(recipe), Mesh.create(recipe.layout, "cpu"), out / "run")
+    outcome = train_job(prepare(recipe), Mesh.create(recipe.layout, "cpu"), out / "run")
     found, files, _ = open_model(out / "run", "cpu", print)
     return Expert(found.eval(), tokenizer_of(files, str(out)), outcome.progress.tokens)
 
