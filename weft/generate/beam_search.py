@@ -1,7 +1,7 @@
-"""Several texts for one prompt, of which one is wanted: beam search or a majority vote.
+"""Beam search and majority vote: several texts for one prompt, of which one is wanted.
 
 Beams are requests like others: they share the blocks of their common prefix, are computed in the same steps as other
-requests, and a beam that goes on in two ways is forked.
+requests, and a beam that continues in two ways is forked.
 """
 
 from collections import Counter
@@ -45,8 +45,8 @@ def length_penalty(tokens: int, alpha: float) -> float:
 class Search:
     """A beam search of ``width`` beams for up to ``count`` tokens behind ``prompt``, or to one of ``stops``.
 
-    ``alpha``: how much long texts are favoured. ``prune``: a token is dropped if its log-probability is so far below
-    that of its beam's best token, and a beam if its score is so far below that of the best ended text (3 in the paper).
+    ``alpha``: how much long texts are favoured. ``prune``: drop a token whose log-probability is this far below that of
+    its beam's best token, and a beam whose score is this far below that of the best ended text (3 in the paper).
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Search:
         self.beams = [Beam(list(prompt), len(prompt) + count - 1)]
 
     def run(self) -> list[Hypothesis]:
-        """Search to the end, while other requests of the engine go on; returns what :meth:`best` does."""
+        """Search to the end, while other requests of the engine go on; return the result of :meth:`best`."""
         self.begin()
         try:
             while self.beams:
@@ -76,22 +76,22 @@ class Search:
         return self.best()
 
     def best(self) -> list[Hypothesis]:
-        """Return the best ``width`` finished texts, by score in descending order."""
+        """Return the best ``width`` finished texts, in descending order of their scores."""
         return sorted(self.ended, key=lambda ended: -ended.score)[: self.width]
 
     def begin(self) -> None:
-        """Schedule the first beam for the engine's steps, after each of which :meth:`advance` is to be called."""
+        """Schedule the first beam. Call :meth:`advance` after each of the engine's following steps."""
         for beam in self.beams:
             self.engine.scheduler.add(beam)
 
     def end(self) -> None:
-        """Give up the beams that are left; their blocks are free again."""
+        """Give up the remaining beams, and free their blocks."""
         for beam in self.beams:
             self.engine.scheduler.remove(beam)
         self.beams.clear()
 
     def advance(self) -> None:
-        """Extend the beams once the logits of all are there. No ``beams`` are left when the search has ended."""
+        """Extend the beams once the logits of all beams are computed. ``beams`` is empty when the search has ended."""
         scheduler = self.engine.scheduler
         read = [beam for beam in self.beams if beam.logits is not None]
         if len(read) == len(self.beams):
@@ -145,7 +145,7 @@ class Search:
         self._continue([each for each in kept if each[2] >= least])
 
     def _continue(self, kept: Sequence[tuple[Beam, int, float]]) -> None:
-        """Let the beams go on as ``kept`` says: triples of a beam, its next token, and the text's log-probability."""
+        """Continue the beams in ``kept``: triples of a beam, its next token, and the text's log-probability."""
         scheduler, children = self.engine.scheduler, list[Beam]()
         for beam in self.beams:
             ways = [(token, chance) for parent, token, chance in kept if parent is beam]
@@ -172,8 +172,8 @@ def vote(
 ) -> tuple[Hashable, Counter[Hashable]]:  # fmt: skip
     """Return the answer that most of ``n`` texts give, and a count of every answer (Wang et al. 2022, 2203.11171).
 
-    ``answer`` returns the answer in the ids of a text, None if there is none. Texts that cannot change the outcome any
-    more are cancelled.
+    ``answer`` extracts the answer from the ids of a text, None if there is none. Texts that can no longer change the
+    result are cancelled.
     """
     texts = engine.submit(prompt, count, how, stops, n)
     said, left = Counter[Hashable](), set(texts)

@@ -12,7 +12,9 @@ from itertools import takewhile
 
 
 class BlockPool:
-    """``blocks`` blocks of ``size`` tokens each. ``states``: they hold recurrent states, which forget no token."""
+    """``blocks`` blocks of ``size`` tokens each. ``states``: the blocks hold recurrent states, which cannot forget a
+    token.
+    """
 
     def __init__(self, blocks: int, size: int, states: bool = False) -> None:
         self.blocks, self.size, self.states = blocks, size, states
@@ -31,7 +33,9 @@ class BlockPool:
         return self.blocks - len(self.owners)
 
     def take(self, key: bytes | None = None) -> int:
-        """Take a block, of which one must be free, for one owner. ``key``: by which it can be found from now on."""
+        """Take a free block for one owner, which must exist. ``key``: the key under which :meth:`find` returns it from
+        now on.
+        """
         if (
             not self._freed or next(iter(self._freed)) in self.keys
         ) and self._fresh < self.blocks:
@@ -54,7 +58,7 @@ class BlockPool:
             self.owners[block] = self.owners.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take one owner from each of ``blocks``, a table or its end. Blocks at the end are reused first."""
+        """Remove one owner from each of ``blocks``, a table or its end. The last blocks are reused first."""
         for block in reversed(blocks):
             self.owners[block] -= 1
             if not self.owners[block]:
@@ -64,7 +68,7 @@ class BlockPool:
                 self._freed.move_to_end(block, last=block in self.keys)
 
     def remember(self, block: int, key: bytes) -> None:
-        """Let a full block be found by ``key``, unless that or the block is known already."""
+        """Let :meth:`find` return a full block under ``key``, unless the key or the block is known already."""
         if key not in self.known and block not in self.keys:
             self.known[key], self.keys[block] = block, key
 

@@ -1,8 +1,8 @@
-"""Cache blocks for the guesses of what a request will write (:mod:`weft.generate.lookup`).
+"""Cache blocks for drafts of a request (:mod:`weft.generate.lookup`).
 
-The first guess is written behind the request's own tokens, in its own blocks; each other one has a table of its own,
-with a copy of the request's last block. Where blocks are recurrent states, which cannot forget a wrong token, the first
-guess gets a copy too.
+The first draft is written behind the request's own tokens, in its own blocks. Each other draft has its own table, with
+a copy of the request's last block. If blocks hold recurrent states, which cannot forget a wrong token, the first draft
+gets a copy too.
 """
 
 from weft.generate.block_pool import BlockPool
@@ -12,9 +12,9 @@ from weft.generate.request import Branch, Request
 def branch(
     pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]
 ) -> int:
-    """Turn a request's drafts into branches, for at most ``left`` tokens; returns the number of tokens that they take.
+    """Turn a request's drafts into branches for at most ``left`` tokens; return how many tokens they take.
 
-    Pairs (from, to) of blocks that have to be copied first are appended to ``copies``.
+    Pairs (from, to) of blocks that must be copied first are appended to ``copies``.
     """
     begun, (drafts, request.drafts) = left, (request.drafts, ())  # each is drawn once
     for path in drafts:
@@ -41,7 +41,9 @@ def branch(
 def merge_branches(
     pool: BlockPool, request: Request, best: Branch | None, right: int
 ) -> None:
-    """Count the first ``right`` tokens of ``best`` as computed, if they can be kept without the wrong ones behind."""
+    """Count the first ``right`` tokens of ``best`` as computed, if they can be kept without the wrong ones
+    behind them.
+    """
     if (
         best
         and right
@@ -54,7 +56,7 @@ def merge_branches(
 
 
 def release(pool: BlockPool, request: Request) -> None:
-    """Give back the blocks that only branches own."""
+    """Free the blocks that only branches own."""
     for branch in request.branches:
         if branch.table is not request.table:
             pool.release(branch.table)

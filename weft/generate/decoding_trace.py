@@ -1,4 +1,4 @@
-"""Record a trace of the steps in which many texts grow by one token each."""
+"""Records a trace of the steps in which many texts grow by one token each."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What guesses the next tokens of requests, as ``--draft`` names it: a word, or else a small model."""
+"""Drafters guess the next tokens of requests; ``--draft`` names one by a word, or a small model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL_MODEL = "small-model"
 
 
 class Drafter:
-    """Proposes draft tokens for requests. ``looks_ahead``: the drafter takes ``--ahead``."""
+    """Proposes draft tokens for requests. ``looks_ahead``: the drafter uses ``--ahead``."""
 
     looks_ahead: ClassVar[bool] = False
 
@@ -25,16 +25,16 @@ class Drafter:
     def open(
         cls, word: str, model: Transformer, warn: Callable[[str], None], ahead: int
     ) -> Self:
-        """Make the drafter that ``--draft word`` names, for ``model``; ``warn`` shows the user a line.
+        """Build the drafter that ``--draft word`` names, for ``model``; ``warn`` shows the user a line.
 
-        Raises :class:`UsageError` if it cannot guess for this model.
+        Raises :class:`UsageError` if the drafter cannot guess for this model.
         """
         return cls()
 
     def propose(self, requests: Sequence[Generation]) -> None:
         """Set ``drafts``, a list of paths, of requests that are about to compute one token.
 
-        A path that was sampled must be the only one of its request, whose ``odds`` are then set too.
+        If a path was sampled, it must be the only one of its request, and its ``odds`` are set too.
         """
         raise NotImplementedError
 
@@ -59,8 +59,8 @@ def drafter_for(
 ) -> Drafter | None:
     """Build the drafter that ``word`` names; return None for "".
 
-    A drafter's name is that drafter's; anything else names a small model, which needs the vocabulary of ``model`` and
-    takes ``ahead``. Raises :class:`UsageError`.
+    A word that is no drafter's name names a small model. The small model needs the vocabulary of ``model`` and uses
+    ``ahead``. Raises :class:`UsageError`.
     """
     check_ahead(word, ahead)
     if not word:

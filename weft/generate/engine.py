@@ -45,7 +45,9 @@ BUDGET = 512
 
 
 class WantedRows(NamedTuple):
-    """Rows of logits that a pass returns for a request: prompt rows from token ``first`` on, and rows to draw from."""
+    """Rows of logits that a pass returns for a request: prompt rows from token ``first`` on, and rows to
+    sample from.
+    """
 
     request: Request
     first: int
@@ -62,7 +64,7 @@ class LaunchedPass(NamedTuple):
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
-    """Raises :class:`UsageError` if ``model`` cannot go on with ``ids``."""
+    """Raise :class:`UsageError` if ``model`` cannot continue ``ids``."""
     if model.shape.output == "score":
         raise UsageError(
             "this is a reward model, which scores texts and writes none; give one that writes"
@@ -76,12 +78,12 @@ def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
 class Engine:
     """Generates tokens for many requests with ``model``.
 
-    ``tokens``: how many the cache has room for, of all requests together (None: as many as memory holds); ``budget``:
-    how many are computed in a step, of at most ``limit`` requests; ``policy``: see :mod:`weft.generate.policies`;
-    ``size``: tokens of a cache block (0: the usual number); ``drafter``: guesses what will be written
-    (:mod:`weft.generate.lookup`), which changes nothing but the speed; ``invariant``: log-probabilities are equal
-    to the last bit to those of a pass over the whole text (:mod:`weft.models.invariant`); ``ranks``: the model is cut
-    over several ranks, which follow this one (:mod:`weft.generate.leader`).
+    ``tokens``: capacity of the cache for all requests together (None: as many as memory holds). ``budget``: tokens
+    computed in a step, for at most ``limit`` requests. ``policy``: see :mod:`weft.generate.policies`. ``size``: tokens
+    of a cache block (0: the usual number). ``drafter``: guesses the next tokens (:mod:`weft.generate.lookup`), which
+    changes only the speed. ``invariant``: log-probabilities are bitwise equal to those of a pass over the whole text
+    (:mod:`weft.models.invariant`). ``ranks``: the model is cut over several ranks, which follow this one
+    (:mod:`weft.generate.leader`).
     """
 
     def __init__(
@@ -116,13 +118,13 @@ class Engine:
         top: int | None = None, tenant: str = "", grammar: Grammar | None = None, adapter: str = "", least: int = 0,
         scored: bool = False,
     ) -> list[Generation]:  # fmt: skip
-        """Ask for up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds.
+        """Request up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds.
 
-        A text ends before one of the ids ``stops``, or of those of ``grammar``, none of which comes before ``least``
-        tokens are written, unless the grammar lets nothing else follow. The prompt is computed once for all.
-        ``top``: keep so many log-probabilities of each token; ``scored``: those of the prompt's tokens too.
-        ``tenant``: requests of different tenants find no blocks of each other. Raises :class:`UsageError` for ids that
-        the model does not have, and prompts that the cache can never hold.
+        A text ends before one of the ids ``stops``, or of the ids that end ``grammar``. These are not allowed before
+        ``least`` tokens are written, unless the grammar allows nothing else. The prompt is computed once for all texts.
+        ``top``: number of log-probabilities to keep for each token; ``scored``: keep those of the prompt's tokens too.
+        ``tenant``: requests of different tenants share no cache blocks. Raises :class:`UsageError` for ids that the
+        model does not have, and prompts that the cache can never hold.
         """
         check_prompt(self.model, ids)
         how = how or Sampling()
@@ -188,7 +190,7 @@ class Engine:
 
     @contextmanager
     def holding(self, requests: Collection[Request]) -> Iterator[None]:
-        """Schedule ``requests``, to which more may be added in here; at the end all give their blocks back."""
+        """Schedule ``requests``, to which more may be added in the context; at its end all give their blocks back."""
         for request in requests:
             self.scheduler.add(request)
         try:
@@ -199,13 +201,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Written]:
-        """Launch as many passes as the reader takes, finish the oldest, and return the tokens that it wrote."""
+        """Launch as many passes as the reader allows, finish the oldest, and return the tokens that it wrote."""
         while len(self.sent) < self.reader.depth and self._send():
             pass
         return self._receive(self.sent.popleft()) if self.sent else []
 
     def _send(self) -> bool:
-        """Launch the next forward pass; returns whether there was anything to compute."""
+        """Launch the next forward pass; return whether there was anything to compute."""
         scheduler = self.scheduler
         if self.drafter is not None:
             others = (r for r in scheduler.running if r not in scheduler.due)
@@ -222,7 +224,7 @@ class Engine:
         return bool(step.work)
 
     def _receive(self, launched: LaunchedPass) -> list[Written]:
-        """Choose tokens from a pass's logits; returns them in order."""
+        """Choose tokens from a pass's logits; return them in order."""
         self.scheduler.advance(launched.drawn)
         written: list[Written] = []
         counts = [each.prompt + each.drawn for each in launched.rows]
@@ -256,9 +258,9 @@ class Engine:
     def _write_on(
         self, request: Generation, row: torch.Tensor, guessed: list[list[torch.Tensor]]
     ) -> list[Written]:
-        """Write a token from logits ``row``, and further ones while guesses are right.
+        """Write a token from logits ``row``, and further ones while drafts are right.
 
-        ``guessed[i]``: the logits behind each guessed token of the request's branch ``i``.
+        ``guessed[i]``: the logits behind each drafted token of the request's branch ``i``.
         """
         written, right, best = list[Written](), 0, None
         live = list(zip(request.branches, guessed, strict=True))
@@ -350,7 +352,8 @@ def wanted_rows(request: Request, tokens: int) -> WantedRows:
 
 
 def score_prompt(request: Generation, first: int, rows: torch.Tensor) -> None:
-    """Keep what the logits ``rows`` ``[tokens, vocab]``, behind the prompt's tokens from ``first`` on, say of the next.
+    """Keep the log-probabilities of the prompt's tokens behind token ``first``, from the logits ``rows`` ``[tokens,
+    vocab]``.
 
     A request that has lost its blocks computes some of them again.
     """
@@ -364,7 +367,9 @@ def score_prompt(request: Generation, first: int, rows: torch.Tensor) -> None:
 def without_ends(
     allowed: torch.Tensor | None, ends: Collection[int], vocab: int
 ) -> torch.Tensor:
-    """``allowed`` ids, bool ``[vocab]`` (None: all), less ``ends``; or as they are, if no other is allowed."""
+    """Return the ``allowed`` ids, bool ``[vocab]`` (None: all), without ``ends``; or unchanged if no other id is
+    allowed.
+    """
     every = torch.ones(vocab, dtype=torch.bool) if allowed is None else allowed.clone()
     rest = every.clone()
     rest[[i for i in ends if 0 <= i < vocab]] = False
@@ -372,7 +377,7 @@ def without_ends(
 
 
 def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:
-    """Count ``step`` as launched, so that later steps can be planned; returns the part of it that draws tokens.
+    """Count ``step`` as launched, so that later steps can be planned; return the part of it that samples tokens.
 
     Prompts that are not at their end count as advanced at once. Requests that get a token are ``due``: they are not
     scheduled again until the scheduler is told to advance the returned part.

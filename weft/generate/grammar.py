@@ -1,4 +1,4 @@
-"""Constrain a text by a JSON schema, a regular expression or a grammar, which says which tokens may follow.
+"""Constrains a text by a JSON schema, a regular expression or a grammar, which determine the allowed next tokens.
 
 The automaton is llguidance's (Earley's algorithm over derivatives of regular expressions, and a trie of the tokens),
 from ``pip install 'weft[serve]'``; here it becomes a mask over a model's logits. A text's grammar advances only by
@@ -45,7 +45,9 @@ class Grammar:
         ).view(torch.bool)
 
     def accept(self, i: int) -> bool:
-        """Advance by a token that does not end the text; returns False, with no change, if it cannot follow."""
+        """Advance by a token that does not end the text; return False, without a change, if the token is not
+        allowed.
+        """
         began = thread_time()
         accepted = self._left >= 0 and bool(self._matcher.try_consume_tokens([i]))
         self._left -= thread_time() - began
@@ -57,7 +59,7 @@ class Grammar:
 
     @property
     def failure(self) -> str:
-        """Error message of a grammar that has become too complex; None otherwise."""
+        """Error message of a grammar that has become too complex; empty otherwise."""
         said = (
             "it takes too much time"
             if self._left < 0
@@ -67,7 +69,9 @@ class Grammar:
 
 
 class Grammars:
-    """Grammars over the tokens of ``tokenizer``, for a model that knows ``vocab`` ids. Takes a second to make."""
+    """Compiles grammars over the tokens of ``tokenizer``, for a model with ``vocab`` ids. Creating it takes a
+    second.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         try:
@@ -102,10 +106,10 @@ class Grammars:
     def compile(
         self, kind: Literal["json", "regex", "lark"], text: str | dict[str, Any]
     ) -> Grammar:
-        """Return the grammar of a JSON schema, a regular expression or a grammar in Lark's notation.
+        """Compile a JSON schema, a regular expression or a grammar in Lark's notation.
 
-        Takes milliseconds to a second, without the interpreter's lock. Raises :class:`UsageError` for one that cannot
-        be read, or that no text can meet.
+        Takes milliseconds to a second, without the interpreter's lock. Raises :class:`UsageError` for a text that
+        cannot be read, or that nothing can match.
         """
         try:
             if kind == "json":

@@ -1,11 +1,11 @@
 """Several streams of tokens over one cache: workers that see each other write (Hogwild), and Multiverse's paths.
 
 **Hogwild! Inference** (Rodionov et al. 2025, 2504.06261): workers answer one prompt together. Each attends to the
-prompt, to what all others have written so far, and to its own text, as if these stood one behind the other.
+prompt, to the present texts of all others, and to its own text, as if these stood one behind the other.
 
-**Multiverse** (Yang et al. 2025, 2506.09991): the model itself says where its text forks into paths. These begin at the
-same position and do not attend to each other. The conclusion begins behind the longest path and attends to all of them.
-Nothing is computed twice or copied: a text attends to others through their block tables.
+**Multiverse** (Yang et al. 2025, 2506.09991): the model itself decides where its text forks into paths. The paths begin
+at the same position and do not attend to each other. The conclusion begins behind the longest path and attends to all
+of them. Nothing is computed twice or copied: a text attends to others through their block tables.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,7 +20,9 @@ from weft.models.paged import KeyValuePages
 
 
 def check_streams(engine: Engine, ids: Sequence[int]) -> None:
-    """Raises :class:`UsageError` where texts cannot attend to each other, or the model cannot read ``ids``."""
+    """Raise :class:`UsageError` if texts of this engine cannot attend to each other, or the model cannot read
+    ``ids``.
+    """
     check_prompt(engine.model, ids)
     if not all(isinstance(pages, KeyValuePages) for pages in engine.reader.pages):
         raise UsageError(
@@ -37,7 +39,7 @@ def check_streams(engine: Engine, ids: Sequence[int]) -> None:
 
 
 def check_room(engine: Engine, lengths: Collection[int]) -> None:
-    """Raises :class:`UsageError` if texts of these ``lengths``, in tokens, cannot be in the cache at the same time."""
+    """Raise :class:`UsageError` if texts of these ``lengths``, in tokens, do not fit in the cache together."""
     pool, limit = engine.scheduler.pool, engine.scheduler.limit
     blocks = sum(-(-tokens // pool.size) for tokens in lengths)
     if blocks > pool.blocks or len(lengths) > limit:
@@ -50,7 +52,7 @@ def hogwild(
     engine: Engine, prompt: Sequence[int], openings: Sequence[Sequence[int]], count: int, how: Sampling,
     stops: Collection[int] = (),
 ) -> list[Generation]:  # fmt: skip
-    """Texts of up to ``count`` tokens behind each of ``openings``, one per worker, written at the same time."""
+    """Write texts of up to ``count`` tokens behind each of ``openings``, one per worker, at the same time."""
     for ids in (prompt, *openings):
         check_streams(engine, ids)
     check_room(engine, [len(prompt) + 1, *(len(ids) + count for ids in openings)])
@@ -91,12 +93,12 @@ class Thread:
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
+        """Position behind the last token."""
         return self.pieces[-1].offset + len(self.pieces[-1].ids)
 
     @property
     def seen(self) -> list[PrefixView]:
-        """Its text, as what follows attends to it."""
+        """Views of this text for what follows it."""
         return [
             *self.pieces[-1].context,
             PrefixView(self.pieces[-1], len(self.pieces[-1].ids)),
@@ -109,7 +111,8 @@ def multiverse(
 ) -> Thread:  # fmt: skip
     """Return a text behind ``prompt`` that forks where the model says so, in pieces of up to ``count`` tokens each.
 
-    ``opening(number, outline)``: the tokens to begin path ``number`` with, behind its tag, given those of its outline.
+    ``opening(number, outline)``: returns the first tokens of path ``number`` after its tag, given the tokens of its
+    outline.
     """
     check_streams(engine, prompt)
     pieces: list[Generation] = []

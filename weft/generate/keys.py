@@ -1,4 +1,4 @@
-"""Keys by which blocks of the cache are found again: by the beginning of a text, or by an adapter."""
+"""Keys of cache blocks: a block is found again by the beginning of a text, or by an adapter."""
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -7,8 +7,7 @@ from hashlib import blake2b
 def root_key(
     version: int, adapter: str, tenant: str, context: int | None = None
 ) -> bytes:
-    """Return the key that a text's keys are chained to: blocks of other weights, adapters, tenants or contexts do not
-    match.
+    """Return the first key of a text's chain of keys. It differs between weights, adapters, tenants and contexts.
 
     ``version``: of the weights; ``context``: the number of a request that sees others, else None.
     """

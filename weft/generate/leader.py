@@ -4,8 +4,8 @@ The first rank schedules and samples as a single process would. It describes eve
 others read from a channel of its endpoint. Each rank then computes its part: along ``tp`` its heads of all tokens,
 along ``cp`` its tokens (:mod:`weft.parallel.striped`), with ``ep`` its experts, along ``pp`` its layers. As many steps
 as there are stages are under way at once, so that no stage waits for a later one (EnergonAI, Du et al. 2022,
-2209.02341). The first rank receives the logits. The model is that of training, cut and loaded in the same way, except
-that along ``cp`` only experts are cut.
+2209.02341). The first rank receives the logits. The model is cut and loaded as in training, except that along ``cp``
+only experts are cut.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +48,9 @@ SENDS = ("all-to-all", "per-rank")
 
 
 def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
-    """Raises :class:`UsageError` for layouts and models (None: not known yet) that cannot generate."""
+    """Raise :class:`UsageError` if a layout cannot generate with a model. ``shape`` None: the model is not
+    known yet.
+    """
     for name, usual in Layout():
         if name not in READ and getattr(layout, name) != usual:
             raise UsageError(
@@ -94,7 +96,7 @@ def mesh_of_rank(layout: Layout, device: str) -> Mesh:
 
 
 class RankReader:
-    """Computes this rank's part of every step; cache blocks have ``size`` tokens, rounded up for ``cp``."""
+    """Computes this rank's part of every step. Cache blocks have ``size`` tokens, rounded up for ``cp``."""
 
     def __init__(self, model: Transformer, size: int) -> None:
         self.model, self.mesh, world, patience = (
@@ -140,7 +142,9 @@ class RankReader:
         copies: Sequence[tuple[int, int]],
         loads: Sequence[tuple[str, list[int]]],
     ) -> tuple[Stripes, T]:
-        """Compute this rank's part of step ``number``. Returns the cut over ``cp``, and on the last stage logits."""
+        """Compute this rank's part of step ``number``. Returns the cut over ``cp``, and on the last stage the
+        logits.
+        """
         mesh, stripes = self.mesh, Stripes(row.spans, self.size, self.group)
         slots = torch.tensor(stripes.slots, dtype=torch.int64, device=mesh.device)
         own, whole = Reading(stripes.spans, slots), Reading(row.spans, slots)
@@ -170,7 +174,8 @@ class RankReader:
         return stripes, logits
 
     def through(self, number: int, row: T, ends: Sequence[int]) -> T:
-        """Run ``row`` ``[ids and positions, tokens]``, padded for ``tp``, through this rank's layers, and send it on.
+        """Run ``row`` ``[ids and positions, tokens]``, padded for ``tp``, through this rank's layers, and send the
+        result on.
 
         On the last stage the final norm is applied. ``ends``: where texts end in the row.
         """
@@ -206,7 +211,7 @@ class RankReader:
         return vector
 
     def take_adapter(self, number: int, name: str, adapter: HostAdapter | None) -> int:
-        """Receive ``adapter`` from the first rank; returns how many blocks it needs, on the rank that needs most."""
+        """Receive ``adapter`` from the first rank; return its number of blocks on the rank that needs most."""
         sent = [adapter]
         dist.broadcast_object_list(sent, 0, device=self.mesh.device)
         assert sent[0] is not None
@@ -285,7 +290,7 @@ def naming_lost_rank() -> Iterator[None]:
 
 
 def follow_leader(model: Transformer) -> RankReader:
-    """On every rank but the first: do what the first rank's engine says, until it ends; returns this rank's reader.
+    """Follow the first rank's engine until it ends, on every other rank; return this rank's reader.
 
     Ctrl-C is left to the first rank, which may have answers to finish.
     """

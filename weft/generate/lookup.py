@@ -1,14 +1,14 @@
-"""Speculative decoding: guesses of what a request will write, all checked by the pass that computes its next token.
+"""Speculative decoding: drafts of a request's next tokens, all checked by the pass that computes the next token.
 
-A guess is a path of tokens. The pass computes it behind the request's own tokens, and the sampler then chooses as it
-would without guesses: at each position from the logits there, with the penalties and the grammar's state of the text so
-far, and with the request's next random number. As long as it chooses the guessed token, the logits of the next position
-are there too. So the text is the same, token by token, whatever is guessed; guesses only change the number of passes.
+A draft is a path of tokens. The pass computes it behind the request's own tokens, and the sampler then chooses as it
+would without drafts: at each position from the logits there, with the penalties and the grammar's state of the text so
+far, and with the request's next random number. As long as it chooses the drafted token, the logits of the next position
+are there too. So the text is the same, token by token, whatever is drafted; drafts only change the number of passes.
 Several paths with a common beginning form a tree (SpecInfer, Miao et al. 2023, 2305.09781).
 
-Guesses come from texts, at almost no cost: what followed an earlier occurrence of a request's last tokens (n-gram, or
-prompt lookup), or what mostly followed them in all requests' texts (suffix decoding, Oliaro et al. 2024, 2411.04975);
-or from a small model (``small-model``).
+Drafts come from texts, at almost no cost: the continuation of an earlier occurrence of a request's last tokens (n-gram,
+or prompt lookup), or the most frequent continuation in all requests' texts (suffix decoding, Oliaro et al. 2024,
+2411.04975); or they come from a small model (``small-model``).
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class NgramIndex:
             del ends[:-PLACES]
 
     def find(self, tail: Sequence[int], depth: int) -> tuple[int, list[int]]:
-        """Return the length of the longest end of ``tail``, up to ``depth``, that is in this text, and the indices
-        behind it.
+        """Return the length of the longest end of ``tail``, up to ``depth``, that is in this text, and its end
+        positions.
 
-        The latest index comes first.
+        The latest position comes first.
         """
         longest, ends = 0, list[int]()
         for end in reversed(self._ends.get(tuple(tail[-self.least :]), ())):
@@ -70,10 +70,11 @@ class NgramIndex:
     def follow(
         self, ends: Sequence[int], path: list[int], count: int, floor: float
     ) -> list[int]:
-        """Extend ``path``, which is in the text at all ``ends``, by what mostly follows, to up to ``count`` tokens.
+        """Extend ``path``, which ends at all ``ends`` of this text, by the most frequent next tokens, up to ``count``
+        tokens.
 
-        It ends where fewer than a share ``floor`` of the ends go on alike. The path is taken to repeat itself behind
-        the text's end.
+        It stops where fewer than a share ``floor`` of the occurrences agree. Behind the text's end the path is assumed
+        to repeat itself.
         """
         text, chance, path = self.ids, 1.0, list(path)
         while len(path) < count:
@@ -93,7 +94,7 @@ class NgramIndex:
 
 @dataclass
 class Trust:
-    """Text of a request and the hit rate of its drafts. After wrong drafts the next ones are fewer and shorter."""
+    """Text of a request and the hit rate of its drafts. After wrong drafts the next drafts are fewer and shorter."""
 
     text: NgramIndex
     most: int = 4  # tokens of the next path
@@ -123,10 +124,10 @@ class Trust:
 
 
 class Lookup(Drafter):
-    """Guesses from texts: a request's own, and the last ``shared`` tokens that other requests of its tenant wrote.
+    """Drafts from texts: a request's own, and the last ``shared`` tokens that other requests of its tenant wrote.
 
-    A path follows an occurrence of the last tokens of the request's text, of at least ``least``, and is no longer than
-    these. ``width``: how many paths there may be, which begin with different tokens.
+    A path is the continuation of an earlier occurrence of the text's last tokens, at least ``least`` of them, and is no
+    longer than this match. ``width``: most paths per request, which begin with different tokens.
     """
 
     def __init__(self, least: int = 2, shared: int = 0, width: int = 1) -> None:
@@ -165,7 +166,7 @@ class Lookup(Drafter):
         ]
 
     def _keep(self, request: Generation, trust: Trust) -> None:
-        """Keep what was written, to guess other requests' texts. The older half is dropped where it gets too much."""
+        """Keep written tokens, to guess other requests' texts. The older half is dropped when there are too many."""
         if self.shared:
             kept = self._others[request.tenant, request.adapter]
             if not kept or len(kept[-1].ids) > self.shared // 2:

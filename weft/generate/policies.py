@@ -1,4 +1,4 @@
-"""Scheduling policies: which requests are served first in a step, and how many tokens each gets.
+"""Scheduling policies: which requests a step serves first, and how many tokens each gets.
 
 ``exact-fill`` is the core's own; the others are techniques, and say what is different from it.
 """
@@ -35,7 +35,9 @@ class SchedulingPolicy:
 
     @classmethod
     def of_argument(cls, argument: str | None) -> Self | None:
-        """Make the policy of what stands behind the colon, None without one; None is returned if it cannot be that."""
+        """Build the policy from the text after the colon (None without a colon); return None if the text is
+        not valid.
+        """
         return cls() if argument is None else None
 
     def __call__(
@@ -43,9 +45,9 @@ class SchedulingPolicy:
     ) -> Order:
         """Return the requests in the order to serve them, with the most tokens for each.
 
-        ``budget`` is the number of tokens of the step, and cuts the order where it ends. A running request may be left
-        out; a waiting one begins if the order comes to it. ``wanted`` of a request is the number of its tokens that
-        are still to be computed, ``arrival`` its number, ``runs`` whether it is running.
+        ``budget``: tokens of the step; the order is cut where it is used up. A running request may be left out. A
+        waiting request begins if the order reaches it. Fields of a request: ``wanted`` is the number of tokens still to
+        be computed, ``arrival`` its number, ``runs`` whether it is running.
         """
         raise NotImplementedError
 
@@ -53,14 +55,14 @@ class SchedulingPolicy:
 def exact_fill(
     running: Sequence[Request], waiting: Sequence[Request], budget: int
 ) -> list[tuple[Request, int]]:
-    """New tokens first, then prompts, the oldest first, cut where the budget ends (Dynamic SplitFuse)."""
+    """Serve new tokens first, then prompts, oldest first, cut where the budget ends (Dynamic SplitFuse)."""
     order = sorted(running, key=lambda r: (r.wanted > 1, r.arrival))
     return [(r, r.wanted) for r in (*order, *waiting)]
 
 
 def policy_of(word: str) -> Policy:
-    """Return the policy that ``word`` names, such as ``exact-fill`` or ``chunked:64``; :class:`UsageError` if none
-    does.
+    """Return the policy that ``word`` names, such as ``exact-fill`` or ``chunked:64``. Raises :class:`UsageError` if
+    none does.
     """
     name, colon, argument = word.partition(":")
     if word == EXACT_FILL:

@@ -1,7 +1,7 @@
-"""Forward passes over pieces of many texts at once, with what came before kept in pages per layer.
+"""Forward passes over pieces of many texts at once; earlier tokens are kept in pages per layer.
 
 During a pass, each layer's attention is replaced by that layer's pages (:mod:`weft.models.paged`). Their blocks are
-those that the scheduler's tables list (:mod:`weft.generate.block_pool`).
+listed in the scheduler's tables (:mod:`weft.generate.block_pool`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +23,10 @@ T = torch.Tensor
 
 
 class TextSlice(NamedTuple):
-    """The part of a text that a pass computes: ``ids[past:]``; logits of its last ``rows`` tokens are wanted.
+    """The part of a text that a pass computes: ``ids[past:]``, with the logits of its last ``rows`` tokens.
 
-    ``table``: the text's blocks. It begins at position ``offset``, and attends to ``context`` as if that stood before.
+    ``table``: the text's blocks. It begins at position ``offset``, and attends to ``context`` as if that stood before
+    it.
     """
 
     ids: Sequence[int]
@@ -78,9 +79,7 @@ def parts_of(step: ScheduledStep) -> list[TextSlice]:
 
 
 def tiles_of(request: Request, step: ScheduledStep) -> list[PrefixTile]:
-    """Return the tokens of other requests that ``request`` attends to in a step, counting those that are computed in
-    it.
-    """
+    """Return the tokens of other requests that ``request`` attends to in a step, including those computed in it."""
     counts = [
         other.computed + step.work.get(other, 0) if n is None else n
         for other, n in request.context
@@ -138,7 +137,7 @@ def pack(parts: Iterable[TextSlice]) -> PackedRow:
 
 
 def pooled(hidden: T, last: bool) -> T:
-    """Return the mean of ``hidden`` ``[tokens, embed]``, or what is ``last``: float32 ``[embed]``."""
+    """Return the mean of ``hidden`` ``[tokens, embed]``, or its ``last`` row: float32 ``[embed]``."""
     return hidden[-1].float() if last else hidden.float().mean(0)
 
 
@@ -148,7 +147,9 @@ class PagedReader:
     depth = 1
 
     def __init__(self, model: Transformer, size: int = 16, alike: bool = False) -> None:
-        """``alike``: a token's results do not depend on the rest of the batch (:mod:`weft.models.invariant`)."""
+        """Create a reader. ``alike``: a token's results do not depend on the rest of the batch
+        (:mod:`weft.models.invariant`).
+        """
         self.model, self.size, self.pages, self.alike = (
             model,
             size,
@@ -183,7 +184,9 @@ class PagedReader:
         copies: Sequence[tuple[int, int]] = (),
         loads: Sequence[tuple[str, list[int]]] = (),
     ) -> T:
-        """Logits ``[rows of all parts, vocab]``; ``copies`` and ``loads`` come before: see :class:`ScheduledStep`."""
+        """Return the logits ``[rows of all parts, vocab]``. First ``copies`` and ``loads`` are done: see
+        :class:`ScheduledStep`.
+        """
         # a plugin's model cannot remember: it reads all again
         if self.model.shape.kind:
             parts = [part._replace(past=0) for part in parts]

@@ -1,4 +1,4 @@
-"""A request: the text that grows, what the scheduler knows of it, and its sampling settings."""
+"""A request: the growing text, the scheduler's data about it, and its sampling settings."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ T = torch.Tensor
 
 
 class Branch(NamedTuple):
-    """A guess of the tokens behind a request's own, and the table of blocks that it is computed in."""
+    """A draft of the tokens behind a request's own, and the table of blocks in which it is computed."""
 
     path: Sequence[int]
     table: list[int]
 
 
 class PrefixView(NamedTuple):
-    """What a request attends to of another one: its first ``tokens`` tokens, or (None) all, as it grows."""
+    """Another request's tokens that a request attends to: its first ``tokens`` tokens, or (None) all, as it grows."""
 
     request: "Request"
     tokens: int | None
@@ -63,7 +63,7 @@ class Request:
 
     @property
     def runs(self) -> bool:
-        """Whether it has begun; it then has at least a root key."""
+        """Whether the request has begun; it then has at least a root key."""
         return bool(self.keys)
 
     @property
@@ -72,13 +72,13 @@ class Request:
 
     @property
     def ready(self) -> bool:
-        """Whether all that it attends to has been computed."""
+        """Whether everything that the request attends to has been computed."""
         return all(view.request.computed >= (view.tokens or 0) for view in self.context)
 
     def prompt_rows(self, tokens: int) -> int:
-        """Return how many logits are wanted behind tokens of its prompt, if its next ``tokens`` ones are computed.
+        """Return how many rows of logits of its prompt a request needs if its next ``tokens`` tokens are computed.
 
-        Those behind its last token, from which a new one is drawn, do not count.
+        The row behind the prompt's last token, from which a new token is sampled, does not count.
         """
         return 0
 
@@ -125,7 +125,7 @@ class Generation(Request):
 
     @property
     def may_guess(self) -> bool:
-        """Whether its next step computes only the last token, so that guesses can be checked with it."""
+        """Whether the next step computes only the last token, so that drafts can be checked with it."""
         return (
             self.wanted == 1
             and not (self.siblings or self.context or self.finished)
@@ -141,7 +141,7 @@ class Generation(Request):
 
 
 class Written(NamedTuple):
-    """What a step did for a request: its next token, or None where it ended without one."""
+    """Result of a step for a request: its next token, or None if it ended without one."""
 
     request: Generation
     token: int | None

@@ -1,10 +1,10 @@
 """Sampling: pure functions from a row of logits, the text so far, and a random number in [0, 1) to a token.
 
-A row is processed in the order of transformers' processors: bias, penalties (on what was written; ``repetition`` on
-the prompt too, Keskar et al. 2019), what a grammar allows, temperature, then of the likeliest tokens the first
-``top_k``, those that make up ``top_p`` (nucleus sampling, Holtzman et al. 2019) and those not below ``min_p`` of the
-likeliest (Nguyen et al. 2024). One number per token, from a stream of the request's own, says which of them it is: what
-others in the batch do changes nothing.
+A row is processed in the order of transformers' processors: bias, penalties (on the written tokens; ``repetition`` on
+the prompt too, Keskar et al. 2019), the grammar's mask, and temperature. Then tokens are kept that are among the
+likeliest ``top_k``, that make up ``top_p`` (nucleus sampling, Holtzman et al. 2019), and that are not below ``min_p``
+of the likeliest (Nguyen et al. 2024). One number per token, from a random stream of the request's own, selects one of
+them, so other requests in the batch change nothing.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; by default from the model's own probabilities."""
+    """Settings of sampling; by default tokens are sampled from the model's own probabilities."""
 
     temperature: float = 1.0  # 0 always takes the likeliest token
     top_k: int = 0  # 0: all
@@ -59,7 +59,7 @@ def penalised(
     written: Sequence[int],
     allowed: T | None = None,
 ) -> T:
-    """``logits`` ``[vocab]`` with bias and penalties, in :func:`wide` precision; -inf where it is not ``allowed``."""
+    """Return ``logits`` ``[vocab]`` with bias and penalties, in :func:`wide` precision; -inf where not ``allowed``."""
     row = logits.to(wide(logits.dtype))
     if how.bias or how.repetition != 1 or how.presence or how.frequency:
         row = row.clone()
@@ -78,7 +78,9 @@ def penalised(
 
 
 def candidate_tokens(row: T, how: Sampling) -> tuple[T, T]:
-    """Ids that can be drawn from a penalised ``row``, the likeliest first unless all can, and their probabilities."""
+    """Return the ids that can be sampled from a penalised ``row`` and their probabilities; likeliest first unless all
+    can.
+    """
     count = min(how.top_k or len(row), len(row))
     if how.top_p == 1 and not how.min_p and count == len(row):
         best, ids = row, torch.arange(len(row), device=row.device)
@@ -105,7 +107,7 @@ def draw(probabilities: T, number: float) -> int:
 
 
 class Guess(NamedTuple):
-    """A token that a drafter has sampled in place of the next one, and the probabilities ``[vocab]`` that it used."""
+    """A token that a drafter has sampled as the next one, and the probabilities ``[vocab]`` that it used."""
 
     token: int
     odds: T
@@ -154,7 +156,7 @@ def odds(
 def token_log_probabilities(
     logits: T, chosen: int, top: int
 ) -> tuple[float, dict[int, float]]:
-    """Of the ``chosen`` token and of the ``top`` likeliest, as the model says and before any processing."""
+    """Return the log-probabilities of the ``chosen`` token and of the ``top`` likeliest, before any processing."""
     row = logits.to(wide(logits.dtype)).log_softmax(-1)
     best, ids = row.topk(min(top, len(row)))
     return float(row[chosen]), dict(zip(ids.tolist(), best.tolist(), strict=True))

@@ -1,13 +1,13 @@
-"""Which tokens of which requests are computed in a step.
+"""Plans which tokens of which requests are computed in a step.
 
-There are no phases. A request wants all its tokens computed: those of its prompt at first, later the one that was
-drawn last. Each step hands out a budget of tokens, so that computed ones catch up with wanted ones. That one rule gives
-prompts in chunks with other requests' new tokens beside them (SARATHI, Agrawal et al. 2023, 2308.16369), steps that are
-filled exactly (Dynamic SplitFuse, Holmes et al. 2024, 2401.08671), and requests that join and leave at any step (Orca,
-Yu et al. 2022; Flover, 2305.13484). Where no block is free, the request that came last gives its blocks back and is
-computed again later. Who is served first, and how much at once, is a policy (:mod:`weft.generate.policies`).
+There are no phases. A request wants all its tokens computed: at first those of its prompt, later the last sampled one.
+Each step has a budget of tokens to compute. That one rule gives prompts in chunks with other requests' new tokens
+beside them (SARATHI, Agrawal et al. 2023, 2308.16369), steps that are filled exactly (Dynamic SplitFuse, Holmes et al.
+2024, 2401.08671), and requests that join and leave at any step (Orca, Yu et al. 2022; Flover, 2305.13484). If no block
+is free, the latest request gives its blocks back and is computed again later. The order and the number of tokens are a
+policy (:mod:`weft.generate.policies`).
 
-Guesses of what a request will write (:mod:`weft.generate.lookup`) are more tokens of it, if a step has room.
+Drafts (:mod:`weft.generate.lookup`) are further tokens of a request, if a step has room.
 """
 
 from bisect import insort
@@ -23,7 +23,7 @@ from weft.generate.request import Branch, Request
 
 
 class ScheduledStep(NamedTuple):
-    """What a step computes, and what has to be done in the cache before: first the copies, then the loads."""
+    """The work of a step, and the changes of the cache before it: first the copies, then the loads."""
 
     # how many tokens of each request, from its computed ones on
     work: dict[Request, int]
@@ -49,7 +49,7 @@ class Scheduler:
         self.preemptions = 0  # times that a request gave its blocks back
 
     def add(self, request: Request) -> None:
-        """Queue ``request``. One that runs gives its blocks back, and is computed again when its turn comes."""
+        """Queue ``request``. A running request frees its blocks first, and is computed again when its turn comes."""
         size, beside = self.pool.size, len(self.adapter_keys[request.adapter])
         if -(-request.most // size) + beside > self.pool.blocks:
             adapter = f" beside the adapter's {beside * size}" if beside else ""
@@ -59,7 +59,7 @@ class Scheduler:
         insort(self.waiting, request, key=lambda r: r.arrival)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Run ``child``, whose text begins with all that ``parent`` has computed, with the blocks of ``parent``."""
+        """Start ``child``, whose text begins with all computed tokens of ``parent``, on the blocks of ``parent``."""
         if not parent.runs or len(self.running) == self.limit:
             return self.add(child)
         child.computed, child.table, child.keys = (
@@ -72,7 +72,7 @@ class Scheduler:
         self.running.append(child)
 
     def remove(self, request: Request) -> None:
-        """Remove a request, if it is here; its blocks can be found until they are used for something else."""
+        """Remove a request if it is present; its blocks can be found until they are used for something else."""
         queue = self.running if request.runs else self.waiting
         if request in queue:
             queue.remove(request)
@@ -87,9 +87,10 @@ class Scheduler:
             self.add(request)
 
     def plan(self, depth: int = 1) -> ScheduledStep:
-        """Plan the next step, and take blocks for it. It has no work only if there is no request, but such as are due.
+        """Plan the next step and take blocks for it. The step is empty only if no request is left, apart from ``due``
+        ones.
 
-        Where ``depth`` steps may be under way at once, each gets its share of the requests.
+        If ``depth`` steps may be under way at once, each gets its share of the requests.
         """
         step, left, full = ScheduledStep({}, []), self.budget, False
         most = -(-min(self.limit, len(self.running) + len(self.waiting)) // depth)
@@ -146,7 +147,7 @@ class Scheduler:
         return step._replace(loads=loads)
 
     def advance(self, step: ScheduledStep) -> None:
-        """The tokens of ``step`` have been computed: full blocks can be found from now on."""
+        """Count the tokens of ``step`` as computed: full blocks can be found from now on."""
         for request, tokens in step.work.items():
             self.due.discard(request)
             if request.runs:  # it may have lost its blocks meanwhile
@@ -175,7 +176,7 @@ class Scheduler:
             request.keys.append(key)
 
     def _begin(self, request: Request) -> bool:
-        """Start a request behind the part of its text that is in the cache; returns False if there is no room."""
+        """Start a request after the part of its text that is in the cache; return False if there is no room."""
         pool, last, seen = (
             self.pool,
             len(request.ids) - 1,
@@ -216,7 +217,9 @@ class Scheduler:
         return True
 
     def _reserve(self, request: Request, tokens: int, step: ScheduledStep) -> bool:
-        """Give a request blocks of its own for so many more tokens; False, without a change, if there are too few."""
+        """Give a request blocks of its own for ``tokens`` more tokens; return False, without a change, if there are too
+        few.
+        """
         pool, table = self.pool, request.table
         new = max(0, -(-(request.computed + tokens) // pool.size) - len(table))
         shared = [

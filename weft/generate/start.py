@@ -1,4 +1,4 @@
-"""Being one of the ranks that generate: start them all, join them, and tell the one that schedules from the others."""
+"""Starts the ranks that generate, joins them, and separates the scheduling rank from the others."""
 
 import sys
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ STOPPED_S = 10
 
 
 def launch_ranks(layout: Layout, checkpoint: str) -> int | None:
-    """Run this command on all ranks of ``layout``; the exit code, or None if this process is one of them, or alone.
+    """Run this command on all ranks of ``layout``; return the exit code, or None in a rank or without several ranks.
 
     Raises :class:`UsageError` for a layout under which this model cannot generate.
     """
@@ -34,7 +34,7 @@ def launch_ranks(layout: Layout, checkpoint: str) -> int | None:
 
 @contextmanager
 def as_rank(layout: Layout, device: str) -> Iterator[str]:
-    """A context in which this process is one of the ranks of ``layout``; its device."""
+    """Make this process one of the ranks of ``layout`` in the context; yield its device."""
     if layout.world == 1:
         yield device
         return
@@ -43,5 +43,5 @@ def as_rank(layout: Layout, device: str) -> Iterator[str]:
 
 
 def leads() -> bool:
-    """Return whether this process has the engine: the others follow it."""
+    """Return whether this process has the engine that the other ranks follow."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,4 +1,4 @@
-"""``weft generate`` with several texts: several answers, beam search, a majority vote, and streams."""
+"""Options of ``weft generate`` for several texts: several answers, beam search, a majority vote, and streams."""
 
 import math
 import re
@@ -20,7 +20,7 @@ TAGS = ("<Outline>", "</Goal>", "<Path>", "</Path>", "<Conclusion>")
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What was asked for beside one text that is sampled."""
+    """The options of ``weft generate`` beyond one sampled text."""
 
     texts: int = 1
     beams: int = 0
@@ -32,11 +32,11 @@ class TextOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether it is more than one text that is sampled."""
+        """Whether the options ask for more than one sampled text."""
         return self != TextOptions()
 
     def check(self, temperature: float, draft: str, spread: Layout) -> None:
-        """Raises :class:`UsageError` where that cannot be."""
+        """Raise :class:`UsageError` if the options conflict."""
         alone = {
             "--beams": self.beams,
             "--answer": self.answer,
@@ -80,7 +80,9 @@ class TextOptions:
         self, engine: Engine, tokenizer: Tokenizer, ids: Sequence[int], count: int, how: Sampling,
         until: Sequence[str],
     ) -> Iterator[tuple[str, str]]:  # fmt: skip
-        """Texts of up to ``count`` tokens behind ``ids``, each to one of the strings ``until``, below a heading."""
+        """Yield texts of up to ``count`` tokens behind ``ids``, each below a heading and up to one of the strings
+        ``until``.
+        """
 
         def text_of(written: Sequence[int]) -> str:
             text = tokenizer.decode(written)
@@ -164,7 +166,7 @@ def _compiled(answer: str) -> re.Pattern[str]:
 
 
 def tags_of(tokenizer: Tokenizer) -> Tags:
-    """Return the tokens by which this model parts its text."""
+    """Return the tokens with which this model forks its text."""
     tags = {
         tag: None if tokenizer.model is None else tokenizer.model.token_to_id(tag)
         for tag in TAGS

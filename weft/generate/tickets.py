@@ -21,7 +21,9 @@ END_S = 10.0
 
 
 def open_tickets() -> "TicketWriter | TicketReader":
-    """Return the writer on the first rank, a reader on every other. All ranks call this."""
+    """Open the first rank's channel of messages: return the writer on the first rank, a reader elsewhere. All ranks
+    call it.
+    """
     # The store of the default process group; PyTorch has no public way to it.
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     # the same on all ranks
@@ -35,9 +37,9 @@ def open_tickets() -> "TicketWriter | TicketReader":
 
 
 class TicketWriter:
-    """Writes for all other ranks, and never waits for a reader. Messages are JSON and numbered from 1.
+    """Writes to all other ranks, and never waits for a reader. Messages are JSON and numbered from 1.
 
-    ``place``: what readers need to find the writer.
+    ``place``: the address at which readers find the writer.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -50,14 +52,14 @@ class TicketWriter:
         self._channel = endpoint.open(name, secret, self._deliver)
 
     def give(self, message: Sequence[Any]) -> int:
-        """Write ``message`` for all; returns its number."""
+        """Write ``message`` for all ranks; return its number."""
         self.number += 1
         for queue in self._waiting.values():
             queue.put(message)
         return self.number
 
     def close(self) -> None:
-        """Let all readers end, once they have read what there is."""
+        """Let all readers end after the messages written so far."""
         for queue in self._waiting.values():
             queue.put(None)
         deadline = time.monotonic() + END_S
@@ -66,7 +68,7 @@ class TicketWriter:
         self._channel.close()
 
     def _deliver(self, connection: SealedConnection) -> None:
-        """In a thread of its own: send one rank its messages."""
+        """Send one rank its messages, in a thread of its own."""
         rank, message = int(connection.hello["rank"]), object()
         with suppress(OSError):  # who is gone is missed in the next collective
             while message is not None:
@@ -77,7 +79,7 @@ class TicketWriter:
 
 
 class TicketReader:
-    """Reads what the first rank writes."""
+    """Reads the first rank's messages."""
 
     def __init__(
         self, rank: int, address: Sequence[Any], name: str, secret: str
@@ -89,7 +91,7 @@ class TicketReader:
         self._connection = channel.dial((host, port), {"rank": rank}, seconds)
 
     def next(self) -> Any:
-        """Return the next message, as soon as there is one; None if there are no more."""
+        """Wait for the next message and return it; None if there are no more."""
         self.number += 1
         try:
             return self._connection.receive().head["message"]

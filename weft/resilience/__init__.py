@@ -1,1 +1,1 @@
-"""A run that goes on when ranks are lost: who takes part, what they hold of each other, and how that is tried out."""
+"""A run that goes on when ranks are lost: its members, the copies that they hold of each other, and tests of this."""

@@ -78,12 +78,12 @@ class Agreement:
         return self.census.me
 
     def begin(self, view: View) -> None:
-        """Be a member of the run's first view."""
+        """Become a member of the run's first view."""
         self._adopt(view)
         self.seen = view
 
     def start_over(self, contacts: Collection[Address]) -> None:
-        """Be a newcomer from now on, which asks those at ``contacts`` to be let in."""
+        """Become a newcomer that asks the members at ``contacts`` to be let in."""
         self._life += 1
         self.census.me = replace(self.me, number=NEWCOMER)
         self.census.start_over(contacts)
@@ -91,10 +91,10 @@ class Agreement:
         self.seen, self.noted, self.outcome = None, False, None
 
     def want(self, facts: Message, limit: float, patience: float | None = None) -> None:
-        """Ask for the next view. Within ``limit`` seconds ``outcome`` is that view, or the error why there is none.
+        """Ask for the next view. Within ``limit`` seconds ``outcome`` is that view, or the error that prevents it.
 
-        ``facts`` are handed to all members of that view. Where the present view is broken, members that are alive but
-        have not asked for the next one within ``patience`` seconds (default: half of ``limit``) are left out of it.
+        ``facts`` are handed to all members of that view. If the present view is broken, the next one leaves out members
+        that are alive but have not asked for it within ``patience`` seconds (default: half of ``limit``).
         """
         self._call += 1
         self._facts = json.loads(json.dumps(facts))  # as others will see them
@@ -105,7 +105,7 @@ class Agreement:
             self.outcome = None
 
     def take(self) -> View | Exception | None:
-        """Return the outcome of :meth:`want`, None if there is none yet; what was wanted is forgotten."""
+        """Return the outcome of :meth:`want`, or None if there is none yet, and forget the request."""
         outcome, self.outcome, self._facts = self.outcome, None, None
         if isinstance(outcome, View):
             self.seen = outcome
@@ -113,7 +113,7 @@ class Agreement:
 
     @property
     def held(self) -> bool:
-        """Whether :meth:`step` is to be called again soon."""
+        """Whether :meth:`step` must be called again soon."""
         return self._hold > self._clock()
 
     @property
@@ -143,7 +143,7 @@ class Agreement:
                     self.send(member.address, self._propose_message())
 
     def hear(self, address: Address, message: Message, reply: Send) -> None:
-        """Take a message that came from ``address``; ``reply`` answers over the connection that it came by."""
+        """Handle a message from ``address``; ``reply`` answers over its connection."""
         kind, number, census = message["t"], message["from"], self.census
         if census.view is None:
             census.lost.pop(address, None)
@@ -176,7 +176,7 @@ class Agreement:
             census.break_view(self.fatal)
 
     def _greet(self, address: Address, message: Message, reply: Send) -> None:
-        """Answer a newcomer: tell it that it is let in already, or whom else it has to ask."""
+        """Answer a newcomer: it has been let in already, or it must ask these other members."""
         census, view = self.census, self.census.view
         assert view is not None
         if view.at(address):
@@ -197,7 +197,7 @@ class Agreement:
             )
 
     def _put_right(self, number: int, reply: Send) -> None:
-        """Tell a member that is still in an older view that the present one is committed, or has left it out."""
+        """Tell a member in an older view that the present view is committed, or has left it out."""
         census = self.census
         assert census.view is not None
         if census.view.rank(number) is not None:
@@ -233,7 +233,7 @@ class Agreement:
     # The two phases.
 
     def step(self) -> None:
-        """This member's next move, if it is its turn."""
+        """Make this member's next move, if it is its turn."""
         now = self._clock()
         if not self.waits:
             return
@@ -279,7 +279,7 @@ class Agreement:
     def _propose(
         self, kept: list[Member], ready: list[OtherMember], joiners: list[OtherMember]
     ) -> None:
-        """Propose a view of ``kept`` and ``joiners``; ``ready``: all of these but this member itself."""
+        """Propose a view of ``kept`` and ``joiners``; ``ready``: all of these except this member."""
         census, before = self.census, self.census.view
         assert before is not None and self._facts is not None
         numbers = max(view.numbers for view in [before, *self._accepted])
@@ -345,7 +345,7 @@ class Agreement:
     def _refusal(
         self, view: View, call: int, excused: set[Address], stopped: set[Address]
     ) -> str:
-        """Why this member does not acknowledge this proposal; "" if it does."""
+        """Return why this member does not acknowledge this proposal; "" if it does."""
         census = self.census
         if not self.waits or call != self._call:
             return "is not at this call"

@@ -1,10 +1,10 @@
 """Which islands take part in which exchange: one rank's side of the protocol, without sockets and threads.
 
-All ranks of all islands are members of one view. An island with a rank missing counts as absent. Exchanges are
-numbered. One is over for a rank that has seen of all ranks which take part that they have received what they need.
-If a rank is lost before, the facts of the next view decide: if any rank has gone on, all have received what they need,
-and go on too; else they repeat the exchange without the lost island. A rank's facts do not change until the next view
-is there, so all decide alike. Islands join from the first round on that no rank has begun.
+All ranks of all islands are members of one view. An island with a missing rank counts as absent. Exchanges are
+numbered. An exchange is over for a rank once all participating ranks have said that they received what they need. If a
+rank is lost before that, the facts of the next view decide: if any rank has gone on, all have received what they need
+and go on too; otherwise they repeat the exchange without the lost island. A rank's facts do not change until the next
+view begins, so all ranks decide alike. Islands join in the first round that no rank has begun.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ Start = tuple[int, str]
 
 
 class Stay(NamedTuple):
-    """An island takes part in the exchanges numbered above ``after``, up to ``until`` if it has been lost since."""
+    """An island takes part in the exchanges after number ``after``, up to number ``until`` if it has been lost
+    since.
+    """
 
     island: int
     life: str
@@ -39,8 +41,9 @@ class Stay(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What a view has changed: stays that have ended, and islands that are back. ``unable``: why this rank cannot
-    go on; empty if it can."""
+    """Changes of a view: stays that have ended, and islands that are back. ``unable``: why this rank cannot go on;
+    empty if it can.
+    """
 
     went: list[Stay]
     joined: list[int]
@@ -49,13 +52,13 @@ class Changes(NamedTuple):
 
 @dataclass
 class Attendance:
-    """What one rank knows: the rank at ``place`` of one ``start`` of an island, which has so many ``ranks``.
+    """What the rank at ``place`` knows, in one ``start`` of an island with ``ranks`` ranks.
 
     ``how``: fragments, and steps between rounds. ``members``: numbers of members, by island and place; ``known``: the
-    facts of each member, by its number. ``waiting``: stays of islands that have no state yet, and ``giver`` the island
-    that hands its own to those. ``begun`` and ``committed``: numbers of the last exchange that was begun here, and that
-    is over. ``pending``: an exchange for which this rank has received all it needs. ``got``: the exchange after which
-    this rank has got its state; None: not yet.
+    facts of each member, by its number. ``waiting``: stays of islands that have no state yet; ``giver``: the island
+    that hands them its state. ``begun`` and ``committed``: numbers of the last exchange that has begun here, and that
+    is over. ``pending``: an exchange for which this rank has received everything. ``got``: the exchange after which
+    this rank received its state; None: not yet.
     """
 
     start: Start
@@ -79,7 +82,7 @@ class Attendance:
 
     @property
     def own_stay(self) -> Stay | None:
-        """The stay that waits for this rank's island to take over another's state."""
+        """The stay that begins when this rank's island has taken over another island's state."""
         return next((stay for stay in self.waiting if stay.start == self.start), None)
 
     def begin(self, lives: Mapping[int, str]) -> None:
@@ -90,7 +93,7 @@ class Attendance:
         self.got = -1
 
     def facts(self) -> Facts:
-        """What this rank says when the next view is agreed on."""
+        """Facts that this rank contributes to the agreement on the next view."""
         island, life = self.start
         return {
             "island": island, "life": life, "place": self.place, "stays": [list(stay) for stay in self.stays],
@@ -98,20 +101,16 @@ class Attendance:
         }  # fmt: skip
 
     def population(self, number: int) -> list[int]:
-        """Return the islands among which the partners of an exchange are drawn, whether they are still present
-        or not.
-        """
+        """Return the islands among which the partners of an exchange are drawn, present or not."""
         return sorted({stay.island for stay in self.stays if stay.covers(number)})
 
     def partners(self, number: int, draw: Draw) -> list[int]:
-        """Return the islands that take part in exchange ``number`` now, of those with which this rank's is to
-        exchange.
-        """
+        """Return the partners of this rank's island in exchange ``number`` that are present now."""
         here = {stay.island for stay in self.present if stay.covers(number)}
         return [island for island in draw(self.population(number)) if island in here]
 
     def newcomers(self, number: int) -> list[int]:
-        """Return the islands that first take part after exchange ``number``, and get their state from this one."""
+        """Return the islands that join after exchange ``number`` and get their state from this island."""
         count = self.how.fragments
         if self.giver != self.start[0]:
             return []
@@ -122,7 +121,7 @@ class Attendance:
         ]
 
     def adopt(self, members: Sequence[Member], facts: Sequence[Facts]) -> Changes:
-        """Work out from the facts of all members of a view which islands are present: the same on all ranks."""
+        """Work out the present islands from the facts of all members of a view, with the same result on all ranks."""
         started: dict[Start, dict[int, Facts]] = {}  # by place
         numbers: dict[Start, dict[int, int]] = {}
         for member, fact in zip(members, facts, strict=True):
@@ -166,7 +165,7 @@ class Attendance:
         return Changes(went, joined, self._why_unable(whole, started))
 
     def _commit_with(self, facts: Sequence[Facts]) -> None:
-        """End a pending exchange if a rank that took part in it has, by who those were when it was drawn."""
+        """End a pending exchange if any rank that took part in it has ended it."""
         if self.pending is None:
             return
         number, draw = self.pending
@@ -194,9 +193,7 @@ class Attendance:
         return f"island {island} cannot go on without all of its ranks"
 
     def _end_of_round(self, begun: int) -> int:
-        """Return the number of the last exchange at the beginning of the round that follows the one of exchange
-        ``begun``.
-        """
+        """Return the last exchange before the round that follows the round of exchange ``begun``."""
         count, every = self.how.fragments, self.how.every
         return (
             count * (begun // count + 1)

@@ -1,4 +1,6 @@
-"""What one member knows of all others, and who can go on together: no messages are sent here, and no view is made."""
+"""What one member knows of all others, and which members can go on together, without sending messages or
+making views.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ Message = dict[str, Any]
 
 @dataclass
 class OtherMember:
-    """Another process. ``said``: the last ``stand`` message that it has sent, {} if there was none in this view."""
+    """Another process. ``said``: its last ``stand`` message in this view, {} if there was none."""
 
     member: Member
     said: Message = field(default_factory=dict)
@@ -34,12 +36,12 @@ class OtherMember:
 
     @property
     def wants(self) -> bool:
-        """Whether it has asked for the next view."""
+        """Whether this member has asked for the next view."""
         return self.said.get("facts") is not None
 
     @property
     def accused(self) -> list[tuple[Address, str, bool]]:
-        """Members that it has lost: where they listen, why they are lost, and whether that is proved."""
+        """Members that this member has lost: their addresses, the reasons, and whether the losses are proved."""
         return [
             ((host, port), why, proved)
             for host, port, why, proved in self.said.get("lost", ())
@@ -49,8 +51,8 @@ class OtherMember:
 class Census:
     """The other processes that this member knows, which of them are lost, and whether the present view still works.
 
-    ``view`` is the one that was committed last; None for a newcomer. ``lost`` belongs to that view. ``why`` says why
-    the view can do no further step; "" while it can.
+    ``view``: the last committed view; None for a newcomer. ``lost`` belongs to that view. ``why``: the reason why the
+    view can do no further step; "" while it can.
     """
 
     def __init__(self, me: Member) -> None:
@@ -68,7 +70,7 @@ class Census:
         return self.view.epoch if self.view else 0
 
     def start_over(self, contacts: Collection[Address]) -> None:
-        """Forget all members, and know only the addresses of some from now on."""
+        """Forget all members; from now on know only the addresses ``contacts``."""
         self.view, self.why, self.leaving, self.lost = None, "", False, {}
         self.peers = {
             (host, port): OtherMember(Member(NEWCOMER, host, port, "", 0, 0.0))
@@ -76,7 +78,7 @@ class Census:
         }
 
     def know(self, members: Collection[Member]) -> None:
-        """As a newcomer, learn who the members are."""
+        """Learn, as a newcomer, who the members are."""
         others = [member for member in members if member.address != self.me.address]
         self.peers = {
             other.address: self.peers.get(other.address, OtherMember(other))
@@ -86,7 +88,7 @@ class Census:
             self.peers[other.address].member = other
 
     def adopt(self, view: View) -> list[Member]:
-        """Make ``view`` the present one. Returns the members that it leaves out, which are forgotten here."""
+        """Make ``view`` the present one. Return the members that it leaves out, which are forgotten here."""
         before, self.view = self.view, view
         me = view.at(self.me.address)
         assert me is not None
@@ -113,7 +115,7 @@ class Census:
         return left_out
 
     def break_view(self, why: str) -> None:
-        """The present view can do no further step; ``why`` in words."""
+        """Mark the present view as unable to do a further step. ``why``: the reason in words."""
         if not self.why:
             self.why = why
             self.breaks.append(why)
@@ -121,10 +123,10 @@ class Census:
     def lose(
         self, address: Address, why: str, proved: bool, witnessed: bool = False
     ) -> None:
-        """Note that the member at ``address`` is lost. ``proved``: it certainly is gone, and not just silent.
+        """Record that the member at ``address`` is lost. ``proved``: it is certainly gone, and not just silent.
 
-        ``witnessed``: another member was in contact with it to its end. Without that, a proof does not count if one
-        of the two had taken the other for lost before: the lost one may have gone on with others, and died later.
+        ``witnessed``: another member was in contact with it to its end. Otherwise the proof does not count if one of
+        the two had considered the other lost before: the lost member may have gone on with others, and died later.
         """
         peer, known = self.peers[address], self.lost.get(address)
         if known and (known.proved or not witnessed):
@@ -141,7 +143,7 @@ class Census:
             self.break_view(f"rank {self.view.rank(peer.member.number)} {why}")
 
     def lose_absent(self, seconds: float) -> None:
-        """Count members as lost that are alive, but have not asked for the next view for so many ``seconds``."""
+        """Count members as lost that are alive but have not asked for the next view for ``seconds``."""
         for peer in self.others():
             if not peer.wants and peer.member.address not in self.lost:
                 self.lose(
@@ -149,7 +151,7 @@ class Census:
                 )
 
     def hear(self, peer: OtherMember, message: Message) -> None:
-        """Take a member's ``stand`` message: it is there, and says who is lost."""
+        """Handle a member's ``stand`` message, which shows that it lives and whom it has lost."""
         peer.said, peer.life = message, message["life"]
         loss = self.lost.get(peer.member.address)
         if (
@@ -185,11 +187,11 @@ class Census:
         ]
 
     def trusted(self) -> list[OtherMember]:
-        """Return the other members of the present view that this one has not lost."""
+        """Return the other members of the present view that this member has not lost."""
         return [peer for peer in self.others() if peer.member.address not in self.lost]
 
     def newcomers(self) -> list[OtherMember]:
-        """Return the processes that want to be let in, and are heard here."""
+        """Return the processes that ask to be let in and reach this member."""
         view = self.view
         return [
             peer
@@ -198,7 +200,7 @@ class Census:
         ]
 
     def kept(self) -> list[Member]:
-        """Return the members of the present view that can go on together, as far as this one knows."""
+        """Return the members of the present view that can go on together, as far as this member knows."""
         if self.view is None:
             return []
         number = {member.address: member.number for member in self.view.members}
@@ -221,7 +223,7 @@ class Census:
         return [member for member in self.view.members if member.number in kept]
 
     def joiners(self, kept: Collection[Member]) -> list[OtherMember]:
-        """Return the newcomers that all of ``kept`` hear, and that hear them."""
+        """Return the newcomers that reach all of ``kept`` and are reached by them."""
         places = {member.address for member in kept}
         hearers = [self.peers[address] for address in places - {self.me.address}]
 
@@ -236,7 +238,7 @@ class Census:
         return [peer for peer in self.newcomers() if fits(peer)]
 
     def excused(self) -> set[Address]:
-        """Return who certainly takes part in no other view: members that are proved to be gone, or want to leave."""
+        """Return the members that certainly take part in no other view: proved to be gone, or about to leave."""
         gone = {
             address
             for address, loss in self.lost.items()
@@ -247,7 +249,7 @@ class Census:
         }
 
     def stopped(self) -> set[Address]:
-        """Return whose process is stopped (SIGSTOP), as this member sees, or one that it has not lost."""
+        """Return the members whose process is stopped (SIGSTOP), as this member or one that it trusts sees."""
         losses = [
             (address, loss.why, loss.proved) for address, loss in self.lost.items()
         ]
@@ -255,7 +257,7 @@ class Census:
         return {address for address, why, proved in losses if why == STOPPED and proved}
 
     def reason(self, address: Address) -> str:
-        """Return why that member is not in the next view, as this member or any other says."""
+        """Return why the member at ``address`` is not in the next view, by this member's or another's account."""
         if address in self.lost:
             return self.lost[address].why
         accusations = [
@@ -266,12 +268,12 @@ class Census:
         )
 
     def reason_left_out(self, number: int) -> str:
-        """Return why the run has ever left out the member of this ``number``."""
+        """Return why the run left out the member with this ``number``; also for earlier views."""
         assert self.view is not None
         return (self.view.reasons or {}).get(number, GONE)
 
     def wants_change(self) -> bool:
-        """Return whether somebody wants to join or to leave."""
+        """Return whether a process asks to join or a member asks to leave."""
         if self.view is None:
             return False
         leaving = self.leaving or any(
@@ -281,7 +283,7 @@ class Census:
 
     @property
     def called(self) -> bool:
-        """Whether it is time to ask for the next view: another member has, or somebody wants to join or to leave."""
+        """Whether this member should ask for the next view: another one has, or a process wants to join or to leave."""
         return self.wants_change() or any(
             peer.said.get("calls") for peer in self.others()
         )
@@ -292,7 +294,7 @@ class Census:
         return all(peer.said.get("ended") or peer.wants for peer in self.trusted())
 
     def missing(self, limit: float) -> str:
-        """Return a text that says whom an agreement of ``limit`` seconds has waited for in vain."""
+        """Return a text that names the members for which an agreement has waited ``limit`` seconds in vain."""
         if self.view is None:
             return f"no member of the run has let this process in within {limit:g} s"
         parts = []

@@ -1,7 +1,8 @@
 """Exchanges between islands that come and go.
 
-A rank publishes that it has received all it needs for an exchange, and goes on with the result when it sees this from
-all that take part. At the beginning of a round one of the islands that are present hands its state to those that join.
+A rank publishes that it has received everything it needs for an exchange, and continues with the result when all
+participants have published the same. At the beginning of a round one of the present islands hands its state to those
+that join.
 """
 
 import time
@@ -20,7 +21,7 @@ ATTEMPTS = 8
 
 
 class Handover(NamedTuple):
-    """A state that an island has taken over: it is that after ``round``, when the run had counted ``tokens``."""
+    """A state that an island has taken over: the state after ``round``, when the run had counted ``tokens``."""
 
     round: int
     tokens: int
@@ -73,9 +74,10 @@ class Company(Presence):
         )
 
     def _await_change(self, epoch: int, why: str) -> None:
-        """Wait for the view after ``epoch``, as an exchange has failed for the reason ``why``.
+        """Wait for the view after ``epoch``, because an exchange has failed for the reason ``why``.
 
-        If no member is found to be lost, this rank asks for that view: all repeat the exchange over new connections.
+        If no member turns out to be lost, this rank asks for the next view itself. All ranks then repeat the exchange
+        over new connections.
         """
         party = self.party
         with self.changed:
@@ -88,7 +90,7 @@ class Company(Presence):
                 )
 
     def _is_over(self, epoch: int) -> bool:
-        """Return whether the view of ``epoch`` has ended, or is about to."""
+        """Return whether the view of ``epoch`` has ended, or is about to end."""
         party = self.party
         return (
             party.changing
@@ -101,7 +103,7 @@ class Company(Presence):
     ) -> bool:
         """Publish that this rank has all it needs for exchange ``number``, and wait until all others have.
 
-        Returns whether the exchange is over; else it is to be repeated.
+        Returns whether the exchange is over; if not, it must be repeated.
         """
         attendance, membership = self.attendance, self.membership
         with self.changed:

@@ -1,4 +1,4 @@
-"""One rank's life in a run of islands that come and go: it meets the others, or joins them later, and trains."""
+"""One rank's life in a run of islands that come and go: it meets the other ranks, or joins them later, and trains."""
 
 import json
 import secrets
@@ -45,7 +45,7 @@ VERDICT_S = 15.0
 
 @dataclass(frozen=True)
 class IslandRank:
-    """Which rank of an island this process is. ``store``: one that the ranks of this start of the island share."""
+    """Identifies this process as a rank of an island. ``store``: shared by the ranks of this start of the island."""
 
     recipe: Recipe
     island: int
@@ -56,7 +56,7 @@ class IslandRank:
     def party(
         self, token: str, number: int, shared: dist.Store | None = None
     ) -> Iterator[IslandParty]:
-        """Start this rank's agent and its streams to other islands, and end them after the run.
+        """Start this rank's agent and its streams to other islands for the context, and end them after the run.
 
         ``shared``: the store that all islands share, while there is one.
         """
@@ -84,9 +84,9 @@ class IslandRank:
 
 
 def start_island(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
-    """Train as one of the ranks that were started.
+    """Train as one of the ranks that were started together.
 
-    A rank whose island is started again while the store of the first start still runs asks the others to be let in.
+    An island may be restarted while the store of its first start still runs. Its ranks then ask to join the run.
     """
     store, rank, world = next(
         dist.rendezvous("env://", timeout=timedelta(seconds=recipe.train.timeout))
@@ -127,7 +127,7 @@ def start_island(recipe: Recipe, out: Path | None, resume: str | None) -> Ending
 
 
 def return_island(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
-    """Train as a rank of the island of this ``folder``, which joins its run again."""
+    """Train as a rank of the island in ``folder``, which joins its run again."""
     if roster.members[0].host.startswith(PEER):
         from weft.peers.rendezvous import join_peers
 
@@ -153,7 +153,7 @@ def _train(
     guard: "IslandGuard",
     island_store: dist.Store | None = None,
 ) -> Ending:
-    """Train to the end. ``island_store``: the store by which all islands have met; None: this one joins later."""
+    """Train to the end. ``island_store``: the store at which all islands have met; None if this island joins later."""
     recipe, device = this.recipe, device_type(this.recipe)
     layout, (backend, index) = recipe.layout.inside, backend_of(device)
     dist.init_process_group(
@@ -276,7 +276,7 @@ class IslandGuard(Watching):
         self._write_roster()
 
     def _write_roster(self) -> None:
-        """Keep the members' addresses in the run's folder, by which this island finds them when it is started again."""
+        """Write the members' addresses into the run's folder, where a restarted island finds them."""
         view, party = self.party.view, self.party
         if (
             not party.attendance.place

@@ -1,4 +1,4 @@
-"""What a rank of an island says of other islands: lines for the user, and records."""
+"""News about other islands from a rank of an island: lines for the user, and records."""
 
 import time
 from collections import deque
@@ -10,14 +10,14 @@ from weft.resilience.views import GONE, View
 
 
 class IslandEvent(NamedTuple):
-    """A record of what has changed, for the run's metrics."""
+    """A change among the islands, as a record for the run's metrics."""
 
     kind: str
     values: dict[str, Any]
 
 
 class IslandNews:
-    """Lines and events that have come up since they were taken last. ``folder``: of the run's first island."""
+    """Lines and events since they were last taken. ``folder``: of the run's first island."""
 
     def __init__(self, attendance: Attendance) -> None:
         self.attendance, self.folder = attendance, ""
@@ -30,7 +30,9 @@ class IslandNews:
         return events
 
     def report(self, view: View, changes: Changes, noticed: float) -> None:
-        """Report islands that went or came with ``view``, which this rank saw to be needed at time ``noticed``."""
+        """Report islands that went or came with ``view``. ``noticed``: the time at which this rank saw the
+        need for it.
+        """
         attendance, gone = self.attendance, []
         lost = {member.member.number: member.why for member in view.lost}
         for stay in changes.went:
@@ -57,7 +59,7 @@ class IslandNews:
             }))  # fmt: skip
 
     def note_exchange(self, number: int, partners: Sequence[int]) -> None:
-        """Record with whom this island exchanges from exchange ``number`` on."""
+        """Record the partners of this island's exchanges from ``number`` on."""
         if list(partners) != self._partners:
             self.events.append(
                 IslandEvent(
@@ -72,7 +74,7 @@ class IslandNews:
         return f"weft ranks add {self.folder or 'RUN'}{f'/island-{island}' if island else ''}"
 
     def tell(self, text: str) -> None:
-        """Show a line of text: where the run's first island is away, the first present one prints it."""
+        """Show a line of text. If the run's first island is away, the first present island prints it."""
         self.lines.append(text)
         first = min((stay.island for stay in self.attendance.present), default=0)
         island, _ = self.attendance.start

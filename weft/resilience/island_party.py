@@ -1,4 +1,4 @@
-"""One rank's part in the views of a run of islands, by what :class:`Attendance` decides.
+"""One rank's part in the views of a run of islands, as :class:`Attendance` decides.
 
 A new view is agreed on as soon as a rank is lost or joins, by a thread of each rank and whatever its main thread does
 meanwhile.
@@ -29,10 +29,10 @@ KNOWN = 4
 
 
 class IslandParty:
-    """One rank's side of its island (:class:`weft.resilience.life.Party`), which stays in views in a thread of its own.
+    """One rank's side of its island (:class:`weft.resilience.life.Party`), which follows the views in its own thread.
 
-    ``changed`` guards all that follows, and the attendance. ``addresses``: for each island, of the endpoint of its rank
-    with this rank's place. ``fatal``: why this process ends. ``known``: where other members listen.
+    ``changed`` guards all following fields and the attendance. ``addresses``: for each island, the endpoint of its rank
+    with this rank's place. ``fatal``: why this process ends. ``known``: addresses of other members.
     """
 
     step = 0
@@ -67,7 +67,7 @@ class IslandParty:
         self._follow(Life(LifeMove.STAY, of_island=True))
 
     def come(self) -> None:
-        """Ask the others to be let in; returns when they have done it."""
+        """Ask the members to be let in; return when they have done so."""
         self._follow(Life(LifeMove.JOIN, of_island=True))
         with self.changed:
             self.changed.wait_for(lambda: self.view or self.fatal)
@@ -88,7 +88,7 @@ class IslandParty:
                 self.give_up(LeftOut(left_out) if life.left_out else error)
 
     def steady(self) -> View:
-        """Return the present view; waits while the next one is being agreed on. To be called with the lock."""
+        """Return the present view, after waiting for an agreement on the next one. Call it with the lock."""
         while self.changing and self.fatal is None:
             self.changed.wait()
         if self.fatal is not None:
@@ -135,10 +135,10 @@ class IslandParty:
                 raise Regroup
 
     def part(self, broken: bool) -> None:
-        """Streams are broken off when the next view is asked for."""
+        """Do nothing: the streams are broken off when the next view is requested."""
 
     def _adopt(self, view: View, facts: Sequence[Facts]) -> str:
-        """Enter a view, and start the epoch of its streams; returns why this rank cannot go on, if so."""
+        """Enter a view and start the epoch of its streams; return why this rank cannot go on, or ""."""
         attendance, self.view = self.attendance, view
         changes = attendance.adopt(view.members, facts)
         mates = {member.number: member.address for member in view.members}
@@ -155,7 +155,7 @@ class IslandParty:
     # --- the end ---
 
     def all_ended(self) -> bool:
-        """Return whether all others have come to the end of the run, are lost, or only wait to take part."""
+        """Return whether all other members have finished the run, are lost, or only wait to take part."""
         with self.changed:
             if self.view is None:
                 return False
@@ -169,7 +169,7 @@ class IslandParty:
             return all(facts.get("ended") or facts.get("waits") for facts in said)
 
     def end(self) -> None:
-        """This rank has come to the end of the run; returns when all others have, or in :data:`END_S`."""
+        """Announce that this rank has finished; return when all others have, or after :data:`END_S`."""
         deadline = time.monotonic() + END_S
         self.ended = True
         self.membership.publish(ended=True)
@@ -182,7 +182,7 @@ class IslandParty:
         self.membership.close()
 
     def on_break(self, why: str) -> None:
-        """Called in the agent's thread: a member of the view is lost."""
+        """Handle the loss of a member of the view. Called in the agent's thread."""
         with self.changed:
             if self.membership.why:  # else the next one is there already
                 self.streams.break_off(why)
@@ -199,7 +199,7 @@ class IslandParty:
             )
 
     def give_up(self, error: Exception) -> None:
-        """End this process with ``error``: the main thread raises it if it looks here in time."""
+        """End this process with ``error``; the main thread raises the error if it looks for it in time."""
         with self.changed:
             if self.fatal is not None or self.closing:
                 return

@@ -1,18 +1,18 @@
-"""Choose the layout for the ranks that are left, given the one in the recipe.
+"""Chooses the layout for the remaining ranks, given the layout in the recipe.
 
 With as many ranks as the recipe's layout has, it is that layout, the *original*. Otherwise:
 
-- ``dp`` and ``shard`` shrink first, and grow where there are more ranks than the original has.
+- ``dp`` and ``shard`` shrink first, and grow if there are more ranks than the original has.
 - ``pp``, ``tp``, ``cp`` and ``ep`` are at most those of the original. Fewer pipeline ranks share the same layers, cut
   anew by dynamic programming over their times (:mod:`weft.schedule.partition`). ``tp`` must divide the heads, and
   ``ep`` the experts; ``ep`` folds over the data ranks.
-- No rank holds more of the state than if the lost ranks' parts were spread evenly over the others, so that what has fit
-  into memory still does.
+- No rank holds more of the state than if the lost ranks' parts were spread evenly over the others, so that the state
+  still fits into memory.
 - Settings that the new axes do not allow (an order, a schedule for an even number of ranks) fall back to the default.
 
-Of all such layouts those are kept that, by the planner's estimates, use the ranks about as well as the original does or
-are about as fast as the fastest; of these the one nearest to the original is taken, for which the least data moves.
-Every rank computes this by itself and comes to the same layout.
+By the planner's estimates, only layouts are kept that use the ranks about as well as the original, or are about as fast
+as the fastest. Of these the layout nearest to the original is chosen, for which the least data moves. Every rank
+computes this independently and comes to the same layout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ SETTINGS = {
 def recipe_for(
     recipe: Recipe, shape: ModelShape, ranks: int, cluster: Cluster | None = None
 ) -> Recipe:
-    """``recipe`` with a layout for ``ranks`` ranks, or for as many of them as some layout of its model can use.
+    """Return ``recipe`` with a layout for ``ranks`` ranks, or for as many of them as a layout of its model can use.
 
     ``shape``: the complete shape of the model; ``cluster``: the machine, for the estimates. Raises :class:`UsageError`
     if there is no layout.
@@ -131,7 +131,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def _fitted(recipe: Recipe, shape: ModelShape, axes: dict[str, int]) -> Recipe | None:
-    """``recipe`` with these axes and without settings that do not go with them; None if that is not enough."""
+    """Return ``recipe`` with these axes and without settings that conflict with them; None if conflicts remain."""
     trees = {
         "layout": recipe.layout.model_dump() | axes,
         "optimizer": recipe.optimizer.model_dump(),
@@ -152,7 +152,7 @@ def _fitted(recipe: Recipe, shape: ModelShape, axes: dict[str, int]) -> Recipe |
 def _tried(
     recipe: Recipe, shape: ModelShape, trees: dict[str, dict[str, Any]]
 ) -> Recipe | str:
-    """``recipe`` with these sections, or the rule that they break."""
+    """Return ``recipe`` with these sections, or the rule that they break."""
     try:
         layout, optimizer = Layout(**trees["layout"]), Optimizer(**trees["optimizer"])
         tried = recipe.model_copy(update={"layout": layout, "optimizer": optimizer})
@@ -164,7 +164,7 @@ def _tried(
 
 
 def _pieces(layout: Layout, shape: ModelShape) -> tuple[int, ...]:
-    """Return the number of different parts that the state is cut into; with experts, also that of theirs."""
+    """Return the number of different parts into which the state is cut, and with experts that of the experts' state."""
     state = layout.size("pp", "shard", "cp", "tp")
     copies = expert_sizes(layout).expert_dp
     return (state, layout.world // copies) if shape.mixtures else (state,)

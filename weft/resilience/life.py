@@ -1,8 +1,8 @@
-"""One rank's life in a run from which others may be lost: what it does next, and the loop that does it.
+"""One rank's life in a run that may lose ranks: decides what the rank does next, and runs the loop that does it.
 
 A rank stays in a *view* until the view ends, agrees with the others on the next view, and stays in that one. A rank
-of its own trains within a stay. A rank of an island trains beside its stays, in another thread. :class:`Life` decides,
-without sockets, threads or clocks; :func:`live` carries the decisions out.
+without islands trains within a stay. A rank of an island trains beside its stays, in another thread. :class:`Life`
+decides, without sockets, threads or clocks; :func:`live` carries the decisions out.
 """
 
 import traceback
@@ -28,7 +28,7 @@ ENDED = "the run has ended"
 
 
 class LifeMove(Enum):
-    """What a rank does next."""
+    """The next action of a rank."""
 
     JOIN = "ask members of the run to be let in"
     AGREE = "agree with the others on the next view"
@@ -37,10 +37,10 @@ class LifeMove(Enum):
 
 
 class ViewEntry(NamedTuple):
-    """What a new view is to one of its members.
+    """The meaning of a new view for one of its members.
 
-    ``unable``: why this member cannot take part in the view; empty if it can. ``again``: another member cannot, so
-    that the others agree on one more view.
+    ``unable``: why this member cannot take part in the view; empty if it can. ``again``: another member cannot take
+    part, so that the others agree on one more view.
     """
 
     unable: str = ""
@@ -51,10 +51,10 @@ class ViewEntry(NamedTuple):
 class Life:
     """The state machine of one rank's life.
 
-    ``of_island``: the rank ends if it is left out or fails, and its island is started again; a rank of its own asks to
-    be let in again, and its own errors end the run for all. ``error``: why the rank ends; None if it ends well.
-    ``farewell``: what makes all other ranks end, too; empty if they go on. ``left_out``: the others have gone on
-    without this rank. ``attempts`` counts the failed stays since the step after ``step`` was tried first.
+    ``of_island``: the rank ends if it is left out or fails, and its island is started again. Other ranks ask to be let
+    in again, and their own errors end the run for all. ``error``: why the rank ends; None if it ends well.
+    ``farewell``: the reason that makes all other ranks end too; empty if they go on. ``left_out``: the others have gone
+    on without this rank. ``attempts`` counts the failed stays since the first attempt of the step after ``step``.
     """
 
     move: LifeMove
@@ -66,16 +66,16 @@ class Life:
     step: int = 0
 
     def advance(self, step: int) -> None:
-        """Note that ``step`` is done: what failed before it no longer counts."""
+        """Record that ``step`` is done; earlier failures no longer count."""
         if step > self.step:
             self.attempts, self.step = 0, step
 
     def regroup(self) -> None:
-        """Note that the next view can be agreed on: this view has ended on purpose, or a member has answered."""
+        """Record that the next view can be agreed on: this view has ended on purpose, or a member has answered."""
         self.move = LifeMove.AGREE
 
     def enter(self, view: View, entry: ViewEntry) -> None:
-        """Note the next view. After the loss of ranks a run may go far back, so failures are counted anew."""
+        """Enter the next view. Failures are counted anew, as a run may go far back after the loss of ranks."""
         if view.lost:
             self.attempts = self.step = 0
         self.left_out = False
@@ -84,7 +84,7 @@ class Life:
             self.end(LeftOut(entry.unable))
 
     def refuse(self, error: Fatal | LeftOut | TooFew) -> None:
-        """Note why there is no next view."""
+        """Record why there is no next view."""
         if isinstance(error, LeftOut) and not self.of_island:
             self.left_out = True
             if error.asked:
@@ -98,10 +98,11 @@ class Life:
             self.end(None if str(error) == ENDED else error)
 
     def fail(self, error: Exception, broken: bool, step: int) -> str:
-        """Note that a stay has failed with ``error`` after ``step``; returns what to report to the others, if anything.
+        """Record that a stay has failed with ``error`` after ``step``; return what to report to the others, if
+        anything.
 
-        ``broken``: the members know already that the view has lost somebody. An error of this rank's own, or of too
-        many attempts, ends the run.
+        ``broken``: the members know already that the view has lost somebody. The run ends on an error of this rank's
+        own, or after too many attempts.
         """
         cause = cause_of(error)
         own = isinstance(error, WeftError) or isinstance(cause, SystemExit)
@@ -116,13 +117,13 @@ class Life:
         return "" if broken else str(cause)
 
     def end(self, error: Exception | None = None, farewell: str = "") -> None:
-        """Note that this rank's part in the run is over."""
+        """Record that this rank's part in the run is over."""
         self.move, self.error = LifeMove.END, error
         self.farewell = "" if self.of_island else farewell
 
 
 class Agent(Protocol):
-    """What agrees on views for a rank (:class:`weft.resilience.membership.Membership`)."""
+    """Agrees on views for a rank (:class:`weft.resilience.membership.Membership`)."""
 
     @property
     def why(self) -> str: ...
@@ -136,33 +137,35 @@ class Agent(Protocol):
 
 
 class Party(Protocol[R_co]):
-    """What takes part in views: a rank of its own, or one rank's side of an island."""
+    """Takes part in views: a rank without islands, or one rank's side of an island."""
 
     @property
     def step(self) -> int:
-        """The last step that is done."""
+        """Last completed step."""
 
     def start_over(self) -> Sequence[Address]:
-        """Forget what only members know. Returns where members listen that may let this process in."""
+        """Forget what only members know. Return the addresses of members that may let this process in."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what all members of the next view hear of this one."""
+        """Return the facts that this rank tells all members of the next view."""
 
     def patience(self) -> float:
-        """Return seconds after which members that are alive, but do not agree, are left out."""
+        """Return the seconds after which members that are alive but do not agree are left out."""
 
     def enter(self, view: View) -> ViewEntry:
         """Make ``view`` the present one."""
 
     def stay(self) -> R_co:
-        """Take part in the present view to the end of the run. Raises :class:`Regroup` where the view ends before."""
+        """Take part in the present view to the end of the run. Raises :class:`Regroup` if the view ends before
+        the run.
+        """
 
     def part(self, broken: bool) -> None:
-        """Leave the present view; ``broken``: the run goes on, or has failed."""
+        """Leave the present view. ``broken``: the view has failed; otherwise it ends on purpose."""
 
 
 def live(life: Life, agent: Agent, party: Party[R], limit: float) -> R | None:
-    """Go from view to view until this rank's part in the run is over, and return what its last stay has returned.
+    """Go from view to view until this rank's part in the run is over; return the result of the last stay.
 
     Returns None if this rank was asked to leave, or the run has ended without it. An agreement may take ``limit``
     seconds. Raises the error that ends this rank.
@@ -191,7 +194,7 @@ def live(life: Life, agent: Agent, party: Party[R], limit: float) -> R | None:
 
 
 def _stay(life: Life, agent: Agent, party: Party[R]) -> R | None:
-    """Take part in the present view; the result is None where the view ends before the run."""
+    """Take part in the present view; return None if the view ends before the run."""
     ending: R | None = None
     try:
         ending = party.stay()

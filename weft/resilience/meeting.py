@@ -1,4 +1,4 @@
-"""How the ranks that were started together meet: each finds where all others listen."""
+"""Lets the ranks that were started together find each other's addresses."""
 
 import json
 from dataclasses import asdict
@@ -17,7 +17,7 @@ def announce(
     rank: int,
     facts: dict[str, Any] | None = None,
 ) -> None:
-    """Tell the launcher that this rank is there, and all others where it listens."""
+    """Tell the launcher that this rank runs, and all others its address."""
     store.set(
         f"{MEMBERS}/{rank}",
         json.dumps({"member": asdict(membership.me), "facts": facts or {}}),
@@ -28,7 +28,7 @@ def exchange_addresses(
     membership: Membership, store: dist.Store, rank: int, world: int, about: dict[str, Any],
     facts: dict[str, Any] | None = None,
 ) -> View:  # fmt: skip
-    """Exchange addresses and ``facts`` with all ranks that were started; returns the first view of the run.
+    """Exchange addresses and ``facts`` with all ranks that were started; return the first view of the run.
 
     ``about``: what the run hands to newcomers.
     """

@@ -1,10 +1,9 @@
 """The agent of a member: a thread that watches the other members and agrees with them on views.
 
-Every member has one, which works beside whatever the process's main thread does; there is no central process. Each
-agent connects to all others, over a channel of the processes' endpoints (:mod:`weft.net.endpoint`), sends its state
-with every heartbeat, and finds out who is gone, stopped or silent. What follows from that is decided in
-:mod:`weft.resilience.agreement`;
-``docs/explanations/resilience.md`` says what is promised.
+Every member has an agent, which works whatever the process's main thread does; there is no central process. Each agent
+connects to all others, over a channel of the processes' endpoints (:mod:`weft.net.endpoint`), sends its state with
+every heartbeat, and detects members that are gone, stopped or silent. The consequences are decided in
+:mod:`weft.resilience.agreement`; ``docs/explanations/resilience.md`` states the guarantees.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ CHANNEL = "members"
 
 @dataclass
 class _Link:
-    """The connection to another process, and what is known of that process by it."""
+    """The connection to another process, and what it has shown of that process."""
 
     member: Member
     # when its last message came; before the first one, a time in the future that allows for its start
@@ -73,11 +72,10 @@ class _Link:
 class Membership:
     """The agent of this process. ``detect``: seconds of silence after which a member counts as lost.
 
-    ``on_break(why)`` is called from the agent's thread when the view can do no further step; it must return soon, as no
-    heartbeats are sent meanwhile. ``token``: the run's secret. ``endpoint``: where the others reach this process; by
-    default one of its own on this machine; it is closed with the agent.
-    ``interrupted()``: whether the process is to end, so that it does not wait
-    for others much longer.
+    ``on_break(why)`` is called from the agent's thread when the view can do no further step. It must return soon, as no
+    heartbeats are sent meanwhile. ``token``: the run's secret. ``endpoint``: where the others reach this process, by
+    default a new one on this machine; it is closed with the agent. ``interrupted()``: whether the process is about to
+    end, so that it does not wait for others much longer.
     """
 
     def __init__(
@@ -120,12 +118,12 @@ class Membership:
 
     @property
     def view(self) -> View | None:
-        """The one that this process was given last."""
+        """The last view that this process was given."""
         return self._agreement.seen
 
     @property
     def why(self) -> str:
-        """Why the view can do no further step; "" while it can."""
+        """Reason why the view can do no further step; "" while it can."""
         return self._census.why
 
     def begin(
@@ -151,7 +149,7 @@ class Membership:
         return view
 
     def join(self, contacts: Sequence[Address], limit: float) -> None:
-        """Ask those who answer at ``contacts`` to be let in; :meth:`next` then waits for it. Raises :class:`TooFew`."""
+        """Ask the members at ``contacts`` to be let in; :meth:`next` then waits for it. Raises :class:`TooFew`."""
         with self._lock:
             self._agreement.start_over([(host, port) for host, port in contacts])
             self._drop_links(list(self._links))
@@ -163,10 +161,9 @@ class Membership:
     def next(
         self, facts: dict[str, Any], limit: float, patience: float | None = None
     ) -> View:
-        """Return the next view, with everybody's ``facts``; blocks until it is agreed. Arguments as of
-        ``Agreement.want``.
+        """Agree on the next view and return it, with every member's ``facts``. Arguments as in ``Agreement.want``.
 
-        Raises :class:`LeftOut` if the others go on without this one, :class:`TooFew` if none is agreed within
+        Raises :class:`LeftOut` if the others go on without this member, :class:`TooFew` if no view is agreed on within
         ``limit`` seconds, and :class:`Fatal` if a member says that the run must end.
         """
         agreement = self._agreement
@@ -188,7 +185,7 @@ class Membership:
         )
 
     def _wait(self, done: Callable[[], object], limit: float) -> str:
-        """Wait with the lock until ``done()``; returns "", or the end of a sentence that says why not."""
+        """Wait with the lock until ``done()``; return "", or the end of a sentence with the reason for a failure."""
         begun = time.monotonic()
         # a newcomer ends at once when it is to end
         gives_up_at = begun if self._census.view is None else math.inf
@@ -212,13 +209,13 @@ class Membership:
 
     @property
     def called(self) -> bool:
-        """Whether all should call :meth:`next`: others have, or somebody wants to join or to leave."""
+        """Whether all members should call :meth:`next`: others have, or a process wants to join or to leave."""
         with self._lock:
             return self._census.called
 
     @property
     def lost(self) -> set[int]:
-        """The numbers of those that are known to be lost to the present view."""
+        """Numbers of the members that are known to be lost to the present view."""
         with self._lock:
             return {
                 peer.member.number
@@ -227,25 +224,27 @@ class Membership:
             }
 
     def wants_change(self) -> bool:
-        """Return whether somebody wants to join or to leave, so that all should call :meth:`next` after this step."""
+        """Return whether a process wants to join or leave, so that all members should call :meth:`next` after this
+        step.
+        """
         with self._lock:
             return self._census.wants_change()
 
     def report(self, text: str) -> None:
-        """The process met the error ``text`` in a collective: this view can do no further step."""
+        """Report that a collective failed with the error ``text``: this view can do no further step."""
         with self._lock:
             self._census.break_view(text)
         self._wake()
 
     def leave(self) -> None:
-        """This process will go away, at the next view or at the end of the run."""
+        """Announce that this process will leave, at the next view or at the end of the run."""
         with self._lock:
             self._census.leaving = True
         self._wake()
 
     @property
     def leaving(self) -> bool:
-        """Whether this member is to leave, by its own wish or that of others."""
+        """Whether this member is about to leave, by its own wish or that of others."""
         with self._lock:
             return self._census.leaving
 
@@ -259,16 +258,17 @@ class Membership:
                     self._send_to(address, {"t": "remove"})
 
     def fatal(self, text: str) -> None:
-        """End the run at every member, for the reason ``text``; returns when that has been sent to all, or soon."""
+        """End the run at every member for the reason ``text``; return when all have been told, or soon."""
         with self._lock:
             self._agreement.fatal = text
             self._send_to_all({"t": "fatal", "text": text})
         self._flush()
 
     def end(self, limit: float) -> None:
-        """This process has come to the end of the run; returns when all others have, or in ``limit`` seconds.
+        """Announce that this process has finished the run; return when all others have, or after ``limit`` seconds.
 
-        No collective says so: one that is hung up at this moment may wait for ever (:mod:`weft.net.hangup`).
+        No collective is used for this, as one that is hung up at this moment may wait for ever
+        (:mod:`weft.net.hangup`).
         """
         with self._lock:
             self._agreement.ended = True
@@ -278,7 +278,7 @@ class Membership:
             )
 
     def publish(self, **facts: Any) -> None:
-        """Send small facts to all others, which soon find them in ``published`` under this member's number."""
+        """Send small facts to all others, which then find them in ``published`` under this member's number."""
         with self._lock:
             self._facts = {**self._facts, **facts}
         self._wake()
@@ -311,7 +311,7 @@ class Membership:
         self._poller.wake()
 
     def _take_in(self, connection: SealedConnection) -> None:
-        """In a thread of the endpoint: another agent has dialled this one."""
+        """Serve another agent's connection, in a thread of the endpoint."""
         host, port = connection.hello["host"], connection.hello["port"]
         with self._lock:
             if not self._closing:
@@ -375,8 +375,8 @@ class Membership:
     def _note_absence(self, now: float) -> None:
         """Do not count the time in which this process itself did not run as silence of others.
 
-        They may have gone on meanwhile. What they sent has been read by now, unless it was lost on its way from another
-        machine.
+        They may have gone on meanwhile. Their messages have been read by now, unless they were lost on the way from
+        another machine.
         """
         away = now - max(self._last, self._next_beat)
         if away > self._beat:
@@ -448,7 +448,7 @@ class Membership:
             self._refused(link)
 
     def _refused(self, link: _Link) -> None:
-        """Nobody listens there. If all of the process's connections have ended too, and were read, it is gone."""
+        """Note that nobody listens there. If all connections of the process have ended and were read, it is gone."""
         link.refused = link.refused or time.monotonic()
         if link.cut and not any(
             wire.address == link.member.address for wire in self._incoming
@@ -471,7 +471,7 @@ class Membership:
                 link.wire.close()
 
     def _watch(self, now: float) -> None:
-        """Dial those that are not connected, and find out who is lost."""
+        """Dial processes that are not connected, and detect lost ones."""
         for link in list(self._links.values()):
             if self._is_gone(link):
                 continue
@@ -498,7 +498,7 @@ class Membership:
         self._send(wire, {**self._agreement.stand(), "facts_published": self._facts})
 
     def _look(self, link: _Link, now: float) -> None:
-        """Judge a member that is silent: by its process, if that is on this machine, and by how long it may be."""
+        """Judge a silent member: by its process, if that is on this machine, and by the time of its silence."""
         link.looked, limit = now, self._detect
         if link.member.machine == self.me.machine:
             sight, link.ticks = look_at(

@@ -1,4 +1,4 @@
-"""What a run that survives the loss of ranks does around its steps: copies of the state, records, slow ranks."""
+"""Hooks around the steps of a run that survives the loss of ranks: copies of the state, records, slow ranks."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -40,11 +40,11 @@ FROM_START = (
 
 
 class RankGuard(Watching):
-    """The hooks of one rank's run, and what the rank keeps from view to view.
+    """The hooks of one rank's run, and the data that the rank keeps from view to view.
 
-    ``view`` is the present view, and ``recovery`` what it goes on from; None for a checkpoint or the beginning.
-    ``snapshots`` are copies of the state: those of the view before are kept until the present one has its own.
-    ``since``: when the view before has ended; ``seconds``: what each part of the way into the present view has taken.
+    ``view``: the present view. ``recovery``: the copies from which it continues; None for a checkpoint or the
+    beginning. ``snapshots``: copies of the state; those of the previous view are kept until the present one has its
+    own. ``since``: the end of the previous view; ``seconds``: of each part of the way into the present view.
     """
 
     view: View
@@ -75,7 +75,7 @@ class RankGuard(Watching):
     # --- copies of the state ---
 
     def hand_over(self, mesh: Mesh) -> None:
-        """Make a copy of the present state, all of it held by ranks that stay. Collective."""
+        """Copy the present state so that all of it is held by ranks that stay. Collective."""
         leaves = from_all(self.membership.leaving, mesh.step_group)
         if self.snapshots:
             before = self.snapshots[-1]
@@ -91,7 +91,7 @@ class RankGuard(Watching):
         dist.barrier(group=mesh.step_group)
 
     def why_no_room(self, mesh: Mesh) -> str:
-        """Why this machine, or another, has no room for copies of its ranks' state; empty if all have. Collective."""
+        """Return why a machine has no room for copies of its ranks' state; empty if all have room. Collective."""
         machine = self.membership.me.machine
         here = sum(
             member.machine == machine
@@ -111,7 +111,7 @@ class RankGuard(Watching):
         return next(filter(None, from_all(why, mesh.step_group)), "")
 
     def copies_of(self, mesh: Mesh, leaving: Sequence[int] = ()) -> Snapshots:
-        """Return new copies of the state, which are made after steps from now on. Collective."""
+        """Return new copies of the state, to be updated after the following steps. Collective."""
         machines = [member.machine for member in self.view.members[: mesh.layout.world]]
         self.snapshots.append(Snapshots(
             self.state, machines, self.membership.endpoint, self.membership.token,

@@ -1,7 +1,7 @@
 """A rank of a run that survives the loss of others: in each view it trains as one of the ranks of a layout.
 
-When a rank is lost, all others break off their step, agree on the next view (:mod:`.membership`), make new process
-groups and a new model, and go on from copies of the state in memory (:mod:`.snapshots`, :mod:`.recover`).
+When a rank is lost, all others break off their step, agree on the next view (:mod:`.membership`), create new process
+groups and a new model, and continue from copies of the state in memory (:mod:`.snapshots`, :mod:`.recover`).
 """
 
 import gc
@@ -57,7 +57,7 @@ LEAVE = signal.SIGUSR2
 
 
 def start_rank(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
-    """Train as one of the ranks that were started."""
+    """Train as one of the ranks that were started together."""
     with noted(recipe) as received:
         limit = timedelta(seconds=recipe.train.timeout)
         store, rank, world = next(dist.rendezvous("env://", timeout=limit))
@@ -100,7 +100,7 @@ def join_rank(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
 
 @contextmanager
 def noted(recipe: Recipe) -> Iterator[list[int]]:
-    """Make this process ready to be a rank, and note the signals that ask it to stop."""
+    """Prepare this process to be a rank, and note the signals that ask it to stop."""
     settle_in(device_type(recipe), recipe.train.threads)
     with noted_signals(stop_signals()) as received:
         yield received
@@ -133,8 +133,8 @@ def rank_party(
 class RankParty:
     """One rank's part in all views (:class:`weft.resilience.life.Party`): it trains as long as a view lasts.
 
-    ``store``: of the first view, later that which this rank serves for the next view. ``known``: where other
-    members listen.
+    ``store``: of the first view, later the one that this rank serves for the next view. ``known``: addresses of other
+    members.
     """
 
     membership: Membership
@@ -206,7 +206,7 @@ class RankParty:
 
     @property
     def rank(self) -> int:
-        """The rank of this process in the present view."""
+        """Rank of this process in the present view."""
         return self.guard.view.members.index(self.membership.me)
 
     def stay(self) -> Ending:
@@ -240,7 +240,7 @@ class RankParty:
         return Ending(self.recipe, outcome, mesh.is_main)
 
     def part(self, broken: bool) -> None:
-        """Leave the process groups; ``broken``: others may never finish what they do in them."""
+        """Leave the process groups. ``broken``: others may never finish their collectives in them."""
         self.guard.since, self.guard.slow.rebalance = time.monotonic(), False
         hang_up, self._hang_up = self._hang_up, None
         trace.end_tracing()
@@ -262,7 +262,7 @@ class RankParty:
     # --- the ranks of a view ---
 
     def recipe_now(self, job: Job) -> Recipe:
-        """Return the recipe for as many ranks as there are; if they are too few, save their state and raise
+        """Return the recipe for the present number of ranks. If they are too few, save their state and raise
         the error.
         """
         from weft.resilience.layouts import recipe_for
@@ -288,7 +288,7 @@ class RankParty:
             ) from None
 
     def rescue(self, job: Job) -> str:
-        """Save the state that the ranks have in memory; returns words that say where the run can go on from."""
+        """Save the state in the ranks' memory; return words that say from where the run can continue."""
         guard = self.guard
         if guard.recovery is None or guard.run is None:
             return "its last checkpoint is what there is"
@@ -327,14 +327,14 @@ class RankParty:
         raise PeerLost(self.membership.why)
 
     def on_break(self, why: str) -> None:
-        """In the agent's thread: the view can do no further step."""
+        """Handle a view that can do no further step. Called in the agent's thread."""
         if self._hang_up is not None:
             self._hang_up.hang_up()
         for copies in list(self.guard.snapshots):
             copies.break_off()
 
     def end_stuck(self) -> None:
-        """Called in another thread: end the process, as the main thread waits in a collective that does not end."""
+        """End the process, as the main thread waits in a collective that does not end. Called in another thread."""
         error = LeftOut(
             f"rank {self.rank} is in a collective that the others have left, and that nothing ends"
         )

@@ -1,7 +1,8 @@
-"""From which copies the state is restored after a loss, and how it gets into the next view's layout.
+"""Chooses the copies from which the state is restored after a loss, and moves it into the next view's layout.
 
 Every member says which copies it holds (:meth:`weft.resilience.snapshots.Snapshots.held`). From that all members work
-out the same answer: the newest step of which some member has each part of the old layout, and which member gives it.
+out the same answer: the newest step for which each part of the old layout is held by some member, and which member
+gives it.
 """
 
 from collections import Counter
@@ -27,8 +28,8 @@ class Recovery:
     """All ranks go back to the state after ``progress.step``, as the view of ``epoch`` (the *old* view) had it.
 
     ``gives[rank]``: the segments that this rank of the new view gives, as pairs of an owner (a rank of the old view)
-    and a segment's number. ``helpers``: pairs of a new rank and an old rank that is lost, whose parts it gives.
-    ``differing``: new ranks whose copies differ from what most others have of the same parts; they are not used.
+    and a segment's number. ``helpers``: pairs of a new rank and the lost old rank whose parts it gives. ``differing``:
+    new ranks whose copies differ from the majority's copies of the same parts; they are not used.
     """
 
     epoch: int
@@ -49,11 +50,11 @@ class Recovery:
 
 
 def newest_recovery(facts: Sequence[Facts]) -> Recovery | None:
-    """Return the newest state that is complete in the copies of all members, of the newest view that has it; None if
-    none is.
+    """Return the newest state that is complete in the copies of all members; None if none is complete.
 
-    ``facts``: those of every member, by its rank in the new view. Where copies of the same elements differ, the one
-    that most owners have counts; without a majority the state counts as incomplete.
+    ``facts``: of every member, by its rank in the new view. Only the newest view with a complete state counts. If
+    copies of the same elements differ, the version that most owners have counts; without a majority the state counts as
+    incomplete.
     """
     views: dict[int, dict[int, Facts]] = {}
     for rank, fact in enumerate(facts):
@@ -77,7 +78,7 @@ def newest_recovery(facts: Sequence[Facts]) -> Recovery | None:
 def _recovery(
     epoch: int, step: int, progress: Progress, said: Mapping[int, Facts], world: int
 ) -> Recovery | None:
-    """How members restore this step of view ``epoch``; None if they cannot. ``said``: facts of its members."""
+    """Return how members restore this step of view ``epoch``; None if they cannot. ``said``: facts of its members."""
     holders = next(iter(said.values()))["segments"]
     # by segment: new rank, owner, digest
     copies: dict[int, list[tuple[int, int, str]]] = {}
@@ -125,10 +126,10 @@ def restore(
     state: State,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Fill ``state``, of whatever layout, as ``recovery`` says. Collective over the ranks of the new view.
+    """Fill ``state``, under any layout, as ``recovery`` says; return the bytes sent to others. Collective over the new
+    view.
 
-    ``snapshots``: this rank's copies of earlier views; none if it was in no view before. Returns the bytes that this
-    rank sent to others.
+    ``snapshots``: this rank's copies of earlier views; none if it was in no view before.
     """
     from weft.checkpoint.reshard import redistribute
 

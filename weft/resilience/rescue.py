@@ -1,4 +1,4 @@
-"""Save the state that is left in the ranks' memory, when they are too few, or have too little memory, to train on."""
+"""Saves the remaining state in the ranks' memory when they are too few, or have too little memory, to train on."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Where the members of a run are: a file in its folder, for those who look, join, or tell one to leave."""
+"""The roster of a run: a file in its folder with the members' addresses, to look at, join, or shrink a run."""
 
 import json
 import os
@@ -18,7 +18,7 @@ REMOVE = "ranks/remove"
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of a view by rank, with the run's secret and what it hands to newcomers."""
+    """The members of a view by rank, with the run's secret and the facts for newcomers."""
 
     epoch: int
     members: tuple[Member, ...]
@@ -27,7 +27,9 @@ class Roster:
 
 
 def write_roster(folder: Path, view: View, token: str) -> None:
-    """Write the present view into the run's folder, readable by its owner only, as the token lets anybody take part."""
+    """Write the present view into the run's folder, readable by its owner only, as the token lets its holder
+    take part.
+    """
     members = [
         asdict(member) | {"rank": rank} for rank, member in enumerate(view.members)
     ]
@@ -70,13 +72,13 @@ def read_roster(folder: Path) -> Roster:
 
 
 def ask_to_leave(folder: Path, numbers: list[int]) -> None:
-    """Ask, by a file in the run's folder, that these members leave."""
+    """Ask these members to leave, by a file in the run's folder."""
     with (folder / REMOVE).open("a") as file:
         file.write("".join(f"{number}\n" for number in numbers))
 
 
 def asked_to_leave(folder: Path) -> list[int]:
-    """Return the members that :func:`ask_to_leave` has named since the last call; removes its file."""
+    """Return the members that :func:`ask_to_leave` has named since the last call, and remove its file."""
     path = folder / REMOVE
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""One rank's way through a run from which ranks, or whole islands, may be lost: as it starts, or joins others later."""
+"""One rank's way through a run that may lose ranks or islands: started with the others, or joining later."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from weft.train.training import Ending
 
 
 def survive(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
-    """Train as one of the ranks that were started."""
+    """Train as one of the ranks that were started together."""
     if recipe.islands_come_and_go:
         from weft.resilience.island_life import start_island
 
@@ -19,7 +19,7 @@ def survive(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
 
 
 def join_run(folder: Path) -> Ending:
-    """Join the run in ``folder`` as one more rank, or as a rank of the island whose folder it is."""
+    """Join the run in ``folder`` as one more rank, or as a rank of the island with that folder."""
     roster = read_roster(folder)
     recipe = build_recipe(roster.about["recipe"])
     if "island" in roster.about:

@@ -1,4 +1,4 @@
-"""Slow ranks of a run, and what the recipe wants done about them: less work for them, or none."""
+"""Slow ranks of a run, and the recipe's reaction to them: less work for them, or none."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,9 +18,9 @@ LEAVE_OUT, UNLIKE = 1.7, 0.3
 
 @dataclass
 class SlowRanks:
-    """How many times as long as others slow members compute (``factors``), by their number; all ranks decide alike.
+    """Slowness of slow members by number: ``factors``, their compute time over that of others. All ranks decide alike.
 
-    ``actions``: that setting of the recipe. ``rebalance``: the work is to be shared out anew.
+    ``actions``: that setting of the recipe. ``rebalance``: the work must be divided anew.
     """
 
     actions: str
@@ -36,7 +36,7 @@ class SlowRanks:
     def shares(
         self, job: Job, members: Sequence[Member], layout: Layout
     ) -> dict[int, float]:
-        """Return the share of the work of each rank, relative to the mean; {} where all have as much."""
+        """Return each rank's share of the work, relative to the mean; {} if all have equal shares."""
         speeds = replace(job, speeds=self.speeds(members)).batch_speeds(layout)
         if not speeds:
             return {}
@@ -59,9 +59,9 @@ class SlowRanks:
         members: Sequence[Member],
         remove: Callable[[int], None],
     ) -> None:
-        """Do what the recipe wants, if ``watch`` has news and two judgements name the same members of the view.
+        """Apply the recipe's action if ``watch`` has news and two judgements name the same members of the view.
 
-        ``remove`` asks the member of a number to leave.
+        ``remove(number)`` asks a member to leave.
         """
         if watch.digests is self._digests:
             return

@@ -1,9 +1,9 @@
 """Copies of the state in memory, each part on two ranks, so that no part is lost with a rank.
 
-While step ``k + 1`` computes, the state is still that after step ``k``. Meanwhile every rank copies its part into
-memory of its own, and from there to its *buddy*, a rank on another host if there is one. Both copies are complete
-before the rank updates its state in step ``k + 1``, so that nobody can have gone on from a state that could be lost.
-Each copy has two places, used in turns: the older copy counts until all ranks have the newer one.
+While step ``k + 1`` computes, the state is still that after step ``k``. Meanwhile every rank copies its part into its
+own memory, and from there to its *buddy*, a rank on another host if there is one. Both copies are complete before the
+rank updates its state in step ``k + 1``, so no rank can have gone on from a state that could be lost. Each copy has two
+buffers, used in turns: the older copy counts until all ranks have the newer one.
 
 Parts that other ranks hold as well (on another host, if there are several) are not sent. Parts that never change
 (frozen parameters) are sent once, and are not copied on their own rank. (Gemini, Wang et al. 2023, keeps snapshots in
@@ -48,7 +48,7 @@ Table = Mapping[str, tuple[Tensor, Box, bool]]
 
 
 def why_none(recipe: Recipe) -> str:
-    """Why the state of this recipe has no copies in memory; "" if it has."""
+    """Return why the state of this recipe has no copies in memory; "" if it has."""
     away = [
         kind
         for kind in ("weights", "moments")
@@ -62,9 +62,9 @@ def why_none(recipe: Recipe) -> str:
 def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]:
     """Return the buddy of every rank: the rank that keeps a copy of its part. ``machines[rank]``: where each rank runs.
 
-    It is on another machine, if there is one: the first rank of a machine has the first one of the next machine, and so
-    on. On a single machine it is the next rank, and a single rank has itself. Ranks that are ``leaving`` are nobody's
-    buddy, if others stay.
+    The buddy is on another machine, if there is one: the first rank of a machine has the first rank of the next machine
+    as its buddy, and so on. On a single machine it is the next rank, and a single rank is its own buddy. Ranks that are
+    ``leaving`` are no buddies if others stay.
     """
     order = sorted(
         range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank)
@@ -100,10 +100,10 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class SnapshotSegment:
-    """The parts that the same ranks hold, the ``holders``, laid out alike in each of their copies.
+    """The parts that are held by the same ranks, the ``holders``, with the same layout in each of their copies.
 
-    ``fixed``: they never change. ``sender``: the holder that sends them to its buddy; -1 if the loss of any rank, or
-    host, leaves another holder.
+    ``fixed``: the parts never change. ``sender``: the holder that sends them to its buddy; -1 if another holder remains
+    after the loss of any rank or host.
     """
 
     holders: tuple[int, ...]
@@ -119,10 +119,9 @@ class SnapshotSegment:
 def segments_of(
     tables: Sequence[Table], machines: Sequence[str], leaving: Collection[int] = ()
 ) -> list[SnapshotSegment]:
-    """Return the parts of all ranks, grouped by who holds them; the same on every rank. ``tables`` and ``machines``: by
-    rank.
+    """Return the parts of all ranks, grouped by their holders; the same result on every rank.
 
-    With ``leaving`` ranks, only what none of the others holds is sent.
+    ``tables`` and ``machines``: by rank. With ``leaving`` ranks, only parts that no staying rank holds are sent.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, table in enumerate(tables):
@@ -159,8 +158,8 @@ def segments_of(
 class SnapshotCopy:
     """Some ``segments`` of one rank, by number, one behind the other in ``memory``; ``starts``: where each begins.
 
-    Once the copy is ``whole``, it has the values after ``step``. ``rows``: for tensors whose rows are not simply those
-    of their box (experts that were moved), which rows they are; ``digests``: hashes of segments by number.
+    Once the copy is ``whole``, it has the values after ``step``. ``rows``: the row numbers of tensors whose rows differ
+    from their box's (experts that were moved). ``digests``: hashes of segments by number.
     """
 
     segments: Mapping[int, SnapshotSegment]
@@ -187,7 +186,7 @@ class SnapshotCopy:
         return hash_views([self.view(start, start + self.segments[number].size)])
 
     def values(self, number: int) -> Iterator[tuple[TensorSlice, T]]:
-        """Every piece of segment ``number``, with its elements in this copy."""
+        """Yield every piece of segment ``number``, with its elements in this copy."""
         for piece in self.segments[number].pieces:
             at = self.starts[number] + piece.start
             flat = self.memory[at : at + piece.size].view(
@@ -204,11 +203,12 @@ def hash_views(views: Iterable[memoryview]) -> str:
 
 
 class Snapshots:
-    """The copies of one view: this rank's, and those that it keeps for others. Making it is collective over ``group``.
+    """The copies of one view: this rank's, and those that it keeps for others. Creating it is collective over
+    ``group``.
 
-    ``machines``: of every rank of the group; ``endpoint``: of this process; ``token``: the run's secret. A copy is
-    made after every ``every``-th step, and waited for at most ``limit`` seconds. If there are ranks ``leaving``, they
-    send what only they have to those that stay, which send nothing.
+    ``machines``: of every rank of the group; ``endpoint``: of this process; ``token``: the run's secret. A copy is made
+    after every ``every``-th step, and waited for at most ``limit`` seconds. ``leaving`` ranks send parts that only they
+    hold to the staying ranks, which send nothing.
     """
 
     def __init__(
@@ -263,15 +263,15 @@ class Snapshots:
 
     @property
     def sent(self) -> int:
-        """Bytes that are sent to the buddy after a step."""
+        """Bytes sent to the buddy after a step."""
         return sum(
             s.size for s in self.segments if s.sender == self.rank and not s.fixed
         )
 
     def begin(self, progress: Progress, now: bool = False) -> None:
-        """Begin to copy the state after step ``progress.step``, if that step is to be copied, or in any case ``now``.
+        """Begin to copy the state after step ``progress.step``, if that step is due for a copy, or in any case ``now``.
 
-        The state may not change until :meth:`complete` has returned. To be called when that step is over on all ranks.
+        The state may not change until :meth:`complete` has returned. Call it when that step is over on all ranks.
         """
         if progress.step == self._begun or not (
             now or self._begun < 0 or progress.step % self.every == 0
@@ -301,7 +301,7 @@ class Snapshots:
             self.complete()
 
     def complete(self) -> None:
-        """Return when the copy that was begun last is complete, here and at the buddy: the state may change then.
+        """Wait until the last copy is complete, here and at the buddy; the state may change then.
 
         Raises :class:`PeerLost` if the buddy is gone, or has not answered for :attr:`limit` seconds.
         """
@@ -313,20 +313,21 @@ class Snapshots:
             )
 
     def break_off(self) -> None:
-        """Make a call that waits for another rank raise: nothing is sent or received any more. Returns at once."""
+        """Stop all sending and receiving, so that calls that wait for another rank raise. Returns at once."""
         self._ready.set()
         self._channel.close()
 
     def stop(self) -> None:
-        """Send and receive nothing more; complete copies stay. May be called by any thread, and more than once."""
+        """Stop sending and receiving; complete copies stay. May be called by any thread, and more than once."""
         self.break_off()
         self._jobs.put(None)
         self._thread.join(STOP_S)
 
     def held(self) -> dict[str, Any]:
-        """Return the complete copies on this rank, as JSON: each has an ``owner`` (whose part it is), a ``step`` (None:
-        it never changes), and the digests of its segments. Ends all copying, also that of others to this rank: where
-        a view ends on purpose, all ranks must have returned from :meth:`complete` before.
+        """Return the complete copies on this rank as JSON, and end all copying, also that of others to this rank.
+
+        Each copy has an ``owner`` (the rank whose part it is), a ``step`` (None: it never changes), and the digests of
+        its segments. If a view ends on purpose, all ranks must have returned from :meth:`complete` before.
         """
         self.stop()
         fixed = {
@@ -459,7 +460,7 @@ class Snapshots:
         connection.close()
 
     def _place(self, sender: int, head: Head) -> memoryview:
-        """Memory for what ``sender`` sends; the copy that was there before counts no more."""
+        """Return the memory for what ``sender`` sends; the copy that was there no longer counts."""
         key = sender, int(head["turn"])
         if key not in self._held:
             self._held[key] = SnapshotCopy(
@@ -469,7 +470,7 @@ class Snapshots:
         return self._held[key].view()
 
     def _keep(self, sender: int, head: Head) -> bool:
-        """Return whether what came is what was sent; if so, this copy counts from now on."""
+        """Return whether the received bytes are those that were sent; if so, this copy counts from now on."""
         copy = self._held[sender, int(head["turn"])]
         copy.digests = {number: copy.hash_segment(number) for number in copy.segments}
         copy.step, copy.progress, copy.rows = (
@@ -514,14 +515,14 @@ class Snapshots:
 
 
 def _by_text(digests: Mapping[int, str]) -> dict[str, str]:
-    """``digests`` with text for keys, as JSON has them."""
+    """Return ``digests`` with text for keys, as JSON requires."""
     return {str(number): value for number, value in digests.items()}
 
 
 def _in_runs(
     values: T, piece: TensorSlice, rows: Sequence[int] | None
 ) -> Iterator[Part]:
-    """``values`` as parts whose rows are those of their boxes: one for every run of consecutive ``rows``."""
+    """Yield ``values`` as parts whose rows match their boxes: one part for every run of consecutive ``rows``."""
     if rows is None:
         yield Part(values, piece.box, piece.tensor)
         return

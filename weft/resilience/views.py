@@ -1,6 +1,6 @@
 """Members and views: who takes part in a run, and the rules by which one view may follow another.
 
-Nothing here talks to anybody. :mod:`weft.resilience.membership` does, and asks these functions what may be decided.
+Nothing here communicates. :mod:`weft.resilience.membership` does, and asks these functions for decisions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GONE, LEFT, STOPPED = "is gone", "left", "is stopped"
 
 
 class LeftOut(WeftError):
-    """The others go on without this rank, or its island. ``asked``: because it was to leave."""
+    """The others go on without this rank or its island. ``asked``: because this rank was asked to leave."""
 
     exit_code = LEFT_OUT
 
@@ -34,21 +34,22 @@ class LeftOut(WeftError):
 
 
 class TooFew(WeftError):
-    """No next view could be agreed on in time; the message says who was missing."""
+    """No next view could be agreed on in time. The message names the missing members."""
 
 
 class Fatal(WeftError):
-    """A member has said that the run must end, and why."""
+    """A member has said that the run must end. The message says why."""
 
     secondary = True
 
 
 @dataclass(frozen=True)
 class Member:
-    """A process of a run. Its ``number`` is never given to another, its rank is its place in the present view.
+    """A process of a run. Its ``number`` is never given to another process; its rank is its position in the present
+    view.
 
-    ``host`` and ``port``: where its agent listens. ``machine``, ``pid`` and ``started`` find the process from another
-    one of the same machine, so that those who wait for it can see whether it is gone, stopped or just slow.
+    ``host`` and ``port``: where its agent listens. ``machine``, ``pid`` and ``started`` identify the process for others
+    on the same machine, so that they can see whether it is gone, stopped or just slow.
     """
 
     number: int
@@ -65,7 +66,7 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberLoss:
-    """Why a member is lost to this view, and whether that is beyond doubt."""
+    """Why a member is lost to this view, and whether that is proved."""
 
     why: str
     proved: bool
@@ -73,7 +74,7 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Lost:
-    """A member that was in the view before and is not in this one; ``rank`` is the one that it had then."""
+    """A member of the previous view that is not in this one; ``rank``: its rank in the previous view."""
 
     member: Member
     rank: int
@@ -82,7 +83,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class View:
-    """Who takes part, until the next view. A member's rank is its index."""
+    """The members that take part until the next view. A member's rank is its index."""
 
     epoch: int
     # those of the view before in their order, then newcomers
@@ -98,7 +99,7 @@ class View:
 
     @property
     def first(self) -> bool:
-        """Whether this is the view that the run began with."""
+        """Whether this is the first view of the run."""
         return self.epoch == 1
 
     def rank(self, number: int) -> int | None:
@@ -117,12 +118,12 @@ class View:
         )
 
     def message(self) -> dict[str, Any]:
-        """As JSON; without ``lost``, which is the receiver's own."""
+        """Return the view as JSON, without ``lost``, which differs between receivers."""
         return asdict(self) | {"lost": []}
 
     @classmethod
     def of(cls, message: dict[str, Any], before: View | None) -> View:
-        """From :meth:`message`, for a process that was in ``before``."""
+        """Build a view from :meth:`message`, for a process that was in ``before``."""
         reasons = {int(number): why for number, why in message["reasons"].items()}
         members = tuple(Member(**member) for member in message["members"])
         numbers = {member.number for member in members}
@@ -144,7 +145,7 @@ class View:
 
 
 def this_process(number: int, address: Address) -> Member:
-    """This process as the member ``number``, whose agent listens at ``address``."""
+    """Describe this process as the member ``number``, whose agent listens at ``address``."""
     return Member(
         number, *address, machine_id("pid", "net"), os.getpid(), started_at(os.getpid())
     )
@@ -153,11 +154,10 @@ def this_process(number: int, address: Address) -> Member:
 def reach_each_other(
     numbers: Iterable[int], accusations: Iterable[tuple[int, int]]
 ) -> list[int]:
-    """Return the ``numbers`` of members that can go on together, sorted. An accusation (a, b) says that a does not
-    reach b.
+    """Return the ``numbers`` of members that can go on together, sorted. An accusation (a, b): a does not reach b.
 
-    Of each such pair one must go: first the member in most pairs, of several the one with the highest number, which
-    is the newest.
+    One member of each such pair must go: first the member in most pairs; of several, the one with the highest number,
+    which is the newest.
     """
     kept = set(numbers)
     pairs = {frozenset(pair) for pair in accusations if kept.issuperset(pair)}

@@ -1,4 +1,4 @@
-"""A run that names its slow ranks: what it does for this beside its steps."""
+"""A run that names its slow ranks: the hooks around its steps."""
 
 from contextlib import AbstractContextManager
 
@@ -27,7 +27,7 @@ class Watching(Guard):
         self.watch_ranks(mesh, recorder)
 
     def watch_ranks(self, mesh: Mesh, recorder: Recorder, epoch: int = 0) -> None:
-        """Watch the ranks of the view ``epoch``, whose process groups ``mesh`` has; a single rank is not watched."""
+        """Watch the ranks of the view ``epoch`` in the process groups of ``mesh``; a single rank is not watched."""
         self.watch = None
         if mesh.step_group is not None and mesh.layout.world > 1:
             ring = trace.start_tracing(self.folder, mesh.step_group.rank(), epoch)

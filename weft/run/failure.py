@@ -1,4 +1,4 @@
-"""Turn a failure in any of several ranks into one line.
+"""Turns a failure in any of several ranks into one line.
 
 A rank that fails leaves a record (:func:`report_failure`); the launcher picks the root cause from all of them.
 """
@@ -26,7 +26,7 @@ _PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|Connect
 
 
 class Grade(IntEnum):
-    """How much a failure explains, most first."""
+    """How well a failure explains others, the best explanation first."""
 
     WEFT_ERROR = 0
     UNEXPECTED = 1
@@ -37,7 +37,7 @@ class Grade(IntEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank ended; the root cause is that of the lowest grade, then the earliest."""
+    """Why one rank ended. The root cause is the failure with the lowest grade, then the earliest."""
 
     rank: int
     message: str
@@ -99,7 +99,7 @@ def report_failure(error: BaseException) -> int:
 
 
 def _line_with_rank(error: BaseException) -> str:
-    """Return the line that names the rank whose loss ``error`` is; empty if that is not known."""
+    """Return a line that names the lost rank if ``error`` is the loss of a rank; empty if the rank is not known."""
     dist = sys.modules.get("torch.distributed")
     if (
         dist is None
@@ -113,7 +113,7 @@ def _line_with_rank(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What a plugin's failure was raised from; any other error itself."""
+    """Return the error from which a plugin's failure was raised, or any other error itself."""
     return (
         error.__cause__
         if isinstance(error, PluginError) and error.__cause__ is not None
@@ -122,7 +122,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Return whether ``error`` only says that another rank is gone, late, or that this one was asked to stop."""
+    """Return whether ``error`` only says that another rank is gone or late, or that this one was asked to stop."""
     # by name: a typo must not cost an import of torch
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"DistError", "PeerLost", "KeyboardInterrupt", "SystemExit"}:
@@ -133,7 +133,7 @@ def is_secondary(error: BaseException) -> bool:
 
 
 class Exit(NamedTuple):
-    """How a process ended, and when (seconds since the epoch); a code below 0 is that of the signal that killed it."""
+    """How a process ended, and when (seconds since the epoch). A code below 0 is minus the signal that killed it."""
 
     code: int
     when: float
@@ -142,9 +142,9 @@ class Exit(NamedTuple):
 def root_cause(
     records: list[Failure], failed: Mapping[int, Exit], oom: bool | None = None
 ) -> Failure | None:
-    """Return the failure that explains the others, from the records of ranks, and how each that failed has ended.
+    """Return the failure that explains the others, from the ranks' records and the exits of those that failed.
 
-    ``oom``: whether the kernel has killed for want of memory meanwhile; None if it does not say.
+    ``oom``: whether the kernel has killed processes for lack of memory meanwhile; None if it does not say.
     """
     candidates = list(records)
     for rank in failed.keys() - {record.rank for record in records}:
@@ -170,7 +170,7 @@ def root_cause(
 
 
 def show(failure: Failure, name_rank: bool = True) -> None:
-    """Print the one line; what Weft did not foresee also leaves its traceback in a file."""
+    """Print the failure's line. Errors that Weft did not foresee also leave their traceback in a file."""
     line = failure.message
     if failure.trace and failure.grade > Grade.WEFT_ERROR:
         with tempfile.NamedTemporaryFile(
@@ -189,10 +189,10 @@ def show(failure: Failure, name_rank: bool = True) -> None:
 
 
 def leave(code: int, at_once: bool = False) -> None:
-    """End this process if it is a rank among others, or ``at_once``: what is buffered is written, and that is all.
+    """End this process at once, after flushing output, if it is a rank among others or ``at_once`` is set.
 
-    Taking the interpreter down beside the threads of process groups can hang or abort. A rank that was started alone
-    is among others, too, if it has joined a run (``weft ranks add``).
+    Taking the interpreter down beside the threads of process groups can hang or abort. A rank that was started alone is
+    among others, too, if it has joined a run (``weft ranks add``).
     """
     others = "WEFT_LAUNCHED" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if ("RANK" not in os.environ or not others) and not at_once:
@@ -204,7 +204,9 @@ def leave(code: int, at_once: bool = False) -> None:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """How often the kernel has killed for want of memory: in this process's group, else here; None if nobody counts."""
+    """Return how often the kernel has killed for lack of memory in this process's group, else on the machine; None if
+    unknown.
+    """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kinds, group = line.split(":", 2)
@@ -224,7 +226,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _oom_count(path: Path) -> int | None:
-    """Return the number after ``oom_kill`` in a file of the kernel."""
+    """Return the count after ``oom_kill`` in a file of the kernel."""
     with contextlib.suppress(OSError):
         if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
             return int(match[1])

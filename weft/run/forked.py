@@ -1,4 +1,4 @@
-"""Ranks that are forks of their launcher, which has imported PyTorch and Weft for all of them.
+"""Starts ranks as forks of their launcher, which has imported PyTorch and Weft for all of them.
 
 A rank that is started as a new interpreter imports for seconds of processor time. A fork shares what its launcher has
 imported, its memory too. It is safe while no other thread runs, which could hold a lock that the fork then never gets.
@@ -36,7 +36,9 @@ GENERATING = ("weft.generate.leader", "torch._dynamo")
 
 
 class ForkedRank(psutil.Process):
-    """A fork that waits for its environment and is then a rank; for the rest it is used as :class:`psutil.Popen`."""
+    """A fork that waits for its environment and then becomes a rank. Otherwise it is used like
+    :class:`psutil.Popen`.
+    """
 
     returncode: int | None = None
 
@@ -45,7 +47,7 @@ class ForkedRank(psutil.Process):
         self._environment = environment
 
     def begin(self, environment: Mapping[str, str]) -> None:
-        """Let the fork go on, with these variables as its environment."""
+        """Start the rank, with these variables as its environment."""
         with suppress(BrokenPipeError), os.fdopen(self._environment, "w") as pipe:
             json.dump(dict(environment), pipe)
 
@@ -60,7 +62,7 @@ class ForkedRank(psutil.Process):
 def fork_ranks(
     argv: Sequence[str], ranks: int, modules: Sequence[str]
 ) -> list[ForkedRank]:
-    """Import ``modules`` and fork ``ranks`` processes that will run ``weft *argv``; none where a fork is not safe.
+    """Import ``modules`` and fork ``ranks`` processes that will run ``weft *argv``; return none if a fork is not safe.
 
     It is safe on Linux, in a process of Weft's own command, without a GPU, without plugins (which may look at their
     rank as they are imported), and with one thread.
@@ -101,9 +103,7 @@ def fork_ranks(
 
 
 def _other_threads() -> bool:
-    """Return whether a fork would leave threads behind. Those of OpenBLAS end, and begin anew, wherever a process
-    forks.
-    """
+    """Return whether a fork would leave threads behind. Threads of OpenBLAS end and restart by themselves at a fork."""
     if (child := os.fork()) == 0:
         os._exit(0)
     os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""Start the ranks of one machine and end them together.
+"""Starts the ranks of one machine and ends them together.
 
 ``launch`` runs this command again as several processes. A rank that fails leaves a record (:mod:`weft.run.failure`);
 the parent picks the root cause from all records and exit codes.
@@ -70,10 +70,11 @@ def launch(
     argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0, survive: bool = False,
     patience: float = math.inf, shared: Sequence[str] = (),
 ) -> int:  # fmt: skip
-    """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes, print why they failed, if they did, or what a
-    signal has left unsaid, and return the exit code. See :func:`run_ranks`.
+    """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes, print why they failed, and return the exit
+    code.
 
-    Ranks that share imports with this process (:mod:`weft.run.forked`) find the modules ``shared`` imported.
+    See :func:`run_ranks`. Ranks that share imports with this process (:mod:`weft.run.forked`) have the modules
+    ``shared`` imported already. After a signal it also prints what the ranks could not say themselves.
     """
     ended = run_ranks(
         command or [sys.executable, "-m", "weft", *argv],
@@ -91,7 +92,7 @@ def launch(
 
 
 class RanksEnded(NamedTuple):
-    """How ranks have ended: their exit code, why they failed if they did, and what a signal has left unsaid."""
+    """How ranks have ended: their exit code, why they failed, and what a signal has left unsaid."""
 
     code: int
     cause: Failure | None = None
@@ -106,13 +107,13 @@ def run_ranks(
     patience: float = math.inf,
     fork: Callable[[], list[ForkedRank]] = list,
 ) -> RanksEnded:
-    """Run ``command`` as ``ranks`` local processes, and return how they have ended. What ``fork`` returns are the ranks
-    instead, unless it is empty.
+    """Run ``command`` as ``ranks`` local processes, and return how they have ended.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop. Another signal ends them
-    at once, unless it is a repetition (:mod:`weft.run.signals`). The code is 128 + signal. If a rank fails the others
-    are stopped. Where ranks ``survive`` others, one that is killed or has been left out does not count, once all ranks
-    have met. One that is stopped for more than ``patience`` seconds counts as failed.
+    The processes that ``fork`` returns are the ranks instead, unless there are none. Ctrl-C, SIGTERM and SIGHUP are
+    passed on; ranks then have :data:`GRACE_S` seconds to stop. Another signal ends them at once, unless it is a
+    repetition (:mod:`weft.run.signals`). The code is 128 + signal. If a rank fails the others are stopped. If ranks
+    ``survive`` others, a rank that was killed or left out does not count once all ranks have met. A rank that is
+    stopped for more than ``patience`` seconds counts as failed.
     """
     import torch.distributed as dist
 
@@ -191,7 +192,7 @@ def run_ranks(
 
 
 def _unsaid(folder: Path, started: Sequence[Process]) -> str:
-    """What ranks that a signal has ended have not said themselves; empty if they came to a regular end."""
+    """Return the lines that ranks could not print because a signal ended them; empty if they ended regularly."""
     file = folder / "run"
     run = file.read_text() if file.is_file() else None
     if run == "" or all(process.returncode == 0 for process in started):
@@ -200,9 +201,9 @@ def _unsaid(folder: Path, started: Sequence[Process]) -> str:
 
 
 def _over(started: Sequence[Process], survive: bool) -> bool:
-    """Return whether there is nothing more to wait for: a rank has failed, or all are done, or nobody is left to go on.
+    """Return whether there is nothing more to wait for: a rank has failed, all are done, or no rank is left to go on.
 
-    Among ranks that ``survive`` others, those that were stopped do not keep the launcher once the rest is done.
+    If ranks ``survive`` others, stopped ranks do not keep the launcher once the rest is done.
     """
     codes = [process.poll() for process in started]
     if not survive:
@@ -218,7 +219,9 @@ def _over(started: Sequence[Process], survive: bool) -> bool:
 
 
 def _stuck(folder: Path, started: Sequence[Process]) -> list[int]:
-    """Ranks that said :data:`END_S` seconds ago why they end, and have not: the kernel waits for a device of theirs."""
+    """Return ranks that announced their end :data:`END_S` seconds ago and have not ended, because the kernel waits for
+    a device.
+    """
     said = {
         rank: folder / f"{rank}.json"
         for rank, process in enumerate(started)
@@ -232,7 +235,7 @@ def _stuck(folder: Path, started: Sequence[Process]) -> list[int]:
 
 
 def _is_lost(code: int) -> bool:
-    """Return whether a rank that ended with this exit code was killed, or left out by the others."""
+    """Return whether a rank with this exit code was killed, or left out by the others."""
     return code < 0 or code == LEFT_OUT
 
 
@@ -241,12 +244,12 @@ def _is_stopped(process: Process) -> bool:
 
 
 def _have_met(store: "dist.Store", ranks: int) -> bool:
-    """Return whether all ranks have told each other where they are."""
+    """Return whether all ranks have exchanged their addresses."""
     return bool(store.check([f"{MEMBERS}/{rank}" for rank in range(ranks)]))
 
 
 def rank_environment(rank: int, ranks: int, threads: int) -> dict[str, str]:
-    """Return the variables of a rank, as torchrun sets them."""
+    """Return the environment variables of a rank, as torchrun sets them."""
     # All ranks are on this machine: gloo needs no network, nor a host name that resolves.
     usual = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -275,10 +278,10 @@ def _living(started: Sequence[Process]) -> list[Process]:
 
 
 def _end(started: Sequence[Process], received: Sequence[int]) -> list[int]:
-    """End the ranks that are left, and return those that were found stopped after another one's failure.
+    """End the remaining ranks; return those that were found stopped after another rank's failure.
 
-    They have :data:`END_S` seconds then. If all are asked to stop they have :data:`GRACE_S`, or :data:`AFTER_FAILURE_S`
-    once one has not ended well, and those that are stopped go on, so that they can.
+    They have :data:`END_S` seconds. If all are asked to stop they have :data:`GRACE_S`, or :data:`AFTER_FAILURE_S` once
+    one has not ended well. Stopped ranks are continued, so that they can end.
     """
     stopped = []
     for process in _living(started):
@@ -298,7 +301,7 @@ def _end(started: Sequence[Process], received: Sequence[int]) -> list[int]:
 
 
 def _kill(started: Sequence[Process]) -> None:
-    """Kill the ranks that are left. One that waits in the kernel, for a dead disk perhaps, may stay, and is named."""
+    """Kill the remaining ranks. A rank that waits in the kernel, perhaps for a dead disk, may stay, and is named."""
     for process in _living(started):
         process.kill()
     psutil.wait_procs(_living(started), KILLED_S)
@@ -313,7 +316,9 @@ def _kill(started: Sequence[Process]) -> None:
 def _cause(
     folder: Path, failed: dict[int, Exit], stopped: list[int], oom_before: int | None
 ) -> Failure | None:
-    """Why the ranks ended: by what they left in ``folder``, how they ended, and who was stopped meanwhile."""
+    """Return why the ranks ended, from their records in ``folder``, their exits, and the ranks that were stopped
+    meanwhile.
+    """
     records = []
     for path in folder.glob("*.json"):
         # cut short: the exit code still counts

@@ -1,4 +1,4 @@
-"""Being one of several ranks: whether this process is one, how it joins the others, and how it leaves them."""
+"""One of several ranks: whether this process is one, how it joins the others, and how it leaves them."""
 
 import contextlib
 import os
@@ -20,14 +20,18 @@ LEFT_OUT = 75
 
 
 def in_ranks() -> bool:
-    """Return whether this process is a rank already: ours, torchrun's, or Slurm's (then sets what ``torch`` reads)."""
+    """Return whether this process is a rank of Weft's, torchrun's or Slurm's launcher; for Slurm, set the variables of
+    ``torch``.
+    """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(slurm_ranks(os.environ))
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
-    """``torch.distributed``'s variables from those of a Slurm job step; a batch script, not a step, is no rank."""
+    """Return ``torch.distributed``'s variables from those of a Slurm job step. A batch script, not a step, is
+    no rank.
+    """
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2 or "SLURM_PROCID" not in env:
         return {}
     per_node: list[str] = []  # of "1(x1),2(x2)": 1, 2, 2
@@ -52,7 +56,7 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_per_rank(requested: int, local_world: int) -> int:
-    """``requested`` threads, or with 0 one rank's share of the cores that this process may run on."""
+    """Return ``requested`` threads, or for 0 one rank's share of the cores that this process may use."""
     cores = (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -62,7 +66,7 @@ def threads_per_rank(requested: int, local_world: int) -> int:
 
 
 def backend_of(device: str) -> "tuple[str, torch.device | None]":
-    """Return the backend of ``"cpu"`` or ``"cuda"``, and of the latter this rank's GPU, which becomes the
+    """Return the backend of ``"cpu"`` or ``"cuda"``, and for the latter this rank's GPU, which becomes the
     current one.
     """
     import torch
@@ -107,7 +111,7 @@ def init_ranks(device: str, timeout_s: int) -> None:
 
 
 def settle_in(device: str, threads: int = 0) -> None:
-    """Make this process ready to be a rank that trains: its ``threads`` (see :func:`threads_per_rank`), its memory."""
+    """Prepare this process to be a rank that trains: set its ``threads`` (:func:`threads_per_rank`) and its memory."""
     import torch
 
     torch.set_num_threads(
@@ -126,9 +130,9 @@ def own_device(device: str) -> str:
 
 @contextlib.contextmanager
 def rank_process(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
-    """In here this process is one of the ranks that were started, with its ``threads`` (see :func:`threads_per_rank`).
+    """Make this process one of the started ranks in the context, with its ``threads`` (see :func:`threads_per_rank`).
 
-    At the end all ranks wait for each other before any leaves, so that none that is still at work loses another.
+    At the end all ranks wait for each other before any leaves, so that none loses another while it still works.
     """
     import torch.distributed as dist
 

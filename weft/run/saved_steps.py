@@ -1,4 +1,4 @@
-"""Which steps of a run are saved, as its folder says."""
+"""Which steps of a run are saved, according to its folder."""
 
 import json
 from contextlib import suppress

@@ -1,8 +1,8 @@
-"""Signals by which a process is asked to end: Ctrl-C, SIGTERM, and SIGHUP when its terminal goes away.
+"""Signals that ask a process to end: Ctrl-C, SIGTERM, and SIGHUP when its terminal goes away.
 
-The first signal is a wish, which a run fulfils after its step. One that comes within :data:`REPEAT_S` repeats this
-wish: ``timeout`` sends SIGTERM to a command and then to its process group, and a hand may be impatient. A later one
-ends the process at once. Nothing here imports PyTorch.
+The first signal is a request, which a run fulfils after its step. A signal within :data:`REPEAT_S` repeats this
+request: ``timeout`` sends SIGTERM to a command and then to its process group, and users press keys twice. A later
+signal ends the process at once. Nothing here imports PyTorch.
 """
 
 import contextlib
@@ -24,18 +24,20 @@ RUN_FILE = "WEFT_RUN_FILE"
 
 
 class Stopped(KeyboardInterrupt):
-    """This process is asked to end, by whichever signal."""
+    """A signal has asked this process to end."""
 
 
 class ArrivalTimes:
-    """When signals arrive, once one has: what handles them in Python may have to wait for PyTorch's next operation."""
+    """Arrival times of signals after the first. Python's handlers may run late, as they wait for PyTorch's next
+    operation.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._begun = False
 
     def begin(self) -> None:
-        """Note from now on, in a thread, unless somebody's event loop does such a thing."""
+        """Record arrivals in a thread from now on, unless an event loop already does."""
         if self._begun or threading.current_thread() is not threading.main_thread():
             return
         reading, writing = os.pipe()
@@ -54,7 +56,7 @@ class ArrivalTimes:
         threading.Thread(target=note, name="weft-signals", daemon=True).start()
 
     def take(self, number: int, now: float) -> float:
-        """When the signal that is being handled has arrived; ``now`` where that is not known."""
+        """Return when the signal that is being handled arrived; ``now`` if that is not known."""
         if self._begun:
             time.sleep(STAMP_S)
         return self._seconds.pop(number, now)
@@ -64,10 +66,11 @@ stamps = ArrivalTimes()
 
 
 class StopRequests:
-    """What has come to this process. ``asked`` is the first signal, 0 if there was none; ``at_once``: a later one came.
+    """Signals that this process has received. ``asked``: the first one, 0 if there was none; ``at_once``: a later one
+    came.
 
-    Where nobody notes the signals (:func:`noted_signals`) the first raises :class:`Stopped`. ``run`` is the folder of
-    the run that this process trains, from when it is open until its end has been reported. ``clock`` gives seconds.
+    If nobody notes the signals (:func:`noted_signals`) the first raises :class:`Stopped`. ``run``: the folder of the
+    run that this process trains, from its opening until its end has been reported. ``clock`` returns seconds.
     """
 
     #: What this process runs, if it is a command's own; None in a program of somebody else's.
@@ -93,8 +96,8 @@ class StopRequests:
     def watch(self) -> None:
         """Handle :func:`stop_signals` from now on, for the life of a command.
 
-        A background job of a shell script inherits an ignored SIGINT. Whoever sends one to a command of Weft's means
-        it all the same, so it is handled; SIGHUP that ``nohup`` ignores stays ignored.
+        A background job of a shell script inherits an ignored SIGINT. It is handled all the same, as whoever sends one
+        to a command of Weft's means it. SIGHUP that ``nohup`` ignores stays ignored.
         """
         self.reset()
         if threading.current_thread() is threading.main_thread():
@@ -103,7 +106,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """As :meth:`watch`, in here alone, for a program of somebody else's."""
+        """Handle signals as :meth:`watch` does in the context only, for use inside another program."""
         if (
             threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGINT) == self.note
@@ -143,14 +146,16 @@ class StopRequests:
             self.again(number)
 
     def end_process(self) -> None:
-        """Say why, and end: an exception in an import of PyTorch's would be swallowed there, or abort the process."""
+        """Print why, and end the process: an exception in an import of PyTorch's would be swallowed or abort the
+        process.
+        """
         # of several ranks, the first
         if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:
             os.write(2, f"weft: {self.words(self.run)}\n".encode())
         os._exit(self.code)
 
     def open_run(self, folder: Path | None) -> None:
-        """Say which run this process trains, to its launcher as well; None: how that run ended has been reported."""
+        """Record which run this process trains, also for its launcher. None: the run's end has been reported."""
         self.run = folder
         if file := os.environ.get(RUN_FILE):
             with contextlib.suppress(OSError):  # the run matters more
@@ -158,11 +163,11 @@ class StopRequests:
 
     @property
     def code(self) -> int:
-        """The exit code of a process that was asked to end."""
+        """Exit code of a process that was asked to end."""
         return 128 + (self.asked or signal.SIGINT)
 
     def words(self, run: Path | None) -> str:
-        """How this process ends: by which signal, and what of ``run`` is saved."""
+        """Return words on how this process ends: by which signal, and which steps of ``run`` are saved."""
         name = signal.Signals(self.latest or self.asked or signal.SIGINT).name
         how = "interrupted" if name == "SIGINT" else f"stopped by {name}"
         how = f"ended at once, by another {name}" if self.at_once else how
@@ -174,7 +179,7 @@ class StopRequests:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Return whether a module is being imported where a signal has come."""
+    """Return whether the signal has interrupted the import of a module."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -187,7 +192,7 @@ def _stop(number: int) -> NoReturn:
 
 
 def _leave_terminal() -> None:
-    """Write nothing more to a terminal that is gone: it would be an error, and end a run before it has saved."""
+    """Write nothing more to a terminal that is gone, because the error would end a run before it has saved."""
     for stream in (1, 2):
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream) if os.isatty(
@@ -200,7 +205,7 @@ requests = StopRequests()
 
 
 def stop_signals() -> tuple[int, ...]:
-    """Return the signals that ask a run to stop; not SIGHUP under ``nohup``, where a run outlives its terminal."""
+    """Return the signals that ask a run to stop, without SIGHUP under ``nohup``, where a run outlives its terminal."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else []))
 
@@ -209,10 +214,10 @@ def stop_signals() -> tuple[int, ...]:
 def noted_signals(
     numbers: Sequence[int], again: Callable[[int], None] = _stop
 ) -> Iterator[list[int]]:
-    """In here these signals are noted: the first, and any after :data:`REPEAT_S`, with which ``again`` is called.
+    """Note these signals in the context: the first one, and later ones after :data:`REPEAT_S`, which call ``again``.
 
-    A signal of before counts as well, if whatever it interrupted has swallowed the exception, as imports may. Threads
-    cannot handle signals; in another than the main one nothing is noted.
+    An earlier signal counts as well if the interrupted code has swallowed its exception, as imports may. Only the main
+    thread can handle signals; in other threads nothing is noted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield []
@@ -236,9 +241,9 @@ def noted_signals(
 
 @contextlib.contextmanager
 def ctrl_c_held_back() -> Iterator[None]:
-    """A process that is started in here gets no Ctrl-C before it takes it (:func:`take_ctrl_c`).
+    """Hold Ctrl-C back from a process started in the context until it calls :func:`take_ctrl_c`.
 
-    One that comes while an interpreter starts would end it with a traceback, before any code could see to it.
+    A Ctrl-C while an interpreter starts would end it with a traceback, before any code could handle it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -248,5 +253,5 @@ def ctrl_c_held_back() -> Iterator[None]:
 
 
 def take_ctrl_c() -> None:
-    """Take a Ctrl-C that the launcher of this rank has held back so far."""
+    """Accept a Ctrl-C that the launcher of this rank has held back."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

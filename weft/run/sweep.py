@@ -1,7 +1,7 @@
-"""A sweep: one run after the other for every combination of some settings, in one folder, with a page beside them all.
+"""A sweep: one run after the other for every combination of some settings, in one folder, with a common page.
 
-A sweep that was interrupted goes on where it was when it is asked for again: runs that are done are not repeated, and
-the one that was under way resumes from its last checkpoint.
+An interrupted sweep continues when it is started again: finished runs are not repeated, and the interrupted run resumes
+from its last checkpoint.
 """
 
 import gc
@@ -50,9 +50,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a run of a sweep stands.
+    """State of a run of a sweep.
 
-    ``loss``: of its last step; ``validation``: the lowest, and after which step that was; ``problem``: why it failed.
+    ``loss``: of its last step; ``validation``: the lowest, and the step after which it was measured; ``problem``: why
+    the run failed.
     """
 
     trial: Trial
@@ -65,15 +66,15 @@ class TrialResult:
 
     @property
     def rank(self) -> float:
-        """What a sweep sorts by: the lowest validation loss, or without validation that of the last step."""
+        """Sort key of a sweep: the lowest validation loss, or without validation the loss of the last step."""
         value = self.loss if self.validation is None else self.validation
         return math.inf if value is None or math.isnan(value) else value
 
 
 def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
-    """Every combination of the values in ``asked``, each of the form ``section.key=a,b``; the last one changes fastest.
+    """Return every combination of the values in ``asked``, each like ``section.key=a,b``; the last key changes fastest.
 
-    Raises :class:`UsageError` for what is not of that form, and for a key or a value that is there twice.
+    Raises :class:`UsageError` for other forms, and for a key or a value that occurs twice.
     """
     values: dict[str, list[str]] = {}
     for text in asked:
@@ -111,7 +112,7 @@ def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
 
 
 def split_values(text: str) -> list[str]:
-    """Return the values that commas part; commas within quotes and brackets belong to a value."""
+    """Split ``text`` at commas that are outside quotes and brackets."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if letter == "," and not depth and not quote:
@@ -128,7 +129,7 @@ def split_values(text: str) -> list[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds something else than this or an earlier part of a sweep."""
+    """Refuse a folder that holds anything but this sweep or an earlier part of it."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is not a folder; choose another")
     if folder.is_dir() and not (folder / FILE).is_file() and any(folder.iterdir()):
@@ -140,10 +141,10 @@ def check_folder(folder: Path) -> None:
 def run_sweep(
     recipes: Sequence[tuple[Trial, Recipe]], folder: Path, say: Callable[[str], object]
 ) -> tuple[list[TrialResult], int]:
-    """Run every trial that is not done yet, one after the other. Returns how all stand, and the signal that stopped it.
+    """Run every unfinished trial, one after the other. Returns the state of all, and the signal that stopped the sweep.
 
-    A trial that fails does not stop the others. Raises :class:`UsageError` if a run has been trained with another
-    recipe already: what it has come to says nothing of this one.
+    A trial that fails does not stop the others. Raises :class:`UsageError` if a run in the folder was trained with
+    another recipe, as its results say nothing about this one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begun, done = _read(folder)
@@ -191,7 +192,7 @@ def run_sweep(
 
 
 def trial_result(trial: Trial, problem: str = "") -> TrialResult:
-    """How a trial stands, by the records of its run."""
+    """Return the state of a trial from the records of its run."""
     if not (trial.folder / METRICS).is_file():
         return TrialResult(trial, problem=problem)
     try:
@@ -213,7 +214,7 @@ def trial_result(trial: Trial, problem: str = "") -> TrialResult:
 
 
 def sweep_report(results: Sequence[TrialResult], folder: Path) -> Path | None:
-    """Write the page about the runs of a sweep, of many the best; None if there is nothing to show."""
+    """Write the page about the best runs of a sweep; return None if there is nothing to show."""
     shown = [r.trial.folder for r in sorted(results, key=lambda r: r.rank) if r.steps][
         : len(COLOURS)
     ]
@@ -221,7 +222,7 @@ def sweep_report(results: Sequence[TrialResult], folder: Path) -> Path | None:
 
 
 def _compared(recipe: Recipe) -> str:
-    """Return a digest of what the results of a run follow from."""
+    """Return a digest of the settings that determine the results of a run."""
     tree = recipe.model_dump(mode="json")
     data = {
         key: value

@@ -67,7 +67,7 @@ class IslandExchange:
     def whole(self, f: int, result: Exchanged, sent: int) -> Exchanged:
         """Return the result of an exchange, with the parts that the other replicas of this island have exchanged.
 
-        ``sent``: elements of all parts together.
+        ``sent``: number of elements sent by all parts together.
         """
         replicas, held = self.replicas[f], self.fragments[f]
         if replicas.group is None:
@@ -143,9 +143,7 @@ class IslandExchange:
         number: int,
         members: Sequence[int],
     ) -> Exchanged:
-        """Return the mean over these islands by compressed messages; what these leave out is in the result's
-        ``kept``.
-        """
+        """Return the mean over these islands by compressed messages; the losses are in the result's ``kept``."""
         left: dict[str, T] = {
             name: flat_values(held, name)[here]
             for name in ("up", "down")
@@ -198,11 +196,11 @@ class IslandExchange:
     def allocation(
         self, wanted: Mapping[str, T], tag: str, number: int, members: Sequence[int]
     ) -> Mapping[str, Compressor]:
-        """Return the compressor of each tensor, of which ``wanted`` is the message: one for all, or those that L-GreCo
-        chose.
+        """Return the compressor of each tensor: the same for all tensors, or chosen by L-GreCo from the messages
+        ``wanted``.
 
-        The first member chooses, anew every ``how.allocate`` rounds. It sends its choice in each round, so that members
-        need not have taken part in the one before.
+        The first member chooses, again every ``how.allocate`` rounds. It sends its choice in each round, so that
+        members need not have taken part in the round before.
         """
         if not self.how.allocate or len(members) == 1:
             return dict.fromkeys(wanted, self.there)
@@ -238,7 +236,7 @@ class IslandExchange:
         number: int,
         members: Sequence[int],
     ) -> PerTensor:
-        """Return the compressors of what of each parameter is in this rank's part ``here``, whose message is
+        """Return the compressors for each parameter's elements in this rank's part ``here``, whose message is
         ``wanted``.
         """
         parts: dict[str, T] = {}

@@ -1,4 +1,4 @@
-"""State that islands keep for each parameter, and how an island that joins takes it over from another."""
+"""State that islands keep for each parameter, and its transfer to an island that joins."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ T = torch.Tensor
 
 
 def slots_of(how: Sync) -> tuple[str, ...]:
-    """Return the names of the slots that every parameter has for the sake of the islands.
+    """Return the names of the slots that islands add to every parameter.
 
-    They are the method's own; ``answer``, the result of an exchange that is not applied yet; and with compression what
-    the messages left out (error feedback): of those that were sent ``up``, and of the means sent back ``down``.
+    They are the method's own; ``answer``, the result of an exchange that is not applied yet; and with compression the
+    residuals of error feedback: of the messages sent ``up``, and of the means sent back ``down``.
     """
     method, (there, back) = how.method, compressors(how)
     names = [*method.slots, *(["answer"] if method.late or how.delay else [])]
@@ -35,7 +35,7 @@ def slots_of(how: Sync) -> tuple[str, ...]:
 
 
 def compressors(how: Sync) -> tuple[Compressor, Compressor]:
-    """Return the compressor of what is sent, and that of what comes back."""
+    """Return the compressor of what islands send, and that of what they receive."""
     return build_compressor(how.compress), build_compressor(
         how.compress_back or how.compress
     )
@@ -52,12 +52,12 @@ def add_slots(state: State, how: Sync) -> None:
 
 
 def values_of(h: Held, slot: str) -> T:
-    """One of a parameter's slots, or with "" the parameter, as they are here."""
+    """Return one of a parameter's slots, or with "" the parameter, as this rank holds them."""
     return h.slots[slot].values if slot else h.local.detach()
 
 
 def flat_values(held: Sequence[Held], slot: str = "") -> T:
-    """Return the parameters, or one of their slots, end to end: a copy on the host."""
+    """Return the parameters, or one of their slots, end to end as a copy on the host."""
     flats = [values_of(h, slot) for h in held]
     return (
         torch.cat([x.flatten().to("cpu", wider(x)) for x in flats])
@@ -67,7 +67,7 @@ def flat_values(held: Sequence[Held], slot: str = "") -> T:
 
 
 def keep_values(slot: str, held: Sequence[Held], flat: T) -> None:
-    """Set the parameters, or one of their slots, to values that are given end to end."""
+    """Set the parameters, or one of their slots, from values that lie end to end."""
     for h, values in zip(
         held, flat.split([h.local.numel() for h in held]), strict=True
     ):
@@ -75,14 +75,14 @@ def keep_values(slot: str, held: Sequence[Held], flat: T) -> None:
 
 
 def wider(x: T) -> torch.dtype:
-    """Float32, or the tensor's own type if that is wider."""
+    """Return float32, or the tensor's own type if that is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def state_of(state: State, how: Sync, number: int) -> Iterator[tuple[str, Held, str]]:
-    """What an island that joins takes over from another at the end of a round: message tag, parameter, and slot.
+    """Yield the state that a joining island takes over at the end of a round: message tag, parameter, and slot.
 
-    The slot is "" for the parameter itself. What messages left out and the optimizer's moments are not handed over:
+    The slot is "" for the parameter itself. Residuals of compression and the optimizer's moments are not handed over:
     each island has its own.
     """
     for h in state.held:

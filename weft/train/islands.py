@@ -1,4 +1,4 @@
-"""Islands that take steps by themselves, and exchange parameters between some of them."""
+"""Islands that take steps independently, and exchange parameters between some steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = torch.Tensor
 
 
 def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
-    """Measure the links and put the islands into the fastest ring, if sums go around one; returns a line to report."""
+    """Measure the links and, if sums go around a ring, choose the fastest ring; return a line to report."""
     if (
         streams.islands < 3
         or not how.in_ring
@@ -41,11 +41,11 @@ def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
 
 
 class Apart(PhaseFiller):
-    """Islands take steps by themselves, and agree every ``how.every`` steps.
+    """Islands take steps independently, and agree every ``how.every`` steps.
 
-    A *round* is what happens every so many steps; in it, each *fragment* of the parameters is exchanged once with the
-    partners. ``presence`` says which islands take part; ``steps`` counts the steps so far. A wish to end the run is
-    passed on in the next round and ends it with the one after, so that all islands end after the same step.
+    In a *round*, which lasts this many steps, each *fragment* of the parameters is exchanged once with the partners.
+    ``presence`` says which islands take part; ``steps`` counts the steps so far. A request to end the run is passed on
+    in the next round and ends the run with the round after, so that all islands end after the same step.
     """
 
     def __init__(self, context: StepContext, presence: Presence, how: Sync) -> None:
@@ -88,7 +88,7 @@ class Apart(PhaseFiller):
         return results
 
     def end(self, results: list[StepResult]) -> list[StepResult]:
-        """Wait for exchanges under way, whose answers become slots of the state."""
+        """Wait for exchanges under way, and keep their answers in slots of the state."""
         results = self.without_stop(results)
         self.keep_answers()
         return results
@@ -110,18 +110,18 @@ class Apart(PhaseFiller):
         return self.presence.take_news()
 
     def without_stop(self, results: list[StepResult]) -> list[StepResult]:
-        """Note whether a rank of this island wishes to end the run, which no step by itself does."""
+        """Record that a rank of this island asks to end the run, and clear the request in the step's results."""
         self.stops = self.stops or any(result.stop for result in results)
         return [result._replace(stop=False) for result in results]
 
     def is_due(self, f: int) -> bool:
-        """Return whether an exchange of fragment ``f`` begins after this step, or the answer to one is applied."""
+        """Return whether this step ends with an exchange of fragment ``f``, or applies the answer to one."""
         return begins(self.steps, f, self.how) or begins(
             self.steps - self.how.delay, f, self.how
         )
 
     def number(self, f: int) -> int:
-        """Return the number of a fragment's exchange that begins after this step."""
+        """Return the number of the fragment's exchange that begins after this step."""
         return self.steps // self.how.every * self.how.fragments + f
 
     @torch.no_grad()
@@ -162,7 +162,7 @@ class Apart(PhaseFiller):
             )
 
     def answer(self, f: int) -> tuple[T, int]:
-        """Return the answer of a fragment's last exchange, and how many islands it is of."""
+        """Return the answer of a fragment's last exchange, and the number of islands in it."""
         if f in self.under_way:
             result = self.under_way.pop(f).result()
             return self.keep_exchanged(
@@ -176,14 +176,14 @@ class Apart(PhaseFiller):
         )
 
     def keep_exchanged(self, f: int, result: Exchanged) -> tuple[T, int]:
-        """Keep what an exchange has changed in slots; returns its answer, and how many islands that is of."""
+        """Store the slots that an exchange has changed; return its answer and the number of islands in it."""
         for name, values in result.kept.items():
             keep_values(name, self.fragments[f], values)
         self.exchange.warm |= result.warm
         return result.answer, result.islands
 
     def hand_over(self, island: int, tokens: int) -> None:
-        """Send an island that joins, or comes back, the state that it goes on from."""
+        """Send the state to an island that joins or comes back."""
         self.keep_answers()
         counts = [
             self.counts.get(f, self.mesh.islands) for f in range(self.how.fragments)

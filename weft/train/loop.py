@@ -98,14 +98,14 @@ class Loop:
         self.end()
 
     def evaluate_and_save(self, names: list[str], levels: Sequence[LevelStore]) -> None:
-        """Evaluate what ``names`` says, save to ``levels`` unless the run ends now, and keep the best state."""
+        """Evaluate ``names``, save to ``levels`` unless the run ends now, and keep the best state."""
         self.evaluate(names)
         if levels and not self.ending:
             self.checkpoints.save(levels)
         self.keep_best()
 
     def take_step(self) -> list[StepResult]:
-        """Fetch the next batches and take a step with them; the results that are final now."""
+        """Fetch the next batches and take a step with them; return the results that are final now."""
         with self.recorder.fetching():
             batches = self.loader.step(self.position)
         assert batches is not None  # the run has no more steps than its data
@@ -149,7 +149,7 @@ class Loop:
                 self.lowest.take(self.progress.step, values[VALIDATION])
 
     def keep_best(self) -> None:
-        """Keep, or remember, the state that has been validated just now, if none was better."""
+        """Keep the state that was just validated, or remember it, if no earlier state was better."""
         if (best := self.lowest.news()) is None:
             return
         if self.job.recipe.validation.keep_best:
@@ -158,7 +158,7 @@ class Loop:
             self.checkpoints.note_best(best)
 
     def look_back(self) -> None:
-        """End the run, and say why, if enough validations have brought nothing better."""
+        """End the run, and say why, if enough validations have brought no improvement."""
         if (
             self.begun < self.steps
             and not self.ending
@@ -168,9 +168,9 @@ class Loop:
             self.recorder.event(why)
 
     def end(self) -> None:
-        """Make the last steps final, evaluate, save, and say why the run ends.
+        """Make the last steps final, evaluate, save, and report why the run ends.
 
-        Raises :class:`Regroup` if it does not end, but ranks were about to leave or to join.
+        Raises :class:`Regroup` if the run does not end because ranks were about to leave or to join.
         """
         self.account(self.step.finish())
         if self.stopped and self.regroups():
@@ -199,9 +199,7 @@ class Loop:
         self.callbacks.call("end")
 
     def complete(self) -> bool:
-        """Return whether it was a callback that asked the run to stop, so that it ends as if it were complete.
-        Collective.
-        """
+        """Return whether a callback asked the run to stop, so that it ends as if it were complete. Collective."""
         wishes = from_all(
             (bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group
         )
@@ -213,7 +211,7 @@ class Loop:
         return True
 
     def regroups(self) -> bool:
-        """Return whether the run stopped only for ranks that want to leave or to join, and is to go on. Collective."""
+        """Return whether the run stopped only for ranks that leave or join, and must go on. Collective."""
         return self.mesh.islands == 1 and not any(
             from_all(self.wants_to_end, self.mesh.step_group)
         )
@@ -228,7 +226,7 @@ class Loop:
 
     @property
     def position(self) -> int:
-        """The first sample of the next step."""
+        """First sample of the next step."""
         return self.progress.position + (self.begun - self.progress.step) * self.batch
 
     @property

@@ -73,4 +73,4 @@ class AfterPhase(Protocol):
         """Return the step's results. ``finish`` makes the step final, and returns the results that were still due."""
 
     def end(self, results: list[StepResult]) -> list[StepResult]:
-        """Wait for what is under way, as the run may end here. Returns these results of the last steps."""
+        """Wait for work under way, as the run may end here. Returns the given results of the last steps."""

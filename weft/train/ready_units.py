@@ -1,4 +1,4 @@
-"""Tells when the gradients of all parameters of a unit (mostly a block) are complete, while backward still runs."""
+"""Detects during backward when the gradients of all parameters of a unit (mostly a block) are complete."""
 
 import weakref
 from collections.abc import Callable, Iterable

@@ -1,7 +1,7 @@
-"""Log-probabilities of answers by the model that preference losses compare with: computed once, before training.
+"""Log-probabilities of answers by the reference model of preference losses, computed once before training.
 
-They do not depend on what is trained, so no step runs the reference model. It runs under the layout of the run, over
-every pair once, and what it says is kept in the cache.
+They do not depend on the trained parameters, so no step runs the reference model. It runs once over every pair, under
+the layout of the run, and the results are cached.
 """
 
 import dataclasses
@@ -128,7 +128,7 @@ def _pairs_of(job: Job) -> int:
 
 
 def _all_steps(job: Job, mesh: Mesh) -> Iterator[Sequence[Batch]]:
-    """Batches in which every pair of a job is once."""
+    """Yield batches that contain every pair of a job once."""
     for stream in _streams(job):
         order = Order((stream,), (1.0,), seed=0, epochs=1)
         loader = job.loader(order, mesh)
@@ -137,7 +137,7 @@ def _all_steps(job: Job, mesh: Mesh) -> Iterator[Sequence[Batch]]:
 
 
 def _with(job: Job, table: np.ndarray) -> Job:
-    """``job`` with the log-probabilities of ``table`` in the pairs of its data."""
+    """Return ``job`` with the log-probabilities of ``table`` in the pairs of its data."""
 
     def known(order: Order) -> Order:
         streams = []
@@ -157,7 +157,7 @@ def _with(job: Job, table: np.ndarray) -> Job:
 
 
 def _reference(job: Job) -> tuple[ModelShape, Values | None]:
-    """Return the reference model: the one that the recipe names, or else that which the run starts from."""
+    """Return the reference model: the one that the recipe names, or else the one from which the run starts."""
     from weft.checkpoint.weights import starting_values
 
     named = reference_model(job.recipe, job.corpus.tokenizer)
@@ -191,7 +191,7 @@ def _identity(recipe: Recipe) -> str | int:
 
 
 def _read(folder: Path, pairs: int) -> tuple[np.ndarray | None, str]:
-    """Return the cached table if there is a whole one, and a line on what is damaged if it is."""
+    """Return the cached table if it is complete, and a line on the damage if it is not."""
     if not folder.exists():
         return None, ""
     try:

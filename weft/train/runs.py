@@ -117,7 +117,7 @@ def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
 
 
 def _check(checkpoint: StoredCheckpoint, job: Job) -> None:
-    """Refuse to resume from a checkpoint of another model, of an adapter of another base, or of another tokenizer."""
+    """Refuse to resume from a checkpoint of another model, of an adapter on another base, or of another tokenizer."""
     from weft.checkpoint.resume_check import check_resumable, check_same_base, run_base
 
     check_resumable(checkpoint, job.shape, job.corpus.tokenizer, job.recipe.optimizer)
@@ -182,7 +182,7 @@ def open_for_island(
 
 
 def _counterpart(run: Run, island_store: dist.Store) -> str:
-    """Return the checkpoint from which an island resumes: its own of the first island's step, or the first's."""
+    """Return the checkpoint from which an island resumes: its own at the first island's step, or the first island's."""
     first = open_storage(island_store.get("weft/resumed").decode())
     own = [
         place

@@ -1,7 +1,7 @@
 """The log-probability of given continuations of given texts, under any training layout.
 
-The passes are those of validation. The loss that these ask for is lent: instead of the tokens' cross entropy it adds up
-what each text's tokens are to the model.
+The passes are those of validation. Their loss is replaced meanwhile: instead of the tokens' cross entropy it adds up
+the log-probability of each text's tokens.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
-"""What update rules need of the other ranks: sums over those that hold the other parts of a parameter.
+"""Sums over the ranks that hold the other parts of a parameter, for update rules.
 
-A rule sees the part of each parameter that this rank holds. What it needs of the rest it gets by sums over the ranks
-among which a dimension is cut, so that its update equals that of one device under every layout. All ranks that hold
-parts of the same parameters call a rule with these in the same order, also those that hold no rows of them.
+A rule sees the part of each parameter that this rank holds. Whatever else it needs it gets by sums over the ranks among
+which a dimension is cut, so that its update equals that of one device under every layout. All ranks that hold parts of
+the same parameters call a rule with these in the same order, even if they hold no rows of them.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ class RankSums:
         return x.copy_(there) if axes and there is not x else x
 
     def whole(self, x: T, held: Held) -> T:
-        """Return the logical tensor of which each rank has the part ``x``, shaped like its part of the parameter."""
+        """Return the logical tensor of which each rank has the part ``x``, cut like the parameter."""
         full = x.new_zeros(held.logical.shape)
         full[slices(held.box)] = x
         return self.sum(full, held, *range(full.dim()))

@@ -1,4 +1,4 @@
-"""The interface of update rules, and what the rest of Weft asks of one before PyTorch is imported."""
+"""The interface of update rules, and facts about them that Weft needs before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WHOLE_ROWS = Rule(
 
 
 class UpdateRule:
-    """Updates parameters in place. A rule is made with the section ``[optimizer]`` and the ranks' sums.
+    """Updates parameters in place. A rule is built with the section ``[optimizer]`` and the ranks' sums.
 
     ``for_matrices``: the rule is for the matrices of blocks (two dimensions or more, none of them the vocabulary);
-    AdamW updates all other parameters. ``for_stacks``: also for stacks of matrices, as experts are.
-    ``elementwise``: the update of an element needs only that element's gradient and slots, so that a rank needs no
-    other. ``shaping``: settings that change the slots, so that a run cannot resume with other values. ``kept``: about
-    how many elements all slots have for each element of a parameter.
+    AdamW updates all other parameters. ``for_stacks``: also for stacks of matrices, such as experts. ``elementwise``:
+    the update of an element needs only that element's gradient and slots, so that a rank needs no other rank.
+    ``shaping``: settings that change the slots, so that a run cannot resume with other values. ``kept``: about how many
+    elements all slots have per element of a parameter.
     """
 
     for_matrices: ClassVar[bool] = False
@@ -44,7 +44,7 @@ class UpdateRule:
     shaping: ClassVar[tuple[str, ...]] = ()
 
     def rare_seconds(self, held: Sequence[Held], timed: Timer) -> float:
-        """Estimate the seconds per update of work that only some updates do; ``timed`` times a piece of it."""
+        """Estimate the seconds per update of work that only some updates do; ``timed`` times a sample of this work."""
         return 0.0
 
     def slots(self, held: Held) -> dict[str, Part]:
