@@ -62,7 +62,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names of ``__all__``, imported when they are asked for: ``weft --help`` does not wait for PyTorch."""
+    """Import a name of ``__all__`` on first use, so that ``weft --help`` does not wait for PyTorch."""
     if name not in __all__:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     if name == "train":

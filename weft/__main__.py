@@ -1,4 +1,4 @@
-"""Entry point of ``weft``. It imports nothing before signals have an answer: what a command imports takes a while."""
+"""Entry point of ``weft``. Signals are handled before anything is imported, as imports of commands take a while."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C or SIGTERM while it is being imported, or while it ends, costs a line at most."""
+    """Run the command line. Ctrl-C or SIGTERM during imports or at the end prints a line at most."""
     received: list[int] = []
     try:
         import signal
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> None:
-    """End at once: a repeated signal would end an interpreter that is being taken down, with another exit code."""
+    """End at once, because a repeated signal while the interpreter ends would change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()

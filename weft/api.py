@@ -29,10 +29,10 @@ def start(
 ) -> Outcome:
     """Train as ``weft train`` does and return how the run ended.
 
-    A layout of several ranks starts them as processes of this machine; under torchrun or Slurm, where every rank calls
-    this, they are joined. A recipe without a layout gets the planner's. ``out`` is the run folder (else ``runs/NAME``),
-    ``resume`` is "auto", a run or a checkpoint. Raises :class:`WeftError` for what goes wrong. Ctrl-C and SIGTERM save
-    and return, with the signal as ``interrupted``.
+    A layout of several ranks starts them as processes of this machine. Under torchrun or Slurm, where every rank calls
+    this function, it joins the existing ranks. A recipe without a layout gets the planner's. ``out``: the run folder
+    (default ``runs/NAME``); ``resume``: "auto", a run or a checkpoint. Raises :class:`WeftError` if the run fails.
+    Ctrl-C and SIGTERM save and return, with the signal as ``interrupted``.
     """
     with requests.watching():
         return _start(recipe, None if out is None else Path(out), resume)
@@ -53,9 +53,10 @@ def _start(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
 
 
 def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
-    """Return a recipe that names no layout, with the planner's; and the same for the command lines of its ranks.
+    """Return ``recipe`` with the planner's layout if it names none, and this layout as words for the command lines of
+    the ranks.
 
-    Its ranks are those that were started, else ``ranks``, else one per GPU; on a CPU alone it stays one.
+    The number of ranks is that of the started ranks, else ``ranks``, else one per GPU, and one on a CPU.
     """
     from weft.observe.measured import FILE
     from weft.planner.choose import choose_layout
@@ -102,9 +103,9 @@ def be_rank(
     resume: str | None,
     conclude: Callable[[Recipe, Outcome], object],
 ) -> Outcome | None:
-    """One rank's whole life. At its end the first rank, alone then, calls ``conclude``.
+    """Train as one rank of the run. At the end the first rank calls ``conclude``, after the others have left.
 
-    Returns how the run ended; None if others have brought it to its end.
+    Returns how the run ended; None if other ranks have finished the run without this one.
     """
     recipe = as_recorded(recipe, out, resume)
     places, started = recipe.layout.world, int(os.environ.get("WORLD_SIZE", "1"))
@@ -164,7 +165,7 @@ def _live(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run leaves at its end: its page, what other programs read, and where the planner learns from it."""
+    """Results of a run: its page, the export for other programs, and the file of measured runs."""
 
     report: Path
     export: Path | None
@@ -172,7 +173,7 @@ class Finished:
 
 
 def finish_run(recipe: Recipe, outcome: Outcome) -> Finished:
-    """Export a run's last checkpoint if the recipe asks for it, write its report, and add it to what is measured."""
+    """Export a run's last checkpoint if the recipe asks for it, write its report, and add it to the measured runs."""
     from weft.observe.measured import append
     from weft.observe.run_page import write_report
 
@@ -200,7 +201,7 @@ def _export(recipe: Recipe, outcome: Outcome, folder: Path) -> None:
 def _in_ranks_of_its_own(
     recipe: Recipe, out: Path | None, resume: str | None
 ) -> Outcome:
-    """Start local ranks, each of which runs :func:`run_as_rank`; the first one writes the outcome to a file."""
+    """Start local ranks that run :func:`run_as_rank`; the first rank writes the outcome to a file."""
     from weft.run.launch import run_ranks
 
     with tempfile.TemporaryDirectory(prefix="weft-train-") as folder:
@@ -256,7 +257,7 @@ def _outcome_of(words: dict[str, Any]) -> Outcome:
 
 
 def run_as_rank(task: str, done: str) -> int:
-    """Be one of the ranks; returns the exit code."""
+    """Run as one of the ranks; return the exit code."""
     from weft.run.failure import leave, report_failure
 
     recipe, out, resume = json.loads(Path(task).read_text())

@@ -1,4 +1,4 @@
-"""Texts that come with what is no character: bytes of a command line or a pipe, escapes of JSON."""
+"""Handles text with bytes or escapes that are no characters, from a command line, a pipe or JSON."""
 
 
 def encodable(text: str) -> str:

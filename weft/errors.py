@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 
 class WeftError(Exception):
-    """Something failed although the request was legal (missing file, damaged checkpoint). Exit code 1.
+    """Something failed although the request was valid (missing file, damaged checkpoint). Exit code 1.
 
-    One that is ``secondary`` only passes on what another rank has said. After one that ``hangs`` a thread of this
-    process still waits for a device that does not answer, and nobody may wait for that thread.
+    ``secondary``: the error only passes on what another rank has reported. ``hangs``: a thread of this process still
+    waits for a device that does not answer, and must not be waited for.
     """
 
     exit_code = 1
@@ -23,7 +23,7 @@ class UsageError(WeftError):
 
 
 class Interrupted(Exception):
-    """Ctrl-C in a command. Typer itself would end with the exit code alone, and say nothing."""
+    """Ctrl-C in a command. Without this error Typer would end with the exit code alone, and print nothing."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -17,7 +17,9 @@ def check_new(folder: Path, option: str = "--out") -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A draft to write into, which becomes ``folder`` at the end. Raises :class:`WeftError` if that cannot be made."""
+    """Yield a draft folder to write into, which becomes ``folder`` at the end. Raises :class:`WeftError` if
+    that fails.
+    """
     folder = folder.absolute()
     if folder.is_dir() and any(folder.iterdir()):
         raise WeftError(f"{folder} exists already; choose another folder")

@@ -31,7 +31,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before the work whose result goes there; leaves no file behind."""
+    """Refuse a file that cannot be written, before the work for it begins; leave no file behind."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
@@ -45,7 +45,9 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write(path: Path, page: str, option: str) -> Path:
-    """Write ``page`` to ``path``, whose folder need not exist; ``option`` is what named it, for the error."""
+    """Write ``page`` to ``path`` and create missing folders. ``option``: the option that named the path, for
+    the error.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")

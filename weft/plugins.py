@@ -49,7 +49,7 @@ class Callback:
         """Called before the first step."""
 
     def after_step(self, run: Any, result: Any) -> None:
-        """Called after a step, with what it has computed."""
+        """Called after a step, with its result."""
 
     def after_evaluation(self, run: Any, values: Mapping[str, float]) -> None:
         """Called after an evaluation, with its values by name."""
@@ -96,7 +96,7 @@ def build_plugin_model(name: str, settings: Mapping[str, Any], vocab: int) -> An
 
 
 def check_plugin(kind: str, name: str, settings: Mapping[str, Any] = {}) -> None:
-    """Refuse a name that is no value of its setting, and settings that the plugin of this name cannot be called with.
+    """Refuse an unknown name for a setting, and settings with which the plugin of this name cannot be called.
 
     Raises :class:`ValueError`, as validators of recipes do.
     """
@@ -147,9 +147,10 @@ loaded = set[str]()
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import ``modules``, which register what they offer. Raises :class:`ValueError` in one line that names the module.
+    """Import ``modules``, which register their techniques. Raises :class:`ValueError` in one line that names the
+    module.
 
-    They are found as Python finds modules, and in the folder that the command runs in.
+    Modules are searched on Python's path, and in the folder in which the command runs.
     """
     here = str(Path.cwd())
     if modules and here not in sys.path:
@@ -167,9 +168,9 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def load_plugins_of(recipe: Mapping[str, Any]) -> None:
-    """Import what ``plugins`` of a recipe's sections names, before sections name what it registers.
+    """Import the modules in ``plugins`` of a recipe's sections, before sections name their techniques.
 
-    Nothing if that is no list of names, which validation refuses.
+    Does nothing if ``plugins`` is no list of names, which validation refuses.
     """
     modules = recipe.get("plugins", ())
     if isinstance(modules, list | tuple) and all(isinstance(m, str) for m in modules):
@@ -177,7 +178,7 @@ def load_plugins_of(recipe: Mapping[str, Any]) -> None:
 
 
 def _why_not(module: str, error: BaseException) -> str:
-    """Why ``module`` cannot be imported."""
+    """Return why ``module`` cannot be imported."""
     if (
         isinstance(error, ModuleNotFoundError)
         and error.name

@@ -40,9 +40,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Rule(Generic[A]):
-    """If ``meets`` is true, the request is refused with ``why`` and ``remedy``.
+    """A rule that refuses a request with ``why`` and ``remedy`` if ``meets`` is true.
 
-    ``needs`` names the attributes that ``meets`` reads; ``{0}`` in the texts is what ``meets`` is given.
+    ``needs``: the attributes that ``meets`` reads. In the texts ``{0}`` stands for the argument of ``meets``.
     """
 
     name: str

@@ -160,7 +160,7 @@ def register(kind: str, name: str, **about: Unpack[About]) -> Callable[[F], F]:
 
 @cache
 def _own_names(kind: str) -> tuple[str, ...]:
-    """Names of Weft's own techniques of a kind, by the files in its folder; nothing is imported."""
+    """Return the names of Weft's own techniques of a kind from the files in its folder, without importing them."""
     folder = Path(__file__).parent / "techniques" / KINDS[kind].folder
     if not KINDS[kind].folder or not folder.is_dir():
         return ()
@@ -198,9 +198,9 @@ def setting_values(setting: str) -> list[str]:
 
 
 def find(kind: str, name: str, setting: str = "") -> Registered:
-    """Return the technique of this kind and name, whose file is imported now if it was not before.
+    """Return the technique of this kind and name, importing its file if necessary.
 
-    ``setting``: what asks for the technique, where that is not the setting of its kind. Raises :class:`UsageError` if
+    ``setting``: the setting that names the technique, by default the setting of its kind. Raises :class:`UsageError` if
     there is no such technique, or if its file cannot be imported.
     """
     if (kind, name) not in _REGISTERED:
@@ -221,7 +221,7 @@ def find(kind: str, name: str, setting: str = "") -> Registered:
 
 
 def check_name(kind: str, name: object) -> None:
-    """Refuse a name that no technique of a kind has, as pydantic refuses what is not among a field's choices."""
+    """Refuse a name that no technique of a kind has, in the form of pydantic's refusal of an unknown choice."""
     choices = KINDS[kind].choices(names(kind))
     if name not in choices:
         expected = ", ".join(map(repr, choices))

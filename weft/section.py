@@ -1,4 +1,4 @@
-"""Sections: frozen objects made of what a user gives, or one line that says what is wrong with it."""
+"""Sections: frozen objects built from a user's values, or one line that says what is wrong with them."""
 
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -106,7 +106,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _meaning(model: type[BaseModel], path: list[str]) -> str:
-    """What the key at ``path`` means, in parentheses: the first sentence of its description; empty if unknown."""
+    """Return the meaning of the key at ``path`` in parentheses: the first sentence of its description, or ""."""
     for part in path[:-1]:
         model = _section_at(model, part)
     key = path[-1]
@@ -119,7 +119,7 @@ def _meaning(model: type[BaseModel], path: list[str]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value in an error line: of what is long the beginning, of an object its class."""
+    """Return a value for an error line: the beginning of a long value, the class of an object."""
     if isinstance(value, BaseModel):
         return f"{type(value).__name__}(...)"
     text = repr(value)
@@ -127,7 +127,7 @@ def _shown(value: object) -> str:
 
 
 def _path(error: ErrorDetails) -> list[str]:
-    """Return where an error of pydantic is, without the kinds of a union."""
+    """Return the path of a pydantic error, without the kinds of a union."""
     return [
         part
         for part in map(str, error["loc"])
@@ -136,7 +136,7 @@ def _path(error: ErrorDetails) -> list[str]:
 
 
 def fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Return the field names of the section at ``path``, also of settings that its techniques bring."""
+    """Return the field names of the section at ``path``, including settings of its techniques."""
     for part in path:
         model = _section_at(model, part)
     own = [field.alias or name for name, field in model.model_fields.items()]

@@ -52,7 +52,7 @@ def run_command_line() -> None:
 
 
 def _as_setting(option: str) -> str:
-    """Words that say how a recipe sets what somebody has given as an option; empty if it is no setting."""
+    """Return words on how a recipe sets the value of this option; empty if it is no setting."""
     from weft.recipe.elsewhere import here_it_is
     from weft.recipe.unknown_key import settings_called
 

@@ -33,7 +33,7 @@ from weft.errors import Interrupted
 
 
 class Commands(TyperGroup):
-    """All commands; Ctrl-C in one is told apart from an exit code of 130."""
+    """The group of all commands, which distinguishes Ctrl-C in a command from an exit code of 130."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's own context, which is private
         try:

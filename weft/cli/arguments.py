@@ -12,7 +12,7 @@ from weft.recipe.shipped import shipped_recipes
 
 
 def _recipes(incomplete: str) -> list[str]:
-    """What the shell offers for RECIPE: names of Weft's own, and files; of anything else what it offers by itself."""
+    """Return the shell completions for RECIPE: names of Weft's recipes, and files."""
     files = glob.glob(f"{glob.escape(incomplete)}*.toml")
     return [
         name for name in (*shipped_recipes(), *files) if name.startswith(incomplete)
@@ -95,7 +95,7 @@ Spread = Annotated[str | None, typer.Option("--layout", help=_spread)]
 
 
 def import_plugins(modules: Sequence[str] | None) -> None:
-    """Import the modules of ``--plugin``; :class:`UsageError` names the one that cannot be."""
+    """Import the modules of ``--plugin``. Raises :class:`UsageError` that names the module that cannot be imported."""
     if not modules:
         return
     from weft.plugins import load_plugins

@@ -317,7 +317,7 @@ def prune_command(
 
 
 def _checkpoints(path: str) -> "list[Storage]":
-    """Return the checkpoints that ``path`` means, oldest first."""
+    """Return the checkpoints at ``path``, oldest first."""
     from weft.checkpoint.store import candidates
 
     return candidates(path, warn=warn)[::-1]
@@ -325,7 +325,7 @@ def _checkpoints(path: str) -> "list[Storage]":
 
 @contextmanager
 def _reading(*places: "Storage") -> "Iterator[list[StoredCheckpoint]]":
-    """Open checkpoints, with a bar for how much of them has been read."""
+    """Open checkpoints for the context, with a progress bar of the bytes read."""
     from weft.checkpoint.load import StoredCheckpoint
 
     console, opened = Console(stderr=True), []
@@ -362,7 +362,7 @@ def _bytes(count: int) -> str:
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns side by side; not cut to the terminal's width, so that lines can be searched."""
+    """Print columns side by side without cutting lines to the terminal's width, so that they can be searched."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print(

@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns side by side, folded to the terminal; into a pipe or a file a line per row, its cells parted by tabs."""
+    """Print columns side by side, folded to the terminal's width; into a pipe or a file, a line per row with tabs."""
     if not sys.stdout.isatty():
         for row in (columns, *rows):
             print("\t".join(row))
@@ -26,8 +26,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> Table:
-    """Return an empty table without lines. Columns named in ``left`` are flush left, the others, which hold numbers,
-    right.
+    """Return an empty table without lines. Columns named in ``left`` are left-aligned, the others, which hold numbers,
+    right-aligned.
     """
     table = Table(header_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in columns:
@@ -38,14 +38,12 @@ def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> T
 
 
 def plain_console(width: int = 0) -> Console:
-    """Return a console that breaks no line, and that is ``width`` characters wide for tables if the terminal is
-    narrower.
-    """
+    """Return a console that breaks no line, and that has ``width`` columns for tables if the terminal is narrower."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, width)
     return console
 
 
 def warn(text: str) -> None:
-    """A line beside the output proper."""
+    """Print a line on the error stream, beside the output proper."""
     print(f"weft: {text}", file=sys.stderr)

@@ -231,7 +231,7 @@ def _say(text: str) -> None:
 
 
 def _show(texts: Iterable[tuple[str, str]]) -> None:
-    """Texts, each below its heading."""
+    """Print texts, each below its heading."""
     console = plain_console()
     for heading, text in texts:
         console.rule(heading, style="dim", align="left")
@@ -240,14 +240,14 @@ def _show(texts: Iterable[tuple[str, str]]) -> None:
 
 
 def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
-    """``ids``, and in ``clock`` when each of them came."""
+    """Yield ``ids``, and append the arrival time of each to ``clock``."""
     for i in ids:
         clock.append(time.perf_counter())
         yield i
 
 
 def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
-    """Show what a trained model writes, beside what that of ``model.from`` does if asked for; prompts and texts."""
+    """Print a trained model's samples, beside those of ``model.from`` if asked for; return prompts and texts."""
     from weft.serve.text_requests import samples
 
     settings, origin = recipe.generate, recipe.model.origin

@@ -179,7 +179,7 @@ def get_command(
 
 
 def _visitor(given: str | None) -> "Peer":
-    """Return a peer for one question, which shares nothing."""
+    """Return a peer for a single query, which shares nothing."""
     from weft.peers.invitation import read_invitation
     from weft.peers.quic_peer import Peer
 

@@ -170,7 +170,7 @@ def _show(
     job: "PlanJob", where: str, ranked: "RankedLayouts", top: int, tried: "list[tuple[Final, Measured]]",
     checks: "list[Checked]",
 ) -> None:  # fmt: skip
-    """A table of the first layouts, then what is to be said of them, a line each."""
+    """Print a table of the first layouts, then the remarks, a line each."""
     from weft.planner.explain import sizes, title
 
     console = plain_console()
@@ -191,7 +191,7 @@ def _show(
 
 
 def _generating(model: str, cluster: "Cluster", asked: str, as_json: bool) -> int:
-    """Print how fast a device of ``cluster`` writes what is asked for."""
+    """Print how fast a device of ``cluster`` generates for the workload ``asked``."""
     from weft.planner.explain import sizes
     from weft.planner.generation_price import generating, read_workload
     from weft.planner.planned_model import load_model
@@ -221,7 +221,7 @@ def _generating(model: str, cluster: "Cluster", asked: str, as_json: bool) -> in
 def _ranked(
     job: "PlanJob", gpus: int | None, calibration: Path | None, top: int
 ) -> "RankedLayouts":
-    """Return the layouts of a job: rehearsed on a probed machine, else compared by the tables alone."""
+    """Return the layouts of a job: rehearsed on a probed machine, else compared by the closed forms alone."""
     from weft.observe.measured import FILE
     from weft.planner.explain import recipe_tree
     from weft.planner.job import RankedLayouts, rank_layouts
@@ -268,7 +268,7 @@ def _plan_here(
     tokens: int | None,
     as_json: bool,
 ) -> int:
-    """Print what each method takes on this machine."""
+    """Print the time and memory of each method on this machine."""
     import torch
 
     from weft.errors import UsageError, nearest
@@ -346,7 +346,7 @@ def _plan_here(
 def _tried(
     ranked: "RankedLayouts", job: "PlanJob", count: int
 ) -> "tuple[RankedLayouts, list[tuple[Final, Measured]]]":
-    """Return the layouts in the order that they have after ``count`` of them were run here, and what those took."""
+    """Run ``count`` layouts here; return the layouts in their new order, and the measured trials."""
     import torch
 
     from weft.rehearse.trial import run_trials
@@ -369,7 +369,7 @@ def _checked(finals: "list[Final]", job: "PlanJob") -> "list[Checked]":
 
 
 def _table(console: Console, finals: "list[Final]") -> None:
-    """Rank, layout, figures; with colour, a bar of where the time goes."""
+    """Print rank, layout and figures; with colour, also a bar of where the time goes."""
     from weft.planner.explain import PARTS, title
 
     bars = console.color_system is not None and console.width >= 140
@@ -417,7 +417,7 @@ def _bar(parts: dict[str, float], scale: float) -> Text:
 
 
 def _write_recipe(final: "Final", job: "PlanJob", path: Path) -> None:
-    """The layout as a recipe that ``weft train`` takes."""
+    """Write the layout as a recipe for ``weft train``."""
     from weft.pages import write
     from weft.planner.explain import recipe_tree
     from weft.recipe import build_recipe
@@ -430,7 +430,7 @@ def _write_recipe(final: "Final", job: "PlanJob", path: Path) -> None:
 
 
 def _shape_named(name: str) -> "ModelShape":
-    """Return the shape of a model that only PyTorch can read; other plans do without."""
+    """Return the shape of a model that only PyTorch can read; plans of other models need no PyTorch."""
     from weft.checkpoint.weights import shape_named
 
     return shape_named(name)

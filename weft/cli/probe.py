@@ -48,7 +48,7 @@ def probe_command(
 
 
 def _be_rank(out: Path, quick: bool, folder: Path) -> int:
-    """One of several ranks that were started elsewhere: one setting, and the links between all of them."""
+    """Measure as one of several ranks that were started elsewhere: one setting, and the links between all ranks."""
     import torch
 
     from weft.rehearse.machine_probe import probe_machine, probe_storage
@@ -121,7 +121,7 @@ def _write(
 
 
 def _rates(curves: dict[str, Any], *names: str) -> str:
-    """GB/s by MiB of a transfer, of each of the curves."""
+    """Return the GB/s of each curve's transfers by their MiB."""
 
     def rates(points: list[list[float]]) -> str:
         return ", ".join(

@@ -94,7 +94,7 @@ def show_schedule(
 def _show(
     simulation: Simulation, bubble: float, title: str, more: dict[str, str]
 ) -> None:
-    """The figures in words, ``more`` facts and the lanes where the terminal has room for them."""
+    """Print the figures in words, ``more`` facts, and the lanes if the terminal has room for them."""
     table, console = simulation.table, Console(highlight=False)
     console.print(title, soft_wrap=True)
     elapsed = f", first to last action {draw.short_number(simulation.elapsed)} ms"
@@ -121,7 +121,7 @@ def _paper(name: str) -> str:
 
 
 def _peaks(peaks: tuple[float, ...]) -> str:
-    """Return the peak of every rank, or once if they are alike."""
+    """Return the peak of every rank, or a single value if all are equal."""
     shown = [draw.short_number(peak) for peak in peaks]
     return (
         f"{shown[0]} on every rank"

@@ -225,7 +225,7 @@ def serve_command(
 
 
 def _end_with(service: "Service", front: "uvicorn.Server") -> None:
-    """Let the server end where its engine cannot go on: the other ranks are to end too, and be named."""
+    """End the server when its engine cannot go on, so that the other ranks end too and are named."""
     while service.failure is None:
         time.sleep(0.2)
     front.should_exit = True

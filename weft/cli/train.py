@@ -173,8 +173,8 @@ def sweep_command(
 def probed_choice(
     recipe: "Recipe", ranks: int | None, file: str
 ) -> "tuple[Recipe, list[str]]":
-    """Return a recipe with the best layout for the machine of ``file``; and the same for the command lines of its
-    ranks.
+    """Return a recipe with the best layout for the machine of ``file``, and this layout as words for the command lines
+    of the ranks.
     """
     from weft.planner.machine import load_cluster
     from weft.rehearse.local_choice import choose_here

@@ -147,7 +147,7 @@ def _random(
     dtype: str,
     as_json: bool,
 ) -> int:
-    """Random cases against one device; Ctrl-C or SIGTERM ends with the summary so far."""
+    """Run random cases against one device. Ctrl-C or SIGTERM ends with the summary so far."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,1 +1,1 @@
-"""What can be seen of a run: metrics, live display, model flops, time split of a step, and the report page."""
+"""Views of a run: metrics, live display, model flops, time split of a step, and the report page."""

@@ -27,7 +27,9 @@ COLUMNS = 200
 
 
 class Series(NamedTuple):
-    """One line of a chart: a value of one kind of record; ``smooth``: it is noisy, so that a mean is drawn over it."""
+    """One line of a chart: a value of one kind of record. ``smooth``: the value is noisy, so its mean is drawn
+    over it.
+    """
 
     kind: str
     value: str
@@ -172,8 +174,8 @@ def expert_loads(records: list[Record]) -> list[Record]:
 
 
 def saved_activations(records: list[Record]) -> list[Record]:
-    """Return the predicted seconds of a step over the bytes of activations that blocks save, for every number of blocks
-    that are offloaded or recomputed.
+    """Draw the predicted seconds of a step over the bytes of activations saved by blocks, for every number of blocks
+    offloaded or recomputed.
     """
     if not records:
         return []
@@ -263,7 +265,7 @@ def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Record:
-    """Axes of a chart, with a mark where a single run was resumed."""
+    """Return the axes of a chart around ``traces``, with a mark at each step where a single run was resumed."""
     ends = [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]
     mode = "normal" if chart.title == "Loss" else "tozero"
     layout: Record = {
@@ -392,7 +394,9 @@ def thin(steps: Sequence[float], values: list[float]) -> Record:
 
 
 def step_times(runs: Sequence[RecordedRun]) -> list[Record]:
-    """Stacked bars of the last sixty profiled steps of a run, or of the mean profiled step of each of several."""
+    """Draw stacked bars of the last sixty profiled steps of a run, or of the mean profiled step of each of several
+    runs.
+    """
     split = runs[0].records.get("split", [])[-60:]
     bars = [(str(r["step"]), r) for r in split]
     if len(runs) > 1:

@@ -72,14 +72,15 @@ def work(seconds: Mapping[str, float]) -> float:
 
 
 def ratio(seconds: float, middle: float, whole: float) -> float:
-    """``seconds`` over the median ``middle``, drawn towards 1 where both are a small part of the ``whole``, so that a
-    difference of 1 ms is not coloured as a slow rank."""
+    """Return ``seconds`` over the median ``middle``, drawn towards 1 if both are a small part of ``whole``, so that a
+    difference of 1 ms is not coloured as a slow rank.
+    """
     damp = NOISE * whole or 1e-9
     return (seconds + damp) / (middle + damp)
 
 
 def slowest_in_words(of: Times, what: str) -> str:
-    """One sentence: the rank and the stage that cost most above the median, or that there is none."""
+    """Name in one sentence the rank and the stage that cost most above the median, or say that there is none."""
     if not of:
         return ""
     middle = over_ranks(of)
@@ -129,7 +130,9 @@ def size(count: float) -> str:
 
 
 def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None:
-    """Rank x stage: seconds as text, against the median over ranks as color. None without rows."""
+    """Draw a heat map of rank by stage: seconds as text, the ratio to the median over ranks as colour. None without
+    rows.
+    """
     groups = [
         (stage_seconds(saved), SAVE, "save"),
         (stage_seconds(loaded), LOAD, "load"),
@@ -240,8 +243,10 @@ def _slowest(
 
 
 def _heat_layout(names: Sequence[str], stages: Sequence[str], saves: int) -> Record:
-    """Plotly's layout of the heat map. Its columns are ``names``, labelled ``stages``; the first ``saves`` of them are
-    about saving, the rest about loading."""
+    """Return Plotly's layout of the heat map with columns ``names``, labelled ``stages``.
+
+    The first ``saves`` columns are about saving, the rest about loading.
+    """
     axis = {"type": "category", "showgrid": False, "ticks": ""}
     layout: Record = {
         "hovermode": "closest",

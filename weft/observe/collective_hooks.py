@@ -35,7 +35,9 @@ VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
 
 
 class Recording(Protocol):
-    """What the hooks call. ``enter`` returns a number, with which ``wait`` and ``leave`` are called later."""
+    """Receives the calls of the hooks. ``enter`` returns a number, with which ``wait`` and ``leave`` are
+    called later.
+    """
 
     def enter(
         self,

@@ -10,8 +10,9 @@ DRAWN = 32
 
 
 def periods(records: list[Record]) -> list[tuple[str, str]]:
-    """Every verdict with its steps, ``("steps 100 to 200", text)``: from the record that first has it to the first that
-    no longer has it."""
+    """Return every verdict with its steps, ``("steps 100 to 200", text)``: from its first record to the first record
+    without it.
+    """
     lines, begun = list[tuple[int, str, str]](), dict[str, tuple[int, str]]()
     for record in records:
         step, said = (

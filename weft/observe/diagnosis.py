@@ -1,4 +1,4 @@
-"""Diagnose a run from the ring buffers of its ranks, live or afterwards: who is slow, and why it stands still."""
+"""Diagnoses a run from the ring buffers of its ranks, live or afterwards: who is slow, and why the run stands still."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ STUCK_S, STUCK_STEPS = 5.0, 5.0
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank's state. ``process``: running, stopped or gone; ``now``: what it is in, for ``since`` seconds.
+    """One rank's state. ``process``: running, stopped or gone; ``now``: its current activity, which has lasted
+    ``since`` seconds.
 
-    ``compute`` and ``wait``: seconds of a usual step, None before its first one.
+    ``compute`` and ``wait``: seconds of a usual step, None before its first step.
     """
 
     rank: int
@@ -130,7 +131,7 @@ def standstill(
 ) -> list[Verdict]:
     """Return a verdict on each rank for which others wait too long; empty if the run does not hang.
 
-    In a chain of ranks that each wait for the next, it is about the last one.
+    In a chain of ranks that each wait for the next, the verdict is about the last one.
     """
     inside = {
         rank: record
@@ -176,8 +177,8 @@ def _everyone_inside(
     rank: int,
     now: int,
 ) -> list[Verdict]:
-    """Return the verdict on a collective of ``rank`` that all known ranks have entered: who has ended or
-    stopped in it.
+    """Return the verdict on a collective of ``rank`` that all known ranks have entered: a rank has ended or stopped in
+    it.
     """
     record, seconds = inside[rank], _seconds(inside[rank], now)
     what, peer = collective_text(traces[rank], record), int(record["peer"])
@@ -216,9 +217,7 @@ def _is_stuck(trace: Trace, state: str, record: Any, now: int) -> bool:
 
 
 def _missing(traces: Mapping[int, Trace], rank: int, record: Any) -> list[int]:
-    """Return the ranks, of those traced on this machine, that have not entered the collective or message ``rank`` is
-    in.
-    """
+    """Return the ranks traced on this machine that have not entered the collective or message that ``rank`` is in."""
     other_end = {"send": "recv", "recv": "send"}.get(KINDS[record["kind"]])
     group = traces[rank].groups[record["group"]]
     others = (
@@ -234,7 +233,7 @@ def _missing(traces: Mapping[int, Trace], rank: int, record: Any) -> list[int]:
 
 
 def _come(trace: Trace, group: TracedGroup, kind: str | None, peer: int) -> int:
-    """Return how many collectives of a group a rank has begun; with a ``kind``, how many messages to or from
+    """Return how many collectives of a group a rank has begun, or with ``kind`` how many messages to or from
     ``peer``.
     """
     numbers = [
@@ -270,9 +269,7 @@ def _same(
 def _differing(
     traces: Mapping[int, Trace], inside: Mapping[int, Any], stuck: Sequence[int]
 ) -> Verdict | None:
-    """Return the verdict on two ranks that called different collectives as the same number in their group; None if
-    none.
-    """
+    """Return the verdict on two ranks that called different collectives with the same number in their group, if any."""
     for rank, other in product(stuck, inside):
         first, second = inside[rank], inside[other]
         if first["kind"] != second["kind"] and _same(traces, inside, rank, other):

@@ -1,4 +1,4 @@
-"""What a device could do, and how much memory is in use; flops of a model are in :mod:`weft.shapes.shape`."""
+"""Measures peak rates of devices and memory in use; flops of a model are in :mod:`weft.shapes.shape`."""
 
 import contextlib
 import re
@@ -20,10 +20,10 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense peak of one device in flop/s: from :data:`PEAKS`, for other GPUs measured by a matrix product.
+    """Return the dense peak of one device in flop/s: from :data:`PEAKS`, for other GPUs measured by a matrix product.
 
-    None for a CPU: its clock and cores are shared, so that what one moment measures says nothing about the next. A
-    utilisation of such a peak read 101 %, 0.9 % and 15.9 % at one and the same speed; there tokens per second count.
+    None for a CPU: its clock and cores are shared, so a measurement says nothing about the next moment. Utilisation of
+    such a peak was measured as 101 %, 0.9 % and 15.9 % at the same speed. Use tokens per second there.
     """
     if device.type != "cuda":
         return None
@@ -41,7 +41,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def measured_flops(
     device: torch.device, dtype: torch.dtype, seconds: float = 0.2, size: int = 1024
 ) -> float:
-    """Best rate of a square matrix product within about ``seconds``, in flop/s."""
+    """Measure the best rate of a square matrix product within about ``seconds``, in flop/s."""
     from torch.utils.benchmark import Timer
 
     a = torch.rand(size, size, device=device, dtype=dtype)
@@ -54,7 +54,7 @@ def measured_flops(
 
 
 class MemoryUse(NamedTuple):
-    """What this rank uses, in GiB: what the CUDA allocator has handed out, else what the process has resident."""
+    """Memory of this rank in GiB: allocated by the CUDA allocator, or else resident."""
 
     now: float
     peak: float
@@ -72,7 +72,7 @@ def memory_gib(device: torch.device) -> MemoryUse:
 
 
 def peak_resident() -> int:
-    """Return the most bytes of memory that this process has had resident."""
+    """Return the peak resident memory of this process in bytes."""
     # ru_maxrss starts at what the process that started this one had
     with contextlib.suppress(OSError):
         if match := re.search(

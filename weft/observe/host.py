@@ -68,7 +68,7 @@ class HardwareLoad:
         psutil.cpu_percent()  # from here on the next call counts
 
     def sample(self) -> Sample | None:
-        """Shares of processor and GPU that were busy, memory in use in GiB, watts; None if it is not yet time."""
+        """Return the busy shares of processor and GPU, memory in use in GiB, and watts; None if it is not yet time."""
         now = time.monotonic()
         if now - self._sampled < self._interval:
             return None

@@ -1,10 +1,10 @@
-"""Whether a program is bound by launching kernels or by running them, from traces of PyTorch's profiler.
+"""Tells from traces of PyTorch's profiler whether a program is bound by launching kernels or by running them.
 
-A kernel that is launched while the device is idle starts at once; one that is launched while others run is queued. The
-time from launch to start, summed over all kernels, is TKLQT (SKIP, Vellaisamy et al. 2025, 2504.11750). It stays flat
-while the host is slower than the device, and rises once kernels queue: with growing batches, the first batch whose
-TKLQT per kernel is twice the least is bound by compute. A trace without a device has no launches, so that only the time
-in and between operators can be told.
+A kernel that is launched while the device is idle starts at once; a kernel that is launched while others run is queued.
+The time from launch to start, summed over all kernels, is TKLQT (SKIP, Vellaisamy et al. 2025, 2504.11750). It stays
+flat while the host is slower than the device, and rises once kernels queue: with growing batches, the first batch whose
+TKLQT per kernel is twice the least is bound by compute. A trace without a device has no launches, so it shows only the
+time in and between operators.
 """
 
 import json
@@ -54,7 +54,9 @@ class Launches:
 
 
 def read_launches(path: Path) -> Launches:
-    """Return the figures of a trace that ``torch.profiler`` has exported for Chrome. Errors: no such trace."""
+    """Read the figures of a trace that ``torch.profiler`` exported for Chrome. Raises :class:`UsageError` for
+    other files.
+    """
     try:
         events = [
             e
@@ -102,7 +104,7 @@ def _number(event: dict[str, Any]) -> Any:
 
 
 def _covered(events: Iterable[dict[str, Any]]) -> float:
-    """Microseconds in which at least one of ``events`` goes on."""
+    """Return the microseconds in which at least one of ``events`` is in progress."""
     total, end = 0.0, float("-inf")
     for event in sorted(events, key=lambda e: e["ts"]):
         total += max(0.0, event["ts"] + event["dur"] - max(event["ts"], end))
@@ -111,7 +113,7 @@ def _covered(events: Iterable[dict[str, Any]]) -> float:
 
 
 def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
-    """Yield the lengths of the operators that call no other one."""
+    """Yield the lengths of the operators that call no other operator."""
     order = sorted(events, key=lambda e: (str(e.get("tid")), e["ts"], -e["dur"]))
     for event, following in zip(order, [*order[1:], None], strict=True):
         end = event["ts"] + event["dur"]

@@ -1,4 +1,4 @@
-"""What a finished run has measured, as a row of the file beside it: what ``weft plan`` calibrates with.
+"""Measurements of a finished run, as a row of the file beside it, with which ``weft plan`` calibrates.
 
 A row has the header of every measured file, so that ``bench/planner/evaluate.py`` reads it too.
 """

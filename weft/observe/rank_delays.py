@@ -1,4 +1,4 @@
-"""Find who makes the others wait: a slow computer, a slow sender or receiver, or a slow link.
+"""Finds which rank makes the others wait: a slow computer, a slow sender or receiver, or a slow link.
 
 The time of a rank's step is what it computes plus what it waits for others. A rank that computes longer than the ranks
 that do the same work is a slow computer; durations alone tell that, so the ranks' clocks need not agree. If even the
@@ -274,8 +274,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def rounds_of(size: int) -> list[list[Pair]]:
     """Return rounds of pairs that send at the same time; each rank sends and receives at most once per round.
 
-    All pairs of up to 16 ranks are in it once; of more ranks, those whose numbers are a power of two apart. Two ranks
-    send to each other in different rounds, as acknowledgements would wait behind what is sent.
+    Up to 16 ranks, all pairs occur once; for more ranks, only pairs whose distance is a power of two. Two ranks send to
+    each other in different rounds, as acknowledgements would wait behind the data.
     """
     rounds = []
     for apart in (
@@ -292,10 +292,10 @@ def measure_links(
     rounds: Sequence[Sequence[Pair]],
     parts: Mapping[Pair, int],
 ) -> np.ndarray[Any, Any]:
-    """Return the seconds of :data:`PROBE` bytes from each rank (row) to each (column), ``nan`` where none are sent.
+    """Measure the seconds of :data:`PROBE` bytes from each rank (row) to each (column), ``nan`` for pairs left out.
     Collective.
 
-    ``parts``: for some pairs, a factor by which their message is larger; its time is divided by that.
+    ``parts``: for some pairs, a factor by which their message is larger; its time is divided by this factor.
     """
     ranks, me = dist.get_process_group_ranks(group), group.rank()
     row = [float("nan")] * len(ranks)
@@ -332,10 +332,10 @@ def measure_links(
 def steady_matrix(
     group: dist.ProcessGroup, device: torch.device
 ) -> tuple[np.ndarray[Any, Any], int]:
-    """Return the least seconds between each pair of ranks, and the number of probes. Collective.
+    """Measure the least seconds between each pair of ranks; return them and the number of probes. Collective.
 
     Pairs that are slow while all send are probed again one by one, with messages that take about :data:`LONG` seconds:
-    a slow wire takes as long for every byte and every time, while a process that answers late does not. Pairs that stay
+    a slow link takes equally long for every byte and every time, while a late process does not. Pairs that stay
     uncertain are ``nan``.
     """
     rounds, parts, again = (
@@ -420,7 +420,7 @@ class DelayWatch:
         return bool(self.news) or self._seen // EVERY % RECORDED == 1
 
     def _look_at_links(self) -> None:
-        """Probe the links if messages take much time and that has changed; all ranks decide alike."""
+        """Probe the links if messages take much time and that time has changed; all ranks decide alike."""
         length = median(d.compute + d.waited for d in self.digests)
         sending = min(d.waited for d in self.digests)
         suspect, before = sending > SUSPECT * length, self._sending

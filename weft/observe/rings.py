@@ -1,4 +1,4 @@
-"""Read the ring buffers of a run: their binary form, and what they say in words.
+"""Reads the ring buffers of a run: their binary form, and their content in words.
 
 A ring is a head, which has the number of bytes of names; the names, a line of JSON each (the rank, its groups, lines of
 code); and a ring buffer of records of 64 bytes. The rank writes without locks. Any process can read it at any time: it
@@ -55,7 +55,7 @@ def rings_of(run: Path) -> Path:
 
 
 class TracedGroup(NamedTuple):
-    """A process group by its name and ``ranks``. ``id``: its unique name, the same on all of them."""
+    """A process group with its name and ``ranks``. ``id``: its unique name, equal on all its ranks."""
 
     name: str
     id: str
@@ -63,7 +63,7 @@ class TracedGroup(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The content of a ring. ``about``: rank, epoch, process, machine; ``records``: in the order of their beginning."""
+    """The content of a ring. ``about``: rank, epoch, process, machine; ``records``: in the order of their begin."""
 
     about: dict[str, Any]
     groups: list[TracedGroup]
@@ -81,7 +81,7 @@ class Trace(NamedTuple):
 
 
 def read_ring(path: Path) -> Trace:
-    """Read a ring, also while its rank writes. Raises ``ValueError`` if the file is none."""
+    """Read a ring, also while its rank writes. Raises ``ValueError`` if the file is no ring."""
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory,
@@ -92,7 +92,7 @@ def read_ring(path: Path) -> Trace:
 
 
 def parse(ring: mmap.mmap) -> Trace:
-    """Return the content of a ring, from its memory."""
+    """Parse a ring from its memory."""
     records = np.frombuffer(ring[HEAD + NAMES :], RECORD)
     after = np.frombuffer(ring[HEAD + NAMES :], RECORD)["number"]
     names = ring[HEAD : HEAD + TIME.unpack_from(ring, len(MAGIC))[0]]
@@ -146,7 +146,7 @@ def collective_text(trace: Trace, record: Any) -> str:
 
 
 def held_in(trace: Trace) -> Any:
-    """Return the record of the collective that a rank waits in, or gave up; None if the rank computes."""
+    """Return the record of the collective in which a rank waits, or which it gave up; None if the rank computes."""
     calls = trace.calls
     waits = calls[
         (calls["begin"] > 0) & ((calls["leave"] == 0) | (calls["failed"] > 0))
@@ -163,7 +163,7 @@ def held_in(trace: Trace) -> Any:
 
 
 def standing(trace: Trace, now: int) -> str:
-    """Return where a rank is or was last, as the end of a sentence that begins with "it"."""
+    """Return the present or last place of a rank, as the end of a sentence that begins with "it"."""
     ago = lambda ns: f"{max(0, now - int(ns)) / 1e9:.1f} s ago"  # noqa: E731
     if (inside := held_in(trace)) is not None:
         return f"went into {collective_text(trace, inside)} {ago(inside['begin'])}"

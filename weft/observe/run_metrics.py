@@ -200,7 +200,9 @@ def read_metrics(run: Path) -> Records:
 
 
 def metric_by_step(run: Path, metric: str) -> dict[int, float]:
-    """Values of ``metric`` (``validation.loss``, say) by step; ``run`` is the folder of a run, or one in it."""
+    """Return the values of ``metric`` (``validation.loss``, say) by step. ``run``: a run's folder, or a folder inside
+    it.
+    """
     kind, _, field = metric.partition(".")
     folder = next((p for p in (run, run.parent) if (p / FILE).is_file()), None)
     if folder is None:

@@ -20,7 +20,7 @@ PLOTLY = "plotly.min.js"
 
 
 class ReportRow(NamedTuple):
-    """A row of a table of runs side by side."""
+    """A row of a table that compares runs."""
 
     name: str
     values: list[str]
@@ -108,7 +108,7 @@ def page_of(run: RecordedRun) -> str:
 
 
 def unfinished_in_words(run: RecordedRun) -> str:
-    """Say how far a run came that has not done all of its steps; empty for a run that has."""
+    """Say how far an unfinished run came; empty for a finished run."""
     planned = planned_steps(run)
     done = max((row["step"] for row in run.records.get("train", [])), default=0)
     if not planned or done >= planned:
@@ -126,7 +126,9 @@ def planned_steps(run: RecordedRun) -> int:
 
 
 def page_beside(runs: Sequence[RecordedRun]) -> str:
-    """Return the page about several runs: charts with a color per run, and what differs in numbers and recipes."""
+    """Return the page that compares several runs: charts with a colour per run, and differences in numbers and
+    recipes.
+    """
     headline = rows_side_by_side(
         [
             {

@@ -41,9 +41,9 @@ class TraceEvent:
 
 
 def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
-    """Run ``fn`` under :mod:`torch.profiler`; returns its result and where its time went.
+    """Run ``fn`` under :mod:`torch.profiler`; return its result and the split of its time.
 
-    It must run on all ranks at the same time, and not inside another profiler. ``fn`` marks its phases with
+    All ranks must run it at the same time, and not inside another profiler. ``fn`` marks its phases with
     ``record_function("weft:data")`` and ``record_function("weft:optimizer")``.
     """
     with quiet_profile() as profiler, _marked_waits(), record_function("weft:step"):
@@ -121,8 +121,8 @@ def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
 def trace(path: Path, steps: int) -> Iterator[Callable[[], bool]]:
     """Write a Chrome/Perfetto trace of ``steps`` steps; the body calls the yielded function after every step.
 
-    It returns True as long as the trace records: until then no :func:`profile_step`. The first step is skipped as
-    warm-up; a run that ends early writes what it has.
+    The yielded function returns True as long as the trace records; until then :func:`profile_step` must not run. The
+    first step is skipped as warm-up. A run that ends early writes the steps that it has.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     actions = [
@@ -147,7 +147,7 @@ def trace(path: Path, steps: int) -> Iterator[Callable[[], bool]]:
 
 
 def quiet_profile(**options: Any) -> profile:
-    """PyTorch's profiler, whose library otherwise writes two lines to stderr into the middle of a display."""
+    """Return PyTorch's profiler without the two lines that its library writes to stderr."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     devices = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []
     return profile(activities=[ProfilerActivity.CPU, *devices], **options)

@@ -1,4 +1,4 @@
-"""Tracing: when this process enters and leaves every collective goes into a file (:mod:`.rings`) that outlives it."""
+"""Tracing: writes the begin and end of every collective to a file (:mod:`.rings`) that outlives the process."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ class Ring:
         tensors: Sequence[Any],
         peer: int | None = None,
     ) -> int:
-        """Record that a collective begins, or a message with rank ``peer`` of the group; returns its number."""
+        """Record the begin of a collective, or of a message with rank ``peer`` of the group; return the record's
+        number.
+        """
         index, ranks = self._group(group)
         sequence = next(self._sequences[index if peer is None else (index, kind, peer)])
         peer = -1 if peer is None else ranks[peer]
@@ -122,7 +124,7 @@ class Ring:
         peer: int = -1,
         place: int = 0,
     ) -> int:
-        """Record something that begins now; returns the record's number."""
+        """Record an event that begins now; return the record's number."""
         number, now = next(self._numbers), time.monotonic_ns()
         at = self._at(number)
         TIME.pack_into(self._map, at, 0)  # until the rest is there
@@ -145,13 +147,13 @@ class Ring:
         return number
 
     def wait(self, number: int) -> None:
-        """From now on the rank does nothing but wait for the end of record ``number``."""
+        """Record that the rank from now on only waits for the end of record ``number``."""
         if threading.get_ident() == self._thread:
             self._since = self._delay()
         TIME.pack_into(self._map, self._at(number) + _BEGIN, time.monotonic_ns())
 
     def leave(self, number: int, failed: bool = False, size: int = -1) -> None:
-        """Record ``number`` has ended, or has ``failed``. ``size``, if given, is stored with it."""
+        """Record that ``number`` has ended, or has ``failed``. ``size``, if given, is stored with it."""
         if threading.get_ident() == self._thread and self._since:
             self._waking, self._since = self._waking + self._delay() - self._since, 0
         at = self._at(number)
@@ -167,11 +169,13 @@ class Ring:
             os.close(self._schedule)
 
     def starved(self) -> int:
-        """Nanoseconds so far for which the main thread was ready to run and had no processor, but for ends of waits."""
+        """Return the nanoseconds for which the main thread was ready but had no processor, without those at the ends of
+        waits.
+        """
         return self._delay() - self._waking
 
     def _delay(self) -> int:
-        """The same with those at the ends of waits."""
+        """Return the nanoseconds of :meth:`starved` with those at the ends of waits."""
         return (
             int(os.pread(self._schedule, 64, 0).split()[1])
             if self._schedule is not None
@@ -198,7 +202,7 @@ class Ring:
         return entry
 
     def _place(self) -> int:
-        """Return the number of the name of the line of Weft that makes this call; else of the nearest one outside
+        """Return the number of the name of the Weft line that makes this call, or else of the nearest line outside
         PyTorch.
         """
         nearest = sys._getframe(3)
@@ -226,7 +230,7 @@ class Ring:
         return number
 
     def _name(self, kind: str, value: Any) -> int:
-        """Write a name; returns its number from 1, or 0 if there is no room for it."""
+        """Write a name; return its number from 1, or 0 if there is no room."""
         line = json.dumps({kind: value}).encode() + b"\n"
         with self._naming:
             used = TIME.unpack_from(self._map, len(MAGIC))[0]
@@ -254,7 +258,7 @@ _uninstall: Callable[[], None] = lambda: None  # noqa: E731
 def start_tracing(folder: Path, rank: int, epoch: int = 0) -> Ring:
     """Trace this process from now on, as ``rank`` of the view ``epoch`` of the run in ``folder``.
 
-    All process groups must have been made. The rings of the view before stay, as they tell how it ended; older ones are
+    All process groups must exist. The rings of the previous view stay, as they show how it ended; older rings are
     removed.
     """
     global _ring, _uninstall
@@ -274,7 +278,7 @@ def start_tracing(folder: Path, rank: int, epoch: int = 0) -> Ring:
 
 
 def _standings(run: Path, ranks: Sequence[int]) -> str:
-    """Return where these ranks are, in words, as far as their rings are on this machine."""
+    """Return the positions of these ranks in words, as far as their rings are on this machine."""
     # whatever is wrong with them, what this is said of matters more
     with contextlib.suppress(Exception):
         traces, now = rings.newest_traces(run), time.monotonic_ns()
@@ -296,7 +300,9 @@ def end_tracing() -> None:
 
 
 def stop(everyone: bool = False) -> None:
-    """Stop tracing at a run's good end, and remove the ring, or (``everyone``) those of all ranks of this machine."""
+    """Stop tracing at a run's successful end, and remove the ring, or with ``everyone`` those of all ranks of this
+    machine.
+    """
     path = _ring.path if _ring else None
     end_tracing()
     if path and everyone:
@@ -308,7 +314,7 @@ def stop(everyone: bool = False) -> None:
 
 
 def _sweep(place: Path) -> None:
-    """Remove the rings of runs that ended badly, and whose folder is gone or whose rings are older than a day."""
+    """Remove rings of runs that ended badly, if the run's folder is gone or the rings are older than a day."""
     for folder in place.parent.iterdir():
         with contextlib.suppress(OSError, ValueError):
             paths = list(folder.glob("*-*.ring"))

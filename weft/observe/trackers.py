@@ -1,6 +1,6 @@
-"""Trackers: who gets the records of a run besides its own file (``weft/techniques/trackers/``, or a plugin's).
+"""Trackers: receivers of a run's records besides its own file (``weft/techniques/trackers/``, or a plugin's).
 
-A tracker never stops a run: the first time that it fails the run says so, and goes on without it.
+A tracker never stops a run: after its first failure the run reports it, and goes on without the tracker.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ class Tracker(Protocol):
     """Receives the records of one run, on rank 0."""
 
     def record(self, kind: str, step: int, values: Values) -> None:
-        """One record of ``kind`` (``run``, ``train``, ``validation``, ``event``, ...) after ``step`` finished steps.
+        """Receive one record of ``kind`` (``run``, ``train``, ``validation``, ``event``, ...) after ``step`` finished
+        steps.
 
-        ``run`` comes first, and again when the run is resumed; it supersedes what was recorded after its step.
+        The kind ``run`` comes first, and again when the run is resumed; it supersedes earlier records of the steps
+        after its step.
         """
 
     def close(self) -> None:
@@ -27,9 +29,9 @@ class Tracker(Protocol):
 
 
 def remembered(run: Path, name: str, make: Callable[[], str]) -> str:
-    """Return the result of the first call of ``make`` for this run and tracker, which the run's folder keeps.
+    """Return the result of the first call of ``make`` for this run and tracker, stored in the run's folder.
 
-    So a run that is resumed goes on under the same id.
+    So a resumed run continues under the same id.
     """
     path = run / "trackers.json"
     known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}

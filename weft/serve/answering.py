@@ -1,4 +1,4 @@
-"""Answers to one request as the engine's tokens come, whole or streamed: text, tool calls, finish reasons."""
+"""Answers to one request, whole or streamed as the engine's tokens come: text, tool calls, finish reasons."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class AnswerForm(NamedTuple):
-    """What an answer may have beside text: calls of the tools ``names``, at most so many, and reasoning."""
+    """Allowed parts of an answer beside text: calls of the tools ``names``, with a largest number, and reasoning."""
 
     calls: CallForm | None = None
     names: Collection[str] = ()
@@ -53,7 +53,9 @@ class AnswerReader:
         self.count = self.thinking = 0  # tokens so far, and those of reasoning
 
     def read(self, event: TokenEvent) -> Answer:
-        """What is new of the answer; its ``finish`` says whether it has ended, even if the engine goes on."""
+        """Return the new part of the answer. Its ``finish`` says whether the answer has ended, even if the engine goes
+        on.
+        """
         if self.asked.most == 0:  # its token is drawn only to have the prompt read
             return Answer("", [], [], "length")
         writer, thought, calls = self.writer, "", list[CallPiece]()
@@ -139,7 +141,7 @@ class Answering:
     async def _pieces(
         self, answers: Answers, readers: list[AnswerReader]
     ) -> AsyncIterator[tuple[int, Answer]]:
-        """Pairs of an answer's index and what is new of it: text that can be shown, and (parts of) tool calls."""
+        """Yield pairs of an answer's index and its new part: text that can be shown, and (parts of) tool calls."""
         left, fresh = set(range(len(readers))), set(range(len(readers)))
         while left:
             event = await answers.next()
@@ -158,9 +160,7 @@ class Answering:
             yield index, new
 
     def _echoed(self, new: Answer, index: int, answers: Answers) -> Answer:
-        """Return the first of an answer behind its prompt, with the log-probabilities of this, which are read
-        by now.
-        """
+        """Return the first part of an answer after its echoed prompt, with the prompt's log-probabilities."""
         ids = self.echoes[index // self.n]
         scores = [None, *answers.generations[index - index % self.n].prompt_scores]
         events = [
@@ -178,7 +178,7 @@ class Answering:
         )
 
     async def _collect(self, answers: Answers) -> tuple[list[Answer], int]:
-        """Return the whole answers, and how many tokens of them are reasoning."""
+        """Return the whole answers, and the number of reasoning tokens in them."""
         readers = self._readers(answers)
         whole = [Answer("", [], [], "") for _ in readers]
         async for index, new in self._pieces(answers, readers):
@@ -246,7 +246,9 @@ class EventStream(StreamingResponse):
 
 
 async def entered(context: Any, field: str) -> Answers:
-    """Enter ``context``; raises :class:`Refusal` for what cannot be written, such as more than the cache holds."""
+    """Enter ``context``. Raises :class:`Refusal` for requests that cannot be answered, such as more tokens than the
+    cache holds.
+    """
     try:
         answers: Answers = await context.__aenter__()
     except UsageError as error:

@@ -55,7 +55,7 @@ class CountRequest(MessagesRequest):
 
 
 def messages_as_chat(asked: Schema) -> Schema:
-    """Return the fields of a chat that asks the same. Raises ValueError, with the field's name before a colon."""
+    """Convert the fields to those of an equivalent chat. Raises ValueError, with the field's name before a colon."""
     chat = {
         key: value
         for key, value in asked.items()
@@ -111,7 +111,7 @@ def _list(given: Schema, name: str) -> list[Any]:
 
 
 def _tool(tool: Any) -> Schema:
-    """Return a tool as chats have it; those that the server itself would have to run are refused."""
+    """Convert a tool to the form of chats; tools that the server itself would have to run are refused."""
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
         raise ValueError(
             f"tools: only tools with a name and an input_schema are possible here, not {shown_json(tool)}"
@@ -156,7 +156,7 @@ def _messages(asked: Schema) -> Iterator[Schema]:
 
 
 def _spoken(role: str, blocks: Sequence[Schema], name: str) -> Iterator[Schema]:
-    """One message's ``blocks`` as messages: results of tools stand by themselves, before what else the user says."""
+    """Yield one message's ``blocks`` as messages: first results of tools by themselves, then the user's other words."""
     texts, calls, thoughts, results = list[str](), list[Schema](), list[str](), 0
     for block in blocks:
         kind = block.get("type")
@@ -211,7 +211,7 @@ class MessageReplies:
         yield {"type": "message_start", "message": self.message | {"content": []}}
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
-        """What is new of the answer."""
+        """Yield the events for the new part of the answer."""
         if new.thought:
             yield from self._write(
                 "thinking", "thinking_delta", "thinking", new.thought, {"signature": ""}
@@ -241,7 +241,7 @@ class MessageReplies:
     def _write(
         self, kind: str, delta: str, key: str, text: str, about: Mapping[str, Any]
     ) -> Iterator[Schema]:
-        """More of a block of text, which begins if the last one is of another kind."""
+        """Yield the events for more text of a block, which begins if the last block is of another kind."""
         if not self.content or self.content[-1]["type"] != kind:
             yield from self._end()
             self.content.append({"type": kind, key: "", **about})
@@ -250,7 +250,7 @@ class MessageReplies:
         yield self._delta(delta, key, text)
 
     def _end(self) -> Iterator[Schema]:
-        """Yield the last block, if there is one, has ended."""
+        """Yield the end event of the last block, if there is one."""
         if not self.content:
             return
         block = self.content[-1]

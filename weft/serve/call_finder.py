@@ -1,4 +1,4 @@
-"""Tool calls in a model's text, as it comes in pieces."""
+"""Finds tool calls in a model's text, as the text comes in pieces."""
 
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -30,8 +30,8 @@ class AnswerEnd(NamedTuple):
 class CallFinder:
     """Finds calls in a text that comes in pieces. All text from the beginning of the first call on is held back.
 
-    ``streams``: calls are given out in pieces, once their names are known, and not only when they are complete.
-    ``names``: what can be called (None: anything); with another name a text is no call. ``most``: calls at most.
+    ``streams``: calls are returned in pieces as soon as their names are known, instead of when they are complete.
+    ``names``: allowed names (None: any); text with another name is no call. ``most``: largest number of calls.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CallFinder:
         ) else []
 
     def _before(self) -> str:
-        """Return the text before the first call, as far as it can be told."""
+        """Return the text before the first call, as far as it is certain."""
         if not self.form.anchor:
             return self._before_alone()
         at = self.kept.find(self.form.anchor)
@@ -77,7 +77,7 @@ class CallFinder:
         return self._release(at)
 
     def _before_alone(self) -> str:
-        """Return the same where calls stand alone: a text is one from its first character on, or none."""
+        """Return the text before the first call if calls stand alone: the whole text is a call, or it has none."""
         if not (text := self.kept.lstrip()) and not self._begun:
             return ""
         begins = False if self._begun else self.form.begins(text, self.names)
@@ -97,7 +97,7 @@ class CallFinder:
         return text
 
     def _news(self) -> Iterator[CallPiece]:
-        """What is new of calls."""
+        """Yield the new parts of calls."""
         while not self.full and (call := self.form.read(self.kept, self._at)):
             early = call.so_far if self.streams else None
             if early is None and call.arguments is None:

@@ -82,7 +82,7 @@ class ObjectCalls(_Written):
 
     @property
     def anchor(self) -> str:
-        """What stands before the first call; empty if calls stand alone."""
+        """Text before the first call; empty if calls stand alone."""
         return self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
@@ -152,7 +152,7 @@ class NamedCalls(_Written):
 
     @property
     def anchor(self) -> str:
-        """What stands before the first call; empty if calls stand alone."""
+        """Text before the first call; empty if calls stand alone."""
         tag = _TAG.match(self.opening)
         return tag[0] if tag else self.opening
 
@@ -208,7 +208,7 @@ def _loose(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """``text`` as a word of a grammar; nothing for none."""
+    """Quote ``text`` as a word of a grammar; return an empty text for an empty one."""
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
@@ -242,7 +242,9 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def call_form(template: ChatTemplate) -> CallForm | None:
-    """How ``template`` writes calls; None if it writes no arguments as JSON, or does not show tools to the model."""
+    """Derive how ``template`` writes calls; None if it writes no arguments as JSON, or does not show tools to the
+    model.
+    """
     asked = {"role": "user", "content": "?"}
     try:
         prompt = template.render([asked], [_TOOL], prompt=True).text
@@ -266,7 +268,7 @@ def shows_tools(template: ChatTemplate) -> bool:
 
 
 def _calls_of(template: ChatTemplate, prompt: str, count: int) -> str:
-    """What the assistant writes to call the example ``count`` times, behind ``prompt``."""
+    """Return the text in which the assistant calls the example ``count`` times, after ``prompt``."""
     calls = [
         {
             "id": f"callcall{number}",

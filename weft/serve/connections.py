@@ -1,4 +1,4 @@
-"""Connections that clients open and do not use: each has a time limit, and all together a number.
+"""Limits connections that clients open and do not use: each has a time limit, and their number is limited.
 
 Uvicorn reads requests with h11, which leaves open how long a head or a body may take, and takes some heads that proxies
 read otherwise. A head that two programs read differently lets a client smuggle a second request past a proxy; it is
@@ -230,7 +230,7 @@ class GuardedProtocol(H11Protocol):
             self.refuse(408, f"the {waited} of the request was not whole in time")
 
     def _use(self) -> tuple[int, float]:
-        """Return how much is lost with this connection: the idler, the less."""
+        """Return the sort key of connections to end: by what they wait for, then by how long they have waited."""
         fresh = self.waits == "head" and self.loop.time() - self.since < FRESH_S
         return IDLE_FIRST.index("fresh" if fresh else self.waits), self.since
 
@@ -254,7 +254,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def guarded(most: int) -> Callable[..., GuardedProtocol]:
-    """What makes the connections of a server that has ``most`` at a time."""
+    """Return a factory of connections for a server with at most ``most`` at a time."""
 
     def protocol(*given: Any, **more: Any) -> GuardedProtocol:
         return GuardedProtocol(*given, most=most, **more)

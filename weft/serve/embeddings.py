@@ -1,4 +1,4 @@
-"""A text as a vector: what the model's output layer would have read."""
+"""Embeddings: a text as a vector, from the input of the model's output layer."""
 
 import base64
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ def embed(
     pooling: Literal["mean", "last"],
     size: int | None = None,
 ) -> torch.Tensor:
-    """Return a vector of length 1, float32 ``[embed]``: of the normed hidden states the mean, or the last one.
+    """Return a vector of length 1, float32 ``[embed]``: the mean of the normed hidden states, or the last one.
 
-    ``size``: its first numbers only, as models are trained for that have Matryoshka representations (Kusupati et al.
-    2022, 2205.13147).
+    ``size``: keep only the first elements, for models trained with Matryoshka representations (Kusupati et al. 2022,
+    2205.13147).
     """
     check_prompt(engine.model, ids)
     if len(ids) > LONGEST:
@@ -37,7 +37,9 @@ def embed(
 
 
 def encoded_vector(vector: torch.Tensor, packed: bool) -> str | list[float]:
-    """As a list of numbers, or ``packed``: the little-endian floats in base64, as OpenAI's client asks for them."""
+    """Return the vector as a list of numbers, or ``packed`` as base64 of little-endian floats, as OpenAI's client asks
+    for.
+    """
     return (
         base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
         if packed

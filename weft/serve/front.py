@@ -24,7 +24,9 @@ LAST_S = 5
 
 
 class Front(uvicorn.Server):
-    """Serves ``server``. Told to end, it lets answers be written for ``drain`` seconds, and says what it then cut."""
+    """Serves ``server``. When told to end, it lets answers continue for ``drain`` seconds, and reports those it then
+    cuts.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Front(uvicorn.Server):
         cutting.cancel()
 
     async def _cut_late_answers(self) -> None:
-        """End what is not over after ``drain`` seconds, or when the server is told to end a second time."""
+        """End all answers that last longer than ``drain`` seconds, or when the server is told to end a second time."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.drain
         while loop.time() < until and not self.force_exit:
@@ -75,7 +77,7 @@ def front_of(
     drain: float = 30,
     connections: int = 1024,
 ) -> Front:
-    """What serves ``server`` by ``rules`` to as many ``connections`` at a time; see :func:`room_for`."""
+    """Return the front that serves ``server`` by ``rules`` with at most ``connections``; see :func:`room_for`."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     # Connections stay open longer than clients and proxies keep them, so that none closes on a question.
     config = uvicorn.Config(
@@ -86,7 +88,9 @@ def front_of(
 
 
 def room_for(connections: int) -> int:
-    """For how many of so many connections the process may open files, after it has asked the system for more."""
+    """Return how many of ``connections`` the process may open, after asking the system for a higher limit of open
+    files.
+    """
     wanted = connections + BACKLOG + FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -1,4 +1,4 @@
-"""Which requests are let in before anything of them is read: by the name that they ask for, and the page they are from.
+"""Decides before reading a request whether to accept it, by its ``Host`` and ``Origin``.
 
 A page that somebody visits can make the browser ask servers of the same computer. It can give its own name the address
 127.0.0.1 (DNS rebinding); the request then has a foreign ``Host``. Or it asks under the server's name; the request then
@@ -40,7 +40,9 @@ class GateRules:
     origins: Sequence[str] = ()
 
     def takes_host(self, header: str, address: str) -> bool:
-        """Return whether a request with this ``Host`` may ask, that came to the server's own ``address``."""
+        """Return whether a request with this ``Host`` is accepted; ``address``: the server's own address that it
+        reached.
+        """
         if "*" in self.hosts or not (self.loopback or self.hosts):
             return True
         matched = HOST.fullmatch(header.strip().lower())
@@ -54,16 +56,14 @@ class GateRules:
         return listed or is_loopback(name) or name == address
 
     def takes_origin(self, origin: str, host: str) -> bool:
-        """Return whether pages of ``origin`` may ask a server that they call ``host``: its own ones, or those of the
-        rules.
-        """
+        """Return whether pages of ``origin`` may send requests to a server that they call ``host``."""
         return (
             self.shares(origin)
             or origin.lower().partition("://")[2] == host.strip().lower()
         )
 
     def shares(self, origin: str) -> bool:
-        """Return whether pages of ``origin``, of another site, may ask and read the answer."""
+        """Return whether pages of another site's ``origin`` may send requests and read the answers."""
         return "*" in self.origins or origin.lower() in self.origins
 
 
@@ -156,7 +156,7 @@ class Gate:
         await self.app(scope, receive, sharing if shared else send)
 
     def _refusal(self, scope: Any, headers: dict[str, str]) -> Refusal | None:
-        """Why the request is not let in, if it is not."""
+        """Return the refusal of a request, or None if it is accepted."""
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self.rules.takes_host(
             host, (scope.get("server") or ("",))[0]
@@ -169,7 +169,7 @@ class Gate:
         return None
 
     def _shared(self, origin: str | None) -> Headers:
-        """What lets a page of ``origin``, of another site, read the answer."""
+        """Return the headers that let a page of another site's ``origin`` read the answer."""
         if origin is None or not self.rules.shares(origin):
             return []
         return [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"origin"),
@@ -177,7 +177,7 @@ class Gate:
 
 
 def preflight(headers: dict[str, str]) -> Headers:
-    """What answers the question of a browser whether a page may ask."""
+    """Return the headers of the answer to a browser's preflight request."""
     answer: Headers = [
         (b"access-control-allow-methods", b"GET, POST"),
         (b"access-control-max-age", b"600"),

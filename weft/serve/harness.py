@@ -120,7 +120,7 @@ class WeftLM(TemplateLM):
         return results
 
     def _text(self, context: list[int], continuation: list[int]) -> Text:
-        """What is scored, without the beginning of a context that is too long."""
+        """Return the text to score, without the beginning of a context that is too long."""
         if not 0 < len(continuation) <= self.max_length:
             raise WeftError(
                 f"a continuation has {len(continuation)} tokens, and max_length is {self.max_length}"
@@ -168,7 +168,7 @@ class WeftLM(TemplateLM):
         return answers
 
     def _asked(self, context: str, settings: dict[str, Any]) -> TextRequest:
-        """What is to be written after ``context``, up to a stop sequence."""
+        """Return the request for a text after ``context``, up to a stop sequence."""
         until, most = settings.pop("until", []), settings.pop("max_gen_toks")
         until = [until] if isinstance(until, str) else [term for term in until if term]
         sampled, temperature = (

@@ -1,4 +1,4 @@
-"""How long requests are, before anything is done that takes the longer the longer they are."""
+"""Checks the length of requests before any work whose time grows with their length."""
 
 from typing import NamedTuple
 
@@ -45,14 +45,14 @@ def outside_strings(body: bytes) -> np.ndarray:
 
 
 class TokenLimit(NamedTuple):
-    """How many tokens a text may have, and what limits it."""
+    """The largest number of tokens of a text, and what sets this limit."""
 
     tokens: int
     whose: str  # "the model's context"
 
 
 class TooManyTokens(UsageError):
-    """A text has at least so many ``tokens``, which are more than ``limit`` allows."""
+    """A text has at least ``tokens`` tokens, which is more than ``limit`` allows."""
 
     def __init__(self, tokens: int, limit: TokenLimit, beside: str = "") -> None:
         said = (
@@ -63,7 +63,7 @@ class TooManyTokens(UsageError):
         )
 
     def refusal(self, field: str) -> Refusal:
-        """What a client gets that has sent the text in ``field``, with the code that clients know."""
+        """Return the refusal for a client that sent the text in ``field``, with the error code that clients know."""
         return Refusal(400, f"{field}: {self}", "context_length_exceeded", field)
 
 

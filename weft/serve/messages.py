@@ -1,4 +1,4 @@
-"""Reads the messages of a live conversation: what clients send, and what this server has answered them before.
+"""Reads the messages of a live conversation: those of clients, and this server's earlier answers.
 
 Records to learn from are judged more strictly (:mod:`weft.data.chat.conversation`): a turn that is empty teaches
 nothing, but an answer can be empty.
@@ -23,9 +23,9 @@ _TEXTS["refusal"] = "refusal"
 
 
 def read_live(messages: Sequence[Any]) -> list[Message]:
-    """``messages`` as chat templates take them. Raises :class:`UsageError` for what is no message.
+    """Convert ``messages`` to the form of chat templates. Raises :class:`UsageError` for an invalid message.
 
-    Contents are texts. Arguments of calls are objects, or text where they are no object of JSON, as in calls that were
+    Contents become texts. Arguments of calls become objects, or text if they are no JSON object, as in calls that were
     cut.
     """
     return [
@@ -68,7 +68,9 @@ def _message(message: Any, number: int) -> Message:
 
 
 def content_text(content: Any, name: str) -> str:
-    """Return the text of a message's content, which may be parts. Raises :class:`UsageError` for what is no text."""
+    """Return the text of a message's content, which may consist of parts. Raises :class:`UsageError` for other
+    content.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -120,7 +122,7 @@ def _calls(calls: Any, name: str) -> list[Message]:
 
 
 def arguments_of(given: Any) -> Any:
-    """Arguments as an object, where they are one or the JSON of one, perhaps as text of text; else as they came."""
+    """Return arguments as an object if they are one or the JSON of one (perhaps encoded twice), else unchanged."""
     value = given
     for _ in range(3):
         if not isinstance(value, str):

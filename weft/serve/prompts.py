@@ -30,9 +30,9 @@ LARGEST_FORM = 2**18
 
 
 class ChatPrompt(NamedTuple):
-    """The ids of a conversation that a model is to go on with, and where its reasoning is, if it is to think.
+    """The ids of a conversation that a model continues, and the place of its reasoning, if it should reason.
 
-    ``idle``: what the request tells the template, which does not read it.
+    ``idle``: variables of the request that the template does not read.
     """
 
     ids: list[int]
@@ -171,7 +171,7 @@ class Prompts:
         )
 
     def _variables(self, asked: Conversing, source: str) -> dict[str, Any]:
-        """What the request tells the template, beside the conversation."""
+        """Return the variables of the request for the template, beside the conversation."""
         effort = asked.reasoning_effort
         variables: dict[str, Any] = (
             {} if effort is None else {"reasoning_effort": effort}

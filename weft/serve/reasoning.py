@@ -15,12 +15,14 @@ class Thoughts(NamedTuple):
 
 
 def thoughts_of(template: str) -> Thoughts | None:
-    """Return the tags that a chat template's text has; None if it does not know of reasoning."""
+    """Return the reasoning tags of a chat template; None if the template has none."""
     return next((Thoughts(*tags) for tags in TAGS if tags[1] in template), None)
 
 
 def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> bool:
-    """Return whether what follows ``prompt``, which ends with the answer's first words ``continued``, is reasoning."""
+    """Return whether the text after ``prompt``, which ends with the answer's first words ``continued``, is
+    reasoning.
+    """
     if continued:
         return continued.rfind(thoughts.opening) > continued.rfind(thoughts.closing)
     return prompt.rstrip().endswith(thoughts.opening)
@@ -36,7 +38,7 @@ class ReasoningFinder:
         self._shown = False
 
     def add(self, piece: str) -> tuple[str, str]:
-        """Add ``piece``; returns what is new of the reasoning and of the answer, as far as it is certain."""
+        """Add ``piece``; return the certain new parts of the reasoning and of the answer."""
         self._kept += piece
         if not self.inside and not self.over:
             self._begin()
@@ -44,12 +46,12 @@ class ReasoningFinder:
         return thought, self._release(len(self._kept)) if self.over else ""
 
     def end(self) -> tuple[str, str]:
-        """The text has ended: the rest of the reasoning, and of the answer."""
+        """End the text; return the rest of the reasoning, and of the answer."""
         rest, self._kept = self._kept, ""
         return (rest.rstrip(), "") if self.inside else ("", rest)
 
     def _begin(self) -> None:
-        """Whether the text begins with reasoning, if that can be told."""
+        """Decide whether the text begins with reasoning, if that is certain yet."""
         opening, text = self.thoughts.opening, self._kept.lstrip()
         if text.startswith(opening):
             self.inside, self._kept = True, text.removeprefix(opening)
@@ -73,7 +75,7 @@ class ReasoningFinder:
         return self._release(len(text[: len(text) - begun].rstrip()))
 
     def _release(self, count: int) -> str:
-        """Return the first ``count`` characters that are kept, without white space before the first that is shown."""
+        """Return the first ``count`` characters held back, without white space at the beginning of what is shown."""
         text, self._kept = self._kept[:count], self._kept[count:]
         text = text if self._shown else text.lstrip()
         self._shown = self._shown or bool(text)

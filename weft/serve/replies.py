@@ -181,7 +181,7 @@ class Replies:
 
 
 class TextOffsets:
-    """Where in a text each of its tokens begins, in characters."""
+    """Character offsets of a text's tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.writer, self.at = TextDecoder(tokenizer), 0

@@ -1,4 +1,4 @@
-"""Fields of requests: null means the default, what changes no answer is taken, and a refusal names its field."""
+"""Fields of requests: null means the default, values without effect are accepted, and a refusal names its field."""
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
@@ -80,10 +80,10 @@ class RequestFields(BaseModel):
 def take_idle(
     given: Mapping[str, Any], declared: Collection[str], more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What ``given`` says in ``declared`` fields, and the names of others that change no answer.
+    """Return the ``declared`` fields of ``given``, and the names of other fields that change no answer.
 
-    ``more``: the values of further fields with which they change none. Raises ValueError for a field that would change
-    it. Fields that nobody knows stay, to be refused with the rest.
+    ``more``: further fields, with the values that change no answer. Raises ValueError for another value of such a
+    field. Unknown fields are kept, to be refused with the rest.
     """
     rest, idle = dict[str, Any](), list[str]()
     known = HARMLESS | IDLE.keys() | more.keys()
@@ -112,7 +112,7 @@ def take_idle(
 def explained(
     error: ValidationError, given: Any, declared: Collection[str]
 ) -> tuple[str, str]:
-    """Which field of ``given`` is wrong, as a path with dots, and why."""
+    """Return which field of ``given`` is wrong, as a path with dots, and why."""
     first = error.errors(include_url=False)[0]
     path, why = _path(first["loc"], given), _why(first)
     field, colon, rest = why.partition(": ")
@@ -149,7 +149,7 @@ def _path(where: Sequence[int | str], given: Any) -> list[str]:
 
 
 def _why(error: ErrorDetails) -> str:
-    """What is wrong, in words for who sent it."""
+    """Explain the error in words for the sender of the request."""
     said, about = error["msg"], error.get("ctx", {})
     if error["type"] == "too_long":
         return f"at most {about['max_length']} are taken, not {about['actual_length']}"

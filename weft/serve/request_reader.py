@@ -1,4 +1,4 @@
-"""Reads the JSON of requests; what it is refused for is a field, and what is not needed of it is logged once."""
+"""Reads the JSON of requests. A refusal names the wrong field; unused fields are logged once."""
 
 import logging
 from typing import TypeVar
@@ -22,7 +22,7 @@ class RequestReader:
         self.logged: set[str] = set()
 
     def read(self, kind: type[Q], body: bytes) -> Q:
-        """Return the request of this kind in ``body``. Raises :class:`Refusal`, which names the field that is wrong."""
+        """Parse ``body`` as a request of this kind. Raises :class:`Refusal`, which names the wrong field."""
         try:
             given = from_json(body, allow_inf_nan=False)
         except ValueError as error:

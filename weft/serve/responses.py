@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's newer way to ask. A question is one of a chat; answers are items, streams events.
+"""``POST /v1/responses``: OpenAI's newer interface. A request becomes a chat; answers are items, streams are events.
 
 Nothing is kept between questions: whoever goes on with a conversation sends all of it.
 """
@@ -244,7 +244,7 @@ class ResponseReplies:
         yield self._of_item("output_item.added", item=item)
 
     def _end(self, status: str = "completed") -> Iterator[Schema]:
-        """Yield the last item, if there is one, has ended."""
+        """Yield the end event of the last item, if there is one."""
         if not self.output:
             return
         item = self.output[-1]

@@ -92,7 +92,7 @@ class Server:
         self.ending = False  # no answer is awaited any more
 
     def app(self, rules: GateRules | None = None) -> Any:
-        """Return the ASGI application for uvicorn, behind ``rules``; when it ends, so does the engine's thread."""
+        """Return the ASGI application for uvicorn, behind ``rules``. The engine's thread ends with the application."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -125,9 +125,7 @@ class Server:
         )
 
     def _weighing(self, app: Any) -> Any:
-        """Return the ASGI application ``app``, with the bytes of requests that are being answered counted in
-        ``held``.
-        """
+        """Wrap the ASGI application ``app``, and count the bytes of requests in progress in ``held``."""
 
         async def weighed(scope: Any, receive: Any, send: Any) -> None:
             own = 0
@@ -147,7 +145,7 @@ class Server:
         return weighed
 
     def _ending_quietly(self, app: Any) -> Any:
-        """Return the ASGI application ``app``, whose requests are given up without a traceback once the server ends."""
+        """Wrap the ASGI application ``app``, so that its requests end without a traceback once the server ends."""
 
         async def quiet(scope: Any, receive: Any, send: Any) -> None:
             began = False
@@ -206,7 +204,7 @@ class Server:
         return JSONResponse(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
-        """What clients can know of a model."""
+        """Return what clients may know about a model."""
         return {
             "id": name, "object": "model", "created": self.begun, "owned_by": "weft",
             "parent": None if name == self.name else self.name, "max_model_len": self.limit.tokens,
@@ -232,7 +230,7 @@ class Server:
         asked: CompletionRequest,
         prompts: Sequence[Sequence[int]],
     ) -> Response:
-        """Answer with the ``n`` likeliest texts of a search with as many beams, the best one first."""
+        """Answer with the ``n`` likeliest texts of a beam search with ``n`` beams, the best one first."""
         engine = self.service.engine
         self._check(asked, prompts, asked.n)
         if isinstance(engine.reader, Leader) or engine.drafter or self._adapter(asked):
@@ -339,7 +337,9 @@ class Server:
     def _most(
         self, field: str, asked: SamplingRequest, ids: Sequence[int], default: int
     ) -> int:
-        """Return how many tokens to write behind ``ids``: what is asked for, or ``default`` as far as there is room."""
+        """Return how many tokens to write after ``ids``: the requested number, or ``default`` as far as there
+        is room.
+        """
         limit = self.limit
         room = limit.tokens - len(ids)
         if asked.most is None and room > 0:
@@ -351,7 +351,7 @@ class Server:
         return most
 
     async def embeddings(self, request: Request) -> Response:
-        """Each text is computed alone, so that steps of answers can go on between them."""
+        """Answer with embeddings. Each text is computed alone, so that steps of answers can run in between."""
         asked = await self._question(request, EmbeddingRequest)
         if asked.model in self.adapters:
             raise refused_for(
@@ -484,7 +484,7 @@ class Server:
     def _check(
         self, asked: SamplingRequest, prompts: Sequence[Sequence[int]], n: int
     ) -> None:
-        """Refuse what the engine would refuse, with the name of the field."""
+        """Refuse a request that the engine would refuse, with the name of the field."""
         model, most = self.service.engine.model, self.service.most
         if any(not 0 <= i < model.shape.vocab for i in asked.logit_bias):
             said = f"a bias is for an id that the model does not have; it has {model.shape.vocab}"
@@ -507,7 +507,7 @@ class Server:
         return [*own, *asked.stop_token_ids]
 
     def _adapter(self, asked: SamplingRequest) -> str:
-        """Return the adapter that is asked; empty for the model itself."""
+        """Return the requested adapter; empty for the model itself."""
         return asked.model if asked.model in self.adapters and asked.model else ""
 
     async def _answer(
@@ -570,7 +570,7 @@ def refused_for(asked: Modelled, field: str, why: str) -> Refusal:
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """Answer with an error; of an unexpected one the server also writes down the traceback."""
+    """Answer with an error; for an unexpected error the server also logs the traceback."""
     refusal = refusal_of(error)
     headers = {"retry-after": "1"} if refusal.status == 429 else {}
     return JSONResponse(body_of(request, refusal), refusal.status, headers)

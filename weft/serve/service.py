@@ -74,7 +74,7 @@ class ServerEnding(WeftError):
 
 
 class Service:
-    """Takes on up to ``most`` answers at a time; others are refused, so that memory stays bounded."""
+    """Accepts up to ``most`` answers at a time and refuses others, so that memory stays bounded."""
 
     def __init__(self, engine: Engine, most: int = 1024) -> None:
         self.engine, self.most = engine, most
@@ -93,9 +93,9 @@ class Service:
     async def answers(
         self, requests: Sequence[AnswerRequest]
     ) -> AsyncIterator["Answers"]:
-        """The answers to ``requests``; those that have not ended when this context is left are cancelled.
+        """Submit ``requests`` and yield their answers; unfinished answers are cancelled at the end of the context.
 
-        Raises :class:`Busy`, and for any of the requests what :meth:`Engine.submit` raises.
+        Raises :class:`Busy`, and the errors of :meth:`Engine.submit` for any of the requests.
         """
         if self._cut:
             raise ServerEnding("the server ends; ask again later")
@@ -111,10 +111,9 @@ class Service:
                 await asyncio.shield(asyncio.ensure_future(self.call(answers.end)))
 
     async def search(self, begin: Callable[[], Search], width: int) -> list[Hypothesis]:
-        """Return the likeliest texts of the beam search that ``begin`` makes, of ``width`` beams, which is ended when
-        left.
+        """Return the likeliest texts of the beam search that ``begin`` creates, with ``width`` beams.
 
-        Raises :class:`Busy`, and what ``begin`` raises.
+        The search ends when the caller is cancelled. Raises :class:`Busy`, and the errors of ``begin``.
         """
         if self._cut:
             raise ServerEnding("the server ends; ask again later")
@@ -142,7 +141,7 @@ class Service:
         search.end()
 
     def _check_room(self, count: int) -> None:
-        """Raises :class:`Busy` if ``count`` more answers are too many. Called in the engine's thread."""
+        """Raise :class:`Busy` if ``count`` more answers are too many. Called in the engine's thread."""
         written = len(self._tell) + sum(search.width for search in self._searches)
         if written + count > self.most:
             raise Busy(

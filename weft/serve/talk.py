@@ -1,4 +1,4 @@
-"""A conversation in a terminal or a pipe: with a model of this machine, or with a server that OpenAI's clients know."""
+"""A conversation in a terminal or a pipe, with a model on this machine or with an OpenAI-compatible server."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def _read_line(terminal: bool) -> str | None:
 
 
 def _print_answer(pieces: Iterator[str], terminal: bool) -> str:
-    """Print an answer as it comes, and return it, or its beginning if Ctrl-C has stopped it."""
+    """Print an answer as it comes; return it, or its beginning if Ctrl-C has stopped it."""
     written, stopped = "", list[int]()
     handler = (lambda number, frame: stopped.append(number)) if terminal else None
     with _ctrl_c(handler):
@@ -111,7 +111,7 @@ def _print_answer(pieces: Iterator[str], terminal: bool) -> str:
 
 @contextmanager
 def _ctrl_c(handler: Callable[[int, FrameType | None], Any] | None) -> Iterator[None]:
-    """In here Ctrl-C calls ``handler``; None leaves it as it is."""
+    """Call ``handler`` on Ctrl-C in the context; None leaves Ctrl-C as it is."""
     if handler is None:
         yield
         return
@@ -176,7 +176,7 @@ def server_speaker(url: str, key: str, settings: dict[str, Any]) -> Speaker:
 
 
 def _reason(body: bytes) -> str:
-    """What an error of a server says, in one line."""
+    """Return the reason in a server's error body, in one line."""
     try:
         answer = json.loads(body)
         return " ".join(str(answer["error"]["message"]).split())

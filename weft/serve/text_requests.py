@@ -14,7 +14,9 @@ from weft.recipe import Generate
 
 
 class TextRequest(NamedTuple):
-    """A text to write: up to ``most`` tokens behind ``ids``, or to one of ``stops`` or of the strings ``until``."""
+    """A text to write after ``ids``: up to ``most`` tokens, or to one of the ids ``stops`` or of the strings
+    ``until``.
+    """
 
     ids: Sequence[int]
     most: int
@@ -55,7 +57,7 @@ def write_texts(
 def samples(
     where: Where, settings: Generate, warn: Callable[[str], None], ema: bool = False
 ) -> list[str]:
-    """Write what the model at ``where`` continues each prompt with, or with ``settings.chat`` its answers.
+    """Write the model's continuation of each prompt, or with ``settings.chat`` its answers. ``where`` names the model.
 
     ``ema``: use the moving averages of its parameters.
     """
