@@ -196,7 +196,7 @@ def test_train_report_generate_resume(
     )
     assert records["sample"][0]["samples"][0]["prompt"] == "ab"
     assert records["sample"][0]["samples"][0]["text"].strip() in out
-    assert (tmp_path / "run/report.html").stat().st_size > 1_000_000
+    assert (tmp_path / "run/plotly.min.js").stat().st_size > 1_000_000
     assert (
         "already holds something"
         in command("train", tiny, "--layout", "shard=2", "--out", "run")[2]

@@ -34,8 +34,8 @@ class Counting(DraftModel):
     ready = 0
 
     def propose(self, requests: Sequence[Generation]) -> None:
-        made = self._made.result() if self._made is not None else {}
-        self.ready += sum(tuple(one.ids) in made for one in requests)
+        guessed = self._ahead.result() if self._ahead is not None else {}
+        self.ready += sum(tuple(request.ids) in guessed for request in requests)
         super().propose(requests)
 
 

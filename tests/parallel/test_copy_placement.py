@@ -246,14 +246,14 @@ def moving_steps(
     layers = [m.copies for m in model.modules() if isinstance(m, Mixture)]
     losses, sent, moved, times, early, said = [], 0, 0, [0] * len(layers), 0, 0
 
-    def exchange(rows: torch.Tensor, *where: Any) -> torch.Tensor:
+    def start_exchange(rows: torch.Tensor, *where: Any) -> Any:
         nonlocal sent
         sent += rows.numel()
         return send(rows, *where)
 
-    send = moves.exchange
+    send = moves.start_exchange
     with (
-        mock.patch.object(moves, "exchange", exchange),
+        mock.patch.object(moves, "start_exchange", start_exchange),
         mock.patch.object(module, "REST", 1),
     ):
         for step in range(5):

@@ -97,12 +97,10 @@ class Pipeline:
             wire = Wire(group, self.mesh.device, self.timeout, self._spec)
             ranks_here = dist.get_process_group_ranks(group)
         # Parameters on several ranks of the pipeline (tied embedding, DualPipe): their gradients are summed over them.
-        sums = {
-            new_group([ranks_here[r] for r in ranks], "copies of a parameter"): sorted(
-                names
-            )
-            for ranks, names in sorted(shared.items())
-        }
+        sums = {}
+        for ranks, names in sorted(shared.items()):
+            group = new_group([ranks_here[r] for r in ranks], "copies of a parameter")
+            sums[group] = sorted(names)
         units: list[Unit] = [unit for _, unit in users]
         state = make([*units, Unit(whole)] if whole else units, sums)
         self.here = PipelineRank(
