@@ -39,7 +39,7 @@ VISIBLE_S = 5.0
 
 @dataclass
 class LevelStore:
-    """Level of a run: a place for a checkpoint every ``every`` steps, of which the newest ``keep`` stay.
+    """Level of a run: a place for a checkpoint every ``every`` steps, where the newest ``keep`` stay.
 
     ``taken``: names of the checkpoints in the place, so that a save need not list it. ``last``: the newest checkpoint;
     ``step``: its step, -1 if there is none. ``in_memory``: the place is a tmpfs of this host.

@@ -53,7 +53,8 @@ def plan_moves(
     needed: Sequence[Iterable[Box]],
     rank: int,
 ) -> Iterator[ElementMove]:
-    """Plan what ``rank`` sends and receives of a tensor of which rank ``r`` has ``held[r]`` and needs ``needed[r]``.
+    """Plan the sends and receives of ``rank`` for a tensor, when each rank ``r`` has ``held[r]`` and needs
+    ``needed[r]``.
 
     Raises :class:`WeftError` if the ranks together lack an element, or hold unequal parts that overlap.
     """

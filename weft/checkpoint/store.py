@@ -63,7 +63,7 @@ def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:
 
 
 def learned_length(checkpoint: StoredCheckpoint) -> int | None:
-    """Return ``data.seq_len`` of the run that saved a checkpoint if it started from random weights, else None."""
+    """Return the length of sequences in training; None if the checkpoint's run did not start from random weights."""
     recipe = checkpoint.meta.get("recipe", {})
     if "data" not in checkpoint.meta or recipe.get("model", {}).get("from"):
         return None

@@ -67,25 +67,36 @@ TopP = Annotated[float, typer.Option(max=1, help=_top_p)]
 
 Seed = Annotated[int, typer.Option(help="Seed of the random numbers.")]
 
-_ema = "Use the averages of the parameters that the run has kept (optimizer.ema)."
+_ema = (
+    "Use the moving averages of the parameters (optimizer.ema) that the run has kept."
+)
 Ema = Annotated[bool, typer.Option("--ema", help=_ema)]
 
-_weights = "float: as they are; int8 or int4: quantised, on the CPU, faster and a little less exact."
+_weights = (
+    "Type of the weights. float: as stored; int8 or int4: quantised, on the "
+    "CPU, faster and a little less exact."
+)
 Weights = Annotated[str, typer.Option(metavar="float|int8|int4", help=_weights)]
 
 _draft = (
-    "Guess what will be written, so that fewer passes are needed, and not one token changes: text (from the text "
-    "itself), texts (also from others'), or a small model with the same tokenizer."
+    "Speculative decoding: draft the next tokens so that fewer passes are "
+    "needed; the text stays the same. Drafts come from the text itself "
+    "(text), also from other texts (texts), or from a small model with the "
+    "same tokenizer."
 )
 Draft = Annotated[str, typer.Option("--draft", metavar="text|texts|MODEL", help=_draft)]
 
 _ahead = (
-    "With --draft MODEL: while its guesses are checked, the small model goes on behind this many other likely tokens "
-    "at each position, in a thread of its own (Mirror-SD)."
+    "With --draft MODEL: while drafts are checked, the small model continues "
+    "in its own thread from this many other likely tokens at each position "
+    "(Mirror-SD)."
 )
 Ahead = Annotated[int, typer.Option("--ahead", min=0, help=_ahead)]
 
-_plugin = "A module with techniques of yours (docs/reference/extension-kinds.md), which can then be named; repeatable."
+_plugin = (
+    "Import this module, which registers your own techniques "
+    "(docs/reference/extension-kinds.md); repeatable."
+)
 PluginModules = Annotated[
     list[str] | None, typer.Option("--plugin", metavar="MODULE", help=_plugin)
 ]

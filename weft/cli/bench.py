@@ -17,27 +17,39 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Choose how to serve a load.", no_args_is_help=True)
 
-_data = "random: ids, lengths as given. sharegpt: ids, lengths as people's talks have. custom: a JSONL file."
+_data = (
+    "random: random ids with the given lengths. sharegpt: random ids with "
+    "lengths as in people's conversations. custom: a JSONL file."
+)
 DatasetName = Annotated[str, typer.Option(help=_data)]
 DatasetPath = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Lines of JSON with prompt.")
+    Path | None,
+    typer.Option(metavar="FILE", help="With custom: JSON lines with the key prompt."),
 ]
-Requests = Annotated[int, typer.Option(min=1, help="Requests.")]
+Requests = Annotated[int, typer.Option(min=1, help="Number of requests.")]
 Rate = Annotated[
     float, typer.Option(min=1e-6, help="Requests per second; inf: all at once.")
 ]
-_burst = "How evenly: 1 as Poisson's, below 1 in bursts, above 1 more evenly."
+_burst = (
+    "How evenly requests arrive: 1 as a Poisson process, below 1 in bursts, "
+    "above 1 more evenly."
+)
 Burstiness = Annotated[float, typer.Option(min=1e-3, help=_burst)]
 InputLength = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
 OutputLength = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
-RangeRatio = Annotated[float, typer.Option(min=0, max=1, help="How far lengths vary.")]
+RangeRatio = Annotated[
+    float,
+    typer.Option(
+        min=0, max=1, help="Range of lengths around these numbers, as a share."
+    ),
+]
 PrefixLength = Annotated[
-    int, typer.Option(min=0, help="Tokens that all prompts begin with.")
+    int, typer.Option(min=0, help="Tokens of a common beginning of all prompts.")
 ]
 _limits = "Count the requests that meet all limits, in ms, e.g. --goodput ttft:500 --goodput tpot:50."
 Goodput = Annotated[list[str] | None, typer.Option(metavar="METRIC:MS", help=_limits)]
-Percentiles = Annotated[str, typer.Option(help="Percentiles of all times.")]
-Seed = Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")]
+Percentiles = Annotated[str, typer.Option(help="Percentiles of times to print.")]
+Seed = Annotated[int, typer.Option(help="Seed of lengths, prompts and arrivals.")]
 
 
 @app.command("policies")
@@ -55,13 +67,16 @@ def policies_command(
     goodput: Goodput = None,
     metric_percentiles: Percentiles = "50,90,99",
     timed: Annotated[
-        int, typer.Option(min=2, help="Requests whose steps are timed, three times.")
+        int,
+        typer.Option(
+            min=2, help="Number of requests whose steps are timed, three times."
+        ),
     ] = 6,
     requests: Annotated[
-        int, typer.Option(min=1, help="As weft serve has it: answers at the same time.")
+        int, typer.Option(min=1, help="Answers at the same time, as in weft serve.")
     ] = 64,
     cache: Annotated[
-        int, typer.Option(min=1, help="As weft serve has it: tokens of the cache.")
+        int, typer.Option(min=1, help="Tokens in the cache, as in weft serve.")
     ] = 65_536,
     weights: Weights = "float",
     plugin: PluginModules = None,

@@ -43,7 +43,8 @@ OneCheckpoint = Annotated[str, typer.Argument(metavar="PATH", help=_newest)]
 _all = "A run or a checkpoint: a folder or s3://bucket/prefix."
 AllCheckpoints = Annotated[str, typer.Argument(metavar="PATH", help=_all)]
 _pattern = typer.Argument(
-    metavar="PATTERN", help="Part of a name, or a pattern such as '*.norm'."
+    metavar="PATTERN",
+    help="Show only tensors with this part of a name, or pattern such as '*.norm'.",
 )
 
 
@@ -225,7 +226,7 @@ def diff_command(
 @app.command("merge")
 def merge_command(
     path: OneCheckpoint,
-    out: Annotated[str, typer.Option(help="The folder to make, or s3://...")],
+    out: Annotated[str, typer.Option(help="The new folder, or s3://...")],
 ) -> int:
     """Rewrite a checkpoint of many ranks as one of a single rank, verified and bit by bit the same."""
     from weft.checkpoint.address import open_storage
@@ -246,15 +247,26 @@ def prune_command(
         str, typer.Argument(metavar="RUN", help="A run folder, or s3://bucket/prefix.")
     ],
     last: Annotated[
-        int, typer.Option("--keep-last", min=1, metavar="N", help="Keep the newest N.")
+        int,
+        typer.Option(
+            "--keep-last", min=1, metavar="N", help="Keep the newest N checkpoints."
+        ),
     ],
     every: Annotated[
         int,
-        typer.Option("--keep-every", min=0, metavar="K", help="Keep every K steps."),
+        typer.Option(
+            "--keep-every", min=0, metavar="K", help="Keep a checkpoint every K steps."
+        ),
     ] = 0,
     best: Annotated[
         str | None,
-        typer.Option(metavar="METRIC", help="Keep the lowest, e.g. validation.loss."),
+        typer.Option(
+            metavar="METRIC",
+            help=(
+                "Keep the checkpoint with the lowest value of this metric, e.g. "
+                "validation.loss."
+            ),
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be deleted.")

@@ -12,30 +12,39 @@ _from = typer.Option(
     "--kind",
     "--from",
     metavar="KIND",
-    help="weft, hf, dcp, deepspeed, megatron or gguf; guessed if left out.",
+    help=(
+        "Format of SOURCE: weft, hf, dcp, deepspeed, megatron or gguf; guessed if"
+        " left out."
+    ),
 )
 _source = (
     "A checkpoint of Weft's or of another program, or an id of the Hugging Face hub."
 )
-_config = typer.Option(help="The model's config.json, if none lies beside SOURCE.")
+_config = typer.Option(help="The model's config.json, if SOURCE has none.")
 _upcycle = typer.Option(
     metavar="SETTINGS",
     help='Give a dense model experts: "experts=8,experts_per_token=2", of \\[model].',
 )
-_out = typer.Option(help="The folder to make; with --to weft also s3://...")
+_out = typer.Option(help="The new folder; with --to weft also s3://...")
 
 
 def convert_command(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=_source)],
     out: Annotated[str, _out],
     kind: Annotated[str | None, _from] = None,
-    to: Annotated[str, typer.Option(help="weft, hf, dcp or gguf.")] = "weft",
+    to: Annotated[
+        str, typer.Option(help="Format of OUT: weft, hf, dcp or gguf.")
+    ] = "weft",
     config: Annotated[Path | None, _config] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16 weights; else as stored."),
+        typer.Option(
+            help="Type of the weights: float32, bfloat16 or float16; by default as stored."
+        ),
     ] = None,
-    optimizer: Annotated[bool, typer.Option(help="Take optimizer state along.")] = True,
+    optimizer: Annotated[
+        bool, typer.Option(help="Convert the optimizer state too.")
+    ] = True,
     upcycle: Annotated[str | None, _upcycle] = None,
     plugin: PluginModules = None,
 ) -> int:

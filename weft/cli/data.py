@@ -17,9 +17,12 @@ def preview_command(
     recipe: RecipeFile,
     overrides: Overrides = None,
     data: DataPath = None,
-    samples: Annotated[int, typer.Option(min=1, help="Conversations to show.")] = 3,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Number of conversations to show.")
+    ] = 3,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write them as a page, too.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the conversations as a page, too."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:

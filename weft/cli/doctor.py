@@ -13,9 +13,7 @@ from weft.cli.console import print_table
 def doctor_command(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN", help="The folder of a run that goes on, or has ended."
-        ),
+        typer.Argument(metavar="RUN", help="The folder of a running or finished run."),
     ],
     as_json: AsJson = False,
 ) -> int:

@@ -13,7 +13,7 @@ from weft.cli.console import print_table, warn
 from weft.errors import UsageError
 
 _files = "Files of questions: JSON Lines or TOML (docs/how-to/evaluation.md)."
-_chat = "Prompts are what a user says: apply the chat template."
+_chat = "Treat prompts as a user's messages: apply the chat template."
 
 
 def eval_command(
@@ -21,7 +21,11 @@ def eval_command(
     checkpoint: Annotated[str, ModelName],
     chat: Annotated[bool, typer.Option("--chat", help=_chat)] = False,
     limit: Annotated[
-        int, typer.Option(min=0, help="The first so many questions of each; 0 for all.")
+        int,
+        typer.Option(
+            min=0,
+            help="Ask only this many questions from the start of each file; 0: all.",
+        ),
     ] = 0,
     ema: Ema = False,
     as_json: AsJson = False,

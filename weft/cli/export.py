@@ -10,28 +10,35 @@ from weft.cli.console import warn
 from weft.errors import UsageError, nearest
 from weft.new_folder import check_new
 
-_texts = "For a mixture of experts: texts of a task, whose choices of experts decide --keep and --place."
+_texts = (
+    "For a mixture of experts: texts of a task. The experts that these texts "
+    "choose decide --keep and --place."
+)
 _keep = "Keep only this many experts of each layer, those chosen most."
 _place = "Order the experts for this many ranks, so that most tokens stay on one rank."
 _level = "With --place: weight of equal loads against tokens that stay on a rank."
 
-_dtype = "float32, bfloat16 or float16 weights, with --format gguf also q8_0; else as those that the run started from."
+_dtype = (
+    "Type of the weights: float32, bfloat16 or float16, with --format gguf "
+    "also q8_0; by default that of the model from which the run started."
+)
 _format = "hf: a Hugging Face folder; gguf: a file for llama.cpp and Ollama (OUT.gguf, or a folder with it)."
 
 _push = (
-    "Upload what is written to this repository of the Hugging Face hub, "
-    "with the token of 'hf auth login' or HF_TOKEN."
+    "Upload the export to this repository of the Hugging Face hub, with the "
+    "token of 'hf auth login' or HF_TOKEN."
 )
-_public = "With --push: a repository that is made for it can be seen by everybody; else by you alone."
+_public = "With --push: make a new repository public; by default it is private."
 
 
 def export_command(
     checkpoint: Annotated[str, ModelName],
-    out: Annotated[Path, typer.Option(help="The folder (or .gguf file) to make.")],
+    out: Annotated[Path, typer.Option(help="The new folder (or .gguf file).")],
     merge: Annotated[
         bool,
         typer.Option(
-            "--merge", help="Merge an adapter into its model, and write that."
+            "--merge",
+            help="Merge an adapter into its model, and write the merged model.",
         ),
     ] = False,
     ema: Ema = False,

@@ -32,7 +32,10 @@ if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
     from weft.checkpoint.address import Where
     from weft.recipe import Recipe
 
-_chat = "The prompt is what a user says (or a .json file with messages): apply the chat template, print the answer."
+_chat = (
+    "Treat the prompt as a user's message (or a .json file with messages): "
+    "apply the chat template, print the answer."
+)
 
 _texts = "Number of texts for one prompt, sampled together; with --beams, the number of likeliest texts."
 Texts = Annotated[int, typer.Option(min=1, help=_texts)]
@@ -41,8 +44,9 @@ _beams = (
 )
 Beams = Annotated[int, typer.Option(min=0, help=_beams)]
 _answer = (
-    "With --texts: a majority vote on what this matches last in each text (its first group, if it has one). Texts that "
-    "cannot change the result any more are not finished."
+    "With --texts: take a majority vote on the last match of this pattern in "
+    "each text (on its first group, if it has one). Texts that can no longer "
+    "change the result are not finished."
 )
 _length = (
     "With --beams: how much long texts are favoured; 0: not at all (GNMT's alpha, 0.2)."
@@ -56,15 +60,18 @@ Prune = Annotated[float, typer.Option(min=0, help=_prune)]
 Answer = Annotated[str | None, typer.Option(metavar="REGEX", help=_answer)]
 _workers = "Number of texts that are written together, each of which sees the others as they grow (Hogwild)."
 Workers = Annotated[int, typer.Option(min=0, help=_workers)]
-_paths = "Write at the same time the paths into which the model itself splits its text (Multiverse models)."
+_paths = (
+    "Write the paths into which the model itself splits its text at the same "
+    "time (Multiverse models)."
+)
 Paths = Annotated[bool, typer.Option("--paths", help=_paths)]
 
-_rest = "Where a mixture's experts rest while they are not in use: a folder on a local disk, or host."
+_rest = "Where experts that are not in use rest: a folder on a local disk, or host."
 _resident = (
     "With --experts-in: the share of the experts kept in memory; half if left out."
 )
 
-_min_p = "Drop what is less likely than this share of the likeliest."
+_min_p = "Drop tokens that are less likely than this share of the likeliest token."
 
 #: Tokens of a step for each rank along cp: of long prompts as many as fill the processor well.
 CHUNK = 2048
@@ -80,18 +87,22 @@ def generate_command(
     system: Annotated[
         str | None, typer.Option(help="With --chat: the system message.")
     ] = None,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens to generate at most.")
-    ] = 120,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 120,
     temperature: Temperature = 0.8,
     top_k: Annotated[
-        int, typer.Option(min=0, help="Sample among this many; 0 means all.")
+        int,
+        typer.Option(min=0, help="Sample among this many most likely tokens; 0: all."),
     ] = 40,
     top_p: TopP = 1.0,
     min_p: Annotated[float, typer.Option(min=0, max=1, help=_min_p)] = 0.0,
     repetition: Annotated[
         float,
-        typer.Option(help="Above 1: makes tokens of the text so far less likely."),
+        typer.Option(
+            help=(
+                "Repetition penalty: above 1, tokens of the text so far become less "
+                "likely."
+            )
+        ),
     ] = 1.0,
     stop: Annotated[
         list[str] | None,

@@ -7,7 +7,10 @@ import typer
 
 from weft.errors import UsageError, WeftError
 
-_from = "Start from this recipe: one of weft recipes, or a file. Left out: ten settings of a small model."
+_from = (
+    "Start from this recipe: a name from weft recipes, or a file. Left out: "
+    "ten settings of a small model."
+)
 _all = "Add every other setting too, as a comment at its default."
 
 

@@ -28,10 +28,13 @@ Given = Annotated[
 ]
 _expose = "Let others connect to this port of this machine, under a name."
 _reach = "A port of this machine that leads to what a peer exposes."
-_key = "The file of this peer's private key, made if it is not there; else the key is new each time."
+_key = (
+    "A file with this peer's private key, created if it is missing. Left out:"
+    " a new key each time."
+)
 _ticket = typer.Argument(
     metavar="TICKET",
-    help="The ticket that weft peer invite has printed, or a file with it.",
+    help="The ticket that weft peer invite has printed, or a file that holds it.",
 )
 
 
@@ -39,7 +42,10 @@ _ticket = typer.Argument(
 def invite_command(
     relay: Annotated[
         str,
-        typer.Argument(metavar="HOST:PORT", help="Where a relay will be reachable."),
+        typer.Argument(
+            metavar="HOST:PORT",
+            help="The address at which the relay will be reachable.",
+        ),
     ],
 ) -> int:
     """Make an invitation, and the ticket of its relay. Both are secrets; the ticket is for the relay alone."""
@@ -55,7 +61,7 @@ def invite_command(
 def relay_command(
     ticket: Annotated[str, _ticket],
     bind: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Listen on this address alone.")
+        str, typer.Option(metavar="ADDRESS", help="Listen only on this address.")
     ] = "0.0.0.0",
 ) -> int:
     """Carry packets between peers that cannot reach each other, until stopped. It cannot read what is in them."""
@@ -81,7 +87,10 @@ def relay_command(
 def join_command(
     given: Given = None,
     name: Annotated[
-        str, typer.Option(help="What others call this peer; else this machine's name.")
+        str,
+        typer.Option(
+            help="This peer's name for others; by default this machine's name."
+        ),
     ] = "",
     share: Annotated[
         list[Path] | None,
@@ -161,9 +170,9 @@ def get_command(
             help="A shared folder or file, as weft peer status lists it.",
         ),
     ],
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Put it in there.")] = Path(
-        "."
-    ),
+    to: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Write the files into this folder.")
+    ] = Path("."),
     given: Given = None,
 ) -> int:
     """Fetch what peers share, block by block and verified; what is there already is not fetched again."""

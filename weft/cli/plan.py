@@ -24,9 +24,18 @@ if TYPE_CHECKING:
     from weft.rehearse.peak import Checked
     from weft.rehearse.trial import Measured
 
-_model = "A built-in shape (llama3-8b), a Weft recipe, or what model.from can name: a folder, a GGUF file, a hub id."
-_here = "What fits this machine by each way of training, how long it takes and why, from a block that is really run."
-_method = "With --here: one of full, lora, qlora, galore and zo; may be repeated. All if left out."
+_model = (
+    "A built-in shape (llama3-8b), a Weft recipe, or a model as in "
+    "model.from: a folder, a GGUF file, a hub id."
+)
+_here = (
+    "Show which methods of training fit this machine, how long they take and "
+    "why, by running one block of the model."
+)
+_method = (
+    "With --here: a method: full, lora, qlora, galore or zo; may be repeated."
+    " Left out: all."
+)
 _cluster = "A cluster file, or a preset with --gpus: a100, h100, h200, b200, gb200, mi300x, cpu."
 _pin = "A demand such as tp=8, 'tp<=8', pp=4 or recompute=full; may be repeated."
 _COLOURS = {
@@ -34,12 +43,28 @@ _COLOURS = {
     "pp": "bright_yellow", "dp": "cyan", "bubble": "bright_black", "optimizer": "magenta", "other": "white",
     "host": "green",
 }  # fmt: skip
-_check = "Run a step of our own modules on tensors without memory for the first K: what they hold."
-_own = "Rows that runs appended, or factors from bench/planner; runs/measured.csv if it is there."
+_check = (
+    "Check the memory of the first K layouts by a step of Weft's own modules "
+    "on tensors without memory."
+)
+_own = (
+    "Calibrate by this file: rows that runs appended, or factors from "
+    "bench/planner. Default: runs/measured.csv, if it exists."
+)
 _hottest = "How often the busiest expert of a layer is chosen, over the mean (weft report shows it)."
-_sweep = "Fields of \\[model] to try all values of, such as experts=64,128; may be repeated. One line per model."
-_generate = "One device writes, weights come from its host: PROMPTS of TOKENS, and NEW ones for each (1000x512+128)."
-_probe = "Really run K of the best on this machine for some steps each; the others' times are moved accordingly."
+_sweep = (
+    "Plan the model with each of these values of a field of \\[model], such as"
+    " experts=64,128; may be repeated. One line per model."
+)
+_generate = (
+    "Predict generation on one device with weights in its host's memory: "
+    "number of PROMPTS, TOKENS of each, and NEW tokens for each "
+    "(1000x512+128)."
+)
+_probe = (
+    "Run K of the best layouts on this machine for some steps each, and "
+    "correct the other times accordingly."
+)
 
 
 def plan_command(
@@ -52,39 +77,42 @@ def plan_command(
         list[str] | None, typer.Option(metavar="NAME", help=_method)
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --here: tokens to learn from.")
+        int | None, typer.Option(min=1, help="With --here: number of training tokens.")
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences per step over all devices.")
     ] = None,
     seq: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens per sequence; of a recipe: its own."),
+        typer.Option(min=1, help="Tokens per sequence; a recipe has its own."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Devices; else the cluster's count.")
+        int | None,
+        typer.Option(min=1, help="Number of devices; by default all of the cluster."),
     ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
-            help="bf16, fp8, fp4 or fp32 products; of a recipe: its own.",
+            help="Precision of products: bf16, fp8, fp4 or fp32; a recipe has its own.",
             show_default="bf16",
         ),
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="The class of program whose constants count.")
+        str, typer.Option(help="The class of training program whose constants apply.")
     ] = "weft",
     pin: Annotated[
         list[str] | None, typer.Option(metavar="FIELD=VALUE", help=_pin)
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 5,
+    top: Annotated[int, typer.Option(min=1, help="Number of layouts to show.")] = 5,
     recipe: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the first as a recipe.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the first layout as a recipe."),
     ] = None,
     html: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write a page: times, memory, timeline, why."
+            metavar="FILE",
+            help="Write a page with times, memory, timeline and reasons.",
         ),
     ] = None,
     check: Annotated[int, typer.Option(min=0, metavar="K", help=_check)] = 0,

@@ -21,7 +21,7 @@ def probe_command(
         int, typer.Option(min=1, help="Measure with 1, 2, 4 ... up to this many ranks.")
     ] = 4,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer sizes and repetitions.")
+        bool, typer.Option("--quick", help="Measure fewer sizes and repetitions.")
     ] = False,
     folder: Annotated[
         Path, typer.Option(metavar="DIR", help="A folder on the disk to measure.")

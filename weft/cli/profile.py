@@ -11,7 +11,10 @@ from weft.cli.arguments import AsJson, ModelName
 from weft.cli.console import print_table, warn
 from weft.errors import UsageError
 
-_traces = "Traces of torch.profiler (export_chrome_trace); several are of growing batch sizes."
+_traces = (
+    "Traces of torch.profiler (export_chrome_trace); give several in the "
+    "order of growing batch sizes."
+)
 _batches = "Batch sizes to record, separated by commas."
 
 
@@ -26,7 +29,7 @@ def profile_command(
         int, typer.Option(min=1, help="Tokens to generate for each text.")
     ] = 16,
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where new traces go.")
+        Path, typer.Option(metavar="FOLDER", help="The folder for new traces.")
     ] = Path("traces"),
     as_json: AsJson = False,
 ) -> int:

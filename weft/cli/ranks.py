@@ -59,7 +59,7 @@ def list_command(run: RunFolder, json: AsJson = False) -> None:
 def add_command(
     run: RunFolder,
     ranks: Annotated[
-        int, typer.Option(min=1, help="So many processes of this machine.")
+        int, typer.Option(min=1, help="Number of ranks to start on this machine.")
     ] = 1,
 ) -> int:
     """Add ranks to a run, and stay until they have ended. On another machine RUN must be the same folder.

@@ -10,8 +10,8 @@ from weft.cli.console import print_table
 from weft.recipe.shipped import recipe_headline, shipped_recipes
 
 _schema = (
-    "Print the JSON schema of recipes instead, by which editors complete and check them; name it in a recipe's "
-    "first line: #:schema FILE"
+    "Print the JSON schema of recipes instead, with which editors complete "
+    "and check recipes. Name it in a recipe's first line: #:schema FILE"
 )
 
 

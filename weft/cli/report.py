@@ -13,7 +13,9 @@ def report_command(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write; report.html or compare.html in RUN."),
+        typer.Option(
+            help="The page's file; by default report.html or compare.html in RUN."
+        ),
     ] = None,
 ) -> int:
     """Write the report of a run, or of several side by side: one HTML page that works offline."""

@@ -7,14 +7,19 @@ import typer
 
 from weft.cli.arguments import AsJson
 
-_exchange = "Tokens of a microbatch to experts of other ranks and back, in all layers of a rank; as much in backward."
+_exchange = (
+    "Time to send a microbatch's tokens to experts of other ranks and back, "
+    "in all layers of a rank; backward takes as long."
+)
 _ms = "{} of a microbatch on a rank, all its stages."
 
 
 def schedule_command(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="e.g. 1f1b; without it, all are listed."),
+        typer.Argument(
+            metavar="NAME", help="A schedule, e.g. 1f1b; left out: list all."
+        ),
     ] = None,
     stages: Annotated[int, typer.Option(min=1, help="Pipeline ranks, P.")] = 4,
     microbatches: Annotated[
@@ -33,15 +38,20 @@ def schedule_command(
         float, typer.Option(min=0, metavar="MS", help=_ms.format("Weight gradient"))
     ] = 1.0,
     comm: Annotated[
-        float, typer.Option(min=0, metavar="MS", help="A move between two ranks.")
+        float,
+        typer.Option(min=0, metavar="MS", help="Time of a transfer between two ranks."),
     ] = 0.0,
     exchange: Annotated[float, typer.Option(min=0, metavar="MS", help=_exchange)] = 0.0,
     layers: Annotated[
         int, typer.Option(min=1, help="With --exchange: layers with experts per stage.")
     ] = 2,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it.")] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the schedule as a picture."),
+    ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw it as a page to explore.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the schedule as an interactive page."),
     ] = None,
     trace: Annotated[
         Path | None,

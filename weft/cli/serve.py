@@ -31,23 +31,41 @@ if TYPE_CHECKING:
     from weft.serve.service import Service
 
 _hosts = (
-    "A name by which clients reach this server, or *.example.com, or *; may be repeated. On 127.0.0.1 only localhost "
-    "and its like are let in without it, elsewhere every name."
+    "A name by which clients reach this server, or *.example.com, or *; may "
+    "be repeated. Left out: on 127.0.0.1 only names of this machine such as "
+    "localhost are accepted, elsewhere every name."
 )
-_context = "Tokens of a prompt and its answer at most; 0: as the model's config.json says, if it has one."
-_cors = "An origin such as https://chat.example.com whose pages may ask, or *; may be repeated. Without it none may."
-_connections = "Connections at a time; the idlest one makes way for a further one."
+_context = (
+    "Most tokens of a prompt and its answer together; 0: the limit in the "
+    "model's config.json, if it has one."
+)
+_cors = (
+    "An origin such as https://chat.example.com whose pages may send "
+    "requests, or *; may be repeated. Left out: none."
+)
+_connections = (
+    "Most connections at a time; the connection that is idle longest makes "
+    "way for a new one."
+)
 _adapters = (
-    "A folder of adapters as PEFT writes them: each is a model by its folder's name."
+    "A folder of adapters in PEFT's format; each is served as a model with "
+    "its folder's name."
 )
-_keys = "A file with a key per line: requests without one are refused. Prefixes are shared among requests of one key."
-_template = "A Jinja file with the chat template, instead of the model's own; tools need one that shows them."
+_keys = (
+    "A file with one API key per line; requests without a key are refused. "
+    "Cached prefixes are shared only among requests with the same key."
+)
+_template = (
+    "A Jinja file with the chat template, instead of the model's own. Tools "
+    "need a template that shows them to the model."
+)
 _policy = (
-    "Who goes first in a step. exact-fill: new tokens, then prompts, cut where the budget ends; chunked:N: new tokens "
-    "and at most N of one prompt; prompts-first: prompts, then new tokens."
+    "Which tokens a step computes first. exact-fill: new tokens, then "
+    "prompts, cut where the budget ends; chunked:N: new tokens and at most N "
+    "of one prompt; prompts-first: prompts, then new tokens."
 )
 _invariant = (
-    "Log-probabilities do not depend on other requests, to the last bit; slower."
+    "Make log-probabilities independent of other requests, to the last bit; slower."
 )
 
 #: The share of the free memory that the cache may fill.
@@ -57,26 +75,34 @@ SHARE = 0.4
 def serve_command(
     checkpoint: Annotated[str, ModelName],
     host: Annotated[
-        str, typer.Option(help="Where to listen; 0.0.0.0 for all networks.")
+        str, typer.Option(help="The address to listen on; 0.0.0.0 for all networks.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="0 takes one that is free.")
+        int,
+        typer.Option(min=0, max=65535, help="The port to listen on; 0: any free port."),
     ] = 8000,
     api_key: Annotated[Path | None, typer.Option(metavar="FILE", help=_keys)] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="The model's name for clients; by default its own."),
+        typer.Option(
+            help="The model's name for clients; by default the model's own name."
+        ),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=1, help="Answers that are written at the same time.")
+        int, typer.Option(min=1, help="Most answers that are written at the same time.")
     ] = 64,
     waiting: Annotated[
         int,
-        typer.Option(min=0, help="Answers that may wait; more are refused with 429."),
+        typer.Option(
+            min=0,
+            help="Most answers that may wait; further requests are refused with 429.",
+        ),
     ] = 960,
     budget: Annotated[
         int,
-        typer.Option(min=1, help="Tokens per step; longer prompts are read in pieces."),
+        typer.Option(
+            min=1, help="Most tokens per step; longer prompts are read in pieces."
+        ),
     ] = 512,
     policy: Annotated[
         str, typer.Option(metavar="exact-fill|chunked:N|prompts-first", help=_policy)
@@ -85,11 +111,13 @@ def serve_command(
         int, typer.Option(min=0, help="Tokens in the cache; 0: by the free memory.")
     ] = 0,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of an answer if a request does not say.")
+        int,
+        typer.Option(
+            min=1, help="Most tokens of an answer, if a request sets no limit."
+        ),
     ] = 1024,
     drain: Annotated[
-        int,
-        typer.Option(min=0, help="Seconds that answers have to finish after Ctrl-C."),
+        int, typer.Option(min=0, help="Seconds for answers to finish after Ctrl-C.")
     ] = 30,
     adapters: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help=_adapters)

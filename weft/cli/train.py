@@ -20,13 +20,22 @@ if TYPE_CHECKING:  # `weft --help` does not wait for what reads a recipe
     from weft.train.training import Outcome
 
 
-_ranks = "Ranks for a recipe without a layout, which the planner then chooses; else one per GPU, or one."
-_probe_file = "From weft probe: the planner chooses by it, and also how many ranks."
+_ranks = (
+    "Number of ranks for a recipe without a layout; the planner chooses the "
+    "layout. Default: one per GPU, or one."
+)
+_probe_file = (
+    "A cluster file from weft probe, by which the planner chooses the layout "
+    "and the number of ranks."
+)
 _resume = typer.Option(
     metavar="auto|DIR|s3://...|peer://...",
     help="Continue a run or checkpoint, under any layout.",
 )
-_sweep_help = "A run for each of these values, one after the other; several --sweep multiply (docs/how-to/sweeps.md)."
+_sweep_help = (
+    "Run once for each of these values, one after the other; several --sweep "
+    "options multiply (docs/how-to/sweeps.md)."
+)
 _sweep = typer.Option("--sweep", metavar="SECTION.KEY=A,B", help=_sweep_help)
 
 

@@ -35,13 +35,14 @@ def verify_command(
         int | None,
         typer.Option("--random", min=1, help="Try this many random layouts instead."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="With --random: chooses the cases.")] = 0,
+    seed: Annotated[int, typer.Option(help="With --random: seed of the cases.")] = 0,
     first: Annotated[
         int,
-        typer.Option(min=0, help="With --random: start at this case of a campaign."),
+        typer.Option(min=0, help="With --random: start at the case with this number."),
     ] = 0,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="With --random: stop after this time.")
+        float | None,
+        typer.Option(min=0, help="With --random: stop after this many minutes."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:

@@ -39,11 +39,11 @@ class PassGroup:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of neighbouring documents, of which the first is the preferred answer: arrays ``[pairs]``.
+    """Pairs of neighbouring documents: the first one is the preferred answer. Fields are arrays ``[pairs]``.
 
-    ``number``: int64, number among all pairs of the run. ``weight``: float64, weight of the pair's loss. ``margin``:
-    by how much the first answer should be ahead. ``reference`` ``[pairs, 2]``: log-probabilities of both answers by
-    the reference model, zeros where there is none.
+    ``number``: int64, number among all pairs of the run. ``weight``: float64, weight of the pair's loss. ``margin``: by
+    how much the first answer should be ahead. ``reference`` ``[pairs, 2]``: log-probabilities of both answers by the
+    reference model, zeros without one.
     """
 
     number: np.ndarray

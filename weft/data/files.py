@@ -67,7 +67,7 @@ def source_files(source: Source) -> list[Path]:
 
 
 def select_files(source: Source) -> Selection:
-    """Select the files of ``source``. Raises :class:`WeftError` if there are none."""
+    """Select the files of ``source``. Raises :class:`WeftError` if no file matches."""
     stdlib = source.path is None
     path = Path(
         sysconfig.get_paths()["stdlib"] if stdlib else source.path or ""

@@ -43,7 +43,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """Question with its possible ``answers``, of which number ``right`` is right.
+    """A question with possible ``answers``; number ``right`` is the right one.
 
     A single answer is to be written by the model itself. ``place``: file and line, for errors.
     """

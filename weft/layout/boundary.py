@@ -75,7 +75,7 @@ def own(weight: T, start: int, stop: int, mesh: Mesh) -> T:
 
 
 def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
-    """Turn ``x`` into a pending sum over all axes in which nothing is counted twice.
+    """Turn ``x`` into a pending sum over all axes that counts nothing twice.
 
     ``types``: the type of ``x`` per axis. Where ranks hold the same value (R or I), all but the first contribute zero.
     """
@@ -147,7 +147,7 @@ def own_number(value: float, mesh: Mesh, **types: Kind) -> T:
 
 
 def own_share(value: float, mesh: Mesh, **types: Kind) -> T:
-    """Make this rank's share of a sum over all ranks: a pending float64 scalar in which nothing is counted twice."""
+    """Return this rank's share of a sum over all ranks: a pending float64 scalar that counts nothing twice."""
     return share_of_sum(own_number(value, mesh, **types), mesh, **types)
 
 

@@ -1,4 +1,4 @@
-"""A layout: how many ranks stand along each mesh axis, and which named dimension each axis cuts."""
+"""A layout: the number of ranks along each mesh axis, and the named dimension that each axis cuts."""
 
 import re
 from collections.abc import Iterator
@@ -260,7 +260,7 @@ class Layout(Section):
         )
 
     def folds(self, count: int) -> bool:
-        """Return whether ``count`` divides the data ranks, and cuts those that share the state evenly."""
+        """Return whether ``count`` divides the data ranks, and divides the ranks that share the state evenly."""
         state, data = self.size("shard", "cp"), self.size("dp", "shard", "cp")
         return data % count == 0 and (state % count == 0 or count % state == 0)
 

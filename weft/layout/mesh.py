@@ -1,4 +1,4 @@
-"""The mesh: which rank stands where, and the process group of every axis."""
+"""The mesh: the position of each rank, and the process group of every axis."""
 
 from __future__ import annotations
 

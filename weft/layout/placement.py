@@ -1,4 +1,4 @@
-"""The one cutting rule: where every rank stands and what it holds of a parameter, as arithmetic on a layout.
+"""The one cutting rule: the position of every rank and its part of a parameter, as arithmetic on a layout.
 
 Nothing here needs a process group. A parameter's :class:`Logical` and a rank's :class:`Place` determine everything that
 other code asks: the part that the rank holds, the other holders, whether it counts in the norm, and who writes it.
@@ -119,7 +119,7 @@ class Place:
         return tuple(box)
 
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
-        """Return what this rank holds as state: some rows of its part of ``logical``.
+        """Return the rows of ``logical`` that this rank holds as state: a range of the rows with which it computes.
 
         ``stages``: the coordinates along ``pp`` of all ranks that compute with the same part (a tied embedding's, say).
         """

@@ -99,8 +99,8 @@ class Rooms:
 
 
 class SavedStorage:
-    """A storage that ``run`` has saved. ``here``: its bytes on the device, if they are there; ``start``: its place in
-    the room.
+    """A storage that ``run`` has saved. ``here``: its bytes, if they are on the device; ``start``: its place in the
+    room.
 
     Only tensors that autograd has saved refer to it, so that backward frees its memory.
     """
@@ -453,7 +453,7 @@ def move_piece(
     move: Callable[[T, int], None], piece: T, start: int, ready: torch.cuda.Event | None,
     stream: torch.cuda.Stream | None, moved: list[tuple[float, float, int]],
 ) -> None:  # fmt: skip
-    """In a thread: move a piece on ``stream``, beside the computation, once the device has reached ``ready``."""
+    """Move a piece on ``stream``, beside the computation, once the device has reached ``ready``. Runs in a thread."""
     if ready is not None:
         ready.synchronize()
     begun = time.perf_counter()

@@ -75,7 +75,7 @@ class OnDevice:
         """Keep all tried changes for good."""
 
     def undo(self) -> None:
-        """Take back all changes that have been tried since :meth:`stand`."""
+        """Take back all tried changes since :meth:`stand`."""
 
     def settle(self) -> None:
         """Wait for all transfers."""

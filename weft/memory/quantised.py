@@ -40,7 +40,7 @@ def linear_map(bits: int) -> T:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks with a scale each into which the last dimension of a logical tensor falls, ``length`` long.
+    """The blocks, ``length`` long and with a scale each, that divide the last dimension of a logical tensor.
 
     A part of the tensor begins at ``start``. Blocks are counted from the beginning of the logical tensor.
     """

@@ -139,7 +139,7 @@ class RestingGroup:
         return self.leaving is None or self.leaving.done
 
     def let_go(self) -> None:
-        """Wait for the write back, and return a buffer that is not in use to the pool."""
+        """Wait until the tensors are written back, and return their buffer to the pool if it is not in use."""
         if self.leaving is not None:
             self.leaving.wait()
         self.leaving = None
@@ -187,11 +187,10 @@ def _let_all_leave(tiers: "weakref.ref[Tiers]") -> None:
 class Tiers(OnDevice):
     """Tensors that rest outside the memory in which they are used, by owner (a unit of the state) and kind.
 
-    ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); kinds that are not named
-    are on the device. ``folder``: where every rank has a file; ``timeout``: seconds for one transfer; ``room``: bytes
-    of weights that may stay for a later use, beside those that a step needs in any case. Owners are updated in the same
-    order in every step, so that from the second step on the next owner's tensors are read while those of one are in
-    use.
+    ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); other kinds are on the
+    device. ``folder``: where every rank has a file; ``timeout``: seconds for one transfer; ``room``: bytes of weights
+    that may stay for a later use, beside those that a step always needs. Owners are updated in the same order in every
+    step, so that from the second step on the next owner's tensors are read while the present owner's are in use.
     """
 
     def __init__(
@@ -337,7 +336,7 @@ class Tiers(OnDevice):
         self.tried.clear()
 
     def undo(self) -> None:
-        """Take back all changes that have been tried since :meth:`stand`."""
+        """Take back all tried changes since :meth:`stand`."""
         while self.tried:
             group = self.tried.pop()
             group.settle()

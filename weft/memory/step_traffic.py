@@ -41,8 +41,8 @@ def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
 
 
 def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
-    """Choose ``waiting`` units that wait, at even distances, of those that may be early. The first unit is early if any
-    is.
+    """Choose ``waiting`` of the units that may be early to wait, at even distances. The first unit is early if
+    any is.
     """
     places = [i for i, unit in enumerate(sizes) if unit.free]
     wait = {places[(2 * i + 1) * len(places) // (2 * waiting)] for i in range(waiting)}

@@ -56,7 +56,7 @@ class Dispatcher(Protocol):
 
 
 class Lender(Protocol):
-    """Gives a rank the weights of other ranks' experts, for the rows after those of its own experts."""
+    """Lends a rank the weights of other ranks' experts, for the rows after those of its own experts."""
 
     def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
         """Begin to fetch more rows of each of these stacks ``[experts, ...]``; calling the result waits for them."""
@@ -77,7 +77,7 @@ class EarlyMixture(NamedTuple):
 class LocalExperts:
     """Dispatcher for experts ``here`` on this rank: rows only change their order.
 
-    ``others``: choices may name experts elsewhere, or be dropped; they add nothing to the sums.
+    ``others``: choices may name experts of other ranks, or be dropped. Such choices add nothing to the sums.
     """
 
     def __init__(self, here: range, others: bool = False) -> None:
@@ -416,7 +416,7 @@ class _FeedForwards(torch.autograd.Function):
 
 
 class Experts(Module):
-    """A stack of feed-forwards of width ``expert_ffn``, of which this rank computes its own."""
+    """A stack of feed-forwards of width ``expert_ffn``; this rank computes its own part of the stack."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
         super().__init__(mesh, table, path)

@@ -17,7 +17,7 @@ Steps = Generator[None, None, T]
 
 
 class GraphPart:
-    """The graph of a part. ``read``: its results that later parts read, each with the leaf that stands for it."""
+    """The graph of a part. ``read``: results that later parts read, each with the leaf that stands for it."""
 
     def __init__(self) -> None:
         self.read: list[tuple[T, T]] = []

@@ -1,4 +1,4 @@
-"""Hooks that the passes of a model call, and the stages that run a model of which only some are here."""
+"""Hooks that the passes of a model call, and the stages of a model that is partly on this rank."""
 
 from __future__ import annotations
 

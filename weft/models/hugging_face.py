@@ -122,7 +122,7 @@ class HuggingFaceFolder:
             ) from None
 
     def find(self, name: str, shape: Sequence[int]) -> Any:
-        """Return a tensor of this shape, of which nothing is read yet. Raises :class:`WeftError` if there is none."""
+        """Return a tensor of this shape without reading its data. Raises :class:`WeftError` if there is none."""
         if name not in self.files or name not in self.reader(self.files[name]).keys():  # noqa: SIM118 (no dictionary)
             hint = (
                 "set model.tied = true"

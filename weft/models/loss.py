@@ -68,7 +68,7 @@ class SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
-        """A loss of logits, summed over tokens and the ranks of ``group``."""
+        """Compute a loss of logits, summed over tokens and the ranks of ``group``."""
         of_tokens = [labels] if counts is None else [labels, counts]
         total = rules.einsum(
             f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens
@@ -153,7 +153,7 @@ def labelled_rows(labels: T) -> T | None:
 
 
 def merge(lse: T, target: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the global log-sum-exp and target logit from those of each vocabulary share, each ``[chunk, 1]``."""
+    """Merge the log-sum-exps and target logits of the vocabulary's shares, each ``[chunk, 1]``."""
     if group is None:
         return [lse, target]
     both = from_shares(torch.cat((lse, target), dim=1), group)

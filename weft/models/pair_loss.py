@@ -1,4 +1,4 @@
-"""The interface of losses of pairs of answers, of which one is preferred."""
+"""The interface of losses on pairs of answers, one of which is preferred."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class PairLoss:
         raise NotImplementedError
 
     def smoothed(self, gap: T) -> T:
-        """Return the logistic loss of comparisons, a share ``loss.label_smoothing`` of which is the wrong way round."""
+        """Return the logistic loss of comparisons; a share ``loss.label_smoothing`` of them counts in the other
+        direction.
+        """
         from torch.nn.functional import logsigmoid
 
         wrong = self.settings.label_smoothing

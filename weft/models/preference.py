@@ -1,4 +1,4 @@
-"""Losses of pairs of answers, of which one is preferred: by their log-probabilities, or by a reward model's scores.
+"""Losses on pairs of answers, one of which is preferred, by log-probabilities or by a reward model's scores.
 
 Every loss is a function of one number per answer, a sum over its tokens. :func:`pair_losses` computes the sums,
 wherever the tokens are, and returns the loss and its derivative by each token's number. The rest is an ordinary

@@ -30,7 +30,7 @@ TILE_OUT, EXACT = 256, 1024
 
 
 class Packed(nn.Module):
-    """A weight ``[out, in]`` in the order in which oneDNN's kernel reads it, in its own precision."""
+    """A weight ``[out, in]`` stored in the order that oneDNN's kernel reads, in its own precision."""
 
     def __init__(self, weight: T) -> None:
         super().__init__()
@@ -50,7 +50,9 @@ class Packed(nn.Module):
 
 
 class KernelOfBytes:
-    """oneDNN's product of bytes, each of which means its value less 128, and signed bytes ``[out, in]``."""
+    """oneDNN's product of unsigned bytes, each of which stands for its value minus 128, and signed bytes
+    ``[out, in]``.
+    """
 
     def __init__(self, codes: T) -> None:
         self.codes = onednn.qlinear_prepack(codes, None)

@@ -1,4 +1,4 @@
-"""Modules of projections, some of which run as one product. Adapters of weights are in :mod:`weft.models.adapters`."""
+"""Modules of projections; some run as one product. Adapters of weights are in :mod:`weft.models.adapters`."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Attention of texts to prefixes of other texts beside their own tokens, at whatever positions they see them.
+"""Attention of texts to prefixes of other texts beside their own tokens, at any positions.
 
 A text sees tiles: the first tokens in blocks of other texts. Keys are never copied or rotated again. Where a text sees
 a tile at other positions than those of its keys, the queries are rotated by the difference, once for all tokens of the
@@ -31,7 +31,7 @@ class PrefixReaders(NamedTuple):
 
 
 class PrefixGroup(NamedTuple):
-    """Spans that see other texts, one after the other, and all tiles that any of them sees."""
+    """Spans that see other texts, one after the other, and all tiles that any of the spans sees."""
 
     spans: Sequence[Span]
     rows: T  # [queries], places in the packed row

@@ -24,10 +24,9 @@ def seeded_values(seed: int) -> Values:
 
 
 def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
-    """Return the values of ``shape``, whose weights are those of ``base`` and whose adapter is new; without adapter,
-    ``base``.
+    """Return the values of ``shape``: the weights of ``base``, and a new adapter if the shape has one.
 
-    All values are functions of logical tensors, so that every layout begins with the same.
+    All values are functions of logical tensors, so that every layout begins with the same values.
     """
     if shape.adapter is None:
         return base

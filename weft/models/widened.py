@@ -108,7 +108,7 @@ def _times_rows(left: T, b: T, plus: T | None, out: T) -> None:
 
 
 def widened(*xs: T) -> tuple[T, ...]:
-    """Return ``xs`` in the precision in which they are multiplied: float32 where that is faster."""
+    """Convert ``xs`` to the precision in which they are multiplied: float32 where that is faster."""
     return tuple(x.float() if is_widened(x) else x for x in xs)
 
 

@@ -1,4 +1,4 @@
-"""Updates of a state that rests on the host, some units of which the device updates meanwhile.
+"""Updates of a state that rests on the host, while the device updates some of its units.
 
 :mod:`weft.schedule.alternate` makes the table of which unit is updated where, and in what order. Here the table runs:
 every lane is a thread with a stream of its own, and waits for the actions that its actions depend on.

@@ -179,9 +179,10 @@ def freeze(
     narrow: torch.dtype | None,
     kept: Container[str],
 ) -> None:
-    """Give parameters their types, and freeze those that do not learn.
+    """Set the types of parameters, and freeze those that do not learn.
 
-    Frozen ones, but for those in ``kept``, are in the type ``narrow``: no small updates could get lost.
+    Frozen parameters, except those in ``kept``, get the type ``narrow``, as they have no small updates that could get
+    lost.
     """
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
     for name, parameter in model.named_parameters():
@@ -233,7 +234,7 @@ def untrained_values(shape: ModelShape, seed: int) -> Values:
 
 
 def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) -> None:
-    """Move the parameters of a model from the meta device to ``device``, and give memory to those in ``kept`` only.
+    """Move a model's parameters from the meta device to ``device``, and allocate memory only for those in ``kept``.
 
     Module by module: a model whose state rests in files may not fit in memory even for a moment.
     """
@@ -245,7 +246,7 @@ def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) 
 
 
 def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:
-    """Connect attention and experts of the blocks over the ranks of ``mesh``, and set what the blocks recompute."""
+    """Connect attention and experts of the blocks over the ranks of ``mesh``, and choose what the blocks recompute."""
     if mesh.layout.ep > 1:
         from weft.parallel.experts.connect import connect_experts
 

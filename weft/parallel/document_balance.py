@@ -1,4 +1,4 @@
-"""Plans for the documents of a step: which ranks compute which documents, in which passes (hybrid data parallelism).
+"""Plans which ranks compute which documents of a step, in which passes (hybrid data parallelism).
 
 Short documents stay on single ranks, long ones get a group of ranks for one pass, and ranks run unequal numbers of
 passes; the loss is divided by the real tokens of the step, so the result is that of any other packing. Plans balance
@@ -54,7 +54,7 @@ class PlanError(WeftError):
 
 
 def costs_of(model: ModelShape) -> DocumentTimes:
-    """Return a model's times in floating-point operations, forward and backward, in which scores are recomputed."""
+    """Return a model's floating-point operations per document, forward and backward, with scores recomputed."""
     shape = shape_of(model)
     full = shape.layers * (1 - shape.linear)  # layers whose attention is quadratic
     linear = 6 * (shape.layers * shape.active_weights + shape.table)

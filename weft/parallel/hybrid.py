@@ -44,7 +44,7 @@ class HybridAttention:
 
 
 def share_pass(model: Transformer, group: PassGroup | None) -> None:
-    """Set the ranks that attention crosses from now on; None: those of the layout."""
+    """Set the ranks over which attention runs from now on; None: those of the layout."""
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if isinstance(block.attention.attend, HybridAttention):

@@ -94,7 +94,7 @@ class LayerPass:
 def layer_ops(
     begin: Callable[[Action, Sequence[T]], LayerPass], table: Table, rank: int
 ) -> dict[str, Op]:
-    """Return the operations that run the parts of passes; ``begin`` makes the pass of a microbatch through a layer.
+    """Return the operations that run the parts of passes; ``begin`` creates the pass of a microbatch through a layer.
 
     The pass itself stands for every value but those that leave the rank.
     """

@@ -1,4 +1,4 @@
-"""Pages of a cache whose tokens are spread over ranks, all of which attend: for texts too long for one rank.
+"""Cache pages whose tokens are spread over ranks that all attend, for texts too long for one rank.
 
 The token at a position is computed and cached by the rank whose number is the position modulo the ranks (Striped
 Attention, Brandon et al. 2023, 2311.09431). So every block lies on all ranks, each with an equal part of its tokens, of

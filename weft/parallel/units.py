@@ -165,7 +165,7 @@ class TableUnit(Unit):
             self.gather()
 
     def show(self, point: int) -> None:
-        """Switch the full parameters to those of a point."""
+        """Switch the full parameters to those of ``point``."""
         for full, values in zip(self.full, self.at[point] if self.at else ()):  # noqa: B905
             full.data = values
 

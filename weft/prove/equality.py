@@ -1,4 +1,4 @@
-"""Proof by numbers that a layout computes what one device computes. That by types is :mod:`weft.prove.types`."""
+"""Proof by numbers that a layout computes what one device computes. :mod:`weft.prove.types` proves it by types."""
 
 import dataclasses
 import json

@@ -63,7 +63,7 @@ def fork_server(preload: Sequence[str] = ()) -> Any:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker process, the connection to it, and the file to which it writes its stacks."""
+    """A worker process, its connection, and the file to which it writes its stacks."""
 
     process: multiprocessing.process.BaseProcess
     conn: Connection

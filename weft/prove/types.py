@@ -1,4 +1,4 @@
-"""Proof by types that a layout computes what one device computes, without any device. By numbers: ``verify.py``."""
+"""Proof by types that a layout computes what one device computes, without any device. See ``verify.py`` for numbers."""
 
 import dataclasses
 import linecache

@@ -26,7 +26,9 @@ from weft.registry import KINDS, declared, find, names
 
 
 class AskedRecipe(AskedStep):
-    """The settings to be combined. ``shape``: the complete model; ``staged``: even one rank is asked for a schedule."""
+    """The settings to check for conflicts. ``shape``: the complete model; ``staged``: a schedule is needed even for one
+    rank.
+    """
 
     model: ModelShape
     shape: ModelShape
@@ -41,7 +43,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def ranks_in_node(self) -> int:
-        """Of the ranks of ``ep``, those that share a node; 0 if that is not known or not the same everywhere."""
+        """Number of ranks of ``ep`` that share a node; 0 if unknown or not the same everywhere."""
         # with NumPy, which a command that only reads a recipe does without
         from weft.layout.placement import experts_per_node
 
@@ -394,7 +396,7 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
 
 
 def links_all(edges: Sequence[tuple[int, int]], count: int) -> bool:
-    """Return whether these pairs link all of so many islands, from 0 on, and nobody else."""
+    """Return whether these pairs link all of ``count`` islands, numbered from 0, and no others."""
     reached = {0}
     for _ in range(count):
         reached |= {island for edge in edges if reached & {*edge} for island in edge}
@@ -424,9 +426,9 @@ def _declared_rules(asked: AskedRecipe) -> Iterator[Rule]:
 
 
 def refuse_conflicts(asked: AskedRecipe) -> None:
-    """Raise a conflict for the first rule that ``asked`` breaks, of those that it knows enough for.
+    """Raise a conflict for the first rule that ``asked`` breaks; rules about unknown settings are skipped.
 
-    What fills a phase of a step twice is refused before rules are looked at.
+    Two techniques for one phase of a step are refused before rules are checked.
     """
     refuse_filled_twice(asked, asked_techniques(asked))
     refuse(asked, (*RULES, *_declared_rules(asked)))

@@ -1,4 +1,4 @@
-"""The section ``[data]``: what is read and in which order."""
+"""The section ``[data]``: the sources of the data and their order."""
 
 from pathlib import Path
 from typing import Any, Literal, Self

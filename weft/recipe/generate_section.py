@@ -1,4 +1,4 @@
-"""The section ``[generate]``: what the model writes at the end of the run."""
+"""The section ``[generate]``: texts that the model writes at the end of the run."""
 
 from pydantic import Field, PositiveInt
 

@@ -15,10 +15,10 @@ S = TypeVar("S", bound="Section")
 
 
 class HostSection(Section):
-    """A section that names techniques, whose settings stand beside its own.
+    """A section that names techniques and also contains their settings.
 
     ``hosts`` maps a field to the kind of technique that it names. A section that names ``muon`` is an instance of a
-    class with the fields of both: :meth:`with_settings` makes it.
+    class with the fields of both, which :meth:`with_settings` creates.
     """
 
     hosts: ClassVar[Mapping[str, str]] = {}
@@ -46,7 +46,7 @@ class HostSection(Section):
 
     @classmethod
     def split(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Divide values into those of the techniques that are named, and settings of techniques that are not."""
+        """Divide values into settings of the named techniques, and settings of techniques that are not named."""
         fields = cls.with_settings(values).model_fields
         known = {*fields, *(field.alias for field in fields.values())}
         others = {key: value for key, value in values.items() if key not in known}

@@ -19,10 +19,10 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 
 def with_named_templates(files: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
-    """``files`` of ``folder`` with the templates in its folder of them listed in ``tokenizer_config.json``.
+    """Return ``files`` of ``folder`` with the chat templates of its subfolder listed in ``tokenizer_config.json``.
 
-    So all of a tokenizer stands in files without folders, which every checkpoint can hold. Raises :class:`WeftError` if
-    a file cannot be read.
+    So a whole tokenizer consists of files without subfolders, which every checkpoint can hold. Raises
+    :class:`WeftError` if a file cannot be read.
     """
     named = sorted((folder / NAMED_FOLDER).glob("*.jinja"))
     if not named:

@@ -1,4 +1,4 @@
-"""The section ``[observe]``: what is recorded, and who gets it."""
+"""The section ``[observe]``: records of a run, and the trackers that receive them."""
 
 from importlib.util import find_spec
 

@@ -18,7 +18,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str | Path) -> Path | None:
-    """Return the file that ``name`` means: itself, ``name.toml`` in this folder, or Weft's recipe of that name.
+    """Return the file of a recipe: ``name`` itself, ``name.toml`` in this folder, or Weft's recipe with this name.
 
     None if there is no such file, or none that ends in ``.toml``.
     """

@@ -1,4 +1,4 @@
-"""TOML files as nested dictionaries: read, with one line for what is wrong with them, and written."""
+"""Reads TOML files as nested dictionaries, with one line for each error, and writes them."""
 
 import tomllib
 from pathlib import Path

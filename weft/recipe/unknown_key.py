@@ -1,4 +1,4 @@
-"""Says what an unknown key of a recipe should have been."""
+"""Suggests the right spelling of an unknown key of a recipe."""
 
 from typing import Any
 

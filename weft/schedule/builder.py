@@ -45,7 +45,7 @@ class ScheduleBuilder:
     def bubble(
         self, ranks: Number, microbatches: Number, chunks: Number, times: Times
     ) -> Number:
-        """Return the time of a step in which a rank does not compute, in closed form.
+        """Return the idle time of a rank in a step, in closed form.
 
         Schedules that fill holes by the clock state it for ``2 * ranks`` microbatches or more only.
         """

@@ -196,7 +196,7 @@ def _match(entry: Entry, following: Entry, beside: Beside) -> bool:
 def best_turns(
     table: Table, layers: Sequence[int], costs: Costs
 ) -> dict[Beside, Simulation]:
-    """Simulate ``table`` with its exchanges in every :class:`Beside`, but for those in which ranks block each other."""
+    """Simulate ``table`` with its exchanges in every :class:`Beside`, except those in which ranks block each other."""
     simulations = {}
     for beside in Beside:
         with suppress(ScheduleError):

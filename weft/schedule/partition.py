@@ -1,4 +1,4 @@
-"""Which layers go to which stage: the split whose slowest stage is fastest."""
+"""Splits layers into pipeline stages so that the slowest stage is as fast as possible."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ def by_kind(times: ModelTimes) -> Callable[[Action], float]:
 
 
 def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
-    """Return costs in which a rank's ``times`` of a microbatch are shared evenly by the stages of the rank.
+    """Return costs that divide a rank's ``times`` of a microbatch evenly among its stages.
 
     With ``v`` stages on a rank, a stage's saved activations take ``1 / v`` of the rank's, from the stage's forward to
     its weight gradient.

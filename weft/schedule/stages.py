@@ -1,4 +1,4 @@
-"""The schedule that a layout asks for: which part of a model each stage holds, and the costs that follow from that."""
+"""The schedule that a layout asks for: the part of the model on each stage, and its costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The times of a model's passes, from which kinds compute their cost: per stage, and of a vocabulary that is cut."""
+"""Times of a model's passes, from which kinds compute their cost: per stage, and of a vocabulary that is cut."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -192,7 +192,7 @@ def mixture_architecture(shape: ModelShape) -> str:
 
 
 def mixture_fields(shape: ModelShape, name: str) -> dict[str, Any]:
-    """Return the fields of ``config.json`` that architecture ``name`` has beside those of dense models."""
+    """Return the fields of ``config.json`` that architecture ``name`` has in addition to those of dense models."""
     experts = max(shape.mixtures.values(), default=1)
     balances = shape.balance == "huggingface"
     first = min(shape.mixtures, default=shape.layers)

@@ -191,7 +191,7 @@ def _of_plugin(model: ModelShape, vocab: int) -> list[Parameter]:
 
 
 class _Rows:
-    """Rows of a table, as they are added in the order of a forward pass."""
+    """Collects rows of a table in the order of a forward pass."""
 
     def __init__(self, model: ModelShape) -> None:
         self.model = model

@@ -76,7 +76,7 @@ def row_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCo
 
 
 def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """As :func:`column_parallel`, with rows after the vocabulary's last that no token uses."""
+    """Copy rows as :func:`column_parallel` does, without padding rows after the end of the vocabulary."""
     at = 0
     for i, size in enumerate(shards):
         rows = max(0, min(size[0], shape.vocab - at))

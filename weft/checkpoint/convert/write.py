@@ -146,8 +146,9 @@ def write_hf(
 
 
 class _Lazy(dcp.DefaultSavePlanner):
-    """DCP's planner for tensors on the meta device: each is made when it is written, and written in pieces of rows
-    (torch.save makes a copy of what it writes)."""
+    """DCP's planner for tensors on the meta device. Each tensor is created when it is written, and written in pieces of
+    rows, as torch.save copies what it writes.
+    """
 
     def __init__(self, make: Callable[[str], torch.Tensor]) -> None:
         super().__init__()

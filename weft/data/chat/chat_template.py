@@ -35,7 +35,7 @@ class TemplateError(WeftError):
 
 
 class _Generation(Extension):
-    """``{% generation %}`` ... ``{% endgeneration %}``: what stands between them is the model's to generate."""
+    """``{% generation %}`` ... ``{% endgeneration %}``: the text between the tags is the model's to generate."""
 
     tags = {"generation"}  # noqa: RUF012 (as its base has it)
 
@@ -181,7 +181,7 @@ class ChatTemplate:
 
     @property
     def sources(self) -> list[str]:
-        """Texts of the template and of that for conversations with tools."""
+        """Texts of the template, and of the template for conversations with tools."""
         return [self.source, *([self.tool_use.source] if self.tool_use else [])]
 
     def of(self, tools: Sequence[Mapping[str, Any]] | None) -> "ChatTemplate":

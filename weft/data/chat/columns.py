@@ -16,7 +16,7 @@ IN_TURNS = {
 
 
 class Renaming:
-    """Renaming of a source's records by ``columns`` and ``roles`` of the recipe. ``seen``: columns found so far.
+    """Renames a source's records by the recipe's ``columns`` and ``roles``. ``seen``: columns that occurred so far.
 
     Raises :class:`UsageError` for a new name that Weft does not know.
     """

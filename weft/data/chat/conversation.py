@@ -28,10 +28,10 @@ _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *_REASONING}
 class Conversation:
     """Conversation: ``messages`` and ``tools`` in the form of chat templates.
 
-    ``weights``: weight of every message, 1 by default (0: not learned). ``weight``: of the whole sample.
-    ``unread``: fields of its record that are not used; those of messages, as ``messages[].name``, are handed to the
-    template. ``marked``: the messages that the data itself marks as learned; ``masks``: those that it gives another
-    weight than 1, with that, which counts even where all tokens are learned. ``variables``: of the record, for the
+    ``weights``: weight of every message, 1 by default (0: not learned). ``weight``: of the whole sample. ``unread``:
+    fields of the record that are not used; fields of messages, as ``messages[].name``, are handed to the template.
+    ``marked``: messages that the data marks as learned. ``masks``: messages to which the data gives another weight than
+    1, and this weight, which counts even if all tokens are learned. ``variables``: variables of the record for the
     template.
     """
 

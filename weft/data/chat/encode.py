@@ -145,9 +145,10 @@ def prompt_ids(
     name: str,
     tools: Messages | None = None,
 ) -> list[int]:
-    """Ids of what a model is to continue: a text, or with ``chat`` a conversation that the assistant is to answer.
+    """Return the ids that a model continues: of a text, or with ``chat`` of a conversation before the assistant's
+    answer.
 
-    A text is then what the user says. ``name`` says in errors whose chat template it is.
+    With ``chat`` a text is the user's message. ``name``: owner of the chat template, for errors.
     """
     if not chat:
         assert isinstance(prompt, str)
@@ -198,7 +199,7 @@ class _TemplateTokens:
         return copy
 
     def alias(self, name: str) -> str:
-        """What stands for the special token ``name`` in a text for :attr:`model`."""
+        """Return the text that stands for the special token ``name`` in :attr:`model`."""
         if name not in self.aliases:
             digits = "".join(
                 chr(0xFDE0 + int(digit, 16)) for digit in f"{len(self.aliases):x}"

@@ -1,4 +1,4 @@
-"""Read pairs of answers to one prompt, of which one is preferred, in their published forms."""
+"""Reads preference pairs, two answers to one prompt, in their published forms."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
@@ -20,7 +20,7 @@ from weft.data.chat.masks import HIDDEN, LEARNED, number_of
 
 
 class AnswerPair(NamedTuple):
-    """Pair of conversations with the same prompt, of which only the answers are learned.
+    """Two conversations with the same prompt: only the answers are learned, and one is preferred.
 
     ``weight``: weight of the pair in the loss; ``margin``: by how much the chosen answer should be ahead.
     """

@@ -163,7 +163,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
 
 
 def remove_written_fields(report: SourceReport, template: ChatTemplate) -> None:
-    """Remove from the report's unread fields those of messages that the template names."""
+    """Remove fields of messages that the template uses from the report's unread fields."""
     start, text = "messages[].", "".join(template.sources)
     report.leave_out(
         lambda name: name.startswith(start) and name.removeprefix(start) in text

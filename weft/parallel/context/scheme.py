@@ -18,7 +18,7 @@ class AttentionScheme:
     paired: ClassVar[bool] = False
 
     def table(self, ranks: int) -> TileTable:
-        """Return the table of tiles for so many ranks."""
+        """Return the table of tiles for ``ranks`` ranks."""
         raise NotImplementedError
 
     def operator(self) -> Callable[..., Any] | None:

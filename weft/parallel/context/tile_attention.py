@@ -205,8 +205,9 @@ def tile_pieces(
 ) -> list[TilePiece]:
     """List the segments to compute of query block ``q`` against key block ``k``, in coordinates of the two blocks.
 
-    A block meets itself in one causal segment per document, and an earlier block in at most one full segment per row,
-    of the document that spans the gap. A ``window`` cuts both. The list is empty where no query needs a key.
+    A block of queries has one causal segment per document with the keys of the same block, and at most one full segment
+    per row with an earlier block, for the document that spans both. A ``window`` cuts both. The list is empty where no
+    query needs a key.
     """
     starts, row = [0, *accumulate(lengths)], sum(lengths)
     nq, nk, rows = lengths[q], lengths[k], cu[-1] // sum(lengths)

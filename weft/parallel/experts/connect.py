@@ -33,7 +33,7 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
 
 
 def count_pieces(layout: Layout, tokens: T, choice: Choice) -> int:
-    """Count the pieces in which tokens are dispatched, the same on all ranks: as many as leave a message a MiB."""
+    """Return in how many pieces tokens are dispatched, the same on all ranks, so that a message has about a MiB."""
     # documents by length, a prompt: unequally many
     if layout.pieces or layout.balance or not torch.is_grad_enabled():
         return layout.pieces or 1

@@ -52,7 +52,7 @@ class CopyPlan:
 
 @cache
 def planner() -> ThreadPoolExecutor:
-    """Return the thread in which placements are planned while training goes on."""
+    """Return the thread that plans placements while training goes on."""
     return ThreadPoolExecutor(1, "weft-placement")
 
 

@@ -122,7 +122,7 @@ class PerMember:
 
 
 class AllGather:
-    """Sends all tokens to all members, each of which adds up the results of its own experts."""
+    """Sends all tokens to all members; each member adds up the results of its own experts."""
 
     def __init__(self, members: Members) -> None:
         self.members, self.fan_out = members, local_experts(members)

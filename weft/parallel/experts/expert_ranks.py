@@ -27,7 +27,7 @@ class ExpertRanks(Homes):
     """
 
     def __init__(self, mesh: Mesh, dims: Sequence[Dim], sent: Counter[str]) -> None:
-        """``dims``: the dimensions of a stack of weights, of which the first counts the experts."""
+        """``dims``: dimensions of a stack of weights; the first one counts the experts."""
         experts = dims[0].count
         group, layout = mesh.group("exchange"), mesh.layout
         count, self.pieces = layout.ep, max(1, layout.ep // experts)

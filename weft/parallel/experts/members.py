@@ -1,4 +1,4 @@
-"""Ranks that bring rows of tokens to each other, and those of them that have experts."""
+"""Ranks that exchange rows of tokens, and those of them that have experts."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Experts that change their owners while training, with all of their state: weights, moments, averages.
+"""Moves experts between ranks while training, with all of their state: weights, moments, averages.
 
-Where loads stay uneven for long, better owners save copies in every pass, at the price of one move. A parameter then
-holds other rows than those of its box, and says which; whoever reads the whole state has them brought home first.
+If loads stay uneven for long, better owners save copies in every pass, at the price of one move. A moved parameter then
+holds other rows than those of its box, and says which. Readers of the whole state have the rows moved home first.
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ LARGEST = 2_000_000
 
 @cache
 def builder_of(name: str) -> ScheduleBuilder:
-    """Return the builder of a schedule; :class:`UsageError` if there is none of this name."""
+    """Return the builder of a schedule. Raises :class:`UsageError` if no schedule has this name."""
     builder: ScheduleBuilder = find("schedule", name).implementation()
     return builder
 

@@ -76,7 +76,7 @@ class Listing:
         return self.done
 
     def one_by_one(self) -> list[list[Entry]]:
-        """Return the order in which one microbatch runs after the other."""
+        """Return the order of actions in which microbatches run one after the other."""
         for m, path in enumerate(self.paths):
             where = self.alone(m)
             for i, r in enumerate(where):
@@ -127,12 +127,12 @@ class Listing:
         return self.between[self.paths[a.m][a.i]] < ahead - EPS
 
     def safe(self, m: int, where: list[int], step: int) -> bool:
-        """Apply the banker's rule with microbatch ``m`` at this step and all others as they are."""
+        """Return whether the banker's rule holds with microbatch ``m`` at this step, and all others where they are."""
         under_way = {n: (n, self.where[n], k) for n, k in self.step.items()}
         return self.trips.safe((under_way | {m: (m, where, step)}).values())
 
     def start(self, rank: int, a: _Item, now: float) -> bool:
-        """Run an action at ``now``, and make those ready that follow from it."""
+        """Run an action at ``now``, and mark the actions as ready that waited for its result."""
         m, i, stage = a.m, a.i, self.paths[a.m][a.i]
         self.free[rank] = end = now + self.trips.time(rank, m, i, a.kind)
         heappush(self.events, end)

@@ -1,4 +1,6 @@
-"""A row for each choice to this node's rank that stands where its expert's does, and then to that one."""
+"""Two-level dispatch: rows go first to the rank on this node with the expert's position, and from it to the expert's
+rank.
+"""
 
 from __future__ import annotations
 

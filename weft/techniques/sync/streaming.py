@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StreamingSettings(OuterSettings):
-    """Settings of the outer update, and those of streaming."""
+    """Settings of the outer update and of streaming."""
 
     mix: float = Field(
         0.5,

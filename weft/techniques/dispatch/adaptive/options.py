@@ -108,7 +108,7 @@ class Adaptive:
 
 
 def part_of(choice: Choice, joined: int) -> Choice:
-    """Return the choice where so many neighbouring slots, pieces of one expert, are one."""
+    """Return the choice with each group of ``joined`` neighbouring slots, pieces of one expert, as one slot."""
     return (
         choice
         if joined == 1

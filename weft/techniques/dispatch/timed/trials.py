@@ -51,7 +51,7 @@ class OptionTimes:
         return TRIALS * self.options
 
     def next(self) -> tuple[int, bool]:
-        """Return the option of the next pass, and whether it is to be timed."""
+        """Return the option of the next pass, and whether to time it."""
         trial = self.passes < self.round_length
         option = self.passes % self.options if trial else self.chosen
         self.passes += 1

@@ -1,4 +1,4 @@
-"""Gradients aggregated from all replicas, some of which may be garbage (:mod:`weft.sync.robust_aggregation`)."""
+"""Gradients aggregated from all replicas, some of which may be faulty (:mod:`weft.sync.robust_aggregation`)."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class InBackward(PhaseFiller):
         return Agreed({}, partial(step_result, step_sum(shares, self.mesh)))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Let the routers learn from the experts' loads; all parameters have been updated before."""
+        """Update the routers' biases from the experts' loads. Backward has updated all parameters before."""
         result = agreed.result()
         if math.isfinite(result.loss) and result.skipped:
             raise WeftError(

@@ -92,7 +92,7 @@ class PostValidation(PhaseFiller):
         return Agreed(grads, lambda: step_result(sums()))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Update as if nothing were to be clipped. Returns the previous step's result; nothing in the first step."""
+        """Update as if nothing were to be clipped. Return the previous step's result, or nothing in the first step."""
         context = self.context
         with record_function("weft:optimizer"):
             if self.changing:  # there may be nothing on this rank that learns

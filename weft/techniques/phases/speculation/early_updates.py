@@ -42,9 +42,9 @@ T = torch.Tensor
 class Speculation(PhaseFiller):
     """Updates the ``early`` units during backward; the results equal those of the plain step.
 
-    Units in files are updated where the schedule completes their gradients. Other units are updated in a thread, which
-    copies them during forward; without the thread if their update rule needs other ranks (it is not
-    ``elementwise``). ``undone`` counts the steps whose early updates were undone.
+    Units in files are updated where the schedule completes their gradients. Other units are updated in a thread that
+    copies them during forward. The thread is left out if the update rule needs other ranks (it is not ``elementwise``).
+    ``undone`` counts the steps whose early updates were undone.
     """
 
     def __init__(
