@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class About(TypedDict, total=False):
-    """What a technique may declare besides its kind and name: the fields of :class:`Registered` of these names."""
+    """Optional facts of a technique besides its kind and name: the fields of :class:`Registered` of the same names."""
 
     settings: type[Section] | None
     rules: Sequence[Rule]

@@ -54,7 +54,7 @@ class LevelStore:
     step: int = -1
 
     def due(self, step: int) -> bool:
-        """Return whether the state after ``step`` is to be saved at this level."""
+        """Return whether the state after ``step`` must be saved at this level."""
         return bool(self.every) and step % self.every == 0
 
     def next_place(self, step: int) -> Storage:
@@ -65,7 +65,7 @@ class LevelStore:
         return self.last
 
     def resume_from(self, checkpoint: Storage) -> None:
-        """Record that the run resumed from ``checkpoint``, which is then not saved again if it is in this place."""
+        """Record that the run resumed from ``checkpoint``, so that it is not saved again if it is in this place."""
         if _path(self.place / checkpoint.name) == _path(checkpoint):
             self.last, self.step = checkpoint, step_of(checkpoint)
 
@@ -238,5 +238,5 @@ class Thinning:
         ]
 
     def close(self, wait: bool = True) -> None:
-        """Start no more deletions. With ``wait``, wait for those that were started."""
+        """Start no more deletions. With ``wait``, wait for the deletions under way."""
         self._thread.shutdown(wait)

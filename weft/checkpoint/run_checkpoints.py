@@ -94,7 +94,7 @@ class Checkpoints:
         self._saver.wait_for_copy()
 
     def due(self, step: int) -> list[LevelStore]:
-        """Return the levels to which the state after ``step`` is to be saved."""
+        """Return the levels to which the state after ``step`` must be saved."""
         return [level for level in self._levels if level.due(step)]
 
     def save(self, levels: Sequence[LevelStore]) -> None:

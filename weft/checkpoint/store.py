@@ -272,7 +272,9 @@ def kept_checkpoints(
 
 
 class Pruned(NamedTuple):
-    """Result of :func:`prune`: the deleted checkpoints (or those that a dry run would delete), and the damaged ones."""
+    """Result of :func:`prune`: the deleted checkpoints (in a dry run those that would be deleted), and the damaged
+    ones.
+    """
 
     deleted: list[Storage]
     damaged: list[Storage]

@@ -27,7 +27,9 @@ def chat_command(
     weights: Weights = "float",
     ema: Ema = False,
 ) -> int:
-    """Talk to a model: a line is a message, answers appear as they are written. Reads a pipe line by line, too."""
+    """Talk to a model: each line is a message, and answers appear as they are written. A pipe is read line by line,
+    too.
+    """
     from weft.serve.talk import key_of_environment, model_speaker, server_speaker, talk
 
     if model.startswith(("http://", "https://")):

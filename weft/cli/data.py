@@ -26,7 +26,7 @@ def preview_command(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show the first conversations as their chat template writes them, with what is learned of them in colour."""
+    """Show the first conversations as their chat template writes them, with the learned text in colour."""
     from weft.data.chat.preview import format_sample, preview_page, preview_samples
     from weft.pages import write
     from weft.recipe import load_recipe

@@ -64,7 +64,7 @@ def relay_command(
         str, typer.Option(metavar="ADDRESS", help="Listen only on this address.")
     ] = "0.0.0.0",
 ) -> int:
-    """Carry packets between peers that cannot reach each other, until stopped. It cannot read what is in them."""
+    """Carry packets between peers that cannot reach each other, until stopped. The relay cannot read the packets."""
     import asyncio
 
     from weft.peers.invitation import read_ticket
@@ -136,7 +136,7 @@ def join_command(
 
 @app.command("status")
 def status_command(given: Given = None, as_json: AsJson = False) -> int:
-    """Show who is there, which way packets go, and what is shared."""
+    """Show the present peers, the path of their packets, and the shared files."""
     with _visitor(given) as peer:
         peer.settle()
         members = [(m.name, m.id, m.direct, m.milliseconds) for m in peer.members()]
@@ -175,7 +175,7 @@ def get_command(
     ] = Path("."),
     given: Given = None,
 ) -> int:
-    """Fetch what peers share, block by block and verified; what is there already is not fetched again."""
+    """Fetch shared files of peers, block by block and verified; blocks that are already there are not fetched again."""
     from weft.peers.download import download
 
     with _visitor(given) as peer:

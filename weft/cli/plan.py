@@ -129,7 +129,7 @@ def plan_command(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Rank every layout of MODEL on a cluster by predicted step time, and say why the first is first."""
+    """Rank every layout of MODEL on a cluster by predicted step time, and explain why the first is fastest."""
     from weft.errors import UsageError
     from weft.planner.explain import layout_tree
     from weft.planner.job import read_job

@@ -19,7 +19,7 @@ def recipes_command(
     schema: Annotated[bool, typer.Option("--schema", help=_schema)] = False,
     plugin: PluginModules = None,
 ) -> int:
-    """List the recipes that come with Weft: name, layout and what each shows. Commands take them by name."""
+    """List the recipes that come with Weft: name, layout and purpose. Commands take them by name."""
     from weft.recipe import load_recipe
 
     import_plugins(plugin)

@@ -54,7 +54,7 @@ def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
 
 
 def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
-    """Open every source of a recipe, and tokenize those that are not in the cache.
+    """Open every source of a recipe, and tokenize sources that are not in the cache.
 
     ``own``: tokenizer of the model that the run starts from, used if the recipe names none. The result's ``validation``
     is one epoch of held-out documents, or of the documents of another file.

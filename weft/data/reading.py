@@ -27,7 +27,7 @@ _BEGINNINGS = {
 
 @contextmanager
 def reading(path: Path, kind: str) -> Iterator[None]:
-    """Context that raises errors of reading ``path`` as a :class:`WeftError` of one line with cause and remedy."""
+    """Convert errors of reading ``path`` in the context to a :class:`WeftError` of one line with cause and remedy."""
     try:
         yield
     except ImportError as error:
@@ -60,7 +60,7 @@ def open_file(file: Path) -> IO[bytes]:
 
 
 def kind_by_content(file: Path) -> str | None:
-    """Return what a file is by its first bytes, or None if it seems to be text or its suffix says what it is."""
+    """Detect the kind of a file by its first bytes; None if it seems to be text or its suffix says the kind."""
     if file.suffix.lower() in (".parquet", ".arrow", *PACKED):
         return None
     try:

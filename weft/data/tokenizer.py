@@ -118,7 +118,7 @@ class Tokenizer:
         )
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Return the ids of a text that a model is to continue, with :attr:`opening`, or ``eos`` if both are empty."""
+        """Return the ids of a prompt text with :attr:`opening`, or ``eos`` if both are empty."""
         return self.opening + [int(i) for i in self.encode(text)] or [self.closing]
 
     @cached_property

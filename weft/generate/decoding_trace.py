@@ -11,7 +11,9 @@ from weft.observe.time_split import quiet_profile
 def trace_decoding(
     model: Transformer, batch: int, prompt: int, steps: int, folder: Path
 ) -> Path:
-    """Write a Chrome trace of ``steps`` steps of ``batch`` texts, without those of the ``prompt`` and first tokens."""
+    """Write a Chrome trace of ``steps`` decoding steps of ``batch`` texts, without the steps of the prompt and first
+    tokens.
+    """
     engine = Engine(model, budget=max(512, batch), limit=batch)
     texts = [
         [(7 * number + i) % model.shape.vocab for i in range(prompt)]

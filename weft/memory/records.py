@@ -129,7 +129,7 @@ class Slots:
             self._expected.add(record)
 
     def using(self, records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
-        """Yield the chosen ``records`` with their memory (uint8 ``[size]``), those that are there first, until all are
+        """Yield the chosen ``records`` with their memory (uint8 ``[size]``), records in memory first, until all are
         used.
 
         Memory belongs to the caller until it asks for the next records. Raises

@@ -173,7 +173,7 @@ class AccessOrder:
     last: Hashable = None
 
     def after(self, owner: Hashable) -> Hashable:
-        """Note that it is the turn of ``owner``, and return the owner that is next; None if that is not known."""
+        """Record the turn of ``owner``, and return the owner that is next; None if that is not known."""
         self.following[self.last], self.last = owner, owner
         return self.following.get(owner)
 
@@ -212,7 +212,7 @@ class Tiers(OnDevice):
 
     @property
     def file(self) -> TierFile:
-        """This rank's file, made when the first tensors are to rest there."""
+        """This rank's file, created when the first tensors come to rest there."""
         if self._file is None:
             self._file = TierFile(self.folder, self.timeout)
         return self._file

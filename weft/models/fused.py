@@ -55,7 +55,7 @@ _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 @contextmanager
 def deferred(tape: Tape | None) -> Iterator[None]:
-    """Context that splits backward (Qi et al. 2023): projections run in it put their weights' gradients on ``tape``.
+    """Split backward in the context (Qi et al. 2023): projections put their weights' gradients on ``tape``.
 
     The input's gradient is then ready earlier, and the calls on the tape may run at any later time. With None, or under
     ``torch.compile``, backward is whole.

@@ -256,7 +256,7 @@ def linear_attention_backward(
     grad: T, q: T, k: T, v: T, before: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int,
     group: str, routine: str,
 ) -> QkvGradients:  # fmt: skip
-    """Gradients of q, k and v of :func:`linear_attention`; ``before``: the states before own stretches."""
+    """Return the gradients of q, k and v of :func:`linear_attention`; ``before``: the states before own stretches."""
     scale = q.shape[-1] ** -0.5
     cut, (qs, ks, vs) = _prepare(q * scale, k, v, cu_seqlens, decay, owner, index)
     gs = _stretches(grad, cut, wide(q.dtype))

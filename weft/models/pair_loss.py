@@ -71,7 +71,7 @@ class PairLoss:
         return -(1 - wrong) * logsigmoid(gap) - wrong * logsigmoid(-gap)
 
     def divergence(self, sums: T, lengths: T, pairs: Pairs) -> T:
-        """Return by how much each pair's second answer is likelier than under the reference model."""
+        """Return how much likelier each pair's second answer is than under the reference model."""
         import torch
 
         return (sums - torch.from_numpy(pairs.reference).to(sums))[:, 1]

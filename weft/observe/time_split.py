@@ -20,7 +20,7 @@ COLLECTIVES = ("c10d::", "_c10d_functional::", "gloo:", "weft:wait")
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Seconds of one step by what they were spent on."""
+    """Seconds of one step by purpose."""
 
     compute: float  # what remains of the total, the profiler's own overhead included
     communication: float  # only what is exposed, not hidden behind compute
@@ -71,7 +71,7 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
 
 
 def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
-    """Split the time of a step, whose begin and end are those of the event ``weft:step``.
+    """Split the time of a step between the begin and the end of the event ``weft:step``.
 
     On the CPU communication is exposed while the main thread issues a collective or waits for it. On a GPU it is
     exposed while a NCCL kernel runs and no other kernel does, and data while its phase lasts and no kernel runs.

@@ -168,7 +168,7 @@ def parallelize(
 
 
 def log(step: str) -> None:
-    """Name the step of :func:`parallelize` that begins."""
+    """Log that ``step`` of :func:`parallelize` begins."""
     logging.getLogger("weft.parallelize").debug(step)
 
 

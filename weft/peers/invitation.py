@@ -17,7 +17,7 @@ _FORM = r"{scheme}://([0-9a-f]{{64}})@(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(\d{{1
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a peer needs to join. ``relay``: the relay's public key; ``secret``: 32 bytes that only members have."""
+    """Data for joining as a peer. ``relay``: the relay's public key; ``secret``: 32 bytes that only members have."""
 
     host: str
     port: int
@@ -52,7 +52,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a relay needs to run: its private key, and the token of the peers that it may serve."""
+    """Data for running a relay: its private key, and the token of the peers that it may serve."""
 
     host: str
     port: int

@@ -54,7 +54,7 @@ CASTS = 0.3
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is laid over devices: ``dp`` copies x ``shard`` x ``cp`` x ``pp`` x ``tp`` ranks.
+    """Distribution of a step over devices: ``dp`` copies x ``shard`` x ``cp`` x ``pp`` x ``tp`` ranks.
 
     ``ep`` divides ``dp * shard``: experts live on the ranks of other axes. ``secondary``: the ranks over which ZeRO-3
     keeps parameters cut until backward, if not all (ZeRO++ hpZ). ``schedule``, ``recompute`` and ``context`` are

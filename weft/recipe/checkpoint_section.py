@@ -31,7 +31,7 @@ class Level(Section):
 
 
 class Checkpoint(Level):
-    """Where checkpoints are saved, and what is exported at the end."""
+    """Section of checkpoints: their places and intervals, and the export at the end."""
 
     export: Literal["", "model", "adapter"] = Field(
         "",

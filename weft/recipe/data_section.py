@@ -125,7 +125,7 @@ class Source(Section):
 
 
 class Chat(Section):
-    """How sources of kind ``chat`` become tokens (docs/how-to/conversations.md)."""
+    """Settings that turn sources of kind ``chat`` into tokens (docs/how-to/conversations.md)."""
 
     template: str = Field(
         "",
@@ -175,7 +175,7 @@ class Chat(Section):
 
 
 class Data(Section):
-    """What the model learns from.
+    """Section of the data that the model learns from.
 
     Keys of a source may stand here themselves, where there is one source only; ``columns``, ``roles`` and ``on_error``
     also beside ``sources``, for all of these.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Equivalent:
-    """A setting of Weft's (``section.key``, a section, or an option of a command) and what others call it.
+    """A setting of Weft's (``section.key``, a section, or an option of a command) and its names in other programs.
 
     ``trl`` has the words of transformers, PEFT and TRL, which share their arguments. ``note`` says how it differs.
     """

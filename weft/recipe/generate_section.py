@@ -6,7 +6,7 @@ from weft.section import Section
 
 
 class Generate(Section):
-    """What the model writes at the end of the run."""
+    """Section of the texts that the model writes at the end of the run."""
 
     prompt: str = Field("def ", description="Text that the model continues.")
     prompts: tuple[str, ...] = Field(

@@ -118,7 +118,7 @@ def with_techniques(section: type[HostSection]) -> BeforeValidator:
 def unused_settings(
     name: str, section: type[HostSection], values: Mapping[str, Any]
 ) -> list[str]:
-    """Say of each setting whose technique is not named that it is not used, if it asks for anything."""
+    """Return a line for each setting whose technique is not named and which would otherwise have an effect."""
     lines = []
     for key, value in section.split(values)[1].items():
         owners = section.owners(key)

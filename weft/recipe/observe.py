@@ -8,7 +8,7 @@ from weft.section import Section
 
 
 class Observe(Section):
-    """What is recorded, and who gets it."""
+    """Section of a run's records and of the trackers that receive them."""
 
     every: PositiveInt = Field(1, description="Steps between two records of metrics.")
     trackers: tuple[str, ...] = Field(

@@ -24,7 +24,7 @@ class ParameterGroup(Section):
 
 
 class Optimizer(HostSection):
-    """How parameters are updated. ``weft techniques`` lists update rules; each brings settings of its own.
+    """Section of the parameters' updates. ``weft techniques`` lists update rules; each brings settings of its own.
 
     Zeroth order: MeZO (Malladi et al. 2023), in pairs DistZO2 (Wang et al. 2025). ``wsd``: Hu et al. 2024.
     ``in_backward``: LOMO (Lv et al. 2023).

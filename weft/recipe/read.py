@@ -96,7 +96,7 @@ def build_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
 
 
 def settings_without_use(tree: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Name the settings of a recipe that none of the techniques which it names reads."""
+    """Return the settings of a recipe that no named technique reads."""
     lines = []
     for name in Recipe.model_fields:
         section, values = getattr(recipe, name), tree.get(name)

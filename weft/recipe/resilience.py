@@ -9,7 +9,8 @@ from weft.registry import find
 
 
 class Resilience(HostSection):
-    """What a run of several ranks does when one of them dies, stalls, crawls or lies (docs/explanations/resilience.md).
+    """Section for runs of several ranks when one of them dies, stalls, slows down or lies
+    (docs/explanations/resilience.md).
 
     ``weft techniques`` lists rules of aggregation and codes; each brings settings of its own. What codes do says
     :mod:`weft.sync.coded`.

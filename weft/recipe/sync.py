@@ -12,7 +12,7 @@ from weft.registry import Registered, find
 
 
 class Sync(HostSection):
-    """How islands (``layout.island``) exchange what they have learned (docs/explanations/islands.md).
+    """Section on how islands (``layout.island``) exchange what they have learned (docs/explanations/islands.md).
 
     ``weft techniques`` lists the methods; each brings settings of its own. Where all average in every step they
     exchange gradients, and compute exactly what one island would. The error of a compressed message is added to the
@@ -74,8 +74,8 @@ class Sync(HostSection):
     order: Literal["measured", "numbered"] = Field(
         "measured",
         description=(
-            "Order of the islands in a ring: the fastest one by measurement, or by their "
-            "numbers."
+            "Order of the islands in a ring: the fastest order by measurement "
+            "('measured'), or that of their numbers ('numbered')."
         ),
     )
 

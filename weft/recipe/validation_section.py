@@ -8,7 +8,7 @@ from weft.section import Section
 
 
 class Validation(Section):
-    """How the loss on ``data.validation`` is measured, and what follows from it (docs/how-to/training.md)."""
+    """Section on how the loss on ``data.validation`` is measured and used (docs/how-to/training.md)."""
 
     every: int = Field(50, ge=0, description="Steps between validations; 0: never.")
     batches: int = Field(

@@ -120,7 +120,7 @@ def run_trials(
 
 
 def steps(recipe: Recipe) -> Iterator[Mesh]:
-    """As one of the ranks: set up, then train one step before each item. Yields the mesh."""
+    """Set up as one of the ranks, then train one step before each item. Yields the mesh."""
     from weft.rehearse.rehearsed_step import batches_of
     from weft.train.setup import build_for_training, device_type
     from weft.train.step import train_step
@@ -136,7 +136,7 @@ def steps(recipe: Recipe) -> Iterator[Mesh]:
 
 
 def measure_steps(recipe: Recipe, out: Path) -> None:
-    """As one of the ranks: train for enough steps; rank 0 writes the :class:`Measured` of all ranks."""
+    """Train for enough steps as one of the ranks; rank 0 writes the :class:`Measured` of all ranks."""
     import torch
     import torch.distributed as dist
 

@@ -136,7 +136,7 @@ class Agreement:
         }  # fmt: skip
 
     def repeat(self) -> None:
-        """Send the proposal again to those who have not acknowledged it."""
+        """Send the proposal again to the members that have not acknowledged it."""
         if self._proposal:
             for member in self._proposal.members:
                 if member.address not in self._acked:

@@ -52,7 +52,8 @@ class Changes(NamedTuple):
 
 @dataclass
 class Attendance:
-    """What the rank at ``place`` knows, in one ``start`` of an island with ``ranks`` ranks.
+    """The knowledge of one rank about the islands: the rank at ``place``, in one ``start`` of an island with ``ranks``
+    ranks.
 
     ``how``: fragments, and steps between rounds. ``members``: numbers of members, by island and place; ``known``: the
     facts of each member, by its number. ``waiting``: stays of islands that have no state yet; ``giver``: the island
@@ -93,7 +94,7 @@ class Attendance:
         self.got = -1
 
     def facts(self) -> Facts:
-        """Facts that this rank contributes to the agreement on the next view."""
+        """Return the facts that this rank contributes to the agreement on the next view."""
         island, life = self.start
         return {
             "island": island, "life": life, "place": self.place, "stays": [list(stay) for stay in self.stays],

@@ -212,7 +212,7 @@ class Company(Presence):
 
     @property
     def first(self) -> bool:
-        """Whether this island is the first of those that are present."""
+        """Whether this island is the first of the present islands."""
         with self.changed:
             return self.party.island == min(
                 stay.island for stay in self.attendance.present

@@ -98,8 +98,7 @@ class Life:
             self.end(None if str(error) == ENDED else error)
 
     def fail(self, error: Exception, broken: bool, step: int) -> str:
-        """Record that a stay has failed with ``error`` after ``step``; return what to report to the others, if
-        anything.
+        """Record that a stay has failed with ``error`` after ``step``; return the text to report to the others, or "".
 
         ``broken``: the members know already that the view has lost somebody. The run ends on an error of this rank's
         own, or after too many attempts.

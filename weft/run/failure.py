@@ -26,7 +26,7 @@ _PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|Connect
 
 
 class Grade(IntEnum):
-    """How well a failure explains others, the best explanation first."""
+    """Grades of failures by how well they explain others, the best explanation first."""
 
     WEFT_ERROR = 0
     UNEXPECTED = 1
@@ -133,7 +133,7 @@ def is_secondary(error: BaseException) -> bool:
 
 
 class Exit(NamedTuple):
-    """How a process ended, and when (seconds since the epoch). A code below 0 is minus the signal that killed it."""
+    """Exit of a process: code and time (seconds since the epoch). A code below 0 is minus the signal that killed it."""
 
     code: int
     when: float

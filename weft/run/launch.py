@@ -92,7 +92,7 @@ def launch(
 
 
 class RanksEnded(NamedTuple):
-    """How ranks have ended: their exit code, why they failed, and what a signal has left unsaid."""
+    """End of a launch: the exit code, the failure if there was one, and the lines that a signal has left unsaid."""
 
     code: int
     cause: Failure | None = None

@@ -44,10 +44,10 @@ VERSION = re.compile(rb" HTTP/([0-9]\.[0-9])$")
 
 
 class StrictBuffer(ReceiveBuffer):
-    """What came over a connection, of which only heads are read that every program reads in the same way."""
+    """Input of a connection that accepts only heads that every program reads in the same way."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """Return the lines up to the first empty one, if it has come; raises h11's error for what is refused."""
+        """Return the lines up to the first empty one, if it has come; raise h11's error for a refused head."""
         before = len(self)
         lines = super().maybe_extract_lines()
         if lines:

@@ -18,7 +18,7 @@ _QUOTE = ord('"')
 
 
 def check_tree(body: bytes) -> None:
-    """Raise :class:`Refusal` for JSON of so many parts that reading it takes long."""
+    """Raise :class:`Refusal` for JSON with so many parts that reading it would take long."""
     branches, commas = (
         sum(body.count(sign) for sign in (b"{", b"[", b":")),
         body.count(b","),

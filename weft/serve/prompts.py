@@ -64,7 +64,7 @@ class PromptEncoder:
         return call_form(self.chat.template)
 
     def text(self, text: str, limit: TokenLimit | None) -> list[int]:
-        """Return the ids of a text that a model is to continue. Raises :class:`TooManyTokens` above ``limit``."""
+        """Return the ids of a prompt text. Raises :class:`TooManyTokens` above ``limit``."""
         if limit is not None:
             self.lengths.check(text, limit)
         ids = self.tokenizer.prompt_ids(text)
@@ -94,7 +94,7 @@ class Prompts:
     async def texts(
         self, texts: Texts, limit: TokenLimit | None = None
     ) -> list[list[int]]:
-        """Return the ids of texts that a model is to continue; lists of ids stay as they are.
+        """Return the ids of prompt texts; prompts that are lists of ids stay as they are.
 
         Raises :class:`TooManyTokens` for a text with more than ``limit`` allows.
         """

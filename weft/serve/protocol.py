@@ -162,7 +162,7 @@ class Modelled(RequestFields):
 
 
 class SamplingRequest(Modelled):
-    """What requests for completions and for chats share; names and ranges are OpenAI's, and some of vLLM's."""
+    """Common fields of requests for completions and chats; names and ranges are OpenAI's, and some of vLLM's."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -329,7 +329,7 @@ def _name_of(tool: Any) -> str:
 
 
 class Conversing(Modelled):
-    """What requests say of a conversation and of how the chat template writes it; names are OpenAI's and vLLM's."""
+    """Fields of requests about a conversation and its chat template; names are OpenAI's and vLLM's."""
 
     PROMPT: ClassVar[str] = "messages"
 

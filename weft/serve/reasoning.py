@@ -7,7 +7,7 @@ TAGS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/T
 
 
 class Thoughts(NamedTuple):
-    """Where the reasoning of an answer is: between two tags, of which the prompt may have written the first."""
+    """Tags around the reasoning in an answer; the prompt may have written the first tag."""
 
     opening: str
     closing: str

@@ -333,7 +333,7 @@ class _Rows:
                 self.add(f"{beside}.magnitude", out, step=second, kind="adapter")
 
     def stored(self, path: str, out: Dim, into: Dim, step: int) -> None:
-        """The stored form of a weight ``[out, in]`` in four bits, along the dimension that no axis cuts."""
+        """Add the four-bit form of a weight ``[out, in]``, along the dimension that no axis cuts."""
         rows, along = (into, out) if is_turned(out) else (out, into)
         blocks = Dim("blocks", -(-along.size // BLOCK))
         common = Dim("scale_blocks", -(-rows.size * blocks.count // SCALES))

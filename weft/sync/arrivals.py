@@ -60,7 +60,7 @@ def _sums_of(about: Iterable[Sequence[Any]], payload: memoryview) -> list[Sum]:
 
 
 class RoundMessage(NamedTuple):
-    """What a rank sends in a round: its sums by job. ``flag``: whether this rank raises the run's common flag."""
+    """Message of a rank in a round: its sums by job. ``flag``: whether this rank raises the run's common flag."""
 
     step: int
     round: int

@@ -40,7 +40,7 @@ EXACT = 1e-8
 
 
 class CodedTask(NamedTuple):
-    """What a rank computes for one job in a round: a weighted sum of the gradients of some parts."""
+    """Task of a rank for one job in a round: a weighted sum of the gradients of some parts."""
 
     job: int
     parts: tuple[int, ...]

@@ -23,7 +23,7 @@ Slots = Mapping[str, "torch.Tensor"]
 
 
 class SyncMethod:
-    """How islands agree (``sync.update``). A method is made with the section ``[sync]``.
+    """Method by which islands agree (``sync.update``). A method is built with the section ``[sync]``.
 
     ``slots``: the names of the slots that the method needs; ``anchor`` begins as the parameters, others as zeros.
     ``shared``: those that are the same on all islands between two rounds. An island that has others is given the right

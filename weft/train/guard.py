@@ -59,7 +59,7 @@ class Guard:
 
     @contextmanager
     def presence(self, mesh: Mesh, recipe: Recipe) -> Iterator[Presence | None]:
-        """A context with the run's islands and this rank's streams to them; None where there are no others."""
+        """Open the run's islands and this rank's streams to them for the context; yield None if there are no others."""
         if mesh.island_store is None:
             yield None
             return
@@ -92,5 +92,5 @@ class Guard:
 
     @property
     def regroup(self) -> bool:
-        """Whether this rank knows of ranks that are to leave or join, so that new process groups are needed."""
+        """Whether this rank knows of ranks that are about to leave or join, so that new process groups are needed."""
         return False

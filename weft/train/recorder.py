@@ -65,7 +65,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, progress: Progress) -> Iterator[None]:
-        """A context in which the run is recorded; ``progress`` is read whenever something is."""
+        """Record the run in the context; ``progress`` is read with each record."""
         recipe, mesh, shape = self._recipe, self._mesh, self._job.shape
         self._progress = progress
         parameters = parameter_count(shape, shape.vocab)
@@ -146,7 +146,7 @@ class Recorder:
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """A context that measures the time in which a step's data are fetched."""
+        """Measure the time in which a step's data are fetched, as a context."""
         begun = time.perf_counter()
         with record_function("weft:data"):
             yield

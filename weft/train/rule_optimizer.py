@@ -26,7 +26,7 @@ def slot_bytes(settings: Optimizer, width: int) -> float:
 
 
 class Assignment(NamedTuple):
-    """How a parameter is updated: the update rule, the factor of the learning rate ``lr``, and the weight decay."""
+    """Update of a parameter: the update rule, the factor of the learning rate ``lr``, and the weight decay."""
 
     rule: UpdateRule
     lr: float

@@ -195,7 +195,9 @@ def _counterpart(run: Run, island_store: dist.Store) -> str:
 
 @dataclass
 class Resumed:
-    """How a run resumes: its progress, ``notes`` to print, and for each rank the bytes and seconds of loading."""
+    """Result of resuming a run: its progress, ``notes`` to print, and for each rank the bytes and seconds of
+    loading.
+    """
 
     progress: Progress
     notes: list[str]
@@ -264,7 +266,7 @@ def _jump_of_rate(checkpoint: StoredCheckpoint, job: Job, progress: Progress) ->
 
 
 def checkpoint_size(job: Job) -> int:
-    """Estimate the bytes of a checkpoint: parameters, and moments of those that learn; of adapters without base."""
+    """Estimate the bytes of a checkpoint: parameters, and moments of trained ones; for adapters without the base."""
     train, wide = job.recipe.train, 8 if job.recipe.train.dtype == "float64" else 4
     moments, frozen = (
         slot_bytes(job.recipe.optimizer, wide),

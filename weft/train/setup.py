@@ -502,7 +502,7 @@ def _files(
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Return the bytes in memory of all parameters, and of gradients and moments of those that learn."""
+    """Return the bytes in memory of all parameters, and of gradients and moments of the trained ones."""
     train, wide = recipe.train, 8 if recipe.train.dtype == "float64" else 4
     here = {
         kind: recipe.memory.place_of(kind) != "file"

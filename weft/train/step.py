@@ -365,7 +365,7 @@ def clip_scale(norm: float, clip: float) -> float:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the steps of a run work on and call.
+    """Objects that the steps of a run work on and call.
 
     ``before_update`` returns when parameters and optimizer state may change. It is called before a rank gives its share
     to the step's sums, so whoever has these knows that it has returned on all ranks. ``inspect`` sees the reduced,
@@ -393,7 +393,7 @@ class StepContext:
 
 
 class PhaseFiller:
-    """What fills phases of a step (:mod:`weft.train.step_technique`): a base that fills none.
+    """Base of objects that fill phases of a step (:mod:`weft.train.step_technique`); it fills none.
 
     A technique adds the methods of the phases that it declares (:mod:`weft.train.phases`).
     """
@@ -420,7 +420,7 @@ class PhaseFiller:
 
 
 class PlainStep(PhaseFiller):
-    """The plain way to fill the phases of a step, for those that no technique fills."""
+    """Fills the phases of a step that no technique fills, in the plain way."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context

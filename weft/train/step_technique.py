@@ -26,5 +26,5 @@ class StepTechnique:
     instead: ClassVar[str] = ""
 
     def fill(self, context: StepContext, recipe: Recipe) -> PhaseFiller | None:
-        """Return an object with the methods of the phases, or None where nothing is to be done on this mesh."""
+        """Return an object with the methods of the phases, or None if there is nothing to do on this mesh."""
         raise NotImplementedError

@@ -43,7 +43,7 @@ class StepInput(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What the ranks of a step agree on: reduced local gradients by name; ``result`` waits for the step's result."""
+    """Agreed results of a step: reduced local gradients by name; ``result`` waits for the step's result."""
 
     grads: dict[str, torch.Tensor]
     result: Callable[[], StepResult]

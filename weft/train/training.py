@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. ``interrupted`` is the signal that stopped it, 0 if it finished."""
+    """Outcome of a run. ``interrupted``: the signal that stopped it, 0 if it finished."""
 
     run: Path
     checkpoint: Storage | None
@@ -63,7 +63,7 @@ class Outcome:
 
 
 class Ending(NamedTuple):
-    """How a run has ended for one rank.
+    """End of a run for one rank.
 
     ``outcome`` is None if others have brought the run to its end. ``concludes``: this rank is to write the report.
     """
@@ -195,7 +195,7 @@ def build_state(job: Job, mesh: Mesh, run: Run, recorder: Recorder) -> Built:
 
 
 def nothing_left(job: Job, step: int) -> str:
-    """What to say of a run that is resumed after its last step."""
+    """Return the message for a run that is resumed after its last step."""
     train, data = job.recipe.train, job.recipe.data
     limit = (
         f"train.steps = {train.steps}"

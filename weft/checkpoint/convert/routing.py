@@ -123,7 +123,7 @@ def export_for_texts(
     checkpoint: str, out: Path, texts: Path, warn: Callable[[str], None], ema: bool = False, keep: int = 0,
     ranks: int = 0, level: float = 0.0, dtype: str | None = None,
 ) -> str:  # fmt: skip
-    """Export a Hugging Face model with its experts chosen or ordered for texts like those of the file ``texts``.
+    """Export a Hugging Face model with its experts chosen or ordered for texts like those in the file ``texts``.
 
     It keeps the ``keep`` most chosen experts of each layer, or all experts in the best order for ``ranks`` ranks
     (``level``: see :func:`best_order`). Adapters are merged. ``ema`` and ``dtype``: see

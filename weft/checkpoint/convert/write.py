@@ -38,7 +38,7 @@ def convert(
     source: Where, out: Where, kind: str | None = None, to: str = "weft", config: Path | None = None,
     dtype: torch.dtype | None = None, optimizer: bool = True, upcycle: str | None = None,
 ) -> Foreign:  # fmt: skip
-    """Convert the checkpoint ``source`` of format ``kind`` (default: what it looks like) to format ``to`` at ``out``.
+    """Convert the checkpoint ``source`` from format ``kind`` (default: detected) to format ``to`` at ``out``.
 
     ``dtype``: type of the weights (None keeps theirs); ``optimizer``: whether to write moments; ``upcycle``: experts
     for a dense model (:mod:`weft.checkpoint.convert.upcycle`). Raises :class:`WeftError`, leaving no checkpoint.

@@ -73,7 +73,7 @@ def _refuse_hidden(name: Any) -> None:
 
 
 class _Dict:
-    """What templates may do with ``dict``."""
+    """The part of ``dict`` that templates may use."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)

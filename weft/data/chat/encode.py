@@ -179,7 +179,7 @@ class _PlacedTokens(NamedTuple):
 
 
 class _TemplateTokens:
-    """Encodes a rendered text: special tokens are those that the template has written, not those in anybody's words.
+    """Encodes a rendered text: special tokens are those that the template has written, not equal text in messages.
 
     A copy of the tokenizer knows the former by aliases, and takes their usual names for text.
     """

@@ -36,7 +36,7 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Which ranks compute which experts in the passes of a step.
+    """Assignment of experts to ranks in the passes of a step, with copies.
 
     ``copies``: the ranks that have each expert, bool ``[experts, ranks]``; ``slots``: the slot there, of that shape.
     ``lent``: the rows of this rank's stack that other ranks get, rank by rank; ``sent``: the number of rows to each;

@@ -49,7 +49,7 @@ def tensors_of(state: Sequence[Held]) -> list[torch.Tensor]:
 
 
 class Places(NamedTuple):
-    """Where a layer's experts are: the experts in the ``order`` of their places, owner by owner.
+    """Places of a layer's experts: the experts in the ``order`` of their places, owner by owner.
 
     ``sizes``: experts that each rank owns; ``home``: the order that the layout gives.
     """

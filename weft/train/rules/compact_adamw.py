@@ -29,7 +29,7 @@ SMALL = 4096
 
 
 class Encoding(Protocol):
-    """How a parameter's two moments are stored between updates."""
+    """Storage of a parameter's two moments between updates."""
 
     def slots(self, held: Held) -> dict[str, Part]: ...
 

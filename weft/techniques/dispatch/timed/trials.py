@@ -58,7 +58,7 @@ class OptionTimes:
         return option, trial
 
     def decide(self, seconds: list[float]) -> None:
-        """Choose by the ``seconds`` of each option on its slowest rank."""
+        """Choose an option by the ``seconds`` that each option takes on its slowest rank."""
         fastest = min(range(self.options), key=seconds.__getitem__)
         if self.chosen < 0 or seconds[fastest] < (1 - MARGIN) * seconds[self.chosen]:
             self.chosen = fastest
