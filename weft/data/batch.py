@@ -75,9 +75,9 @@ class Pairs:
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Pairs in the rows of a batch. ``segments``: int64 ``[2 * pairs]``, the segments of their documents.
+    """Pairs in the rows of a batch. ``segments``: int64 ``[2 * pairs]``, the segments of the pairs' documents.
 
-    ``counted``: whether this rank counts the pairs, as exactly one of the ranks with a part of these rows does.
+    ``counted``: whether this rank counts the pairs. Exactly one of the ranks with a part of these rows does.
     """
 
     pairs: Pairs

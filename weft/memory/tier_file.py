@@ -95,11 +95,11 @@ def page_buffer(size: int, pinned: bool = False) -> T:
 
 
 class BufferPool:
-    """Buffers by size, used again: each shape of a unit has slots of its own, so that no room is lost to the largest.
+    """Reusable buffers by size. Each size has its own buffers, so that small tensors do not occupy large ones.
 
-    Buffers of a size with fewer than :data:`COMMON` users (:meth:`announce`) are not kept: an embedding's, say, used
-    twice a step. ``bytes``: the size of all buffers, in use or not; ``most``: its peak. ``when_short`` is called where
-    memory ends, to return buffers that are still being written.
+    Buffers of a size with fewer than :data:`COMMON` users (:meth:`announce`) are not kept, for example an embedding's,
+    which is used twice a step. ``bytes``: the size of all buffers, in use or not; ``most``: its peak. ``when_short`` is
+    called when memory runs out, to return buffers that are still being written.
     """
 
     def __init__(self, pinned: bool = False) -> None:

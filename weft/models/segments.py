@@ -35,7 +35,7 @@ def document_segments(cu_seqlens: torch.Tensor, window: int = 0) -> list[Segment
 
 
 def windowed(a: int, b: int, window: int) -> list[Segment]:
-    """Return the segments of tokens ``a:b`` against themselves."""
+    """Return the segments of causal attention of tokens ``a:b`` to themselves, within a window."""
     step, segments = window or b - a, []
     for start in range(a, b, step):
         end = min(start + step, b)

@@ -32,10 +32,10 @@ MANY = ("saved", "loaded")
 class Metrics:
     """Appends records to ``run/metrics.jsonl``, one flushed line each; with ``run = None`` (other ranks) does nothing.
 
-    ``trackers``: names of those that get the records as well, see :mod:`weft.observe.trackers`.
+    ``trackers``: names of the trackers that get the records as well, see :mod:`weft.observe.trackers`.
 
-    Opening an existing file continues it; a last line that a crash has cut off is removed. A ``run`` record at step s
-    supersedes what was recorded for steps after s. NaN and infinity are written as ``null``.
+    Opening an existing file continues it; an incomplete last line after a crash is removed. A ``run`` record at step s
+    supersedes the records of steps after s. NaN and infinity are written as ``null``.
 
     If the disk is full or fails, ``warn`` is called once and the run goes on. Records that could not be written are
     kept, up to :data:`KEPT` bytes, and written before the next record.

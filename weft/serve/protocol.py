@@ -122,7 +122,7 @@ class ResponseFormat(RequestFields):
 
 
 class StructuredOutputs(RequestFields):
-    """vLLM's field for constrained generation; one of its ways."""
+    """vLLM's field for constrained generation. Exactly one of its constraints may be set."""
 
     json_: Schema | None = Field(None, alias="json")
     regex: str | None = None

@@ -100,7 +100,7 @@ def adapter_scale(adapter: Adapter, path: str) -> float:
 
 
 def whole_weights(shape: ModelShape) -> list[str]:
-    """Return the parameters with a row for each token that an adapter trains whole."""
+    """Return the weights with a row per token that are trained whole beside an adapter."""
     return [VOCABULARY[name] for name in shape.adapter.whole] if shape.adapter else []
 
 

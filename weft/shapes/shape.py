@@ -86,10 +86,10 @@ class Shape:
         return (self.qk + (self.qk == 0) * self.head_dim + self.head_dim) / 2
 
     def reach(self, seq: Num) -> Num:
-        """Return twice the number of tokens that a token attends to, as the mean over the layers; ``seq`` if all are
+        """Return twice the mean number of tokens that a token attends to, over the layers; ``seq`` if all layers are
         full.
 
-        The state of linear attention costs as much as attending to as many tokens as a head is wide.
+        A layer of linear attention counts as if a token attended to ``head_dim`` tokens.
         """
         short = np.minimum(seq, 2 * self.window)
         return (

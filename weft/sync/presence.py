@@ -25,8 +25,9 @@ Draw = Callable[[Sequence[int]], Sequence[int]]
 
 
 class Presence:
-    """All islands, always. ``counts``: by fragment, over how many islands the state's answer is a mean; empty: over
-    all.
+    """Presence of islands that never leave: all take part in every exchange.
+
+    ``counts``: by fragment, the number of islands in the mean that came with this island's state; empty: all islands.
     """
 
     def __init__(self, streams: Streams) -> None:

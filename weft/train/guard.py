@@ -54,7 +54,7 @@ class Guard:
         return noted_signals(stop_signals())
 
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
-        """Load the state from which the run goes on. Collective."""
+        """Load the state from which the run continues. Collective."""
         return resume_run(run, job, state, mesh)
 
     @contextmanager

@@ -27,10 +27,10 @@ T = torch.Tensor
 
 
 class Exchanged(NamedTuple):
-    """The result of one exchange of a fragment: ``answer``, the mean of what ``islands`` islands have sent.
+    """The result of one exchange of a fragment: ``answer``, the mean of the vectors of ``islands`` islands.
 
-    ``kept``: new values of slots, by slot, those of all parameters of the fragment end to end. ``warm``: by parameter,
-    the factor with which PowerSGD begins the next exchange.
+    ``kept``: new values of slots by slot, for all parameters of the fragment end to end. ``warm``: by parameter, the
+    factor with which PowerSGD begins the next exchange.
     """
 
     answer: T

@@ -155,7 +155,7 @@ def accumulate(
     beyond: Beyond = unchanged,
     early: EarlyUpdates | None = None,
 ) -> torch.Tensor:
-    """Forward and backward of every pass (gradient accumulation). Returns this rank's share of the mean loss.
+    """Run forward and backward of every pass (gradient accumulation); return this rank's share of the mean loss.
 
     ``routes``: for each pass the blocks that it runs, where these are not all; repeated if there are more passes.
     ``before_last`` is called with this rank's share of the loss before the last backward; not with a pipeline.

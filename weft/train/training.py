@@ -181,7 +181,7 @@ def open_folders(job: Job, mesh: Mesh, guard: Guard, lease: Lease) -> Run:
 
 
 def build_state(job: Job, mesh: Mesh, run: Run, recorder: Recorder) -> Built:
-    """Build the model and its state, with the values of ``model.from`` where the run begins with these. Collective."""
+    """Build the model and its state; a run that begins from ``model.from`` gets its values. Collective."""
     recipe, values = job.recipe, None
     from_origin = recipe.model.origin is not None and not run.in_memory
     if from_origin and (run.fresh or job.shape.adapter):

@@ -75,9 +75,9 @@ def place_experts(
 ) -> Owners:
     """Assign equally many experts to each rank, so that most of ``steps`` stay on a rank; return the rank of each.
 
-    Local search from each of so many random ``starts``: layer by layer, to and fro, the best swaps of two experts while
-    the other layers stay, until nothing is gained. ``level`` weighs the variance of the ranks' loads (over their mean,
-    averaged over layers) against the share of steps that stay.
+    Local search from ``starts`` random assignments: go through the layers back and forth and make the best swaps of two
+    experts, with the other layers fixed, until no swap helps. ``level`` weighs the variance of the ranks' loads (over
+    their mean, averaged over layers) against the share of steps that stay.
     """
     total = sum(counts.sum() for counts in steps)
     # What the square of a rank's load costs, in steps.

@@ -110,7 +110,9 @@ class Listing:
         return self.start(rank, tape, now)
 
     def admits(self, rank: int, a: _Item, capped: bool) -> bool:
-        """Return whether the action fits and, if it is a forward, leaves a state from which all can be finished."""
+        """Return whether the action fits in memory and, if it is a forward, all microbatches can still finish
+        after it.
+        """
         level = self.level[rank] + self.trips.change(a.m, a.i, a.kind)
         if level > self.trips.limits[rank] + EPS:
             return False

@@ -135,7 +135,7 @@ class TimedDispatch(Adaptive):
 
 
 def now(x: T) -> float:
-    """Return the time, in seconds, at which all that was computed on the device of ``x`` is done."""
+    """Wait for all work on the device of ``x``, and return the time in seconds."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return time.perf_counter()
