@@ -1,1 +1,1 @@
-"""Where tensors wait while nobody computes with them."""
+"""Tiers of memory: where tensors rest while they are not in use."""

@@ -196,8 +196,8 @@ class SavedActivations:
 
     @contextmanager
     def block(self, module: nn.Module, x: T, *shared: T) -> Iterator[None]:
-        """Context in which ``module`` runs forward on ``x``: tensors that it saves are moved, except parameters and
-        ``shared``.
+        """Return a context in which ``module`` runs forward on ``x``: tensors that it saves are moved, except
+        parameters and ``shared``.
 
         Runs with the same ``shared`` belong to one pass, which backward goes through in the opposite order. Raises
         :class:`TierError` where a file cannot be written; backward raises it where the file cannot be read.

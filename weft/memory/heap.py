@@ -31,11 +31,11 @@ def _limit(parameter: int, limit: int) -> None:
 
 @contextmanager
 def passing_by_the_heap() -> Iterator[None]:
-    """Context in which each tensor is mapped by itself, so that many short-lived tensors do not enlarge the heap.
+    """Return a context in which each tensor is mapped separately, so that many short-lived tensors do not enlarge the
+    heap.
 
-    For assembling a model whose state does not fit in memory. A heap that all of the state has passed through, unit by
-    unit, is mostly empty afterwards, and steps scatter over it: they touched twice as much of it as they need at a
-    time.
+    It is for assembling a model whose state does not fit in memory. Otherwise the whole state would pass through the
+    heap, which would then be mostly empty, and steps would scatter over it and touch twice the memory that they need.
     """
     give_heap_back()
     _limit(_MAP, _PASSING)
@@ -49,8 +49,8 @@ def passing_by_the_heap() -> Iterator[None]:
 def give_heap_back() -> None:
     """Hand free memory back to the system.
 
-    For a process whose state does not fit in memory, before its steps: steps keep the memory that they free, since
-    mapping it anew would take a third of their time, and so hold a tenth more at their peak.
+    It is called before the steps of a process whose state does not fit in memory. The steps themselves keep the memory
+    that they free, since mapping it again would take a third of their time, and so hold a tenth more at their peak.
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

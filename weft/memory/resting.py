@@ -93,7 +93,7 @@ class RestingGroup:
             self.coming = self.region.read(self.buffer)
 
     def bring(self, read: bool = True, changes: bool = False) -> None:
-        """Move the tensors to the place of their use; without ``read`` their values are undefined, as all will be
+        """Move the tensors to the place of their use. Without ``read`` their values are undefined, and all must be
         written.
         """
         if read:
@@ -276,7 +276,7 @@ class Tiers(OnDevice):
         read: bool = True,
         apart: bool = False,
     ) -> Iterator[None]:
-        """Context in which the owner's tensors of one kind can be used, and changed with ``changes``; see
+        """Return a context in which the owner's tensors of one kind can be used, and changed with ``changes``; see
         :meth:`RestingGroup.bring`.
 
         An error in it leaves the tensors as they rest. Within another use of them it does nothing. ``apart``: the
@@ -302,7 +302,7 @@ class Tiers(OnDevice):
 
     @contextmanager
     def updating(self, owner: Hashable, behind: int = 1) -> Iterator[None]:
-        """Context in which all tensors of the owner are at hand and may change, except gradients.
+        """Return a context in which all tensors of the owner are at hand and may change, except gradients.
 
         ``behind``: how many earlier owners may still be written back, beside this owner and the next one.
         """
@@ -321,7 +321,7 @@ class Tiers(OnDevice):
 
     @contextmanager
     def trying(self, owner: Hashable) -> Iterator[None]:
-        """Context in which the owner's tensors, except gradients, may change until :meth:`undo`."""
+        """Return a context in which the owner's tensors, except gradients, may change until :meth:`undo`."""
         kinds = [kind for kind in self.groups.get(owner, ()) if kind != "gradients"]
         self._drain(len(kinds))
         for each in (owner, self.trials.after(owner)):

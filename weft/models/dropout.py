@@ -30,7 +30,9 @@ def token_draws(seed: int, sample: int, tokens: int) -> T:
 
 @contextmanager
 def drawing(draws: Sequence[T]) -> Iterator[None]:
-    """Context in which weights with dropout use the tokens' numbers in ``draws``; they drop nothing if it is empty."""
+    """Return a context in which weights with dropout use the tokens' numbers in ``draws``; they drop nothing if it is
+    empty.
+    """
     token = _draws.set(draws[0] if draws else None)
     try:
         yield

@@ -41,7 +41,7 @@ def current_part() -> GraphPart | None:
 
 @contextmanager
 def running(part: GraphPart) -> Iterator[None]:
-    """Context whose computations belong to ``part``."""
+    """Return a context whose computations belong to ``part``."""
     token = _running.set(part)
     try:
         yield

@@ -32,7 +32,7 @@ _on: ContextVar[bool] = ContextVar("invariant", default=False)
 
 @contextmanager
 def invariant(on: bool = True) -> Iterator[None]:
-    """Context in which results are the same in any batch; the tokens of a row must be a multiple of TILE."""
+    """Return a context in which results are the same in any batch; the tokens of a row must be a multiple of TILE."""
     token = _on.set(on)
     try:
         yield

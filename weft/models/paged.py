@@ -51,7 +51,7 @@ def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
 
 @contextmanager
 def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
-    """Context in which the layers of ``model`` attend by ``attends``."""
+    """Return a context in which the layers of ``model`` attend by ``attends``."""
     layers = attention_layers(model)
     before = [layer.attend for layer in layers]
     try:

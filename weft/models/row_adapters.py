@@ -114,7 +114,7 @@ def adapting(
     groups: Sequence[AdapterBatch],
     read: Callable[[int, T], T],
 ) -> Iterator[None]:
-    """Context in which ``layers`` apply to the rows of each of ``groups`` the group's adapters.
+    """Return a context in which ``layers`` apply to the rows of each of ``groups`` the group's adapters.
 
     ``read``: returns the numbers of a layer ``[texts, numbers]`` in the blocks of tables ``[texts, blocks]``.
     """

@@ -368,7 +368,9 @@ def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
 
 
 def running_mean(values: list[float]) -> list[float]:
-    """Centered mean over about a fiftieth of the series; narrower at the start, so that a steep fall is not blurred."""
+    """Return the centered mean over about a fiftieth of the series; narrower at the start, so that a steep fall is not
+    blurred.
+    """
     sums, last = [0.0, *accumulate(values)], len(values) - 1
     half = [min(len(values) // 100 + 1, i) for i in range(len(values))]
     return [

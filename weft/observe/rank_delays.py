@@ -55,7 +55,7 @@ Pair = tuple[int, int]
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a rank's step: in all, spent waiting for others, and lost to other programs on its processor."""
+    """Seconds of a rank's step: total, waiting for others, and lost to other programs on its processor."""
 
     total: float
     waited: float

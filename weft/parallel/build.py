@@ -277,7 +277,7 @@ def attention_over(mesh: Mesh, shape: ModelShape) -> Attend:
 def resident_state(
     model: Transformer, mesh: Mesh, make: Callable[..., State] = State
 ) -> State:
-    """Make the state, by ``make``, of a model that is whole on this rank: a unit per block, and one for the rest."""
+    """Build the state of a model that is whole on this rank with ``make``: a unit per block, and one for the rest."""
     described = dict(model.logical_parameters())
     held = {}
     for name, parameter in model.named_parameters():

@@ -76,7 +76,9 @@ def simulated(
 
 
 def splits(sizes: Sequence[int], rates: Mapping[str, float]) -> list[DeviceSplit]:
-    """Simulate every number of units on the device; the fastest split comes first, of equals that with fewer units."""
+    """Simulate every number of units on the device; the fastest split comes first, and of equals the one with fewest
+    units.
+    """
     splits = [
         DeviceSplit(count, simulated(count, sizes, rates).elapsed)
         for count in range(len(sizes) + 1)

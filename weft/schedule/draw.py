@@ -35,7 +35,9 @@ MEMORY = "activations held, in microbatches of a rank"
 
 
 def colours(table: Table) -> dict[str, str]:
-    """Return the colour of every kind in the table that computes; it is the same in other tables where possible."""
+    """Return the colour of every computing kind in the table; a kind has the same colour in other tables where
+    possible.
+    """
     chosen: dict[str, str] = {}
     present = {a.kind for a in table if not a.declared.inserted}
     for kind in [k for k in KINDS if k in present] + sorted(present - set(KINDS)):

@@ -71,7 +71,7 @@ class Evaluation:
 
     @contextmanager
     def _weights(self) -> Iterator[None]:
-        """A context in which the parameters are the averages, if ``optimizer.use_ema`` asks for these."""
+        """Return a context in which the parameters are the averages, if ``optimizer.use_ema`` asks for these."""
         if not self.job.recipe.optimizer.use_ema:
             yield
             return

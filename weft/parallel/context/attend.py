@@ -39,7 +39,7 @@ def across(
     q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
     window: int = 0,
 ) -> T:  # fmt: skip
-    """Return attention by a scheme over ``peers``; arguments and result as of :func:`tile_attention`."""
+    """Return attention by a scheme over ``peers``; arguments and result as in :func:`tile_attention`."""
     if operator := find("context", scheme).implementation().operator():
         out: T = operator(q, k, v, cu_seqlens, peers, index, lengths, window)[0]
         return out

@@ -23,7 +23,9 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[
 
 
 def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | None:
-    """Return which of ``rank``'s key/value heads each query head reads; None where they share evenly, in order."""
+    """Return the key/value head of ``rank`` that each query head reads; None where heads are shared evenly, in
+    order.
+    """
     first, last = part(heads, ranks, rank)
     group = heads // kv_heads
     read = [head // group - first // group for head in range(first, last)]

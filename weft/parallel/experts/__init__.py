@@ -1,1 +1,1 @@
-"""Experts that are spread over ranks: how tokens get to them, and who has which."""
+"""Experts that are spread over ranks: the paths of tokens to experts, and the owners of experts."""

@@ -1,9 +1,9 @@
-"""Which rank should have which experts, from what tokens have chosen before.
+"""Places experts on ranks so that few tokens move, from the experts that tokens have chosen before.
 
-A token that stays where its last layer's expert was goes on to the next layer's for nothing if that is on the same rank
-(ExFlow, Yao et al. 2024, 2401.08383). What follows from a count of such steps is a table for each layer, the same as
-any placement: which expert each slot has, the slots of the first rank first. With ``level`` above 0 ranks are to have
-equal loads, too (after MoETuner, Go and Mahajan 2025, 2502.06643).
+A token moves between two layers only if their chosen experts are on different ranks (ExFlow, Yao et al. 2024,
+2401.08383). From the counts of such steps follows a table for each layer, as for any placement: the expert of each
+slot, the slots of the first rank first. With ``level`` above 0 ranks also get similar loads (after MoETuner, Go and
+Mahajan 2025, 2502.06643).
 """
 
 from collections.abc import Sequence

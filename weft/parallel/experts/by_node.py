@@ -1,4 +1,4 @@
-"""What dispatchers that know nodes cannot be combined with."""
+"""Rules of dispatchers by node: what they cannot be combined with."""
 
 from weft.refusal import Rule
 

@@ -1,7 +1,7 @@
-"""Which experts are where, from how often each is chosen: pure functions of numbers on the host.
+"""Places copies of experts by how often each is chosen: pure functions of numbers on the host.
 
-A placement is a table ``[experts, ranks]`` of where each has a copy, so that no rank has two of one, or ``order``:
-experts owner by owner. Choices of an expert are divided evenly among its copies.
+A placement is a table ``[experts, ranks]`` of the ranks that have a copy of each expert (at most one per rank), or
+``order``: experts owner by owner. Choices of an expert are divided evenly among its copies.
 """
 
 import numpy as np

@@ -170,7 +170,7 @@ class EachChoice:
 
 
 def then(arriving: Arriving, meta: tuple[Any, ...]) -> Arriving:
-    """Return ``arriving`` with an outer dispatcher's ``meta`` behind that of the inner one."""
+    """Return ``arriving`` with an outer dispatcher's ``meta`` added to that of the inner dispatcher."""
 
     def arrived() -> Dispatched:
         inner = arriving()

@@ -166,7 +166,9 @@ class Listing:
         return True
 
     def send(self, name: str, m: int, i: int, to: int, kind: str, end: float) -> None:
-        """Send a value, made at ``end``, from place ``i`` of a path to place ``to``, where it makes ``kind`` ready."""
+        """Send a value, computed at ``end``, from place ``i`` of a path to place ``to``, where ``kind``
+        becomes ready.
+        """
         link = source, target = self.where[m][i], self.where[m][to]
         if source != target:
             costs, value = self.trips.costs, Value(name, self.paths[m][i], m)

@@ -38,7 +38,7 @@ class Trips:
 
     @property
     def backward(self) -> str:
-        """The pass that makes the gradient of the input."""
+        """The pass that computes the gradient of the input."""
         return self.kinds[1]
 
     def time(self, rank: int, m: int, i: int, kind: str) -> float:

@@ -130,7 +130,7 @@ class Speculation(PhaseFiller):
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
-        """A context that restores the state of before the step if something fails in it."""
+        """Return a context that restores the state of before the step if something fails in it."""
         try:
             yield
         except BaseException:
@@ -139,7 +139,7 @@ class Speculation(PhaseFiller):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """A context in which early units are updated as their gradients become complete."""
+        """Return a context in which early units are updated as their gradients become complete."""
         self.running = (
             []
             if self.thread is None
