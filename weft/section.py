@@ -144,6 +144,13 @@ def fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
     return [*own, *(name for name in every() if name not in own)]
 
 
+def sections_of(model: type[BaseModel]) -> list[str]:
+    """Return the names of those fields that hold a section, not a value."""
+    return [
+        name for name in model.model_fields if _section_at(model, name) is not model
+    ]
+
+
 def _section_at(model: type[BaseModel], key: str) -> type[BaseModel]:
     """Return the section that a field of ``model`` holds; ``model`` itself if that field holds none."""
     field = model.model_fields.get(key)

@@ -66,6 +66,10 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(("words", "code", "said"), [
     (["train", "nope.toml"], 1, r"recipe nope\.toml does not exist"),
     (["train"], 2, r"Missing argument 'RECIPE'"),
+    (["serve", "runs/one"], 2, r"'--from': name the model by it, as in '.*weft serve --checkpoint runs/mine'; see"),
+    (["chat", "--checkpoint", "x"], 2, r"--checkpoint; the model needs none: '.*weft chat runs/mine'; see"),
+    (["chat", "--lr", "x"], 2, r"No such option: --lr(?!.*--set)"),
+    (["train", QUICKSTART, "--checkpoint", "x"], 2, r"No such option: --checkpoint; see"),
     (["trian", "x"], 2, r"No such command 'trian'"),
     (["train", QUICKSTART, "--layuot", "tp=2"], 2, r"No such option: --layuot"),
     (["train", QUICKSTART, "--layout", "tq=2"], 2, r"unknown axis 'tq'; did you mean 'tp'\?"),
@@ -155,6 +159,15 @@ def test_an_empty_recipe_is_a_mistake(tmp_path: Path) -> None:
     ):
         load_recipe(empty, layout="dp=2")
     assert load_recipe(empty, ["train.steps=7"]).train.steps == 7
+
+
+def test_data_in_the_place_of_a_recipe_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "talks.jsonl"
+    path.write_text('{"messages": []}')
+    with pytest.raises(
+        UsageError, match=r"is data, .*'weft train finetune --data .*talks\.jsonl'"
+    ):
+        load_recipe(str(path))
 
 
 def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:

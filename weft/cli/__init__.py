@@ -41,14 +41,35 @@ def run_command_line() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(text)
         else:
-            command = getattr(getattr(error, "ctx", None), "command_path", "weft")
+            context = getattr(error, "ctx", None)
+            command = getattr(context, "command_path", "weft")
             text = text.strip().rstrip(".")
             option = getattr(error, "option_name", None)
-            if option and (setting := _as_setting(option)):
-                text = f"No such option: {option}; {setting}"
+            taken = [
+                name
+                for parameter in getattr(
+                    getattr(context, "command", None), "params", []
+                )
+                for name in parameter.opts
+            ]
+            if option and (remedy := _instead_of(option, command, taken)):
+                text = f"No such option: {option}; {remedy}"
+            if "--checkpoint" in getattr(getattr(error, "param", None), "opts", []):
+                text += (
+                    f": name the model by it, as in '{command} --checkpoint runs/mine'"
+                )
             see = " See" if text.endswith("?") else "; see"
             print(f"weft: error: {text}{see} '{command} --help'", file=sys.stderr)
         sys.exit(2)
+
+
+def _instead_of(option: str, command: str, taken: list[str]) -> str:
+    """Words that say what to write instead of an option that ``command`` does not know; empty if nobody knows."""
+    if "--set" in taken:
+        return _as_setting(option)
+    if "model" in taken and option in ("--checkpoint", "--from", "--model"):
+        return f"the model needs none: '{command} runs/mine'"
+    return ""
 
 
 def _as_setting(option: str) -> str:

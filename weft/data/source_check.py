@@ -56,8 +56,9 @@ def _check(source: Source) -> None:
             if chats
             else "document"
         )
+        read = "" if not chats else "; JSON lines, JSON, CSV, TSV and Parquet are read"
         raise WeftError(
-            f"data source {source.path} holds no {what}; check where it comes from"
+            f"data source {source.path} holds no {what}; check where it comes from{read}"
         )
 
 

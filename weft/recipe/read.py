@@ -46,6 +46,11 @@ def load_recipe(
         raise UsageError(
             f"{path}: recipes are TOML files; docs/how-to/coming-from.md says what settings of other programs are"
         )
+    if file.suffix in (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"):
+        raise UsageError(
+            f"{path} is data, and a recipe comes first: 'weft train finetune --data {path}' for conversations, "
+            "or data.path in a recipe of yours"
+        )
     tree = read_toml(file, str(path))
     # nobody means to train what all defaults together give
     if not (tree or overrides or origin or data):

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from weft.errors import nearest
 from weft.recipe.elsewhere import here_it_is
-from weft.section import fields_at
+from weft.section import fields_at, sections_of
 
 
 def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:
@@ -41,7 +41,7 @@ def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str
 
         model = Recipe
     sections = [
-        section for section in model.model_fields if name in fields_at(model, [section])
+        section for section in sections_of(model) if name in fields_at(model, [section])
     ]
     return [
         f"{section}.{name}"
