@@ -49,11 +49,11 @@ class About(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class TechniqueKind:
-    """A kind of technique. ``called``: what a technique of this kind is called with, by position.
+    """A kind of technique. ``called``: the positional arguments with which a technique of this kind is called.
 
-    ``setting``: where a recipe names it, or which option does. ``folder``: of ``weft/techniques/``, where Weft's own
-    ones are; empty where Weft has none of its own. ``noun``: what one is called in an error line. ``plain``: values of
-    the setting that name no technique, as the core does without.
+    ``setting``: the recipe's setting, or the command's option, that names a technique. ``folder``: the folder of Weft's
+    own techniques in ``weft/techniques/``; empty if there are none. ``noun``: the word for a technique in error lines.
+    ``plain``: values of the setting that name no technique, as the core handles them.
     """
 
     noun: str

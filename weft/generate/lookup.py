@@ -48,8 +48,8 @@ class NgramIndex:
             del ends[:-PLACES]
 
     def find(self, tail: Sequence[int], depth: int) -> tuple[int, list[int]]:
-        """Return the length of the longest end of ``tail``, up to ``depth``, that is in this text, and its end
-        positions.
+        """Return the length of the longest suffix of ``tail``, up to ``depth``, that is in this text, and where it
+        ends.
 
         The latest position comes first.
         """

@@ -182,7 +182,10 @@ class Layout(Section):
     )
     lsh_residual: bool = Field(
         False,
-        description="With lsh, add each token's difference from the mean to its result.",
+        description=(
+            "With lsh, add each token's difference from the mean of its bucket to the "
+            "experts' result for this mean."
+        ),
     )
     placement: Literal["static", "sharded", "moving"] = Field(
         "static",

@@ -412,7 +412,9 @@ class SavedActivations:
         })  # fmt: skip
 
     def profile(self) -> Profile:
-        """Return the fastest times of the passes so far: of blocks alone, and the time that transfers add."""
+        """Return the fastest times of the passes so far: of blocks without transfers, and the time that
+        transfers add.
+        """
         if self.cuda:
             torch.cuda.synchronize(self.device)
         beside = self._costs(self.timings[True])

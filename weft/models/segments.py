@@ -14,8 +14,9 @@ SQUARE = 256
 
 
 class Segment(NamedTuple):
-    """Queries ``q0:q1`` against keys ``k0:k1`` of flattened token rows: all of them, or those that ``causal``
-    admits.
+    """A rectangle of attention: queries ``q0:q1`` against keys ``k0:k1`` of flattened token rows.
+
+    ``causal``: only keys up to each query's position count, otherwise all keys.
     """
 
     q0: int

@@ -185,7 +185,10 @@ def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
 
 
 def rounds(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Cut spans where blocks end; yield equally long pieces of different texts, in the order of each text."""
+    """Cut spans at the ends of cache blocks of ``size`` tokens; yield equally long pieces of different texts.
+
+    Pieces of a text are yielded in their order.
+    """
     pieces: list[tuple[int, Span]] = []
     for span in spans:
         first = span.first

@@ -1,4 +1,4 @@
-"""Attention in steps whose documents are placed by length: it crosses only the ranks that share a pass.
+"""Attention in steps whose documents are placed by length: it runs only over the ranks that share a pass.
 
 :mod:`weft.parallel.document_balance` makes the plan. Ranks run different passes, and unequal numbers of them
 (ByteScale, Ge et al. 2025, 2502.21231), so no rank inside a pass may wait for a rank outside of it. Parameters are

@@ -1,7 +1,7 @@
 """A pipeline's passes cut at the exchanges of experts, so that other microbatches compute while rows travel.
 
-The kinds are those of :mod:`weft.schedule.exchange`. Rows set out where the part before them ends, and are waited for
-where the next one begins: what stands between the two in the table runs meanwhile.
+The kinds are those of :mod:`weft.schedule.exchange`. Rows are sent at the end of the part before the exchange, and
+waited for at the beginning of the next part. Actions between the two in the table run meanwhile.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ TURNS = {"passes": Beside.OTHER_PASS, "pairs": Beside.SAME_PASS}
 
 
 def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return a stage for each layer; the first and the last also have the ends of the model."""
+    """Return one stage per layer; the first and the last also hold the ends of the model."""
     layers = [i for stage in stages for i in stage.layers]
     return tuple(
         Stage(range(i, i + 1), i == layers[0], i == layers[-1]) for i in layers
@@ -63,7 +63,7 @@ class LayerPass:
     result: T | None = None
 
     def go_on(self) -> None:
-        """Run the next part, if one is left."""
+        """Run the next part, if any remains."""
         if self.result is None:
             self.parts.append(GraphPart())
             with running(self.parts[-1]), deferred(self.tape):
@@ -73,7 +73,7 @@ class LayerPass:
                     self.result = self.end(end.value)
 
     def output(self) -> T:
-        """Run the parts that are left, and return the output."""
+        """Run the remaining parts, and return the output."""
         while self.result is None:
             self.go_on()
         return self.result

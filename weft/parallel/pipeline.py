@@ -58,7 +58,7 @@ class Pipeline:
     ) -> State:
         """Take over the model's parameters, which have memory on the device, and connect to the other ranks.
 
-        ``tiers``: where the state rests. Returns the state, which ``make`` makes.
+        ``tiers``: where the state rests. ``make`` builds the state, which is returned.
         """
         self.streamed, self.compute = tiers.places.get("weights") == "file", compute
         described = dict(self.model.logical_parameters())

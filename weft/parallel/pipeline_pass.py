@@ -1,4 +1,4 @@
-"""The passes of a pipeline through one table: the operations that its actions run on this rank."""
+"""Runs the passes of a pipeline by one table: the operations of its actions on this rank."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Turns(NamedTuple):
 
 
 def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -> Turns:
-    """Choose the weights that stay in memory between the ``gathers`` of a rank, which are in their order.
+    """Choose the weights that stay in memory between the ``gathers`` of a rank, which are in order.
 
-    Weights stay if their stage comes again as the next but one, and so do those of the first stages. Of the others the
-    soonest stay, as many as have ``room``. ``size_of``: bytes of a stage's weights.
+    Weights stay if their stage comes again after one other stage, and so do those of the first stages. Of the remaining
+    weights those that are needed soonest stay, as many as fit in ``room``. ``size_of``: bytes of a stage's weights.
     """
     last: dict[int, int] = {}
     waits = []  # how many gathers a stage would stay for, and the gather before them
@@ -69,7 +69,7 @@ def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """This rank's part of a pipeline: what every pass runs with.
+    """This rank's part of a pipeline: the data of every pass.
 
     ``stages``: all stages of the model; ``users``: this rank's units, each with the stages that use it. ``streamed``:
     weights rest in files. ``output``: the share of the vocabulary, if it is cut. ``wire``: None on a single rank.
@@ -97,7 +97,7 @@ class PipelineRank:
         return [unit for _, unit in self.users]
 
     def units_of(self, stage: int) -> list[TableUnit]:
-        """List the units whose parameters ``stage`` computes with."""
+        """List the units with whose parameters ``stage`` computes."""
         return [unit for stages, unit in self.users if stage in stages]
 
     def weights_of(self, stage: int) -> int:

@@ -182,7 +182,7 @@ def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter]
 def sharded_state(
     model: Transformer, mesh: Mesh, make: Callable[..., State] = State
 ) -> State:
-    """Make the state, by ``make``, of a model after :func:`shard_data_parallel`, once the model has memory."""
+    """Build the state of a model after :func:`shard_data_parallel` with ``make``, once the model has memory."""
     described = dict(model.logical_parameters())
     held: dict[str, Held] = {}
     whole = []

@@ -118,7 +118,7 @@ class Updater(Protocol):
 
 
 class DueUpdate(NamedTuple):
-    """An update that waits: the gradients by unit, the learning rate, and the factor of the gradients."""
+    """A postponed update: the gradients by unit, the learning rate, and the factor of the gradients."""
 
     grads: Callable[[Unit], Mapping[str, T]]
     lr: float
@@ -280,13 +280,13 @@ class State:
             self.update(unit, grads(unit), lr, scale)
 
     def expose(self) -> None:
-        """Prepare for changes of the tensors by others."""
+        """Prepare for other code to change the tensors."""
         self.settle()
         self.tiers.forget_sums()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replace the parameters that learn by their averages (``optimizer.ema``) for a while.
+        """Replace the parameters that learn by their averages (``optimizer.ema``) in the context.
 
         Nothing may save or update the state meanwhile. Afterwards every bit is as before.
         """
@@ -333,7 +333,9 @@ class State:
         return self.parts()
 
     def parts(self) -> dict[str, Part]:
-        """Return the same parts for reading between two steps: rows stay where they are, and no rank waits."""
+        """Return this rank's part of every tensor for reading between two steps: rows stay where they are, and no rank
+        waits.
+        """
         slots = {
             f"optimizer.{slot}.{h.name}": part
             for h in self.held

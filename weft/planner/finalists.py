@@ -211,8 +211,8 @@ def refine(
 ) -> Final | None:  # fmt: skip
     """Simulate the pipeline of one ``plan``; return None if the schedule cannot be built or run.
 
-    ``tables``: tables built before, to be reused. ``beside``: exchanges of experts are actions of the schedule, beside
-    which others run.
+    ``tables``: tables built before, to be reused. ``beside``: with it, exchanges of experts are actions of the
+    schedule, and this says which pass runs meanwhile.
     """
     shape, machine, engine = searched.shape, searched.machine, searched.engine
     if plan.pp == 1 and beside is None:

@@ -123,7 +123,7 @@ class View:
 
     @classmethod
     def of(cls, message: dict[str, Any], before: View | None) -> View:
-        """Build a view from :meth:`message`, for a process that was in ``before``."""
+        """Build a view from :meth:`message`. ``before``: this process's previous view, for the lost members."""
         reasons = {int(number): why for number, why in message["reasons"].items()}
         members = tuple(Member(**member) for member in message["members"])
         numbers = {member.number for member in members}

@@ -191,7 +191,7 @@ def per_rank(members: Members) -> Dispatcher:
 
 @dataclass(frozen=True)
 class Placing:
-    """Dispatches the ``inner`` way, with the slots of experts in the place of their numbers."""
+    """Dispatches as ``inner`` does, with experts' numbers replaced by their slots."""
 
     ranks: ExpertRanks
     inner: Dispatcher

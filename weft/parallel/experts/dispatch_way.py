@@ -1,4 +1,4 @@
-"""The interface of ways to bring tokens to the experts of other ranks, and back."""
+"""The interface of techniques that bring tokens to the experts of other ranks, and back."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class DispatchWay:
     """Makes the dispatcher of a mixture of experts.
 
-    ``by_node``: the way treats ranks of a node in a way of their own, and is drawn only where nodes are known.
-    ``copies``: ranks may give each other the weights of their experts.
+    ``by_node``: the dispatcher treats ranks of the same node differently, so that the fuzzer draws it only where nodes
+    are known. ``copies``: ranks may lend each other the weights of their experts.
     """
 
     by_node: ClassVar[bool] = False

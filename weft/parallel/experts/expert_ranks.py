@@ -1,4 +1,4 @@
-"""Which ranks have which experts, and between which of them rows travel."""
+"""The ranks of each expert, and the groups of ranks between which rows travel."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ T = torch.Tensor
 
 
 class ExpertRanks(Homes):
-    """Ranks that hold all experts of a layer together; ``slot_of``: the slot of each expert.
+    """Ranks that hold all experts of a layer together. ``slot_of``: the slot of each expert.
 
-    Where experts are fewer than ranks, each is cut in ``pieces``, which are placed like experts. Slots beyond those of
-    a rank's own experts are for ``copies``.
+    If experts are fewer than ranks, each is cut in ``pieces``, which are placed like experts. Slots after those of a
+    rank's own experts are for ``copies``.
     """
 
     def __init__(self, mesh: Mesh, dims: Sequence[Dim], sent: Counter[str]) -> None:
@@ -71,9 +71,10 @@ class ExpertRanks(Homes):
         return Choice(weights, self.declared(slots))
 
     def across(self, block: int, joined: int = 1) -> Members:
-        """Return the ranks at this rank's place in each block of neighbouring ranks; each leads to its block's slots.
+        """Return the ranks at this rank's position in each block of neighbouring ranks; each leads to its block's
+        slots.
 
-        ``block``: ranks of a block; ``joined``: so many neighbouring slots of a block count as one.
+        ``block``: ranks of a block; ``joined``: number of neighbouring slots of a block that count as one.
         """
         start = self.rank // block * block
         first = self.shares[start][0] // joined
@@ -85,7 +86,7 @@ class ExpertRanks(Homes):
     def within(self, block: int, from_anywhere: bool = False) -> Members:
         """Return the ranks of this rank's block of neighbours.
 
-        ``from_anywhere``: they lead to all slots; to a slot of another block leads the rank with its owner's place.
+        ``from_anywhere``: they lead to all slots; the rank at the owner's position leads to a slot of another block.
         """
         here = from_anywhere | (self.owner // block == self.rank // block)
         owner = torch.where(here & (self.owner < self.count), self.owner % block, block)

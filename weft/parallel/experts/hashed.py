@@ -23,7 +23,7 @@ T = torch.Tensor
 
 
 class Hashed:
-    """Dispatches the means of similar tokens the ``inner`` way, or without gradients all tokens.
+    """Dispatches the means of similar tokens by ``inner``; without gradients it dispatches all tokens.
 
     A token that is alone in its bucket is unchanged.
     """

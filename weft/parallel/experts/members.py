@@ -42,7 +42,9 @@ class Members:
         self.sent[what] += count * rows.shape[1:].numel() * rows.element_size()
 
     def wanted(self, slots: T) -> T:
-        """Mark the members that tokens go to with 1, others with 0: ``[tokens, k]`` to int64 ``[tokens, members]``."""
+        """Mark the members to which each token goes with 1, others with 0: ``[tokens, k]`` to int64 ``[tokens,
+        members]``.
+        """
         none = slots.new_zeros(len(slots), self.count + 1)
         return none.scatter(1, self.owner[slots], 1)[:, : self.count]
 
@@ -60,7 +62,7 @@ class Members:
         return int(largest) if has_numbers(largest) else number
 
     def declared(self, x: T) -> T:
-        """Declare ``x`` with the type of values that tokens choose."""
+        """Declare ``x`` with the type of values that follow from tokens' choices."""
         return declare(x, self.mesh, **by_token(self.mesh))
 
 

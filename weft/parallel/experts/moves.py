@@ -25,7 +25,7 @@ Array = np.ndarray
 def better_order(
     loads: Array, order: Array, sizes: Array, spare: int, cost: float
 ) -> Array:
-    """Return experts owner by owner: ``order``, or another order if moving to that pays until the next move.
+    """Return the order of experts, owner by owner: ``order``, or a better one if the move pays until the next move.
 
     ``sizes``: experts that each rank owns; ``cost`` of moving an expert, as a multiple of sending a copy of it. A copy
     is sent at least twice in a step, as weights and as gradients.

@@ -1,7 +1,7 @@
 """Rows on their way to other ranks, and their gradients on the way back.
 
-Rows that have set out are waited for when they are needed, so that what else there is to compute runs meanwhile, and
-likewise in backward: the gradients of these rows are back when what comes before dispatch needs them.
+Rows are sent at once and waited for only when they are needed, so that other work runs meanwhile. Backward does the
+same: gradients of rows are waited for when the part before dispatch needs them.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def scattered(x: T, members: Members) -> Awaited:
 def start_exchange(
     rows: T, sent: list[int], received: list[int], members: Members, what: str
 ) -> Moving:
-    """Start an exchange that has no gradient; arguments as of :func:`exchanged`."""
+    """Start an exchange that has no gradient; arguments as in :func:`exchanged`."""
     members.note(what, rows, sum(sent) - sent[members.rank])
     return exchanged_rows(rows, sent, received, members.group)
 

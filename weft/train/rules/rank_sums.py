@@ -22,9 +22,9 @@ T = torch.Tensor
 
 
 class Extent(NamedTuple):
-    """A dimension of a slot: an entry for each ``per`` elements of the parameter's dimension ``of``, or a new one.
+    """A dimension of a slot: one entry per ``per`` elements of the parameter's dimension ``of``.
 
-    ``size``: of a new dimension, where ``of`` is None.
+    With ``of`` None it is a new dimension with ``size`` entries.
     """
 
     of: int | None
