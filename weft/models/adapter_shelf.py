@@ -36,7 +36,7 @@ class LentAdapter(NamedTuple):
 
 
 class AdapterShelf:
-    """The adapters that requests can name, and their copies in the blocks of ``pages``, the caches of the layers."""
+    """The adapters that requests can name, and copies of them in the blocks of ``pages``, the caches of the layers."""
 
     def __init__(self, model: Transformer, pages: Sequence[Pages]) -> None:
         self.model, self.pages = model, pages
@@ -72,7 +72,7 @@ class AdapterShelf:
     def adapting(
         self, spans: Sequence[Span], adapters: Sequence[LentAdapter | None]
     ) -> AbstractContextManager[None]:
-        """Return a context in which the layers apply to the rows of each of ``spans`` its adapter, if it has one."""
+        """Return a context in which the layers apply each request's adapter, if it has one, to the rows of its span."""
         alike = defaultdict[
             tuple[tuple[Form, ...], int], list[tuple[Span, Sequence[int]]]
         ](list)

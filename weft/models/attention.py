@@ -236,7 +236,8 @@ def _scores(q: T, k: T, causal: bool) -> T:
 
 @torch.library.custom_op("weft::attention", mutates_args=())
 def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
-    """Per-document causal attention on one device, opaque to ``torch.compile`` and kept whole by selective recompute.
+    """Compute per-document causal attention on one device, opaque to ``torch.compile`` and kept whole by selective
+    recompute.
 
     ``q``: ``[batch, seq, heads, head_dim]``; ``k, v`` with ``kv_heads``; ``cu_seqlens`` as in
     :class:`weft.data.batch.Batch`; ``window``: the number of tokens that a token sees, itself included, 0 for all.

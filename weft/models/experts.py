@@ -62,7 +62,7 @@ class Lender(Protocol):
         """Begin to fetch more rows of each of these stacks ``[experts, ...]``; calling the result waits for them."""
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Note how often each expert was chosen in a whole step."""
+        """Record how often each expert was chosen in a whole step."""
 
 
 class EarlyMixture(NamedTuple):
@@ -120,7 +120,7 @@ def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
 
 
 def reordered(rows: T, order: T) -> T:
-    """Return ``rows[order]`` of a permutation."""
+    """Return ``rows[order]``, where ``order`` is a permutation."""
     return spread(rows, order, 1)
 
 
@@ -495,7 +495,7 @@ class Mixture(Module):
         return result_of(self.steps(x, seen, early))
 
     def steps(self, x: T, seen: RouterPass | None, early: EarlyMixture | None) -> Steps:
-        """:meth:`forward` as a generator that yields before rows are sent and while they travel.
+        """Compute :meth:`forward` as a generator that yields before rows are sent and while they travel.
 
         If each rank of ``tp`` has a part of every expert, it sees all tokens; if it has whole experts, it sees its own
         tokens.
@@ -539,7 +539,7 @@ class Mixture(Module):
         return self._mixed(x, routed, None if beside is None else read(beside, leaving))
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Note how often each expert was chosen in a whole step."""
+        """Record how often each expert was chosen in a whole step."""
         self.router.learn_from(loads)
         if self.copies is not None:
             self.copies.learn_from(loads)

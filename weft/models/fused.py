@@ -40,9 +40,9 @@ class ImmediateTape(Tape):
 
 
 def run_tape(tape: Tape) -> None:
-    """Run the calls on a tape, first ones first, and empty it.
+    """Run the calls on a tape in order, and empty it.
 
-    Each call is dropped as soon as it has run: it holds tensors as large as the activations, in a reference cycle with
+    Each call is dropped as soon as it has run. It holds tensors as large as the activations, in a reference cycle with
     the tape that garbage collection would find late.
     """
     tape.reverse()
@@ -174,7 +174,7 @@ def add_product(weight: T, grad: T, x: T) -> None:
 
 
 def rms_norm(x: T, scale: T, eps: float) -> T:
-    """RMSNorm over the last dimension (Zhang & Sennrich 2019)."""
+    """Apply RMSNorm over the last dimension (Zhang & Sennrich 2019)."""
     # which F.rms_norm computes in float32
     if not own_gradients_pay(x) or x.dtype == torch.bfloat16:
         return F.rms_norm(x, scale.shape, scale, eps)

@@ -50,7 +50,7 @@ def running(part: GraphPart) -> Iterator[None]:
 
 
 def read(x: T, maker: GraphPart | None) -> T:
-    """Return ``x``, a result of ``maker``, for the part that runs now."""
+    """Return ``x``, a result of the part ``maker``, for use in the part that runs now."""
     if maker is None or maker is current_part() or not x.requires_grad:
         return x
     leaf = x.detach().requires_grad_()

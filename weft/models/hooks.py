@@ -48,7 +48,7 @@ NO_HOOKS = Hooks()
 
 
 class EarlyUpdates(NamedTuple):
-    """Units to be updated during backward, and the function that updates one when its gradient is complete."""
+    """Units to update during backward, and the function that updates a unit when its gradient is complete."""
 
     units: Container[object]
     update: Callable[..., None]

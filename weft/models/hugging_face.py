@@ -45,9 +45,9 @@ TOKENIZER_FILES = rf".*token.*\.json|tokenizer\.model|vocab\.json|merges\.txt|ch
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a Hugging Face folder that are about its tokenizer, by name.
+    """Return the tokenizer's files in a Hugging Face folder, by name.
 
-    Ids of special tokens, which old folders have in ``config.json`` alone, are always in ``generation_config.json``.
+    Ids of special tokens are always in ``generation_config.json``; old folders have them only in ``config.json``.
     """
     files = {
         p.name: p.read_bytes()

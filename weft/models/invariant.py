@@ -113,7 +113,8 @@ def attend_each(q: T, k: T, v: T, bias: T) -> tuple[T, T]:
 
 
 def attend_documents(q: T, k: T, v: T, bounds: list[int], window: int) -> tuple[T, T]:
-    """Causal attention of documents that begin at ``bounds``. ``q, k, v``: ``[tokens, heads or kv_heads, width]``.
+    """Compute causal attention of documents that begin at ``bounds``. ``q, k, v``: ``[tokens, heads or kv_heads,
+    width]``.
 
     Returns ``out`` like ``q`` and log-sum-exps ``[tokens, heads]``.
     """

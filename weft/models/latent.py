@@ -27,12 +27,12 @@ EPS = 1e-6
 
 @runtime_checkable
 class Latents(Protocol):
-    """An attention that remembers latent vectors; ``tokens``: how many it has so far."""
+    """An attention that caches latent vectors; ``tokens``: how many it holds so far."""
 
     tokens: int
 
     def keep(self, latents: T) -> None:
-        """Remember ``latents``, ``[rows, new tokens, 1, kv_rank + rope_dim]``, of the first tokens."""
+        """Cache ``latents``, ``[rows, new tokens, 1, kv_rank + rope_dim]``, of the first tokens."""
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T: ...
 

@@ -38,9 +38,9 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 def context_length(files: Mapping[str, bytes]) -> int | None:
     """Return the most tokens that a model can see, by the ``config.json`` among its files; None if no file says it.
 
-    None for a model whose weights a run has initialised: rotary embedding sets no limit, and the user must
-    judge how well the model works beyond ``data.seq_len``. Where a configuration names the length before scaling of rotary frequencies, the
-    result is longer than ``max_position_embeddings``.
+    None for a model whose weights a run has initialised: rotary embedding sets no limit, and the user must judge how
+    well the model works beyond ``data.seq_len``. Where a configuration names the length before scaling of rotary
+    frequencies, the result is longer than ``max_position_embeddings``.
     """
     config = carried_config(files)
     length = config.get("max_position_embeddings")
