@@ -61,6 +61,7 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
         train__recompute=case.get("recompute", "none"),
         train__micro_batch=case.get("micro_batch"),
         train__dtype=case.get("dtype", "float64"),
+        train__freeze=case.get("freeze", []),
         model__kv_heads=case.get("kv_heads", 2),
         model__heads=case.get("heads", 4),
         model__vocab=case.get("vocab", 0),

@@ -96,16 +96,17 @@ def shard_data_parallel(
     away = OffloadPolicy()
     if memory.offloads_state:
         away = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-    after: bool | int = mesh.layout.secondary or not STAGES[mesh.layout.zero].parameters
+    drops = not STAGES[mesh.layout.zero].parameters
     described = dict(model.logical_parameters())
     everywhere = {
         p for name, p in model.named_parameters() if described[name].everywhere
     }
     placement = _expert_placement(model, mesh) if mesh.size(FOLDED) > 1 else None
     with _near_groups(mesh):
-        for block in model.blocks.values():
+        for block, has_backward in _with_backward(model):
+            after = mesh.layout.secondary if has_backward else 0
             fully_shard(
-                block, mesh=data_mesh, reshard_after_forward=after, mp_policy=policy, offload_policy=away,
+                block, mesh=data_mesh, reshard_after_forward=after or drops, mp_policy=policy, offload_policy=away,
                 ignored_params=everywhere, shard_placement_fn=placement,
             )  # fmt: skip
     # The root group (embedding, norm, head) is needed at both ends of a pass: it stays gathered in between.
@@ -117,6 +118,17 @@ def shard_data_parallel(
         module.set_gradient_divide_factor(1.0)
         # a plain sum, which gloo knows as well
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _with_backward(model: Transformer) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield every block, and whether backward goes through it: whether anything up to its end learns.
+
+    FSDP2 would prefetch the others in backward from the nearest ranks, and take what arrives for all ranks' parts.
+    """
+    reached = any(p.requires_grad for p in model.embedding.parameters())
+    for block in model.blocks.values():
+        reached = reached or any(p.requires_grad for p in block.parameters())
+        yield block, reached
 
 
 def _data_mesh(mesh: Mesh) -> DeviceMesh:
@@ -237,8 +249,11 @@ def _near_groups(mesh: Mesh) -> Iterator[None]:
         from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
         info = HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
+        usual = fsdp._get_post_forward_mesh_info
         patch = mock.patch.object(
-            fsdp, "_get_post_forward_mesh_info", lambda after, over: info
+            fsdp,
+            "_get_post_forward_mesh_info",
+            lambda after, over: usual(after, over) if after is True else info,
         )
         patch.start()
     except (ImportError, AttributeError, TypeError) as error:
