@@ -125,7 +125,8 @@ def _with_backward(model: Transformer) -> Iterator[tuple[nn.Module, bool]]:
 
     FSDP2 would prefetch the others in backward from the nearest ranks, and take what arrives for all ranks' parts.
     """
-    reached = any(p.requires_grad for p in model.embedding.parameters())
+    inputs = getattr(model, "embedding", model)  # a plugin's model has its own parts
+    reached = any(p.requires_grad for p in inputs.parameters())
     for block in model.blocks.values():
         reached = reached or any(p.requires_grad for p in block.parameters())
         yield block, reached
