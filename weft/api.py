@@ -257,7 +257,11 @@ def _outcome_of(words: dict[str, Any]) -> Outcome:
 
 
 def run_as_rank(task: str, done: str) -> int:
-    """Run as one of the ranks; return the exit code."""
+    """Train as one rank of a run in ranks of its own; return the exit code.
+
+    ``task``: file with the recipe, the folder and the checkpoint to resume; ``done``: file for the first rank's
+    outcome. Both are JSON.
+    """
     from weft.run.failure import leave, report_failure
 
     recipe, out, resume = json.loads(Path(task).read_text())

@@ -45,9 +45,10 @@ def _no_collection() -> Iterator[None]:
 
 
 class StoredCheckpoint:
-    """Committed checkpoint in ``storage``. ``bytes_read`` counts bytes of data files, ``seconds`` times its stages.
+    """Committed checkpoint in ``storage``.
 
-    ``progress`` is called with the number of bytes of every read.
+    ``bytes_read``: bytes of data files read so far; ``seconds``: how long each stage of loading took. ``progress`` is
+    called with the number of bytes of every read.
     """
 
     def __init__(

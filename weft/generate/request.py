@@ -22,7 +22,10 @@ class Branch(NamedTuple):
 
 
 class PrefixView(NamedTuple):
-    """Another request's tokens that a request attends to: its first ``tokens`` tokens, or (None) all, as it grows."""
+    """The tokens of another ``request`` that a text attends to: the first ``tokens``, or all if that is None.
+
+    All includes the tokens that the other request still adds.
+    """
 
     request: "Request"
     tokens: int | None

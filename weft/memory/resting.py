@@ -263,7 +263,7 @@ class Tiers(OnDevice):
         return 0 if group is None or group.region is None else group.region.size
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        """Keep the tensors of the next use for the use after it."""
+        """Leave the owner's tensors of one kind in memory after their next use, for the use after that."""
         if group := self._group(owner, kind):
             group.kept = True
 

@@ -264,8 +264,10 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
 
 
 def gradient(grad: T, x: T, counts: T, out: T) -> None:
-    """Write ``out = grad.T @ x`` for one expert's rows, or for each expert's; ``grad``: ``[rows, out]``, ``x``:
-    ``[rows, in]``.
+    """Write ``out = grad.T @ x``: from all rows into ``[out, in]``, or by expert into ``[experts, out, in]``.
+
+    ``grad``: ``[rows, out]``; ``x``: ``[rows, in]``; ``counts``: the number of rows of each expert, which lie in the
+    order of the experts.
     """
     if out.dim() == 2:
         multiply(grad.t(), x, out=out)

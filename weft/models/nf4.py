@@ -123,7 +123,10 @@ class Quantized(Module):
         return rows.t() if self.turned else rows
 
     def project(self, x: T, own: Callable[[T], T], first: int) -> T:
-        """Multiply ``x`` with the weight; ``own`` takes this rank's rows of the held part, from the ``first``."""
+        """Multiply ``x`` with this rank's part of the weight.
+
+        ``own`` cuts this rank's rows out of a stored tensor; ``first``: the first of them, counted in the held part.
+        """
         dense = partial(self._dense, x.dtype, self.first + first)
         stored = (own(self.codes), own(self.scales), self.about)
         return _QuantizedProject.apply(x, dense, *stored)

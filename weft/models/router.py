@@ -157,9 +157,9 @@ def by_token(mesh: Mesh) -> dict[str, Kind]:
 def by_layer(
     mixtures: Mapping[int, int], loads: Sequence[int]
 ) -> dict[int, Sequence[int]]:
-    """Split the sum of :meth:`Loads.share` by layer: how often each of its experts was chosen.
+    """Return how often each expert of every layer was chosen.
 
-    ``mixtures``: number of experts by layer.
+    ``mixtures``: number of experts by layer; ``loads``: the sum over ranks of :meth:`Loads.share`.
     """
     ends = [0, *accumulate(mixtures.values())]
     return {

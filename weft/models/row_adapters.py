@@ -19,8 +19,10 @@ T = torch.Tensor
 
 
 class Factors(NamedTuple):
-    """The adapter of one weight: the weight's name in the layer, and the place of the two factors among the layer's
-    numbers.
+    """Where the two factors of one weight's adapter are in the flat tensor of all adapter values of a layer.
+
+    ``module`` and ``name`` name the weight in the layer. Factor ``a``, ``[rank, into]``, begins at ``first``, and
+    ``b``, ``[out, rank]``, follows it.
     """
 
     module: str

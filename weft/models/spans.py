@@ -65,7 +65,10 @@ def seen_blocks(span: Span, size: int, window: int) -> tuple[int, int]:
 def batch_spans(
     spans: Iterable[Span], size: int, window: int, q: T, group: int
 ) -> list[SpanBatch | Span]:
-    """Group spans by call: many short spans, or a long one."""
+    """Group spans by call of attention: short spans of equally many tokens share a call, a long span has its own.
+
+    ``size``: tokens of a block; ``window``: of attention, 0: none; ``group``: query heads of each key/value head.
+    """
     if is_invariant():
         return [*batch_each_query(spans, size, window, q, group)]
 

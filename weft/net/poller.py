@@ -30,7 +30,10 @@ class Poller:
         self._selector.register(self._poked, selectors.EVENT_READ)
 
     def watch(self, sock: socket.socket, means: Any, writing: bool = False) -> None:
-        """Watch this socket from now on; ``writing``: also for writability."""
+        """Watch this socket until :meth:`forget`, also for writability with ``writing``.
+
+        ``means``: the object that :meth:`wait` returns for it.
+        """
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
         known = self._selector.get_map().get(sock)
         if known is None:

@@ -109,9 +109,10 @@ class Lane:
 class Alternating:
     """Updates units on the host, and a ``share`` of them, spread evenly among the others, on ``device`` meanwhile.
 
-    With "auto" the first updates are measured with half of the units on the device; then the share of the shortest
-    simulated table is taken, and ``report`` is called with it. Updates on both sides give the same bits where their
-    arithmetic does. A CPU as ``device`` is a second thread. ``wrap`` is called with each action and its work.
+    With "auto" half of the units are on the device at first, and updates are measured. Then all splits are simulated
+    with these measurements; the fastest one gives the share, and ``report`` is called with it. Updates on both sides
+    give the same bits where their arithmetic does. A CPU as ``device`` is a second thread. ``wrap`` is called with each
+    action and its work.
     """
 
     def __init__(

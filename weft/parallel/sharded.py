@@ -195,7 +195,10 @@ def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter]
 def sharded_state(
     model: Transformer, mesh: Mesh, make: Callable[..., State] = State
 ) -> State:
-    """Build the state of a model after :func:`shard_data_parallel` with ``make``, once the model has memory."""
+    """Build, with ``make``, the state of a model that :func:`shard_data_parallel` has sharded.
+
+    The model's parameters must be allocated.
+    """
     described = dict(model.logical_parameters())
     held: dict[str, Held] = {}
     whole = []

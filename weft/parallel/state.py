@@ -249,7 +249,7 @@ class State:
                 self.update(unit, grads(unit), lr, scale)
 
     def fetch(self, unit: Unit) -> None:
-        """Start to fetch the tensors that the next visit of a unit needs, and then those of the next due update."""
+        """Start to fetch the tensors that the next :meth:`visit` of a unit needs, then those of the first due unit."""
         groups = self.tiers.groups
         kinds = groups.get(unit, ()) if unit in self.due else ["weights"]
         self.tiers.fetch(unit, *kinds)
@@ -344,7 +344,7 @@ class State:
         return {f"model.{h.name}": h.part(h.local) for h in self.held} | slots
 
     def saved(self) -> dict[str, Part]:
-        """Return the tensors that a checkpoint holds, after a check that no disk has damaged them. Collective."""
+        """Return the tensors that a checkpoint holds; those kept in files are first checked for damage. Collective."""
         self.bring_home()
         self.settle()
         self.tiers.check()

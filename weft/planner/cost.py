@@ -591,7 +591,7 @@ def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> StageLaye
 def step_time(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> Cost:
-    """Return the time of one optimizer step by cause, for plans that offload as if they did not."""
+    """Return the time of one optimizer step by cause. The time that offloading adds is left out."""
     layer_seconds = passes(shape, machine, plan, engine)
     layer = layer_seconds.forward + layer_seconds.backward
     # --- one stage, one microbatch

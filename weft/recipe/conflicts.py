@@ -76,7 +76,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def odd_width(self) -> int | None:
-        """The first of them that ``tp`` cuts at an odd column; None if it cuts none there."""
+        """The first of :attr:`widths` that ``tp`` cuts at an odd column; None if it cuts none there."""
         tp = self.layout.tp
         odd = (w for w in self.widths for i in range(tp) if part(w, tp, i)[0] % 2)
         return next(odd, None)

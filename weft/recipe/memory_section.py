@@ -44,8 +44,8 @@ class Memory(Section):
         0,
         ge=0,
         description=(
-            "Number of blocks whose activations are moved away; 0: as many as can be moved "
-            "without waiting."
+            "How many of the first blocks have their activations moved to the place that 'activations' "
+            "names; 0: as many as can be moved without waiting."
         ),
     )
     folder: str = Field(

@@ -102,7 +102,7 @@ class Attendance:
         }  # fmt: skip
 
     def population(self, number: int) -> list[int]:
-        """Return the islands among which the partners of an exchange are drawn, present or not."""
+        """Return the islands among which the partners of exchange ``number`` are drawn, present or not."""
         return sorted({stay.island for stay in self.stays if stay.covers(number)})
 
     def partners(self, number: int, draw: Draw) -> list[int]:

@@ -14,7 +14,7 @@ from weft.schedule.times import ModelTimes
 
 
 class Duty(Flag):
-    """Work that is done exactly once for every microbatch and every stage on its path, on one rank."""
+    """Work that is done exactly once for a microbatch at each stage on its path, all of it by one rank."""
 
     NONE = 0
     FORWARD = auto()

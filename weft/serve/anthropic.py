@@ -31,7 +31,7 @@ _MOVED = (
 
 
 class MessagesRequest(ChatRequest):
-    """The chat that a question asks for."""
+    """``POST /v1/messages`` of Anthropic's API, read as an equivalent chat request."""
 
     NAMES: ClassVar[dict[str, str]] = {
         "max_completion_tokens": "max_tokens", "stop": "stop_sequences", "response_format": "output_config.format",

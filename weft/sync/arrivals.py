@@ -134,7 +134,7 @@ class Link:
         """Take part in a step, and return its last message.
 
         ``compute(task, over)`` returns the sum that a task asks for. It may call ``over()``, and return None as soon as
-        that says that the round is over.
+        that says that the round is over. ``flag``: whether this rank raises the run's common flag.
         """
         arrived: list[frozenset[int]] = []
         while True:

@@ -48,7 +48,7 @@ def allocate_compressors(
 
 
 def alternatives_of(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
-    """Return ``default`` and its variants for a tensor of this shape: other ranks, shares or bits."""
+    """Return ``default`` and its variants for a tensor of this shape: other low ranks, kept shares or bits."""
     return list(dict.fromkeys(default.alternatives(shape)))
 
 

@@ -126,7 +126,7 @@ class Apart(PhaseFiller):
 
     @torch.no_grad()
     def agree(self, f: int) -> None:
-        """Begin a round of a fragment, or apply the answer to the last one, or both."""
+        """Begin the exchange of fragment ``f``, apply the answer of an exchange, or both, as is due after this step."""
         held, delay = self.fragments[f], self.how.delay
         starts, later, answer = (
             begins(self.steps, f, self.how),

@@ -46,7 +46,10 @@ class Scorer:
 
 
 def pack_texts(texts: Sequence[Text], room: int) -> RowList:
-    """Pack texts into rows of at most ``room`` tokens; the weight of a label is the number of its text, from 1."""
+    """Pack texts into rows of at most ``room`` tokens.
+
+    The rows' ``weights`` are no weights: they hold the number of each label's text, from 1, by which scores are summed.
+    """
     order, ends = pack_documents(
         np.array([len(t.given) + len(t.following) - 1 for t in texts]), room
     )

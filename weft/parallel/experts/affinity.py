@@ -19,9 +19,10 @@ Owners = list[np.ndarray]
 def steps_between(
     chosen: Sequence[np.ndarray], experts: Sequence[int]
 ) -> list[np.ndarray]:
-    """Count the steps of tokens from experts of each layer to experts of the next: ``[experts, experts of the next]``.
+    """Count how often tokens go from each expert of a layer to each of the next: ``[experts, experts of the next]``.
 
-    ``chosen``: the experts of every token, ``[tokens, k]`` for each layer; ``experts``: their number in each layer.
+    The result has one table for each pair of adjacent layers. ``chosen``: the experts of every token, ``[tokens, k]``
+    for each layer; ``experts``: their number in each layer.
     """
     steps = []
     for (here, there), sizes in zip(pairwise(chosen), pairwise(experts), strict=True):

@@ -40,10 +40,11 @@ def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
 
 
 def halved(loads: Array, own: Array, spare: int) -> Array:
-    """Add copies to ``own`` of experts whose load is more than half of a rank's mean load, where there is room.
+    """Copy experts until each copy has at most half of a rank's mean load, or there is no room.
 
-    Each step copies the expert whose copies have the largest load to the rank with the least load (after DeepSeek's
-    EPLB).
+    Each step copies the expert with the largest load per copy to the least loaded rank that has room for it (after
+    DeepSeek's EPLB). ``loads``: of experts, 1 being a rank's mean load; ``own``: the owner of each expert, bool
+    ``[experts, ranks]``; ``spare``: slots of a rank for copies. Returns a table like ``own``, with the copies.
     """
     copies = own.copy()
     while True:

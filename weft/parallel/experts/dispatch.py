@@ -149,7 +149,10 @@ class AllGather:
 
 @dataclass(frozen=True)
 class EachChoice:
-    """Sends every choice as a token of its own, so that results are added up on the rank that the token came from."""
+    """Sends a copy of a token for each expert that it has chosen.
+
+    So the experts' results are weighted and added up on the rank that the token came from.
+    """
 
     inner: Dispatcher
 

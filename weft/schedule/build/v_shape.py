@@ -72,7 +72,11 @@ def repeat(
 def fill_holes(
     plan: Sequence[Sequence[Key]], pattern: Pattern, times: Times, patience: float
 ) -> tuple[list[Order], float]:
-    """Insert W into the holes of a plan, or where memory is needed; return the orders and about the makespan."""
+    """Insert weight gradients (W) into the idle times of a plan, or earlier where a forward needs their memory.
+
+    ``patience``: one of :data:`PATIENCE`. Returns the order of each rank, and the longest time from a rank's first
+    action to the end of its last.
+    """
     return _Filling(plan, pattern, times, patience).run()
 
 

@@ -7,7 +7,8 @@ def vertical(stages: int, microbatches: int) -> Order:
     """Return the order of one rank that holds all stages and runs each for all microbatches before the next.
 
     So every stage's parameters are fetched once for forward and once for backward, for any number of microbatches. The
-    last stage runs backward right after forward: the gradient of the head, which its loss leaves, is large.
+    last stage runs each microbatch's backward right after its forward: until then, the loss holds a gradient of the
+    head's weight, which is large.
     """
     ahead = range(stages - 1)
     forward = [("F", s, m) for s in ahead for m in range(microbatches)]
