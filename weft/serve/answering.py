@@ -81,10 +81,11 @@ class AnswerReader:
 
 
 class Answering:
-    """Writes the answers to the request ``asked`` as JSON. ``prompt``: tokens of its prompts, for the usage.
+    """Writes the answers to the request ``asked`` as JSON. ``prompt``: total tokens of the request's prompts, for the
+    usage.
 
-    ``form``: what it may write beside text. ``watch``: times the answers. ``echoes``: the ids of prompts that the
-    answers begin with.
+    ``form``: which parts beside text an answer may have. ``watch``: records the times of the answers' tokens.
+    ``echoes``: the token ids of prompts that are repeated before the answers.
     """
 
     def __init__(
@@ -228,7 +229,9 @@ def replies_to(
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events. When the client goes away, even before the first, ``context`` is left."""
+    """A stream of server-sent events, made of ``chunks``. When the stream ends or the client disconnects, the
+    asynchronous context manager ``context`` is exited.
+    """
 
     def __init__(self, chunks: AsyncIterator[str], context: Any) -> None:
         super().__init__(
@@ -246,8 +249,10 @@ class EventStream(StreamingResponse):
 
 
 async def entered(context: Any, field: str) -> Answers:
-    """Enter ``context``. Raises :class:`Refusal` for requests that cannot be answered, such as more tokens than the
-    cache holds.
+    """Enter the context manager ``context`` of :meth:`Service.answers` and return its answers.
+
+    Raises :class:`Refusal` for a request that cannot be answered, such as one with more tokens than the cache holds.
+    ``field``: the request field that this error names.
     """
     try:
         answers: Answers = await context.__aenter__()
@@ -259,7 +264,9 @@ async def entered(context: Any, field: str) -> Answers:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """Convert an error to the refusal that a client gets: 400 for its mistake, 429 when busy, 5xx for server faults."""
+    """Convert an error to the refusal that a client gets. Its status is 400 for the client's mistake, 429 when the
+    server is busy, and 5xx for a fault of the server.
+    """
     if isinstance(error, Refusal):
         return error
     if isinstance(error, Busy):
@@ -272,7 +279,9 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises :class:`ClientDisconnect` if the client leaves first, and refusals."""
+    """Await ``work`` while the client of ``request`` is connected, and return its result. Raises
+    :class:`ClientDisconnect` if the client disconnects first, and :class:`Refusal` for errors.
+    """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(left(request))
     try:
@@ -294,6 +303,6 @@ async def left(request: Request) -> None:
 
 
 def event_text(what: dict[str, Any]) -> str:
-    """Format one server-sent event."""
+    """Format the JSON object ``what`` as one server-sent event."""
     name = f"event: {what['type']}\n" if "type" in what else ""
     return f"{name}data: {json.dumps(what, ensure_ascii=False)}\n\n"

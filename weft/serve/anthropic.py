@@ -47,7 +47,7 @@ class MessagesRequest(ChatRequest):
 
 
 class CountRequest(MessagesRequest):
-    """``POST /v1/messages/count_tokens``: a question that is only counted."""
+    """``POST /v1/messages/count_tokens``: a conversation whose tokens are counted without generating an answer."""
 
     @classmethod
     def prepared(cls, given: Schema) -> Schema:
@@ -55,7 +55,9 @@ class CountRequest(MessagesRequest):
 
 
 def messages_as_chat(asked: Schema) -> Schema:
-    """Convert the fields to those of an equivalent chat. Raises ValueError, with the field's name before a colon."""
+    """Convert the body ``asked`` of ``/v1/messages`` to chat fields. Raises ValueError, with the field's name before a
+    colon.
+    """
     chat = {
         key: value
         for key, value in asked.items()
@@ -186,7 +188,7 @@ def _spoken(role: str, blocks: Sequence[Schema], name: str) -> Iterator[Schema]:
 
 
 def error_of(refusal: Refusal) -> Schema:
-    """Return a refusal as clients of this interface read it."""
+    """Return the JSON body of a refusal in the form of Anthropic's API."""
     kind = KINDS.get(refusal.status, "invalid_request_error")
     return {
         "type": "error",
@@ -195,7 +197,9 @@ def error_of(refusal: Refusal) -> Schema:
 
 
 class MessageReplies:
-    """The JSON of one answer, whole, or event by event. ``prompt``: tokens of the question."""
+    """Builds the JSON of one answer: a whole message, or the events of a stream. ``prompt``: number of tokens of the
+    prompt.
+    """
 
     last = ""
 
@@ -211,7 +215,9 @@ class MessageReplies:
         yield {"type": "message_start", "message": self.message | {"content": []}}
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
-        """Yield the events for the new part of the answer."""
+        """Yield the events for ``new``, the part by which the answer has grown. ``index`` and ``first`` are not used:
+        there is one answer.
+        """
         if new.thought:
             yield from self._write(
                 "thinking", "thinking_delta", "thinking", new.thought, {"signature": ""}

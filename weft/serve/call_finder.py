@@ -20,7 +20,7 @@ class CallPiece(NamedTuple):
 
 
 class AnswerEnd(NamedTuple):
-    """The rest of an answer's text and of its calls, and the reason of its end to report."""
+    """The end of an answer: the rest of its text and of its tool calls, and the finish reason to report."""
 
     text: str
     calls: list[CallPiece]
@@ -54,7 +54,7 @@ class CallFinder:
         self._at = self._shown = 0
 
     def add(self, piece: str) -> tuple[str, list[CallPiece]]:
-        """Add a piece of text; return the text that is certainly no call, and new pieces of calls."""
+        """Add a piece of text. Return the text that certainly belongs to no call, and the new pieces of calls."""
         self.kept += piece
         text = "" if self._reached else self._before()
         return text, list(self._news()) if self._reached and (
@@ -86,7 +86,7 @@ class CallFinder:
 
     @property
     def full(self) -> bool:
-        """Whether the most calls allowed have been found."""
+        """Whether the largest allowed number of calls has been found."""
         return len(self.calls) == self.most
 
     def _is_callable(self, name: Any) -> bool:
@@ -118,7 +118,7 @@ class CallFinder:
             self._at, self._shown = call.end, 0
 
     def end(self, finish: str) -> AnswerEnd:
-        """End the text for the reason ``finish``; return the part that was held back."""
+        """End the text for the finish reason ``finish``. Return the text and the calls that were held back."""
         pieces = list(self._news()) if self._reached else []
         if self.full:  # what stands behind the last call is left out
             return AnswerEnd("", pieces, "tool_calls")

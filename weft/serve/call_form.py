@@ -24,10 +24,10 @@ _TOOL = {
 
 
 class WrittenCall(NamedTuple):
-    """A call as far as it is written.
+    """A tool call in a text that may end in the middle of the call.
 
-    ``so_far``: the text of its arguments, None where their beginning is not certain. ``arguments``: all of them as
-    JSON, None while they are incomplete; the call then ends at index ``end`` of the text.
+    ``so_far``: the text of the call's arguments, None if it is not certain where they begin. ``arguments``: the
+    complete arguments as JSON, None while they are incomplete. A complete call ends at index ``end`` of the text.
     """
 
     name: Any
@@ -73,7 +73,9 @@ class _Written:
 
 @dataclass(frozen=True)
 class ObjectCalls(_Written):
-    """Calls that are JSON objects with the keys ``name`` and ``arguments``, between ``opening`` and ``closing``."""
+    """Form of tool calls that are JSON objects with a name and arguments. Each object stands between the texts
+    ``opening`` and ``closing``.
+    """
 
     opening: str
     closing: str
@@ -82,21 +84,27 @@ class ObjectCalls(_Written):
 
     @property
     def anchor(self) -> str:
-        """Text before the first call; empty if calls stand alone."""
+        """Text that stands before the first call; empty if calls have no text around them."""
         return self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
-        """Return whether ``text``, the first of an answer, is a call that stands alone; None: it may become one."""
+        """Return whether an answer that begins with ``text`` begins with a call without an opening text. None: more
+        text is needed to decide.
+        """
         return text.startswith("{")
 
     def skipped(self, text: str, at: int) -> int:
-        """Return the index behind what stands at ``at`` before, between and after calls."""
+        """Return the index of ``text`` behind the separators at index ``at``, which stand before, between and after
+        calls.
+        """
         match = self._between.match(text, at)
         assert match is not None  # it can be nothing
         return match.end()
 
     def read(self, text: str, at: int) -> WrittenCall | None:
-        """Return the next call from index ``at`` on, as far as it is written; None if there is none."""
+        """Return the call that begins at index ``at`` of ``text``, which may be incomplete; None if no call begins
+        there.
+        """
         start = self.skipped(text, at)
         if not text.startswith("{", start):
             return None
@@ -152,12 +160,14 @@ class NamedCalls(_Written):
 
     @property
     def anchor(self) -> str:
-        """Text before the first call; empty if calls stand alone."""
+        """Text that stands before the first call; empty if calls have no text around them."""
         tag = _TAG.match(self.opening)
         return tag[0] if tag else self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
-        """Return whether ``text``, the first of an answer, is a call that stands alone; None: it may become one."""
+        """Return whether an answer that begins with ``text`` begins with a call of one of ``names`` without an opening
+        text. None: more text is needed to decide.
+        """
         words = "".join(text.split())
         heads = ["".join(f"{name}{self.middle}{{".split()) for name in names or ()]
         if any(words.startswith(head) for head in heads):
@@ -165,13 +175,15 @@ class NamedCalls(_Written):
         return None if any(head.startswith(words) for head in heads) else False
 
     def skipped(self, text: str, at: int) -> int:
-        """Return the index behind what stands at ``at`` after calls."""
+        """Return the index of ``text`` behind the separators at index ``at``, which stand after calls."""
         match = self._after.match(text, at)
         assert match is not None  # it can be nothing
         return match.end()
 
     def read(self, text: str, at: int) -> WrittenCall | None:
-        """Return the next call from index ``at`` on, as far as it is written; None if there is none."""
+        """Return the call that begins at index ``at`` of ``text``, which may be incomplete; None if no call begins
+        there.
+        """
         head = (self._further if at else self._first).match(text, at)
         if head is None or not text.startswith("{", head.end()):
             return None
@@ -224,7 +236,7 @@ def _as_lark(form: str | dict[str, Any]) -> str:
 
 
 def json_or_none(text: str) -> Any:
-    """Return the value that ``text`` is in JSON; None if it is none."""
+    """Parse ``text`` as JSON and return the value; None if the text is not valid JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -242,8 +254,8 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def call_form(template: ChatTemplate) -> CallForm | None:
-    """Derive how ``template`` writes calls; None if it writes no arguments as JSON, or does not show tools to the
-    model.
+    """Derive the form in which ``template`` writes tool calls. None if the template does not write arguments as JSON,
+    or does not show tools to the model.
     """
     asked = {"role": "user", "content": "?"}
     try:

@@ -47,7 +47,9 @@ class StrictBuffer(ReceiveBuffer):
     """Input of a connection that accepts only heads that every program reads in the same way."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        """Return the lines up to the first empty one, if it has come; raise h11's error for a refused head."""
+        """Return the lines of a message head up to the first empty line, or None if that line has not arrived. Raises
+        h11's error for a refused head.
+        """
         before = len(self)
         lines = super().maybe_extract_lines()
         if lines:
@@ -56,7 +58,9 @@ class StrictBuffer(ReceiveBuffer):
 
 
 def check_head(lines: list[bytearray], size: int) -> None:
-    """Raise h11's error for the ``lines`` of a head of ``size`` bytes that programs read differently."""
+    """Check the ``lines`` of a message head of ``size`` bytes. Raises h11's error for a head that other programs may
+    read differently.
+    """
     if size > LARGEST_HEAD:
         raise h11.LocalProtocolError(
             f"the head has more than {LARGEST_HEAD} bytes", error_status_hint=431
@@ -149,7 +153,7 @@ class GuardedProtocol(H11Protocol):
             self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what h11 cannot read; called while its error is being handled."""
+        """Refuse a request that h11 cannot parse, with status 400. Called while h11's error is being handled."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         self.refuse(
@@ -161,7 +165,7 @@ class GuardedProtocol(H11Protocol):
         return False
 
     def refuse(self, status: int, message: str) -> None:
-        """Answer a request that has not come whole with an error, unless it is being answered; end the connection."""
+        """Answer an incomplete request with an error, unless an answer is being sent, and end the connection."""
         cycle, conn = self.cycle, self.conn
         answering = cycle is not None and not cycle.response_complete
         begun = answering and cycle.response_started

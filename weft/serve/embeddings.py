@@ -20,10 +20,10 @@ def embed(
     pooling: Literal["mean", "last"],
     size: int | None = None,
 ) -> torch.Tensor:
-    """Return a vector of length 1, float32 ``[embed]``: the mean of the normed hidden states, or the last one.
+    """Return the embedding of the text ``ids``, float32 ``[embed]`` of L2 norm 1.
 
-    ``size``: keep only the first elements, for models trained with Matryoshka representations (Kusupati et al. 2022,
-    2205.13147).
+    ``pooling``: take the mean of the final hidden states over tokens, or the last token's hidden state. ``size``: keep
+    only the first elements, for models trained with Matryoshka representations (Kusupati et al. 2022, 2205.13147).
     """
     check_prompt(engine.model, ids)
     if len(ids) > LONGEST:
@@ -37,8 +37,8 @@ def embed(
 
 
 def encoded_vector(vector: torch.Tensor, packed: bool) -> str | list[float]:
-    """Return the vector as a list of numbers, or ``packed`` as base64 of little-endian floats, as OpenAI's client asks
-    for.
+    """Return the vector as a list of numbers. With ``packed``, return it as base64 of little-endian float32 values
+    instead.
     """
     return (
         base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()

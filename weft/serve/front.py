@@ -24,8 +24,8 @@ LAST_S = 5
 
 
 class Front(uvicorn.Server):
-    """Serves ``server``. When told to end, it lets answers continue for ``drain`` seconds, and reports those it then
-    cuts.
+    """Runs ``server`` in uvicorn. At shutdown, unfinished answers continue for ``drain`` seconds; answers that are then
+    cut off are reported.
     """
 
     def __init__(

@@ -29,10 +29,12 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True)
 class GateRules:
-    """Who may ask. ``loopback``: the server listens on this computer only, and is asked by its names only.
+    """Rules about which requests a server accepts. ``loopback``: the server listens on this computer only, and accepts
+    only this computer's names as ``Host``.
 
-    ``hosts``: further names; ``*`` lets all in, ``*.example.com`` all below that name. Without any, a server that is no
-    loopback server takes every name. ``origins``: those of other sites' pages that may ask; ``*`` stands for all.
+    ``hosts``: further accepted host names; ``*`` accepts all, ``*.example.com`` all below that name. Without any, a
+    server that is not a loopback server accepts every name. ``origins``: other web sites whose pages may send requests;
+    ``*`` stands for all.
     """
 
     loopback: bool = False
@@ -56,14 +58,16 @@ class GateRules:
         return listed or is_loopback(name) or name == address
 
     def takes_origin(self, origin: str, host: str) -> bool:
-        """Return whether pages of ``origin`` may send requests to a server that they call ``host``."""
+        """Return whether a web page of ``origin`` may send requests to the server, which the page addresses as
+        ``host``.
+        """
         return (
             self.shares(origin)
             or origin.lower().partition("://")[2] == host.strip().lower()
         )
 
     def shares(self, origin: str) -> bool:
-        """Return whether pages of another site's ``origin`` may send requests and read the answers."""
+        """Return whether web pages of another site, ``origin``, may send requests and read the answers."""
         return "*" in self.origins or origin.lower() in self.origins
 
 
@@ -104,7 +108,7 @@ def is_loopback(name: str) -> bool:
 
 
 class Gate:
-    """The ASGI application ``app`` behind ``rules``."""
+    """ASGI application that checks every request by ``rules`` before it reaches the application ``app``."""
 
     def __init__(self, app: Any, rules: GateRules) -> None:
         self.app, self.rules = app, rules
@@ -190,7 +194,9 @@ def preflight(headers: dict[str, str]) -> Headers:
 
 
 def is_json(content_type: str | None) -> bool:
-    """Return whether a body of that type is JSON; browsers let foreign pages send other types without asking."""
+    """Return whether the content type of a body is JSON. Browsers let pages of other sites send other types without
+    asking.
+    """
     kind = (content_type or "").partition(";")[0].strip().lower()
     return kind == "application/json" or (
         kind.startswith("application/") and kind.endswith("+json")

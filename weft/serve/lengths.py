@@ -18,7 +18,9 @@ _QUOTE = ord('"')
 
 
 def check_tree(body: bytes) -> None:
-    """Raise :class:`Refusal` for JSON with so many parts that reading it would take long."""
+    """Raise :class:`Refusal` for a JSON body with so many objects, lists, keys or values that parsing it would take
+    long.
+    """
     branches, commas = (
         sum(body.count(sign) for sign in (b"{", b"[", b":")),
         body.count(b","),
@@ -38,7 +40,7 @@ def check_tree(body: bytes) -> None:
 
 
 def outside_strings(body: bytes) -> np.ndarray:
-    """Return the bytes of a JSON text that are in none of its strings, uint8."""
+    """Return the bytes of a JSON text that are outside its string literals, as a uint8 array."""
     plain = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     inside = np.cumsum(plain == _QUOTE, dtype=np.int32) & 1
     return plain[inside == 0]
@@ -81,7 +83,9 @@ class TextLengths:
         self.slack = max(map(len, words), default=0)
 
     def check(self, text: str, limit: TokenLimit) -> None:
-        """Raise :class:`TooManyTokens` for a long text that certainly has more than ``limit`` allows."""
+        """Raise :class:`TooManyTokens` if ``text`` certainly has more tokens than ``limit`` allows. Short texts are not
+        checked.
+        """
         if (
             len(text) > PIECE
             and (count := self.at_least(text, limit.tokens)) > limit.tokens
@@ -89,7 +93,9 @@ class TextLengths:
             raise TooManyTokens(count, limit)
 
     def at_least(self, text: str, enough: int) -> int:
-        """Return a lower bound of the tokens of ``text``; as soon as it is above ``enough``, no more is read."""
+        """Return a lower bound of the number of tokens of ``text``. Tokenizing stops as soon as the bound is above
+        ``enough``.
+        """
         count = 0
         for at in range(0, len(text), PIECE):
             count += max(

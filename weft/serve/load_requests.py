@@ -25,7 +25,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
 class LoadRequest(NamedTuple):
-    """Request of a load: a prompt and the number of tokens of its answer."""
+    """A request of a benchmark load: a prompt and the number of tokens to generate."""
 
     prompt: str | list[int]
     tokens: int  # of the answer
@@ -44,7 +44,9 @@ class RequestOutcome:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """Values of each metric for this request, in seconds."""
+        """Values of each latency metric for this request, in seconds: ``ttft``, ``tpot``, ``itl`` (one value per gap)
+        and ``e2el``.
+        """
         ttft, e2el = self.times[0] - self.began, self.end - self.began
         tpot = (
             [(self.times[-1] - self.times[0]) / (self.written - 1)]
@@ -61,9 +63,11 @@ class RequestOutcome:
 def random_requests(
     count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int
 ) -> list[LoadRequest]:
-    """Return requests of random ids below 256, which every vocabulary has, after a common prefix of ``prefix`` ids.
+    """Return ``count`` requests of random ids below 256, which every vocabulary has, after a common prefix of
+    ``prefix`` ids.
 
-    Lengths are uniform within the share ``ratio`` around ``prompt`` and ``answer``.
+    Prompt and answer lengths are drawn uniformly from ``prompt`` and ``answer`` tokens, plus or minus the share
+    ``ratio``.
     """
     random = Random(seed)
 
@@ -101,7 +105,9 @@ def sharegpt_requests(count: int, seed: int) -> list[LoadRequest]:
 
 
 def read_requests(path: Path, count: int, answer: int) -> list[LoadRequest]:
-    """Read the first ``count`` requests of JSON lines: objects with ``prompt`` and maybe ``output_tokens``."""
+    """Read the first ``count`` requests of a file of JSON lines: objects with ``prompt`` and optionally
+    ``output_tokens``, by default ``answer``.
+    """
     try:
         rows = [
             json.loads(line) for line in path.read_text().splitlines() if line.strip()
@@ -171,7 +177,9 @@ def read_percentiles(words: str) -> list[float]:
 def arrival_pauses(
     count: int, rate: float, burstiness: float, seed: int
 ) -> list[float]:
-    """Draw gamma distributed seconds before each request; with ``burstiness`` 1 arrivals are a Poisson process."""
+    """Draw ``count`` pauses between arrivals, in seconds, for ``rate`` requests per second. They are gamma distributed;
+    with ``burstiness`` 1 the arrivals are a Poisson process.
+    """
     random = Random(seed)
     return [
         0.0
@@ -187,7 +195,9 @@ def latency_statistics(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return statistics under vLLM's names, times in milliseconds. ``limits``: milliseconds by metric, for goodput."""
+    """Return statistics of a load that took ``seconds``, under vLLM's names, with times in milliseconds. ``limits``:
+    the largest milliseconds by metric, for goodput.
+    """
     good = [outcome for outcome in outcomes if not outcome.error]
     prompt, written = (
         sum(outcome.prompt for outcome in good),

@@ -20,7 +20,7 @@ from weft.serve.load_requests import RequestOutcome
 
 
 class TimedRequest(NamedTuple):
-    """Request of a load that arrives at ``time`` seconds and asks for ``tokens`` tokens after its prompt."""
+    """A request of a load that arrives at ``time`` seconds and asks for ``tokens`` tokens after ``prompt``."""
 
     time: float
     prompt: Sequence[int]
@@ -28,7 +28,9 @@ class TimedRequest(NamedTuple):
 
 
 def work_of(step: ScheduledStep) -> list[float]:
-    """Return a step's work as the numbers in which its time is linear."""
+    """Return the features of an engine step in which its time is linear, such as its numbers of tokens, requests and
+    logit rows.
+    """
     ends = [
         (tokens, request.computed + tokens) for request, tokens in step.work.items()
     ]
@@ -45,7 +47,9 @@ def work_of(step: ScheduledStep) -> list[float]:
 
 
 class Curve:
-    """Seconds of a step as a linear function of its work, fitted to ``samples`` (work and seconds of steps)."""
+    """Predicts the seconds of an engine step as a linear function of :func:`work_of`. ``samples``: pairs of such
+    features and measured seconds, to which the function is fitted.
+    """
 
     def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
         work, seconds = (
@@ -66,9 +70,11 @@ def play_load(
     add: Callable[[int], None],
     step: Callable[[], tuple[float, list[int]]],
 ) -> list[RequestOutcome]:
-    """Add requests when they arrive, and run steps until all are done. Returns the times of their tokens.
+    """Add the requests of ``load`` at their arrival times, and run steps until all are done. Return the outcome of each
+    request.
 
-    ``step()`` returns its seconds and the indices of the requests that got a token.
+    ``add(i)`` submits request ``i``. ``step()`` runs one step, and returns its seconds and the indices of the requests
+    that got a token.
     """
     outcomes = [RequestOutcome(each.time, prompt=len(each.prompt)) for each in load]
     order, clock, open_ = (
@@ -127,7 +133,7 @@ def measure_load(
     load: Sequence[TimedRequest],
     clock: Callable[[], float] = perf_counter,
 ) -> tuple[list[RequestOutcome], list[tuple[list[float], float]]]:
-    """Run ``load`` on a real engine. Returns the times of its tokens, and samples of steps for a :class:`Curve`.
+    """Run ``load`` on a real engine. Return the outcome of each request, and samples of steps for a :class:`Curve`.
 
     ``clock`` times the steps; ``time.thread_time`` leaves out other programs and threads.
     """

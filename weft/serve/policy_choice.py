@@ -24,7 +24,9 @@ Build = Callable[[str, int], Engine]
 
 
 class Candidate(NamedTuple):
-    """Policy and budget with the simulated statistics of a load, under the names of ``vllm bench serve``."""
+    """A scheduling policy and a token budget, with the simulated statistics of a load under the names of ``vllm bench
+    serve``.
+    """
 
     policy: str
     budget: int
@@ -37,9 +39,10 @@ def split_load(
     open_tokenizer: Callable[[], Tokenizer],
     first: int,
 ) -> tuple[list[TimedRequest], list[TimedRequest]]:
-    """Split a load into its ``first`` requests, to be timed, and all others, whose times then begin at 0.
+    """Split a load into the ``first`` requests, which are to be timed, and the other requests, whose arrival times are
+    shifted to begin at 0.
 
-    The tokenizer is opened only where a prompt is text.
+    ``waits``: seconds before each request. The tokenizer is opened only if a prompt is text.
     """
     opened = cache(open_tokenizer)
     prompts = [
@@ -55,7 +58,9 @@ def split_load(
 
 
 def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
-    """Fit the curve of an engine's step times on ``load``: one by one, all at once, and all at once in small chunks."""
+    """Measure the step times of an engine on ``load`` and fit a curve to them. The requests run one by one, all at
+    once, and all at once in small chunks.
+    """
     # in small chunks, where there is such a policy
     small = [*compared_policies(), EXACT_FILL][1]
     # the first steps of a process are slow
@@ -75,7 +80,9 @@ def play_candidate(
     build: Build, policy: str, budget: int, load: Sequence[TimedRequest], curve: Curve, percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> Candidate:  # fmt: skip
-    """Simulate ``load`` with that policy and budget. ``limits``: milliseconds by metric."""
+    """Simulate ``load`` with a scheduling ``policy`` and a token ``budget`` per step. ``limits``: largest milliseconds
+    by metric.
+    """
     outcomes = simulate_load(build(policy, budget).scheduler, load, curve)
     return Candidate(
         policy,

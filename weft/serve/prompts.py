@@ -30,9 +30,9 @@ LARGEST_FORM = 2**18
 
 
 class ChatPrompt(NamedTuple):
-    """The ids of a conversation that a model continues, and the place of its reasoning, if it should reason.
+    """The token ids of a conversation to be continued, and the reasoning tags if the answer may begin with reasoning.
 
-    ``idle``: variables of the request that the template does not read.
+    ``idle``: names of template variables in the request that the chat template does not read.
     """
 
     ids: list[int]
@@ -117,9 +117,11 @@ class Prompts:
         limit: TokenLimit | None = None,
         size: int = 0,
     ) -> ChatPrompt:
-        """Return the prompt of a conversation, whose request has ``size`` bytes. Raises what its template refuses.
+        """Return the prompt of a conversation. ``size``: bytes of the request, by which it is encoded in the thread of
+        long or of short prompts.
 
-        Raises :class:`TooManyTokens` for a conversation with more than ``limit`` allows.
+        Raises :class:`TooManyTokens` for a conversation with more tokens than ``limit`` allows, and errors of the chat
+        template.
         """
         encoder = self._encoder_for(size)
         return await _run(encoder, lambda: self._encode(encoder, asked, tools, limit))
@@ -222,7 +224,9 @@ def copied(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def as_written(message: Message, form: CallForm | None) -> Message:
-    """Write calls that were cut in their arguments as the text that the model had written; others stay calls."""
+    """Convert tool calls with cut arguments to the text that the model had written, and append it to the message's
+    content. Complete calls stay calls.
+    """
     calls = message.get("tool_calls", [])
     whole = [call for call in calls if isinstance(call["function"]["arguments"], dict)]
     if form is None or len(whole) == len(calls):
@@ -243,7 +247,9 @@ def continued(
     tools: Sequence[Message],
     variables: Mapping[str, Any],
 ) -> Marked:
-    """Render a conversation up to the last word of its last message. Raises :class:`UsageError`."""
+    """Render a conversation up to the end of its last message, which the model is to continue. Raises
+    :class:`UsageError` if that is not a message of the assistant's with text.
+    """
     last = talk[-1]
     if last["role"] != "assistant" or not last["content"].strip():
         raise UsageError(

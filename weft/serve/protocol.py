@@ -81,7 +81,9 @@ def read_stops(given: Any) -> list[str]:
 
 
 def object_in(given: Schema, name: str, path: str = "") -> Schema:
-    """Return the object in the field ``name``, empty where there is none; errors call it ``path``, if that is given."""
+    """Return the object in the field ``name`` of ``given``, or an empty object if the field is missing. ``path``: the
+    field's name in errors, if it differs.
+    """
     value = given.get(name)
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{path or name}: give an object, not {shown_json(value)}")
@@ -136,17 +138,17 @@ class StructuredOutputs(RequestFields):
 
 
 class Language(NamedTuple):
-    """A constraint on a text, as :meth:`weft.generate.grammar.Grammars.compile` takes it."""
+    """A constraint on a generated text: the arguments of :meth:`weft.generate.grammar.Grammars.compile`."""
 
     kind: Literal["json", "regex", "lark"]
     text: str | Schema
 
 
 class Modelled(RequestFields):
-    """A request to a model by its name, or to the only one.
+    """A request to a model by its name, or without a name to the server's only model.
 
-    ``NAMES``: the fields that a client knows by other names, with these. ``IDLE``: more fields, with the values under
-    which they change nothing.
+    ``NAMES``: the client's own names of fields, by the field names used here. ``IDLE``: further accepted fields, with
+    the values under which they change nothing.
     """
 
     NAMES: ClassVar[dict[str, str]] = {}
@@ -219,7 +221,9 @@ class SamplingRequest(Modelled):
 
     @property
     def top(self) -> int | None:
-        """Number of alternative log-probabilities per token; 0: the chosen token's alone, None: none."""
+        """Number of alternative log-probabilities per token. 0: only the log-probability of the chosen token; None: no
+        log-probabilities.
+        """
         raise NotImplementedError
 
     @property
@@ -239,7 +243,7 @@ _OF_SEARCHES = frozenset({
 
 
 class CompletionRequest(SamplingRequest):
-    """``POST /v1/completions``. A ``prompt`` that is null begins a text."""
+    """``POST /v1/completions``. With a null ``prompt``, generation starts from an empty text."""
 
     IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": True}
 
@@ -298,7 +302,9 @@ class ToolChoice(NamedTuple):
 
 
 def read_choice(given: Any) -> ToolChoice:
-    """Return the choice in ``given``: a mode, a function, or a mode and functions. Raises ValueError."""
+    """Return the tool choice in ``given``, which is a mode, one function, or a mode with functions. Raises
+    ValueError.
+    """
     if given in ("none", "auto", "required"):
         return ToolChoice(given)
     modes = "none, auto, required, a function, or allowed_tools"
@@ -418,7 +424,7 @@ class ChatRequest(SamplingRequest, Conversing):
 
 
 class EmbeddingRequest(Modelled):
-    """``POST /v1/embeddings``. ``pooling``: of a text's tokens, the mean or the last one's vector."""
+    """``POST /v1/embeddings``. ``pooling``: the mean of the vectors of a text's tokens, or the last token's vector."""
 
     IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": True}
 
@@ -429,7 +435,7 @@ class EmbeddingRequest(Modelled):
 
 
 class Untokenized(Conversing):
-    """``POST /tokenize``: a text, or a conversation."""
+    """``POST /tokenize``: a text or a conversation to tokenize."""
 
     prompt: str | None = None
     messages: Annotated[list[Any], Field(min_length=1)] = Field([])
@@ -442,6 +448,6 @@ class Untokenized(Conversing):
 
 
 class Tokenized(Modelled):
-    """``POST /detokenize``."""
+    """``POST /detokenize``: token ids to convert to text."""
 
     tokens: list[Annotated[StrictInt, Field(ge=0)]]

@@ -7,7 +7,9 @@ TAGS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/T
 
 
 class Thoughts(NamedTuple):
-    """Tags around the reasoning in an answer; the prompt may have written the first tag."""
+    """Tags before and after the reasoning in an answer. The first tag may be the end of the prompt instead of a part of
+    the answer.
+    """
 
     opening: str
     closing: str
@@ -20,8 +22,8 @@ def thoughts_of(template: str) -> Thoughts | None:
 
 
 def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> bool:
-    """Return whether the text after ``prompt``, which ends with the answer's first words ``continued``, is
-    reasoning.
+    """Return whether an answer after ``prompt`` begins inside its reasoning. ``continued``: the first words of the
+    answer, with which the prompt already ends.
     """
     if continued:
         return continued.rfind(thoughts.opening) > continued.rfind(thoughts.closing)
@@ -38,7 +40,9 @@ class ReasoningFinder:
         self._shown = False
 
     def add(self, piece: str) -> tuple[str, str]:
-        """Add ``piece``; return the certain new parts of the reasoning and of the answer."""
+        """Add ``piece``. Return the new text that certainly belongs to the reasoning, and the new text that certainly
+        belongs to the answer.
+        """
         self._kept += piece
         if not self.inside and not self.over:
             self._begin()
@@ -46,7 +50,7 @@ class ReasoningFinder:
         return thought, self._release(len(self._kept)) if self.over else ""
 
     def end(self) -> tuple[str, str]:
-        """End the text; return the rest of the reasoning, and of the answer."""
+        """End the text. Return the text that was held back, as the rest of the reasoning and the rest of the answer."""
         rest, self._kept = self._kept, ""
         return (rest.rstrip(), "") if self.inside else ("", rest)
 

@@ -18,7 +18,7 @@ Usage = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """One whole answer, or its new part in a stream."""
+    """A whole answer, or in a stream the part by which the answer has grown."""
 
     text: str
     events: Sequence[TokenEvent]
@@ -75,7 +75,9 @@ class Replies:
         yield from ()
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[dict[str, Any]]:
-        """Yield the stream chunks for the new part of one answer."""
+        """Yield the stream chunks for ``new``, the part by which answer number ``index`` has grown. ``first``: it is
+        that answer's first part.
+        """
         choice: dict[str, Any] = {
             "index": index,
             "logprobs": self._logs(index, [*new.echo, *new.events]),
@@ -181,7 +183,7 @@ class Replies:
 
 
 class TextOffsets:
-    """Character offsets of a text's tokens."""
+    """Counts at which character of a text each of its tokens begins."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.writer, self.at = TextDecoder(tokenizer), 0

@@ -53,9 +53,9 @@ IDLE: Mapping[str, tuple[Sequence[Any], str]] = {
 
 
 class RequestFields(BaseModel):
-    """An object with the declared fields only, as a setting that is ignored would mislead its sender.
+    """A JSON object that accepts only its declared fields: an ignored setting would mislead its sender.
 
-    A field that is null has its default. Numbers are finite.
+    A null field takes its default. Numbers must be finite.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -112,7 +112,9 @@ def take_idle(
 def explained(
     error: ValidationError, given: Any, declared: Collection[str]
 ) -> tuple[str, str]:
-    """Return which field of ``given`` is wrong, as a path with dots, and why."""
+    """Return the path of the wrong field of ``given``, with dots, and the reason. ``declared``: names of the fields
+    that a request may have.
+    """
     first = error.errors(include_url=False)[0]
     path, why = _path(first["loc"], given), _why(first)
     field, colon, rest = why.partition(": ")

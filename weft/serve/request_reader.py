@@ -16,7 +16,7 @@ log = logging.getLogger("weft.serve")
 
 
 class RequestReader:
-    """Reads requests, and logs each unused field once."""
+    """Reads requests, and logs each field without effect once."""
 
     def __init__(self) -> None:
         self.logged: set[str] = set()
@@ -42,7 +42,7 @@ class RequestReader:
         return request
 
     def note(self, names: list[str]) -> None:
-        """Log the fields in ``names`` that change nothing, unless they were logged before."""
+        """Log each field of ``names`` as a field without effect, unless it has been logged before."""
         fresh = sorted(set(names) - self.logged)
         self.logged.update(fresh)
         if fresh:

@@ -19,7 +19,7 @@ _LOGS = "message.output_text.logprobs"
 
 
 class ResponsesRequest(ChatRequest):
-    """The chat that a question asks for."""
+    """``POST /v1/responses`` of OpenAI's API, read as an equivalent chat request."""
 
     NAMES: ClassVar[dict[str, str]] = {
         "max_completion_tokens": "max_output_tokens", "response_format.json_schema": "text.format",
@@ -131,7 +131,7 @@ def messages_of_input(asked: Schema) -> list[Schema]:
 
 
 class ResponseReplies:
-    """The JSON of one answer, whole, or event by event."""
+    """Builds the JSON of one answer: a whole response, or the events of a stream."""
 
     last = ""
 
@@ -161,7 +161,7 @@ class ResponseReplies:
             yield self._event(kind, response=self.response)
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
-        """Yield the events for the new part of the answer."""
+        """Yield the events for ``new``, the part by which the answer has grown."""
         if new.thought:
             if not self.output:
                 thought: Schema = {"type": "reasoning_text", "text": ""}

@@ -564,7 +564,7 @@ class Server:
 
 
 def refused_for(asked: Modelled, field: str, why: str) -> Refusal:
-    """Build a refusal with the client's own name of ``field``."""
+    """Build a refusal of ``field`` for the reason ``why``, with the name by which the client knows the field."""
     name = asked.NAMES.get(field, field)
     return Refusal(400, f"{name}: {why}", param=name)
 
@@ -577,7 +577,9 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 def body_of(request: Request, refusal: Refusal) -> dict[str, Any]:
-    """Return a refusal's body in OpenAI's or Anthropic's form, by the path of the request."""
+    """Return the JSON body of a refusal, in Anthropic's form for paths of Anthropic's API and in OpenAI's form
+    otherwise.
+    """
     return error_of(refusal) if request.url.path.startswith(MESSAGES) else refusal.body
 
 

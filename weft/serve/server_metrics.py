@@ -98,7 +98,9 @@ class ServerMetrics:
 
 
 class AnswerTimer:
-    """Times the answers to one request, which came at ``began`` (of ``time.perf_counter``)."""
+    """Records the times of the answers to one request, which arrived at ``began`` (in seconds of
+    ``time.perf_counter``).
+    """
 
     def __init__(self, metrics: ServerMetrics, prompt: int, began: float) -> None:
         self.metrics, self.began = metrics, began
@@ -106,7 +108,7 @@ class AnswerTimer:
         metrics.prompt.inc(prompt)
 
     def record(self, event: TokenEvent, generation: Generation) -> None:
-        """Record the time of an event: a token, an end, or both."""
+        """Record the time of an event of ``generation``: a token, the end of its text, or both."""
         metrics, now = self.metrics, time.perf_counter()
         if event.token is not None:
             metrics.written.inc()

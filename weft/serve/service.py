@@ -36,7 +36,7 @@ class AnswerRequest(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """Result of a step for one answer: the next token, or None where the answer ended without one."""
+    """Result of an engine step for one answer: the next token, or None if the answer ended without a further token."""
 
     number: int  # which of the answers that were asked for together
     token: int | None
@@ -66,11 +66,11 @@ def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
 
 
 class Busy(WeftError):
-    """Error of a request above the limit of answers at a time."""
+    """Error of a request that exceeds the number of answers that the server gives at a time."""
 
 
 class ServerEnding(WeftError):
-    """Error of an answer that the end of the server cuts off."""
+    """Error of an answer that is cut off because the server shuts down."""
 
 
 class Service:
@@ -111,7 +111,8 @@ class Service:
                 await asyncio.shield(asyncio.ensure_future(self.call(answers.end)))
 
     async def search(self, begin: Callable[[], Search], width: int) -> list[Hypothesis]:
-        """Return the likeliest texts of the beam search that ``begin`` creates, with ``width`` beams.
+        """Run the beam search that ``begin`` creates and return its best texts. ``width``: its number of beams, which
+        count as answers at a time.
 
         The search ends when the caller is cancelled. Raises :class:`Busy`, and the errors of ``begin``.
         """
@@ -238,7 +239,7 @@ class Service:
 
 
 class Answers:
-    """The answers that were asked for together, and their events as they come."""
+    """The answers to requests that were submitted together, and the events of their tokens."""
 
     def __init__(
         self,

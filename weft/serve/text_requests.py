@@ -14,8 +14,8 @@ from weft.recipe import Generate
 
 
 class TextRequest(NamedTuple):
-    """A text to write after ``ids``: up to ``most`` tokens, or to one of the ids ``stops`` or of the strings
-    ``until``.
+    """A text to write after the tokens ``ids``. It ends after ``most`` tokens, at one of the ids ``stops``, or at one
+    of the strings ``until``.
     """
 
     ids: Sequence[int]
@@ -57,9 +57,10 @@ def write_texts(
 def samples(
     where: Where, settings: Generate, warn: Callable[[str], None], ema: bool = False
 ) -> list[str]:
-    """Write the model's continuation of each prompt, or with ``settings.chat`` its answers. ``where`` names the model.
+    """Generate a text for each prompt of ``settings``. With ``settings.chat`` each prompt is a message of the user's,
+    and the text is the model's answer.
 
-    ``ema``: use the moving averages of its parameters.
+    ``where``: the checkpoint of the model. ``ema``: use the moving averages of its parameters.
     """
     model, files, _ = open_model(where, "cpu", warn, ema)
     tokenizer, how = (
