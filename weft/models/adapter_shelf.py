@@ -36,15 +36,20 @@ class LentAdapter(NamedTuple):
 
 
 class AdapterShelf:
-    """The adapters that requests can name, and copies of them in the blocks of ``pages``, the caches of the layers."""
+    """The adapters that requests can name, held in host memory; those in use are copied into blocks of the key/value
+    cache.
+
+    ``pages``: the cache of each layer.
+    """
 
     def __init__(self, model: Transformer, pages: Sequence[Pages]) -> None:
         self.model, self.pages = model, pages
         self.host: dict[str, HostAdapter] = {}
 
     def add(self, name: str, adapter: HostAdapter) -> int:
-        """Add ``adapter``, of this rank's part of the model, under ``name``; return the number of blocks that it
-        needs.
+        """Add an adapter under ``name``, and return the number of cache blocks that a copy of it needs.
+
+        ``adapter``: only the part that belongs to this rank's part of the model (:func:`own_part`).
         """
         self.host[name] = adapter
         return max(
@@ -57,7 +62,7 @@ class AdapterShelf:
         return layer_modules(self.model)
 
     def load(self, name: str, table: Sequence[int]) -> None:
-        """Copy an adapter into the blocks of ``table``."""
+        """Copy the adapter ``name`` into the cache blocks whose numbers are in ``table``."""
         for numbers, pages in self._layers(name):
             store = pages.room(max(table) + 1)
             filled = numbers.new_zeros(len(table) * store[:, 0].numel())
@@ -72,7 +77,10 @@ class AdapterShelf:
     def adapting(
         self, spans: Sequence[Span], adapters: Sequence[LentAdapter | None]
     ) -> AbstractContextManager[None]:
-        """Return a context in which the layers apply each request's adapter, if it has one, to the rows of its span."""
+        """Return a context in which the layers apply each request's adapter to the rows of the request's span.
+
+        ``spans``: one per request; ``adapters``: in the same order, None for a request without an adapter.
+        """
         alike = defaultdict[
             tuple[tuple[Form, ...], int], list[tuple[Span, Sequence[int]]]
         ](list)

@@ -39,9 +39,10 @@ T = torch.Tensor
 
 
 class LowRank(Module):
-    """The adapter of a weight ``[out, into]``; with kind ``dora`` also the weight's ``magnitude``, a number per row.
+    """The low-rank factors ``a`` and ``b`` that adapt a weight ``[out, into]`` (LoRA).
 
-    At the start ``b`` is zero and the magnitude is the weight's own, so that nothing changes.
+    With kind ``dora`` it also has ``magnitude`` ``[out]``, the trained norm of each row. At the start
+    ``b`` is zero and the magnitude is the weight's own, so that the adapter changes nothing.
     """
 
     def __init__(
@@ -75,7 +76,10 @@ class TokenRows(Module):
         self.weight("rows", whole=True)
 
     def looked_up(self, tokens: T, x: T) -> T:
-        """Replace the trained rows in ``x`` ``[..., embed]``, the rows of the weight for ``tokens``."""
+        """Replace the trained rows in the result of an embedding look-up.
+
+        ``tokens``: ids ``[...]``; ``x``: the weight's rows for these ids, ``[..., embed]``.
+        """
         known, (lo, hi) = self.tokens.to(tokens.device), self.own_rows
         if lo == hi:  # nothing is added, but all ranks have a gradient to sum up
             return x + own(self.rows, lo, hi, self.mesh).sum()
@@ -86,13 +90,14 @@ class TokenRows(Module):
         )
 
     def placed(self, weight: T) -> T:
-        """Return this rank's part of the weight with the trained rows in it."""
+        """Return a copy of ``weight``, this rank's part, in which the trained rows replace the weight's own rows."""
         index, rows = self._own()
         return weight.index_copy(0, index.to(weight.device), rows.to(weight.dtype))
 
     def scored(self, hidden: T, logits: T) -> T:
-        """Replace the logits of the trained rows in ``logits`` ``[..., vocab/tp]`` of this rank's part of the
-        weight.
+        """Replace the logits of the tokens whose rows are trained, computed anew from ``hidden`` ``[..., embed]``.
+
+        ``logits``: those of this rank's part of the vocabulary, ``[..., vocab/tp]``.
         """
         index, rows = self._own()
         own_logits = F.linear(hidden, rows.to(hidden.dtype)).to(logits.dtype)
@@ -104,7 +109,11 @@ class TokenRows(Module):
 
 
 def adapt(module: Module, name: str, whole: bool) -> None:
-    """Register the stored form of the weight ``name``, and its adapter, where the table has them."""
+    """Register the quantised form of the weight ``name`` of ``module``, and its adapter, if the parameter table has
+    them.
+
+    ``whole``: every rank of ``tp`` holds all of the weight.
+    """
     stored, beside = (module.path + part + name for part in (QUANTIZED, ADAPTERS))
     if module.inside(name) not in module.described:
         module.quantized[name] = Quantized(module.mesh, module.described, stored, whole)
@@ -116,7 +125,7 @@ def adapt(module: Module, name: str, whole: bool) -> None:
 
 
 def merged(module: Module, name: str) -> T:
-    """Return the weight ``name`` with its adapter merged into it, of a model on one device."""
+    """Return the weight ``name`` of ``module`` with its adapter merged into it; the model must be on one device."""
     if name in module.quantized:
         weight: T = module.quantized[name].dense(torch.float32)
     else:

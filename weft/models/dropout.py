@@ -22,7 +22,10 @@ _draws: ContextVar[T | None] = ContextVar("draws", default=None)
 
 
 def token_draws(seed: int, sample: int, tokens: int) -> T:
-    """Draw a random number for every token of a sample: int64 ``[tokens]``."""
+    """Return pseudorandom bits from which the dropout of each token of a sample is derived: int64 ``[tokens]``.
+
+    ``sample``: the number of the sample; ``tokens``: how many tokens it has.
+    """
     high = sample << 32 & (1 << 64) - 1  # wrapped around, as the products are
     place = torch.arange(tokens) + (high - (1 << 64) if high >> 63 else high)
     return _mixed(_mixed(torch.tensor(seed) * STEP) + place * STEP)
@@ -30,8 +33,9 @@ def token_draws(seed: int, sample: int, tokens: int) -> T:
 
 @contextmanager
 def drawing(draws: Sequence[T]) -> Iterator[None]:
-    """Return a context in which weights with dropout use the tokens' numbers in ``draws``; they drop nothing if it is
-    empty.
+    """Return a context in which adapters with dropout use ``draws[0]``, the random bits of the tokens.
+
+    If ``draws`` is empty, nothing is dropped. See :func:`token_draws`.
     """
     token = _draws.set(draws[0] if draws else None)
     try:
@@ -41,14 +45,19 @@ def drawing(draws: Sequence[T]) -> Iterator[None]:
 
 
 def current_draws() -> T | None:
-    """Return the numbers of the tokens that are being computed; None where nothing is dropped (without gradients)."""
+    """Return the random bits (:func:`token_draws`) of the tokens that are being computed.
+
+    None where nothing is dropped: outside :func:`drawing`, and without gradients.
+    """
     return _draws.get() if torch.is_grad_enabled() else None
 
 
 def dropped(x: T, share: float, draws: T, name: str, first: int) -> T:
-    """Set this ``share`` of the elements of ``x`` ``[batch, seq, channels]`` to zero, and scale the others up.
+    """Apply dropout to ``x`` ``[batch, seq, channels]``: set a fraction ``share`` of the elements to zero, and scale
+    the rest.
 
-    ``name``: of the weight that reads ``x``; ``first``: the number of its first channel.
+    ``draws``: random bits of the tokens ``[batch, seq]``; ``name``: name of the weight that is multiplied with ``x``;
+    ``first``: index of the first channel of ``x`` in the whole input. The result does not depend on the layout.
     """
     channels = (torch.arange(first, first + x.shape[-1], device=x.device) + 1) * STEP
     numbers = _mixed(

@@ -28,11 +28,11 @@ Stacks = Callable[..., tuple[T, ...]]
 
 
 class Dispatched(NamedTuple):
-    """Rows of tokens in the order of the experts on this rank: ``rows`` ``[rows, embed]``, and ``counts`` of each
-    expert.
+    """Rows of tokens, sorted by the expert on this rank that computes them.
 
-    ``meta``: the dispatcher's data for bringing them back. ``stacks``: where rows are for experts of other ranks, a
-    function from this rank's gate, up and down to the stacks of the experts' weights.
+    ``rows``: ``[rows, embed]``; ``counts``: the number of rows of each expert; ``meta``: the dispatcher's data for
+    returning the results. ``stacks`` is set if rows are for experts of other ranks: a function from this rank's gate,
+    up and down weights to the stacks of weights that the rows need.
     """
 
     rows: T
@@ -49,25 +49,38 @@ class Dispatcher(Protocol):
     """Sends tokens to their experts, and the experts' results back."""
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
-        """Begin to send tokens ``x`` ``[tokens, embed]``; calling the result waits for the rows that arrive."""
+        """Begin to send tokens ``x`` ``[tokens, embed]`` to the experts in ``choice``.
+
+        Calling the result waits for the rows that this rank receives for its experts.
+        """
 
     def combine(self, rows: T, meta: Any) -> Callable[[], T]:
-        """Begin to send rows back; calling the result waits for each token's weighted sum: ``[tokens, embed]``."""
+        """Begin to return the experts' results ``rows`` to the ranks of their tokens; ``meta``: see
+        :class:`Dispatched`.
+
+        Calling the result waits for the weighted sum of each token's experts: ``[tokens, embed]``.
+        """
 
 
 class Lender(Protocol):
-    """Lends a rank the weights of other ranks' experts, for the rows after those of its own experts."""
+    """Lends a rank copies of the weights of other ranks' experts, so that it can compute their rows too."""
 
     def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
-        """Begin to fetch more rows of each of these stacks ``[experts, ...]``; calling the result waits for them."""
+        """Begin to fetch weights of other ranks' experts; calling the result waits for them.
+
+        ``weights``: this rank's stacks ``[experts, ...]`` of gate, up and down. The result has a stack of borrowed
+        experts for each of them.
+        """
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Record how often each expert was chosen in a whole step."""
+        """Record the loads of a training step: how many times its tokens were routed to each expert."""
 
 
 class EarlyMixture(NamedTuple):
-    """Work that a mixture begins before attention: the router's choice, and weights of other ranks' experts in
-    transfer.
+    """Work that a mixture of experts begins before attention.
+
+    ``choice``: the experts that the router has chosen, if it runs early; ``lent``: a function that waits for the
+    weights of other ranks' experts that are being fetched, if there are any.
     """
 
     choice: Choice | None
@@ -75,9 +88,10 @@ class EarlyMixture(NamedTuple):
 
 
 class LocalExperts:
-    """Dispatcher for experts ``here`` on this rank: rows only change their order.
+    """Dispatcher that sends nothing: it sorts the rows by expert, for the experts ``here`` on this rank.
 
-    ``others``: choices may name experts of other ranks, or be dropped. Such choices add nothing to the sums.
+    ``others``: tokens may also be routed to experts of other ranks, or be dropped by an expert that is full. Those
+    routes add nothing to the tokens' sums.
     """
 
     def __init__(self, here: range, others: bool = False) -> None:
@@ -101,7 +115,9 @@ class LocalExperts:
 
 
 def expert_counts(ids: T, experts: int) -> T:
-    """Count how often each expert is in ``ids``: int64 ``[experts]``."""
+    """Count how often each expert's number occurs in ``ids``: int64 ``[experts]``; ``experts``: how many experts there
+    are.
+    """
     flat = ids.flatten()
     return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add(
         0, flat, torch.ones_like(flat)
@@ -109,10 +125,10 @@ def expert_counts(ids: T, experts: int) -> T:
 
 
 def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
-    """Copy each token to a row per choice, ``k`` of each token, in ``order``: ``[tokens, embed]`` to ``[tokens * k,
-    embed]``.
+    """Copy each token to one row per expert that it is routed to: ``[tokens, embed]`` to ``[tokens * k, embed]``.
 
-    ``rows``: only the first so many.
+    ``k``: experts per token; ``order``: a permutation of the ``tokens * k`` routes, usually by expert. Route ``i``
+    belongs to token ``i // k``. ``rows``: return only this many rows from the beginning; None: all.
     """
     return MovedRows.apply(
         x, partial(_choices, k=k), partial(_sums, k=k, places=len(x) * k), order[:rows]
@@ -120,12 +136,15 @@ def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
 
 
 def reordered(rows: T, order: T) -> T:
-    """Return ``rows[order]``, where ``order`` is a permutation."""
+    """Return ``rows[order]``, where ``order`` is a permutation, with a gradient that needs no atomic additions."""
     return spread(rows, order, 1)
 
 
 def placed(rows: T, order: T, places: int | None = None) -> T:
-    """Move row ``i`` to ``order[i]`` of ``places`` rows (default: as many as rows); other rows are zeros."""
+    """Return a tensor of ``places`` rows whose row ``order[i]`` is row ``i`` of ``rows``; all other rows are zero.
+
+    ``places``: None for as many as ``rows`` has.
+    """
     places = len(rows) if places is None else places
     return MovedRows.apply(
         rows,
@@ -136,7 +155,11 @@ def placed(rows: T, order: T, places: int | None = None) -> T:
 
 
 def weighted(rows: T, order: T, weights: T) -> T:
-    """Sum the rows of :func:`spread` for each token, by ``weights`` ``[tokens, k]``: ``[tokens, embed]``."""
+    """Return the weighted sum of each token's rows: ``[tokens, embed]``, the counterpart of :func:`spread`.
+
+    ``rows``: results of the experts in the order of :func:`spread`; ``order``: its permutation; ``weights``: ``[tokens,
+    k]``.
+    """
     if len(rows) == weights.numel():
         return _Weighted.apply(rows, order, weights.to(rows.dtype))
     # [tokens, k, embed]
@@ -145,7 +168,10 @@ def weighted(rows: T, order: T, weights: T) -> T:
 
 
 class MovedRows(torch.autograd.Function):
-    """Apply ``there``, linear in the rows; its transpose ``back`` gives the gradient. Both take ``orders``."""
+    """Autograd function that moves rows by ``there(rows, *orders)``, a linear map; ``back`` is its transpose.
+
+    The gradient is ``back(grad, *orders)``. ``orders``: the index tensors, at most one, that both functions take.
+    """
 
     @staticmethod
     def spmd_typecheck(*, rows, there, back, orders):  # type: ignore[no-untyped-def]
@@ -210,9 +236,10 @@ def _bags(rows: T, order: T, k: int, weights: T | None = None) -> T:
 
 
 def feed_forwards(rows: T, counts: T, activation: str, gate: T, up: T, down: T) -> T:
-    """Run experts on their rows, ``counts`` of each expert in turn: ``[rows, embed]`` to the same.
+    """Run each expert's feed-forward on its own rows: ``[rows, embed]`` to the same shape.
 
-    ``gate, up``: ``[experts, hidden, embed]``; ``down``: ``[experts, embed, hidden]``.
+    ``rows``: sorted by expert; ``counts``: the number of rows of each expert. ``gate, up``: ``[experts, hidden,
+    embed]``; ``down``: ``[experts, embed, hidden]``.
     """
     if torch.is_inference_mode_enabled():
         return _forwards(rows, counts, activation, (gate, up, down)).out
@@ -223,7 +250,10 @@ def feed_forwards(rows: T, counts: T, activation: str, gate: T, up: T, down: T) 
 
 
 def sizes_of(counts: T, rows: int) -> list[int]:
-    """Return ``counts`` on the host; equal counts if the tensor has no values."""
+    """Return the tensor ``counts`` of rows per expert as a list on the host.
+
+    A tensor without values (on the meta device, or fake) gives about equal counts that add up to ``rows``.
+    """
     if not has_numbers(counts):
         share, rest = divmod(rows, max(1, len(counts)))
         return [share + (e < rest) for e in range(len(counts))]
@@ -231,7 +261,10 @@ def sizes_of(counts: T, rows: int) -> list[int]:
 
 
 def grouped_runs(x: T, *weights: T) -> bool:
-    """Return whether PyTorch's grouped product takes these: not float64, and rows of a multiple of 16 bytes."""
+    """Return whether PyTorch's ``grouped_mm`` can multiply ``x`` with these stacks of weights.
+
+    It needs bfloat16, or on a CPU float32, and rows of a multiple of 16 bytes.
+    """
     aligned = all(n * x.element_size() % 16 == 0 for w in weights for n in w.shape[1:])
     kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
     # What has no numbers is refused in float32.
@@ -246,10 +279,11 @@ def grouped_runs(x: T, *weights: T) -> bool:
 
 
 def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False) -> T:
-    """Multiply ``[rows, in]`` with one expert's ``[in, out]``, or with each expert's of ``[experts, in, out]``:
-    ``[rows, out]``.
+    """Return the product of ``x`` ``[rows, in]`` with expert weights: ``[rows, out]``, without a gradient.
 
-    The result is written to ``out`` if that is given, or added to it with ``add``. Without a gradient.
+    ``weight``: ``[in, out]`` of one expert, or ``[experts, in, out]``; then the rows are sorted by expert, and
+    ``counts`` has the number of rows of each. ``out``: the tensor to write to, if given; with ``add`` the product is
+    added to it.
     """
     if weight.dim() == 2:
         return multiply(x, weight, plus=out if add else None, out=out)
@@ -285,10 +319,9 @@ def add_gradient(parameter: T, gradient: T) -> None:
 
 
 def runs_grouped(rows: T) -> bool:
-    """Return whether a grouped product computes all experts at once.
+    """Return whether one grouped product computes all experts at once: only on a GPU.
 
-    The CPU has none that is faster than its parts; there, an expert's hidden units are still in the cache when they are
-    used.
+    On a CPU one expert after the other is as fast, and its hidden units are still in the cache when they are used.
     """
     return rows.is_cuda
 
@@ -308,9 +341,10 @@ def forward_piece(
     weights: Sequence[T],
     places: Sequence[T | None] = (None, None, None),
 ) -> ExpertOutputs:
-    """Run the feed-forward of one expert, or of a stack of them, on the rows ``x``.
+    """Run the feed-forward of one expert, or of a stack of experts, on the rows ``x`` ``[rows, embed]``.
 
-    ``weights``: gate, up and down, of one expert or of all. Results are written to ``places`` that are given.
+    ``counts``: rows of each expert of a stack; ``weights``: gate, up and down, of the one expert or of the stack.
+    ``places``: tensors to which the fields of the result are written; None for a new tensor.
     """
     gate, up, down = weights
     gate_out = product(x, gate.mT, counts, places[0])
@@ -418,7 +452,10 @@ class _FeedForwards(torch.autograd.Function):
 
 
 class Experts(Module):
-    """A stack of feed-forwards of width ``expert_ffn``; this rank computes its own part of the stack."""
+    """The routed experts of a layer as stacks of weights; each feed-forward has the hidden width ``expert_ffn``.
+
+    This rank holds and computes its own part of the stacks.
+    """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
         super().__init__(mesh, table, path)
@@ -434,10 +471,11 @@ class Experts(Module):
     def forward(
         self, rows: T, counts: T, lent: Sequence[T] = (), stacks: Stacks | None = None
     ) -> T:
-        """Run experts on ``rows`` ``[rows, embed]``, ``counts`` of each in turn; return each row's share of a sum over
-        axes that cut experts.
+        """Run each expert on its rows, and return the results: ``[rows, embed]``.
 
-        ``lent``: stacks of experts after this rank's own. ``stacks``: see :class:`Dispatched`.
+        ``rows``: sorted by expert; ``counts``: the number of rows of each expert. ``lent``: stacks of weights of other
+        ranks' experts, which come after this rank's own. ``stacks``: see :class:`Dispatched`. Where an axis cuts each
+        expert, the result is this rank's summand of the sum over that axis.
         """
         own = self.own if stacks is None else stacks(*self.own)
         if not lent:
@@ -541,7 +579,7 @@ class Mixture(Module):
         return self._mixed(x, routed, None if beside is None else read(beside, leaving))
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Record how often each expert was chosen in a whole step."""
+        """Record the loads of a training step: how many times its tokens were routed to each expert."""
         self.router.learn_from(loads)
         if self.copies is not None:
             self.copies.learn_from(loads)

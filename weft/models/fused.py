@@ -92,7 +92,7 @@ def times(x: T, weight: T, plus: T | None = None) -> T:
 
 
 def has_usual_sizes(weight: T) -> bool:
-    """Return whether the sizes of a weight are multiples of 16 from 64 on."""
+    """Return whether both sizes of a weight are multiples of 16, and at least 64."""
     return min(weight.shape) >= 64 and not any(n % 16 for n in weight.shape)
 
 

@@ -17,13 +17,17 @@ Steps = Generator[None, None, T]
 
 
 class GraphPart:
-    """The graph of a part. ``read``: results that later parts read, each with the leaf that stands for it."""
+    """A part of a forward pass whose autograd graph is kept apart from the rest, so that its backward can run
+    separately.
+
+    ``read``: results of this part that later parts use, each with the detached leaf that takes its place there.
+    """
 
     def __init__(self) -> None:
         self.read: list[tuple[T, T]] = []
 
     def backward(self) -> None:
-        """Run backward of the part, after that of all parts that read its results."""
+        """Run backward of this part; backward of all parts that read its results must have run before."""
         reads = [(x, leaf.grad) for x, leaf in self.read if leaf.grad is not None]
         self.read = []
         if reads:
@@ -35,7 +39,7 @@ _running: ContextVar[GraphPart | None] = ContextVar("part", default=None)
 
 
 def current_part() -> GraphPart | None:
-    """Return the part that runs now."""
+    """Return the :class:`GraphPart` that is running; None outside :func:`running`."""
     return _running.get()
 
 
@@ -50,7 +54,10 @@ def running(part: GraphPart) -> Iterator[None]:
 
 
 def read(x: T, maker: GraphPart | None) -> T:
-    """Return ``x``, a result of the part ``maker``, for use in the part that runs now."""
+    """Return ``x`` for use in the running part: a detached leaf if another part, ``maker``, has computed ``x``.
+
+    ``maker`` None: ``x`` belongs to no part, and is returned unchanged.
+    """
     if maker is None or maker is current_part() or not x.requires_grad:
         return x
     leaf = x.detach().requires_grad_()
@@ -59,7 +66,7 @@ def read(x: T, maker: GraphPart | None) -> T:
 
 
 def result_of(steps: Steps) -> T:
-    """Run all steps and return the result."""
+    """Run the generator ``steps`` to its end, without leaving it at its yields, and return its result."""
     while True:
         try:
             next(steps)

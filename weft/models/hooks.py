@@ -25,7 +25,10 @@ class BlockSaver(Protocol):
     def block(
         self, module: nn.Module, x: T, *shared: T
     ) -> AbstractContextManager[None]:
-        """Return a context for the forward of a block of ``x``; ``shared`` are tensors that all blocks save."""
+        """Return a context for the forward pass of the block ``module`` on its input ``x``.
+
+        ``shared``: tensors that all blocks save for backward, such as the rotary cosines.
+        """
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,17 @@ NO_HOOKS = Hooks()
 
 
 class EarlyUpdates(NamedTuple):
-    """Units to update during backward, and the function that updates a unit when its gradient is complete."""
+    """Optimiser updates that run during backward: ``update`` is called for a unit as soon as its gradient is complete.
+
+    ``units``: the units of the model to which this applies.
+    """
 
     units: Container[object]
     update: Callable[..., None]
 
 
 class Stages(Protocol):
-    """Runs the stages of a model that this rank has (:class:`weft.parallel.pipeline.Pipeline`)."""
+    """The pipeline stages of a model that this rank runs (:class:`weft.parallel.pipeline.Pipeline`)."""
 
     #: Whether units pass memory one by one, as their weights rest in files.
     streamed: bool
@@ -69,9 +75,12 @@ class Stages(Protocol):
         """Run forward and backward of every microbatch. Returns this rank's share of the mean loss."""
 
     def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
-        """Return this rank's share of the sum of the losses of some microbatches."""
+        """Return this rank's share of the sum of the losses of the microbatches ``batches``, without gradients."""
 
     def evaluate_at(
         self, points: Sequence[Callable[..., T]], batches: Sequence[Batch]
     ) -> list[T]:
-        """Return the shares of :meth:`evaluate` at several points, each of which replaces every parameter's rows."""
+        """Return what :meth:`evaluate` returns, for several sets of parameters.
+
+        ``points``: functions, one per set, that return a parameter's rows in place of its own.
+        """

@@ -49,12 +49,14 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> T:
 
 
 def packed(codes: T) -> T:
-    """Pack two codes of four bits in a byte, the first in its high half: ``[..., n] -> [..., n / 2]``."""
+    """Pack codes of four bits two to a byte, the first of each pair in the high half: ``[..., n] -> [..., n / 2]``."""
     return codes[..., ::2] << 4 | codes[..., 1::2]
 
 
 def quantized_rows(rows: T) -> tuple[T, T]:
-    """Quantise ``[rows, width]``: codes ``[rows, width / 2]`` (uint8, two to a byte) and scales ``[rows, width /
+    """Quantise the rows ``[rows, width]`` of a weight to NF4.
+
+    Returns the codes ``[rows, width / 2]`` (uint8, two to a byte) and a scale for each 64 elements, ``[rows, width /
     64]``.
     """
     rows = rows.float().contiguous()
@@ -69,7 +71,11 @@ def quantized_rows(rows: T) -> tuple[T, T]:
 
 
 def quantized_scales(scales: T) -> tuple[T, T]:
-    """Quantise ``n`` scales: 8-bit steps ``[n]``, and ``[n / 256, 8]`` bytes: mean and step of each 256, float32."""
+    """Quantise the ``n`` scales of a weight to 8 bits, in groups of 256.
+
+    Returns the 8-bit values ``[n]``, and for each group 8 bytes ``[n / 256, 8]`` that hold the float32 mean and step
+    size.
+    """
     steps, about = [scales.new_empty(0, dtype=torch.uint8)], [scales.new_empty(0, 2)]
     whole = len(scales) // SCALES * SCALES
     groups = scales[:whole].view(-1, SCALES), scales[None, whole:]
@@ -85,7 +91,11 @@ def quantized_scales(scales: T) -> tuple[T, T]:
 def dequantized(
     codes: T, scales: T, about: T, first: int, width: int, dtype: torch.dtype
 ) -> T:
-    """Return the rows of a quantised weight from ``first`` on, ``[rows, width]``; ``about``: of the whole weight."""
+    """Return rows of a quantised weight, from row ``first`` on: ``[rows, width]``.
+
+    ``codes`` and ``scales``: those of the rows; ``about``: mean and step of the scales of the whole weight
+    (:func:`quantized_scales`).
+    """
     precision = wide(dtype)
     mean, step = about.view(torch.float32).unbind(1)
     numbers = torch.arange(scales.numel(), device=scales.device)
@@ -98,8 +108,9 @@ def dequantized(
 
 
 class Quantized(Module):
-    """The stored form of a frozen weight ``[out, into]``: ``codes``, ``scales``, and ``about``: mean and step of 256
-    scales.
+    """The quantised form of a frozen weight ``[out, into]``: ``codes``, ``scales`` and ``about``.
+
+    ``about`` has the mean and the step size of each 256 scales (:func:`quantized_scales`).
     """
 
     def __init__(self, mesh: Mesh, table: Table, path: str, whole: bool) -> None:
@@ -113,7 +124,7 @@ class Quantized(Module):
         self.first = self.logical["codes"].box[0][0]
 
     def dense(self, dtype: torch.dtype) -> T:
-        """Return the held part of the weight ``[out, in]``."""
+        """Return the part of the weight that this rank holds, dequantised to ``dtype``: ``[out, in]``."""
         return self._dense(dtype, self.first, self.codes, self.scales, self.about)
 
     def _dense(
@@ -123,9 +134,11 @@ class Quantized(Module):
         return rows.t() if self.turned else rows
 
     def project(self, x: T, own: Callable[[T], T], first: int) -> T:
-        """Multiply ``x`` with this rank's part of the weight.
+        """Multiply ``x`` ``[batch, seq, in]`` with the rows of the weight that this rank computes: ``[batch, seq,
+        out]``.
 
-        ``own`` cuts this rank's rows out of a stored tensor; ``first``: the first of them, counted in the held part.
+        A rank may hold more rows than it computes. ``own`` cuts the rows to compute out of a stored tensor; ``first``
+        is the index of the first of these rows in the tensor that the rank holds.
         """
         dense = partial(self._dense, x.dtype, self.first + first)
         stored = (own(self.codes), own(self.scales), self.about)
@@ -154,7 +167,11 @@ class _QuantizedProject(torch.autograd.Function):
 
 
 def stored_values(part: str, weight: RowReader, box: Box) -> T:
-    """Quantise the ``part`` (``codes``, ``scales`` or ``about``) of ``weight`` that ``box`` names the rows of."""
+    """Return one tensor of a weight's quantised form, computed for the rows in ``box``.
+
+    ``part``: which tensor: ``codes``, ``scales`` or ``about``; ``weight``: reads rows of the weight before
+    quantisation.
+    """
     lo, hi = box[0]
     if part == "codes":
         return quantized_rows(weight.read(lo, hi))[0]
@@ -175,7 +192,10 @@ def stored_values(part: str, weight: RowReader, box: Box) -> T:
 def row_reader(
     values: Callable[[str, Logical, Box], T], name: str, logical: Logical
 ) -> RowReader:
-    """Return the reader of the weight ``name``, whose ``values`` are given by boxes of the logical tensor."""
+    """Return a :class:`RowReader` of the weight ``name``.
+
+    ``values``: a function from a name, its ``logical`` tensor and a box to the values in this box.
+    """
     out, into = logical.shape
     if not is_turned(logical.dims[0]):
         return RowReader(
