@@ -12,7 +12,10 @@ IGNORE = -100
 
 
 class Pass(NamedTuple):
-    """Pass of a balanced step: ``documents`` (numbers in the step), joined and cut over the data ranks ``peers``."""
+    """One forward and backward pass of a balanced step, whose documents are joined and cut over some data ranks.
+
+    ``peers``: the data ranks that share the pass. ``documents``: the documents' numbers within the step.
+    """
 
     peers: tuple[int, ...]
     documents: tuple[int, ...]
@@ -27,8 +30,9 @@ Plan = tuple[tuple[Pass, ...], ...]
 class PassGroup:
     """Data ranks that share a pass of a balanced step.
 
-    ``peers``: the ranks, in the order of the attention table; ``index``: position of this rank among them. ``lengths``:
-    tokens in every block of the table. ``plan``: checksum of the step's plan, which must be equal on all ranks.
+    ``peers``: the ranks, in the order of the attention table; ``index``: position of this rank among ``peers``.
+    ``lengths``: number of tokens in every block of the attention table. ``plan``: checksum of the step's plan, which
+    must be equal on all ranks.
     """
 
     plan: int
@@ -39,11 +43,11 @@ class PassGroup:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of neighbouring documents: the first one is the preferred answer. Fields are arrays ``[pairs]``.
+    """Pairs of neighbouring documents, of which the first is the preferred answer. Fields are arrays ``[pairs]``.
 
-    ``number``: int64, number among all pairs of the run. ``weight``: float64, weight of the pair's loss. ``margin``: by
-    how much the first answer should be ahead. ``reference`` ``[pairs, 2]``: log-probabilities of both answers by the
-    reference model, zeros without one.
+    ``number``: int64, index of the pair among all pairs of the run. ``weight``: float64, weight of the pair's loss.
+    ``margin``: float64, by how much the first answer's score should exceed the second's. ``reference`` ``[pairs, 2]``:
+    log-probabilities of both answers under the reference model, zeros without a reference model.
     """
 
     number: np.ndarray
@@ -65,19 +69,20 @@ class Pairs:
 
     @classmethod
     def listed(cls, weight: np.ndarray, margin: np.ndarray) -> Self:
-        """Return pairs that are numbered from 0 and have no reference."""
+        """Build pairs from ``weight`` and ``margin`` ``[pairs]``, numbered from 0, with zeros as ``reference``."""
         return cls(np.arange(len(weight)), weight, margin, np.zeros((len(weight), 2)))
 
     def numbered(self, first: int) -> Self:
-        """Return the same pairs, numbered from ``first``."""
+        """Return the same pairs, with ``number`` counting up from ``first``."""
         return replace(self, number=first + np.arange(len(self)))
 
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Pairs in the rows of a batch. ``segments``: int64 ``[2 * pairs]``, the segments of the pairs' documents.
+    """Pairs whose documents are in the rows of a batch.
 
-    ``counted``: whether this rank counts the pairs. Exactly one of the ranks with a part of these rows does.
+    ``segments``: int64 ``[2 * pairs]``, the segments of the pairs' documents. ``counted``: whether this rank counts the
+    pairs in sums over ranks. Of the ranks that hold parts of the same rows, exactly one does.
     """
 
     pairs: Pairs
@@ -119,7 +124,10 @@ class Batch:
 
     @property
     def label_weight(self) -> float:
-        """Sum of the weights of labels or pairs: this batch's share of the denominator of the mean loss."""
+        """Sum of the weights of all labels, or of all pairs if rows hold pairs.
+
+        The mean loss divides by its total over ranks.
+        """
         if self.paired is not None:
             return float(self.paired.pairs.weight.sum()) * self.paired.counted
         if self.weights is None:

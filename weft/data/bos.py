@@ -30,9 +30,10 @@ LOOKED_AT = 1000
 
 
 def with_bos(tokenizer: Tokenizer, bos: Bos) -> Tokenizer:
-    """Return ``tokenizer`` with a post-processor that writes the BOS token or not, as ``data.bos`` asks.
+    """Return ``tokenizer`` with a post-processor that does or does not add the BOS token, as ``bos`` says.
 
-    Raises :class:`UsageError` if the tokenizer has no BOS token.
+    ``bos``: the value of ``data.bos``; a string leaves the tokenizer as it is. Raises :class:`UsageError` if the BOS
+    token is asked for and the tokenizer has none.
     """
     if isinstance(bos, str) or bos == bool(tokenizer.opening):
         return tokenizer
@@ -58,16 +59,17 @@ def with_bos(tokenizer: Tokenizer, bos: Bos) -> Tokenizer:
 
 
 def document_opening(tokenizer: Tokenizer, bos: Bos) -> list[int]:
-    """Return the ids at the beginning of every plain document."""
+    """Return the token ids that begin every plain document: none if ``bos`` is "prompts", else the tokenizer's."""
     return [] if bos == "prompts" else tokenizer.opening
 
 
 def begins_otherwise(
     ids: np.ndarray, starts: np.ndarray, opening: Sequence[int]
 ) -> bool:
-    """Return whether some documents of given token ids do not begin with ``opening``.
+    """Return whether some tokenized documents do not begin with ``opening``, as sampled from the data.
 
-    ``starts``: int64 ``[documents]``, their first positions in ``ids``. About :data:`LOOKED_AT` documents are checked.
+    ``ids``: int ``[tokens]``, the token ids of all documents. ``starts``: int64 ``[documents]``, index of each
+    document's first token in ``ids``. About :data:`LOOKED_AT` documents are checked, each by its first token.
     """
     seen = starts[:: max(1, len(starts) // LOOKED_AT)]
     return bool(opening) and bool((ids[seen] != opening[0]).any())

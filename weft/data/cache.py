@@ -23,14 +23,15 @@ def cache_root(chosen: Path | None = None) -> Path:
 
 
 def digest(*parts: Any) -> str:
-    """Return a hexadecimal digest of 24 characters of JSON-able values."""
+    """Return a hexadecimal digest of 24 characters of ``parts``, which must be values that JSON can hold."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Create ``folder`` with ``build`` unless it exists, and return it. Concurrent processes wait for the first.
+    """Return ``folder``; if it does not exist, ``build`` fills it first, while concurrent processes wait.
 
-    An interrupted build leaves no folder. Raises :class:`WeftError` if the folder cannot be written.
+    ``build`` gets the path of a temporary folder to fill. An interrupted build leaves no folder. Raises
+    :class:`WeftError` if the folder cannot be written.
     """
     if folder.exists():  # also where the cache is read-only
         return folder

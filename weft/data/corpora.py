@@ -20,7 +20,7 @@ from weft.registry import find
 def read_documents(source: Source, report: SourceReport | None = None) -> Iterator[str]:
     """Iterate over the documents of ``source`` in a deterministic order.
 
-    ``report`` counts fields and records that are not read. Raises :class:`WeftError`, which names the unreadable file.
+    ``report`` counts unread fields and skipped records. Raises :class:`WeftError`, which names the unreadable file.
     """
     report = report or SourceReport()
     if source.kind not in SOURCES:
@@ -53,14 +53,17 @@ def _plugin(source: Source) -> Iterator[str]:
 
 
 def unread_files(source: Source) -> tuple[str, ...]:
-    """Return a line that names the files in a source's folder that are not read, or nothing if all are read."""
+    """Return one line that names the files in a source's folder that are not read.
+
+    If all are read, the tuple is empty.
+    """
     if source.kind not in SOURCES or source.kind in ("huggingface", "tokens"):
         return ()
     return SourceReport(left=tuple(documents_of(source).left)).lines()
 
 
 def source_fingerprint(source: Source) -> str:
-    """Return a digest of a source: its kind, field, and every file's path, size and time of change."""
+    """Return a digest of a source: its kind, its field, and the path, size and modification time of every file."""
     if source.kind not in SOURCES:
         return _plugin_fingerprint(source)
     read = documents_of(source).read

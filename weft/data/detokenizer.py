@@ -19,7 +19,10 @@ class TextDecoder:
         self._held = ""  # what a stop string may begin with
 
     def add(self, i: int) -> str:
-        """Add id ``i``, and return the piece of text that is now certain."""
+        """Add token id ``i``, and return the text that no later id can change.
+
+        Bytes of an incomplete character, and text that may begin a stop string, are held back until later ids decide.
+        """
         self._fresh.append(i)
         # What new ids add to the text of the ones just before: tokenizers may drop the space of a first token.
         before, text = (
@@ -33,7 +36,7 @@ class TextDecoder:
         return self._checked(text[len(before) :])
 
     def end(self) -> str:
-        """Return the rest of the text, after the last id."""
+        """Return the text that is still held back, after the last id was added."""
         rest = self.tokenizer.decode(self._shown + self._fresh)[
             len(self.tokenizer.decode(self._shown)) :
         ]
@@ -62,7 +65,10 @@ class TextDecoder:
 def stream_text(
     tokenizer: Tokenizer, ids: Iterable[int], stops: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Decode ``ids`` piece by piece. After a stop string of ``stops`` no further id is requested."""
+    """Decode token ids one by one, and yield the pieces of text as they become certain.
+
+    ``stops``: stop strings, before which the text ends; after one is complete, no further id is requested.
+    """
     writer = TextDecoder(tokenizer, stops)
     for i in ids:
         if piece := writer.add(i):

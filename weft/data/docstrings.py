@@ -6,8 +6,9 @@ from pathlib import Path
 
 
 def docstrings(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Iterate over a file's public classes and functions: line, question, and first paragraph of the docstring.
+    """Iterate over the public classes and functions of a Python file.
 
+    Yields the line number, and a record with a question and, as its answer, the first paragraph of the docstring.
     Docstrings of less than five words, and files that cannot be parsed, are skipped.
     """
     try:

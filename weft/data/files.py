@@ -48,14 +48,17 @@ _BINARY = (
 
 
 class Selection(NamedTuple):
-    """Files of a source that are read, sorted, and files ``left`` in its folder that are not."""
+    """Files of a source.
+
+    ``read``: the files that are read, sorted. ``left``: files in the source's folder that are not read.
+    """
 
     read: list[Path]
     left: list[Path]
 
 
 def format_of(file: Path) -> str:
-    """Return the suffix of a file's name, without that of its compression."""
+    """Return the suffix of a file's name that tells its format, without the suffix of its compression."""
     name = file.name.lower()
     packed = next((end for end in PACKED if name.endswith(end)), "")
     return Path(name.removesuffix(packed)).suffix
@@ -169,8 +172,8 @@ def read_records(
 ) -> Iterator[tuple[int, Any]]:
     """Iterate over the records of a file of JSON Lines, JSON, CSV, Parquet, Arrow or Python code, with line numbers.
 
-    Records of Python code are prompts and completions about its docstrings. The error of a line that is no record goes
-    to ``wrong``, or is raised without it.
+    Records of Python code are prompts and completions about its docstrings. For a line that is no record, ``wrong`` is
+    called with the error; without ``wrong`` the error is raised.
     """
     form = format_of(file)
     if form == ".py":

@@ -63,9 +63,10 @@ COMPOSED = ("qwen2", "deepseek-r1-qwen")
 
 
 def gguf_tokenizer(fields: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the files of the tokenizer in the fields of a GGUF file by name; none if it has no tokenizer.
+    """Convert the tokenizer in the metadata ``fields`` of a GGUF file to the files of a Hugging Face folder.
 
-    Raises :class:`WeftError` for an unknown kind of tokenizer or pre-tokenizer.
+    Returns the contents of the files by name, none if the GGUF file has no tokenizer. Raises :class:`WeftError` for an
+    unknown kind of tokenizer or pre-tokenizer.
     """
     if f"{G}tokens" not in fields:
         return {}

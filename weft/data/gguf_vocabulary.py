@@ -26,7 +26,10 @@ TRIALS = (
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, size: int) -> dict[str, Any]:
-    """Return the fields of a tokenizer for a model with ``size`` rows. Raises :class:`WeftError` if GGUF has none."""
+    """Return the metadata fields that describe ``tokenizer`` in a GGUF file.
+
+    ``size``: number of rows of the model's embedding. Raises :class:`WeftError` if GGUF cannot describe the tokenizer.
+    """
     content = _content(tokenizer)
     model = content["model"]
     if model.get("type", "BPE") != "BPE":

@@ -29,9 +29,10 @@ from weft.recipe import CONVERSATIONS, Data
 
 @dataclass(frozen=True)
 class Corpus:
-    """Opened data of a run. ``fingerprint`` changes whenever the same position would mean other data.
+    """Opened data of a run.
 
-    ``notes``: lines to print. ``validated``: digest of the validation data.
+    ``fingerprint`` changes whenever the same position in the order would mean other data. ``notes``: lines to print at
+    the start. ``validated``: digest of the validation data.
     """
 
     tokenizer: Tokenizer
@@ -44,7 +45,10 @@ class Corpus:
 
 
 def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
-    """Load the tokenizer that ``data`` names, else take the model's ``own``, and apply ``data.bos``."""
+    """Load the tokenizer that ``data`` names, and apply ``data.bos``.
+
+    ``own``: the model's tokenizer, used if ``data`` names none.
+    """
     tokenizer = (
         own
         if own and not data.tokenizer
@@ -153,7 +157,10 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
 
 
 def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return how many of ``batch`` samples each rank gets, so that the last rank finishes as early as possible."""
+    """Return how many of ``batch`` samples each rank gets, so that all ranks are done as early as possible.
+
+    ``speeds``: relative speed of each rank.
+    """
     shares = [0] * len(speeds)
     for _ in range(batch):
         first = min(
@@ -170,12 +177,13 @@ class Loader:
 
     Samples of a step are distributed over *places*, the ranks along :data:`weft.layout.axes.BATCH_AXES`; ``batch_rank``
     is this rank's place. ``more``: further places whose batches this rank computes after its own. ``speeds``: relative
-    speeds of the places, of which slower ones get fewer samples; none: all are alike. ``plan``: the function that
-    distributes a step's documents by their lengths, in a balanced step (:mod:`weft.parallel.document_balance`).
+    speeds of the places, of which slower ones get fewer samples; if empty, all places get equally many. ``plan``: in a
+    balanced step (:mod:`weft.parallel.document_balance`), the function that distributes the step's documents by their
+    lengths.
 
-    ``ends``: only the last tokens of documents have labels, where a reward model's score is read. ``joined``: the rows
-    of a pass are joined into one row as long as the longest of any rank, which only removes padding. ``draws``: seed of
-    the random numbers of tokens for dropout, None without dropout.
+    ``ends``: whether only the last token of each document has a label, which is where a reward model's score is read.
+    ``joined``: whether the rows of a pass are joined into one row, padded to the longest such row of any rank; this
+    only removes padding. ``draws``: seed of the tokens' random numbers for dropout, None without dropout.
     """
 
     order: Order | RowList
@@ -195,7 +203,7 @@ class Loader:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """Number of samples of a whole step for each place."""
+        """Number of samples that each place gets in a step with a full batch."""
         ranks = self.layout.size(*BATCH_AXES)
         return (
             shares_of(self.batch, self.speeds)
@@ -204,9 +212,10 @@ class Loader:
         )
 
     def sample_ranges(self, position: int) -> list[range]:
-        """Sample numbers of each place for the step that starts at ``position``; each gets a consecutive range.
+        """Return the range of sample numbers of each place, for the step that starts at sample ``position``.
 
-        They are shared among islands first, so that an island's samples do not depend on its own layout.
+        Samples are divided among islands first, so that the samples of an island do not depend on the island's own
+        layout.
         """
         end = min(position + self.batch, self.order.total or sys.maxsize)
         islands = self.layout.island
@@ -221,14 +230,14 @@ class Loader:
         return places
 
     def island_samples(self, position: int) -> range:
-        """Return the samples of this rank's island in the step that starts at ``position``."""
+        """Return the range of sample numbers of this rank's island, for the step that starts at sample ``position``."""
         ranks = len(self.shares) // self.layout.island
         first = self.batch_rank // ranks * ranks
         own = self.sample_ranges(position)[first : first + ranks]
         return range(own[0].start, own[-1].stop)
 
     def step(self, position: int) -> list[Batch] | None:
-        """Return the passes of the step that starts at sample ``position``, or None past the end of the data.
+        """Return the batches, one per pass, of the step that starts at sample ``position``; None past the data's end.
 
         A rank without further samples gets rows of padding.
         """

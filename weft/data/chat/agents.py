@@ -135,9 +135,9 @@ class _Trajectory(_Strict):
 
 
 def from_adp(fields: Fields) -> tuple[list[Message], list[str]]:
-    """Convert a trajectory of the Agent Data Protocol to messages, and return its unused fields, too.
+    """Convert a trajectory of the Agent Data Protocol to messages. Returns the names of unused fields, too.
 
-    Raises :class:`ConversationError` if it is malformed or a ``tool_call_id`` is not answered exactly once.
+    Raises :class:`ConversationError` if the trajectory is malformed or a ``tool_call_id`` is not answered exactly once.
     """
     trajectory = _validated(_Trajectory, _taken(fields, _Trajectory))
     messages: list[Message] = []
@@ -275,9 +275,10 @@ class _Atif(BaseModel):
 
 
 def from_atif(fields: Fields) -> tuple[list[Message], list[str]]:
-    """Convert a trajectory of ATIF 1.x to messages, and return the unused fields of its steps, too.
+    """Convert a trajectory of ATIF 1.x to messages. Returns the names of unused fields of its steps, too.
 
-    Turns that were copied from another trajectory are not learned. Raises :class:`ConversationError`.
+    Turns that were copied from another trajectory are not learned. Raises :class:`ConversationError` for a malformed
+    trajectory.
     """
     given = _taken(fields, _Atif)
     trajectory = _validated(_Atif, given)

@@ -24,13 +24,17 @@ Render = Callable[
 
 @dataclass(frozen=True)
 class CallStyle:
-    """Form of tool calls. ``as_text``: arguments are JSON text. ``content``: of messages with calls and no words."""
+    """Form in which a chat template takes messages with tool calls.
+
+    ``as_text``: whether arguments are JSON text instead of an object. ``content``: value of ``content`` in messages
+    that have calls but no text; ``ABSENT`` leaves the key out.
+    """
 
     as_text: bool = False
     content: str | None = ABSENT
 
     def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``message``, which has tool calls, in this form."""
+        """Return a copy of ``message``, which must have tool calls, converted to this form."""
         adapted = {
             key: value
             for key, value in message.items()
@@ -69,10 +73,11 @@ def _as_object(arguments: Any) -> Any:
 
 
 def find_style(render: Render, empty: bool) -> CallStyle:
-    """Find the form of tool calls that a template writes, by trying. ``render`` writes messages and tools, or raises.
+    """Find the form of tool calls that a chat template writes, by rendering a test call in each form.
 
-    ``empty``: messages with calls have an empty text as content, not none. If no form is written, the data's own is
-    returned.
+    ``render``: renders a list of messages and a list of tools, or raises. ``empty``: whether the data gives messages
+    with calls an empty text as ``content`` instead of none. If the template writes no form of the call, the form of the
+    data is returned.
     """
     contents = ("", None, ABSENT) if empty else (ABSENT, None, "")
     styles = [

@@ -119,11 +119,11 @@ def template_environment(now: datetime | None = None) -> jinja2.Environment:
 
 
 class ChatTemplate:
-    """Chat template of ``text``, which sees the names of a tokenizer's tokens and the user's ``variables``.
+    """Chat template that renders Jinja ``text`` with a tokenizer's special tokens and the user's ``variables``.
 
-    ``control``: names of special tokens in the words of messages become these tokens instead of plain text.
-    ``tool_use``: text of the template for conversations with tools, if it is another. Raises :class:`TemplateError` for
-    invalid Jinja.
+    ``control``: whether names of special tokens inside messages become these tokens instead of plain text.
+    ``tool_use``: text of a separate template for conversations with tools, if there is one. Raises
+    :class:`TemplateError` for invalid Jinja.
     """
 
     def __init__(
@@ -230,11 +230,11 @@ class ChatTemplate:
         prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Marked:
-        """Render a conversation; a ``prompt`` ends where the assistant's next turn begins.
+        """Render a conversation. With ``prompt`` the text ends where the assistant's next turn begins.
 
-        ``variables``: further variables for this text. Tool calls are passed in the form that the template takes
-        (:mod:`weft.data.chat.calls`). Raises :class:`TemplateError` if the template refuses the conversation, fails, or
-        writes tokens that the tokenizer lacks.
+        ``variables``: variables for this conversation, beside those of the template. Tool calls are passed in the form
+        that the template takes (:mod:`weft.data.chat.calls`). Raises :class:`TemplateError` if the template refuses the
+        conversation, fails, or writes special tokens that the tokenizer lacks.
         """
         template = self.of(tools)
         return template._write(
@@ -242,7 +242,10 @@ class ChatTemplate:
         )
 
     def adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a message in the template's form of tool calls, with parts joined to one text if it needs a text."""
+        """Convert a message to the form that the template takes.
+
+        Tool calls are converted to the template's form, and content parts are joined if the template needs a text.
+        """
         if message.get("tool_calls"):
             message = self._styles[message.get("content") == ""].adapted(message)
         if isinstance(parts := message.get("content"), list) and not self._takes_parts:
@@ -331,7 +334,10 @@ def template_of(
 
 
 def template_text(given: str, name: str) -> str:
-    """Return the template ``given`` itself, or the contents of the file of this name; errors call it ``name``."""
+    """Return the text of a chat template: ``given`` itself, or the contents of the file that ``given`` names.
+
+    ``name``: what errors call the template.
+    """
     if "{" in given:
         return given
     file = Path(given).expanduser()

@@ -37,9 +37,10 @@ class ConversationError(WeftError):
 
 
 def plain_turn(turn: Any, number: int) -> tuple[Message, str]:
-    """Return a turn as a message with ``role``, ``content`` and ``tool_calls``, and its name in errors.
+    """Convert a turn to a message with ``role``, ``content`` and ``tool_calls``. Returns its name in errors, too.
 
-    Fields that are ``null`` are removed. Raises :class:`ConversationError` for unknown roles and malformed calls.
+    ``number``: position of the turn in its conversation, from 1. Fields that are ``null`` are removed. Raises
+    :class:`ConversationError` for unknown roles and malformed calls.
     """
     turn = from_text(turn)
     if not isinstance(turn, Mapping):
@@ -102,13 +103,13 @@ def _naming(given: Mapping[str, Any]) -> str:
 
 
 def role_of(turn: Any) -> str | None:
-    """Return the role of a turn's speaker, or None if it is unknown."""
+    """Return the role of the speaker of ``turn``, or None if the turn names no speaker that Weft knows."""
     speaker = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
     return SPEAKERS.get(str(speaker).strip().lower())
 
 
 def from_text(value: Any) -> Any:
-    """Return the list or object that a text writes in JSON or Python, and any other value unchanged."""
+    """Parse a string that holds a list or object in JSON or Python syntax. Any other value is returned unchanged."""
     if not isinstance(value, str) or value.strip()[:1] not in ("[", "{"):
         return value
     try:

@@ -16,9 +16,10 @@ IN_TURNS = {
 
 
 class Renaming:
-    """Renames a source's records by the recipe's ``columns`` and ``roles``. ``seen``: columns that occurred so far.
+    """Renames columns of a source's records, and roles of their turns, as the recipe's ``columns`` and ``roles`` say.
 
-    Raises :class:`UsageError` for a new name that Weft does not know.
+    ``seen``: columns that occurred in the records so far. Raises :class:`UsageError` if a column or role is to get a
+    name that Weft does not know.
     """
 
     def __init__(self, columns: Mapping[str, str], roles: Mapping[str, str]) -> None:
@@ -54,7 +55,7 @@ class Renaming:
         )
 
     def missing(self) -> list[str]:
-        """Return the columns of the mapping that no record had."""
+        """Return the columns that the recipe renames but that occurred in no record."""
         return [name for name in self.columns if name not in self.seen]
 
     def _within(

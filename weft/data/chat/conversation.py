@@ -29,11 +29,11 @@ _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *_REASONING}
 class Conversation:
     """Conversation: ``messages`` and ``tools`` in the form of chat templates.
 
-    ``weights``: weight of every message, 1 by default (0: not learned). ``weight``: of the whole sample. ``unread``:
-    fields of the record that are not used; fields of messages, as ``messages[].name``, are handed to the template.
-    ``marked``: messages that the data marks as learned. ``masks``: messages to which the data gives another weight than
-    1, and this weight, which counts even if all tokens are learned. ``variables``: variables of the record for the
-    template.
+    ``weights``: loss weight of every message, 1 by default (0: not learned); ``weight``: loss weight of the whole
+    sample. ``unread``: names of the record's fields that are not used; fields of messages are named ``messages[].name``
+    and are handed to the template. ``marked``: numbers of the messages that the data marks as learned. ``masks``:
+    numbers and weights of the messages to which the data gives a weight other than 1, which applies even if all tokens
+    are learned. ``variables``: variables of the record for the template.
     """
 
     messages: tuple[Message, ...]
@@ -46,7 +46,10 @@ class Conversation:
     marked: tuple[int, ...] = field(default=(), compare=False)
 
     def learned(self, learn: str | Sequence[str]) -> tuple[float, ...]:
-        """Return the weight of every message if ``learn`` ("assistant", "last", "all", or roles) is learned."""
+        """Return the loss weight of every message, 0 for messages that are not learned.
+
+        ``learn``: which messages are learned: "assistant", "last" (the assistant's last), "all", or a list of roles.
+        """
         roles = {"assistant": ("assistant",), "last": ("assistant",), "all": ROLES}.get(
             str(learn), tuple(learn)
         )
@@ -67,11 +70,12 @@ def conversation(
     hidden: int = 0,
     variables: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Check ``messages`` (objects with a role and words), and convert them to the form of chat templates.
+    """Check ``messages``, objects with a role and content, and convert them to the form of chat templates.
 
     Other spellings of exporters are understood (:mod:`weft.data.chat.chat_turns`), and masks of messages are obeyed
-    (:mod:`weft.data.chat.masks`). ``unread``: fields of the record that nobody uses. ``hidden``: so many messages from
-    the first are a prompt, which is not learned. ``variables``: for the template. Raises :class:`ConversationError`.
+    (:mod:`weft.data.chat.masks`). ``tools``: tools that the assistant may call. ``weight``: loss weight of the sample.
+    ``unread``: names of the record's fields that are not used. ``hidden``: number of messages at the start that are a
+    prompt and not learned. ``variables``: variables for the template. Raises :class:`ConversationError`.
     """
     checked = check_messages(messages)
     turns = [
@@ -110,9 +114,9 @@ def as_messages(given: Any, role: str = "user") -> Any:
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Check messages, which may end with any role, and return them in the form of chat templates.
+    """Check messages and return them in the form of chat templates. The last message may have any role.
 
-    Raises :class:`ConversationError`.
+    Raises :class:`ConversationError` for malformed messages.
     """
     messages = from_text(messages)
     if not isinstance(messages, list) or not messages:

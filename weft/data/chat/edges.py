@@ -18,7 +18,10 @@ _WORD = "weft"
 
 
 class Edges:
-    """Finder of the start and end of turns in one conversation. It remembers the text between turns that are alike."""
+    """Finder of where each turn begins and ends in the rendered text of one conversation.
+
+    The text between turns is remembered by role, so that later turns with the same text between them need no rendering.
+    """
 
     def __init__(self, followed: Followed) -> None:
         self.followed = followed
@@ -27,7 +30,7 @@ class Edges:
         self._closings: dict[str, str] = {}
 
     def words(self, i: int) -> list[int]:
-        """Return where words of message ``i`` begin and end in its turn, not in later answers that repeat them."""
+        """Return text positions where words of message ``i`` begin and end, without repetitions in later turns."""
         words = self.followed.words(i)
         if not words or not self.followed.talk.messages[i].get("tool_calls"):
             return words
@@ -36,9 +39,10 @@ class Edges:
         return words[: len(groups[-1])] if groups else words
 
     def start(self, i: int, words: list[int]) -> int | None:
-        """Return where the assistant's message ``i`` begins, after the text of a prompt for it; None if uncertain.
+        """Return the position where the assistant's message ``i`` begins, or None if it cannot be found with certainty.
 
-        ``words``: where words of the message begin and end.
+        The message begins after the text that the template writes as a prompt for the assistant. ``words``: positions
+        where words of the message begin and end.
         """
         limit = words[0] if words else len(self.text)
         known, place = self._before(i, limit) if words else (None, 0)
@@ -149,7 +153,10 @@ class Edges:
         return anchor.text, shown.text[anchor.other : groups[-1][0]]
 
     def end(self, i: int, words: list[int], start: int) -> int | None:
-        """Return where message ``i``, which begins at ``start``, ends; None if the template does not write it."""
+        """Return the position where the turn of message ``i`` ends, or None if the template does not write the message.
+
+        ``words``: positions where words of the message begin and end. ``start``: position where the turn begins.
+        """
         after = words[-1] if words else start
         rest = self.text[after:]
         role = self.followed.talk.messages[i]["role"]
@@ -208,7 +215,10 @@ def _beyond(prompt: Marked, without: Marked | None) -> str | None:
 
 
 def common_length(first: str, second: str) -> int:
-    """Return the length of the common beginning of two texts: all of the first, or whole units (tags, words)."""
+    """Return the length in characters of the common prefix of two texts.
+
+    The prefix is all of ``first``, or else ends between units (tags, words).
+    """
     if second.startswith(first):
         return len(first)
     count = 0

@@ -27,10 +27,10 @@ _TOKEN, _TOKEN_END = "\ufdd5", "\ufdd6"
 
 
 class Encoded(NamedTuple):
-    """Encoded conversation: ``ids`` int64 and ``weights`` float32 ``[tokens]``.
+    """Encoded conversation: token ``ids`` int64 ``[tokens]`` and their loss ``weights`` float32 ``[tokens]``.
 
-    Token ``i`` is at ``starts[i]:ends[i]`` of ``text``. ``spans``: the learned parts of the text; ``followed``: the
-    text with the words of each message marked.
+    Token ``i`` covers the characters ``starts[i]:ends[i]`` of the rendered ``text``. ``spans``: the learned parts of
+    the text. ``followed``: the text with the words of each message marked.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        """Facts to report about the conversation."""
+        """Facts to report about the conversation: what the template left out, and whether a stop id is learned."""
         whole = any(span.number < 0 for span in self.spans)
         numbers = (
             range(len(self.followed.talk.messages))
@@ -54,11 +54,11 @@ class Encoded(NamedTuple):
 
 
 class ChatEncoder:
-    """Encoder of conversations that ``template`` writes.
+    """Encoder of conversations that ``template`` renders.
 
-    ``learn``: "assistant", "last" (only the assistant's last turn), "all" (every token), or the roles to learn from.
-    ``reasoning``: where the template leaves out that of earlier turns, "split" makes a conversation several samples and
-    "keep" writes it all the same; else it is as the "template" has it.
+    ``learn``: which tokens are learned: "assistant", "last" (only the assistant's last turn), "all" (every token), or a
+    list of roles. ``reasoning``: what happens if the template drops the reasoning of earlier turns. "split" makes
+    several samples of a conversation, "keep" renders the reasoning all the same, and "template" leaves it out.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class ChatEncoder:
         self.tokens = _TemplateTokens(template)
 
     def samples(self, talk: Conversation) -> list[Conversation]:
-        """Split a conversation into samples, so that each learned turn is in one. Raises :class:`TemplateError`."""
+        """Split a conversation into samples, so that each learned turn is learned in exactly one of them.
+
+        Raises :class:`TemplateError` if the template refuses the conversation.
+        """
         if self.reasoning != "split" or self.learn == "all":
             return [talk]
         return split_at_questions(
@@ -145,10 +148,11 @@ def prompt_ids(
     name: str,
     tools: Messages | None = None,
 ) -> list[int]:
-    """Return the ids that a model continues: of a text, or with ``chat`` of a conversation before the assistant's
-    answer.
+    """Return the token ids that a model is to continue.
 
-    With ``chat`` a text is the user's message. ``name``: owner of the chat template, for errors.
+    Without ``chat`` they are those of the text ``prompt``. With ``chat``, ``prompt`` is a conversation, or a text that
+    becomes the user's message, and the ids end where the assistant's answer begins. ``name``: what errors call the
+    owner of the chat template. ``tools``: tools that the assistant may call.
     """
     if not chat:
         assert isinstance(prompt, str)
@@ -161,7 +165,10 @@ def prompt_ids(
 def own_encoder(
     tokenizer: Tokenizer, name: str, learn: str = "assistant"
 ) -> ChatEncoder:
-    """Return the encoder by the tokenizer's own chat template; errors call its model ``name``."""
+    """Return an encoder that uses the tokenizer's own chat template.
+
+    ``name``: what errors call the tokenizer's model. ``learn``: which turns are learned, as in :class:`ChatEncoder`.
+    """
     template = template_of(tokenizer)
     if template is None:
         raise WeftError(

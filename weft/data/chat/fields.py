@@ -52,7 +52,7 @@ _HUMAN = "\n\nHuman:"
 
 
 class Fields:
-    """Record whose fields are taken one by one. Fields that were not taken are :meth:`unread`."""
+    """Fields of a record, which readers take one by one. :meth:`unread` gives the fields that nobody took."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self.record = dict(record)
@@ -65,7 +65,7 @@ class Fields:
         self.taken: set[str] = set()
 
     def name(self, field: str) -> str | None:
-        """Return the first name of ``field`` under which the record has a value, or None."""
+        """Return the first of the names of ``field`` under which the record has a value, or None if it has no value."""
         return next(
             (
                 name
@@ -89,7 +89,7 @@ class Fields:
         return all(self.name(field) is not None for field in fields)
 
     def take(self, field: str) -> Any:
-        """Return the value of ``field``, or None, and count the field as read."""
+        """Return the value of ``field``, or None if the record has none, and mark the field as read."""
         name = self.name(field)
         if name is None:
             return None
@@ -97,7 +97,10 @@ class Fields:
         return self.record[name]
 
     def needed(self, field: str, form: str) -> Any:
-        """Take ``field`` of a record of form ``form``. Raises :class:`ConversationError` if it has no value."""
+        """Take the value of ``field``. Raises :class:`ConversationError` if the record has no value for it.
+
+        ``form``: name of the record's form, for the error.
+        """
         name = self.name(field)
         if name is None and (empty := self.empty_name(field)):
             raise ConversationError(
@@ -113,7 +116,7 @@ class Fields:
         return self.take(field)
 
     def unread(self) -> tuple[str, ...]:
-        """Return the fields that have a value and were not taken."""
+        """Return the names of the fields that have a value and were not taken."""
         return tuple(
             str(k)
             for k, v in self.record.items()
@@ -152,7 +155,7 @@ def _is_turn(value: Any) -> bool:
 
 
 def turns_of(value: Any) -> Any:
-    """Return a conversation as a list of turns like :func:`messages_of`, also if each element holds two turns."""
+    """Return a conversation as a list of turns, as :func:`messages_of` does, and split elements that hold two turns."""
     pairs = from_text(value)
     if (
         not isinstance(pairs, list)
@@ -185,9 +188,10 @@ def _dialogue(text: str) -> list[dict[str, str]]:
 def build_conversation(
     fields: Fields, messages: Any, unread: Sequence[str] = (), hidden: int = 0
 ) -> Conversation:
-    """Build the conversation of ``messages`` with the record's other fields: system, tools, weight and masks.
+    """Build a conversation from ``messages`` and from the record's system message, tools, weight and masks.
 
-    ``hidden``: number of messages at the start that are a prompt, to which a system turn is added.
+    ``unread``: names of further fields that are not used. ``hidden``: number of messages at the start that are a prompt
+    and not learned; a system message from the record is counted with them.
     """
     tools, weight = tools_of(fields), weight_of_record(fields)
     variables = variables_of(fields)

@@ -13,7 +13,10 @@ from weft.data.chat.marks import Marked, count_marks, mark_words, parts_with_wor
 
 
 class Anchor(NamedTuple):
-    """End of the same words in two texts: at ``other`` in a text of fewer messages, at ``text`` in the whole one."""
+    """Position after the same words in two rendered texts of a conversation.
+
+    ``other``: the position in a text of fewer messages; ``text``: the position in the text of the whole conversation.
+    """
 
     other: int
     text: int
@@ -21,7 +24,10 @@ class Anchor(NamedTuple):
 
 @dataclass(frozen=True)
 class Followed:
-    """Rendered text ``shown`` of a conversation, in which the words of ``parts`` (message and part) are marked."""
+    """Rendered text of a conversation with marks that show where the words of messages are.
+
+    ``shown``: the text and its marks. ``parts``: the marked parts as pairs of message number and name of the part.
+    """
 
     template: ChatTemplate
     talk: Conversation
@@ -38,14 +44,17 @@ class Followed:
         return _marked(self.talk.messages, self.parts)
 
     def words(self, number: int) -> list[int]:
-        """Return where words of a message begin and end, in the last place where the text has them."""
+        """Return text positions where words of message ``number`` begin and end, in the last place that has them."""
         groups = self.shown.groups(number)
         return groups[-1] if groups else []
 
     def up_to(
         self, count: int, more: Sequence[Message] = (), prompt: bool = False
     ) -> Marked | None:
-        """Render the first ``count`` messages and ``more`` with marks; None if the template refuses them."""
+        """Render the first ``count`` messages, then ``more`` messages, with marks; None if the template refuses them.
+
+        ``prompt``: whether the text ends with the template's prompt for the assistant.
+        """
         try:
             return self.template.render(
                 [*self._messages[:count], *more],
@@ -57,7 +66,11 @@ class Followed:
             return None
 
     def anchor(self, other: Marked, before: int, limit: int) -> Anchor:
-        """Find the last words of messages before number ``before`` in both texts, here at most at ``limit``."""
+        """Find the last words that ``other`` and the whole text share, of messages with a number below ``before``.
+
+        ``other``: a rendered text of fewer messages. ``limit``: largest allowed position in the whole text. Without
+        shared words both positions are 0.
+        """
         for mark in reversed(other.words):
             here = [
                 at
@@ -69,7 +82,7 @@ class Followed:
         return Anchor(0, 0)
 
     def left_out(self) -> list[tuple[int, str]]:
-        """Return number and part of every message whose words the template does not write."""
+        """Return the message number and the name of every message part that the template does not write."""
         written = Counter((message, part) for message, _, part in self.shown.words)
         missing = []
         for number, message in enumerate(self.talk.messages):

@@ -115,9 +115,10 @@ FORMS = (
 def read_record(
     record: Any, form: str = "auto", field: str | None = None
 ) -> Conversation:
-    """Read the conversation in ``record``. ``form``: a name of :data:`FORMS`, or ``auto`` to recognise it by its keys.
+    """Read the conversation in ``record``.
 
-    ``field``: the name of the field with the messages, if it is another. Raises :class:`ConversationError`.
+    ``form``: a name of :data:`FORMS`, or "auto" to recognise the form by the record's keys. ``field``: the field that
+    holds the messages, if its name is not a usual one. Raises :class:`ConversationError`.
     """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
@@ -140,7 +141,7 @@ def read_record(
 def record_form(
     fields: Fields, forms: tuple[Form, ...] | list[Form] = FORMS
 ) -> Form | None:
-    """Return the form of a record, or None if it is unknown."""
+    """Return the first of ``forms`` that the record's fields fit, or None if no form fits."""
     exact = (
         known
         for known in forms

@@ -130,9 +130,11 @@ def _is_good(label: Any) -> bool:
 def pair_with_others(
     judgements: Iterable[tuple[P, Judgement]],
 ) -> Iterator[tuple[P, AnswerPair | ConversationError]]:
-    """Pair each judged answer with the next answer that differs, in order, each with its place.
+    """Pair each judged answer with the next answer that differs from it, for :class:`AnswerPair` of KTO.
 
-    The last answers get the first one that differs. The pair's ``margin`` is 1 for a good answer and -1 for a bad one.
+    ``judgements``: places and judged answers, in order; each result comes with the place of its answer. Answers at the
+    end are paired with the first answer that differs. The pair's ``margin`` is 1 for a good answer and -1 for a bad
+    one.
     """
     waiting: list[tuple[P, Judgement]] = []  # all with the same answer
     first: list[Judgement] = []  # the first two answers that differ

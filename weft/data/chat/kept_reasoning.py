@@ -31,7 +31,8 @@ def spans_with_reasoning(
 ) -> tuple[Followed, list[WeightedSpan]]:
     """Render ``talk`` with the reasoning of all turns, and find its learned spans as :func:`learned_spans` does.
 
-    Reasoning that the template never writes stays left out.
+    ``learned``: loss weight of every message, 0 if it is not learned. Reasoning that the template never writes stays
+    left out.
     """
     placed = [
         weight or float(message["role"] == "assistant")

@@ -19,7 +19,10 @@ _TAGS = "put {% generation %} and {% endgeneration %} around what the assistant 
 
 
 class WeightedSpan(NamedTuple):
-    """Characters ``start`` to ``end`` of a text, of the turn of message ``number``, learned with ``weight``."""
+    """Characters ``start`` to ``end`` of a rendered text that are learned with ``weight``.
+
+    ``number``: the message that the characters belong to, -1 if the span is not of a single message.
+    """
 
     start: int
     end: int

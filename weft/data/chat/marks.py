@@ -38,7 +38,10 @@ class JsonObject(dict[str, Any]):
 
 
 class WordMark(NamedTuple):
-    """Start or end, at position ``at`` of a text, of words of a part of message number ``message``."""
+    """Position ``at`` in a text where marked words of a message begin or end.
+
+    ``message``: number of the message; ``part``: name of the message's part with the words.
+    """
 
     message: int
     at: int
@@ -81,7 +84,7 @@ def mark_plain_names(value: Any, names: re.Pattern[str]) -> Any:
 def mark_words(
     message: dict[str, Any], number: int, parts: Collection[str] = PARTS
 ) -> dict[str, Any]:
-    """Put marks with ``number`` around the words of the ``parts`` of a message.
+    """Put marks around the words of a message's ``parts``. The marks carry the message's ``number``.
 
     The name of a tool is marked only if the arguments of its call have no words, as a template may compare names.
     """
@@ -175,12 +178,18 @@ class Marked:
     plain: frozenset[int]
 
     def groups(self, number: int) -> list[list[int]]:
-        """Return the positions where words of a message begin or end, grouped by uninterrupted runs of that message."""
+        """Return the positions where words of message ``number`` begin or end.
+
+        Each inner list is one run of marks of this message, without marks of another message between them.
+        """
         runs = groupby(self.words, key=lambda word: word.message)
         return [[word.at for word in run] for message, run in runs if message == number]
 
     def own_text(self, names: re.Pattern[str]) -> str:
-        """Return the text with matches of ``names`` blanked out that are plain words of a message."""
+        """Return the text with special tokens blanked out where they are plain words of a message.
+
+        ``names``: pattern that matches the names of special tokens.
+        """
         return names.sub(
             lambda match: (
                 "\0" * len(match[0]) if match.start() in self.plain else match[0]

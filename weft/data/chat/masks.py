@@ -18,7 +18,10 @@ _WORDS = re.compile(
 
 
 class TurnWeight(NamedTuple):
-    """Weight of a turn by its masks. ``said``: it has masks; ``marked``: a mask says that it is learned."""
+    """Loss weight of a turn, as its masks say.
+
+    ``said``: whether the turn has masks; ``marked``: whether a mask says that the turn is learned.
+    """
 
     weight: float
     marked: bool
@@ -56,9 +59,9 @@ def take_weight(message: Message, name: str) -> TurnWeight:
 
 
 def weight_of(value: Any, name: str) -> float:
-    """Return a weight of the data as a number: 1 if there is none. Numbers may be texts, as in CSV.
+    """Convert a weight in the data to a float. No weight is 1, and texts of numbers are accepted, as CSV has them.
 
-    Raises :class:`ConversationError`, which names ``name``, if ``value`` is no number of at least 0.
+    ``name``: what the error calls the value. Raises :class:`ConversationError` if ``value`` is no number of at least 0.
     """
     if value is None or value == "":
         return 1.0
@@ -71,7 +74,7 @@ def weight_of(value: Any, name: str) -> float:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a finite number or its text as a float, and None for any other value."""
+    """Return a finite number, or a text of one, as a float. Any other value gives None."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     with suppress(ValueError, OverflowError):
@@ -81,7 +84,10 @@ def number_of(value: Any) -> float | None:
 
 
 def read_flag(value: Any, key: str, name: str) -> bool:
-    """Return a mask's value as true or false. Raises :class:`ConversationError` for any other value."""
+    """Return a mask's value as true or false. Raises :class:`ConversationError` for any other value.
+
+    ``key``: name of the mask; ``name``: what the error calls the message.
+    """
     known = {
         "true": True,
         "1": True,

@@ -27,7 +27,10 @@ _REMEDIES = {
 
 
 class Facts(NamedTuple):
-    """Facts about a conversation: what the template leaves out (``left_out``), and whether a stop id is learned."""
+    """Facts about a conversation that notes report.
+
+    ``left_out``: descriptions of what the template leaves out. ``stops``: whether a stop id is learned.
+    """
 
     left_out: frozenset[str]
     stops: bool
@@ -36,9 +39,10 @@ class Facts(NamedTuple):
 def facts_of(
     followed: Followed, learned: np.ndarray, numbers: Collection[int]
 ) -> Facts:
-    """Return the facts about a conversation whose ids ``learned``, of messages ``numbers``, are learned.
+    """Return the facts about a rendered conversation.
 
-    Missing reasoning counts only in learned turns.
+    ``learned``: int64, the ids of its learned tokens. ``numbers``: the numbers of its learned messages. Reasoning that
+    the template leaves out counts only in learned messages.
     """
     kinds = set()
     for number, part in followed.left_out():
@@ -58,7 +62,11 @@ def facts_of(
 
 @dataclass
 class Notes:
-    """Facts about the conversations of one source, counted by record."""
+    """Facts about the conversations of one source. Each fact is counted once per record.
+
+    ``stops``: names of the tokens at which generation ends. ``counts``: number of records by description of what the
+    template leaves out. ``learned``: whether any conversation learns a stop id.
+    """
 
     stops: tuple[str, ...]
     counts: Counter[str] = field(default_factory=Counter)
@@ -67,7 +75,7 @@ class Notes:
     _seen: set[str] = field(default_factory=set)
 
     def add(self, place: object, facts: Facts) -> None:
-        """Count the facts about a conversation of the record at ``place``."""
+        """Count the facts about one conversation. A record may have several conversations, at the same ``place``."""
         if place != self._place:
             self._place, self._seen = place, set()
         self.counts.update(facts.left_out - self._seen)
@@ -75,7 +83,7 @@ class Notes:
         self.learned = self.learned or facts.stops
 
     def sentences(self) -> list[str]:
-        """Return the notes as lines."""
+        """Return the notes as lines for the user."""
         said = [
             f"the chat template {kind} ({_records(count)}){_remedy(kind)}"
             for kind, count in sorted(self.counts.items())

@@ -20,9 +20,10 @@ from weft.data.chat.masks import HIDDEN, LEARNED, number_of
 
 
 class AnswerPair(NamedTuple):
-    """Two conversations with the same prompt: only the answers are learned, and one is preferred.
+    """Two conversations with the same prompt, one with the chosen answer and one with the rejected answer.
 
-    ``weight``: weight of the pair in the loss; ``margin``: by how much the chosen answer should be ahead.
+    Only the answers are learned. ``weight``: weight of the pair in the loss; ``margin``: by how much the chosen
+    answer's score should exceed that of the rejected one.
     """
 
     chosen: Conversation
@@ -32,10 +33,11 @@ class AnswerPair(NamedTuple):
 
 
 def read_pair(record: Any) -> AnswerPair:
-    """Read the pair in ``record``: ``chosen``, ``rejected`` (texts or lists of messages) and maybe ``prompt``.
+    """Read the pair in ``record`` from ``chosen``, ``rejected`` (texts or lists of messages) and maybe ``prompt``.
 
-    The prompt is the common beginning of both if there is no ``prompt``, or if it is a text beside conversations.
-    A ``system`` beside them begins it. Raises :class:`ConversationError`.
+    Without ``prompt``, or if ``prompt`` is a text and the answers are whole conversations, the prompt is the common
+    beginning of both answers. A ``system`` field becomes the first message of the prompt. Raises
+    :class:`ConversationError`.
     """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
@@ -100,7 +102,10 @@ def read_pair(record: Any) -> AnswerPair:
 
 
 def question_of(fields: Fields) -> tuple[str, Any]:
-    """Take the question of a record: its name ("" if there is none) and value. An ``input`` joins its instruction."""
+    """Take the question of a record. Returns the name of its field ("" if there is none) and its value.
+
+    The text of a field ``input`` is appended to the text of ``instruction``.
+    """
     names = ("prompt", "instruction", "conversations", "messages", "input")
     name = next((name for name in names if fields.has(name)), "")
     asked = (
@@ -143,7 +148,10 @@ def _alike(chosen: Sequence[Any], rejected: Sequence[Any]) -> Iterator[tuple[Any
 
 
 def garbled_pair(record: Mapping[str, str]) -> dict[str, str]:
-    """Return a pair of a record's answer and, as the rejected one, its words in reverse order."""
+    """Turn a record with ``prompt`` and ``completion`` into a pair.
+
+    The completion is the chosen answer, and its words in reverse order are the rejected answer.
+    """
     answer = record["completion"]
     return {
         "prompt": record["prompt"],
@@ -160,7 +168,11 @@ def answer_side(
     unread: Sequence[str],
     variables: Mapping[str, Any],
 ) -> Conversation:
-    """Build the conversation of a prompt and an answer, called ``name`` in errors. Only the answer is learned."""
+    """Build a conversation of ``prompt``, which is not learned, and ``answer``, which is learned.
+
+    ``answer``: a text or a list of messages, called ``name`` in errors. ``tools``: tools that the assistant may call.
+    ``unread``: names of the record's fields that are not used. ``variables``: variables for the chat template.
+    """
     answers = as_messages(answer, "assistant")
     if not any(role_of(turn) == "assistant" for turn in answers):
         raise ConversationError(f"{name!r} has no turn of the assistant's")

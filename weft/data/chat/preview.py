@@ -27,9 +27,11 @@ from weft.recipe import ANSWER_PAIRS, CONVERSATIONS, Data, Source
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Run of successive tokens of the same kind. ``weight``: 0 is not learned; ``cut``: beyond the length of a row.
+    """Run of successive tokens that are alike in all fields but their joined ``text``.
 
-    ``message``: number of the message with these words or this learned turn, -1 for the template's own text.
+    ``weight``: loss weight, 0 if not learned. ``special``: whether they are special tokens. ``cut``: whether they are
+    beyond the length of a row. ``message``: number of the message whose words or learned turn the tokens are, -1 for
+    the template's own text.
     """
 
     text: str
@@ -46,7 +48,11 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class Sample:
-    """Conversation of a preview: its place, pieces, roles, and numbers of tokens read, learned and cut off."""
+    """Conversation of a preview.
+
+    ``place``: file and line of its record. ``pieces``: its text as runs of tokens. ``tokens``, ``learned``, ``cut``:
+    numbers of tokens that are read, learned and cut off. ``roles``: role of each message.
+    """
 
     place: str
     pieces: tuple[TokenRun, ...]
@@ -57,7 +63,7 @@ class Sample:
 
     @property
     def facts(self) -> str:
-        """Numbers of tokens, as text."""
+        """Numbers of tokens that are read, learned and cut off, as text."""
         cut = f", {self.cut} more cut off" if self.cut else ""
         return f"{self.tokens} tokens, {self.learned} learned{cut}"
 
@@ -178,7 +184,10 @@ def _messages(encoded: Encoded) -> np.ndarray:
 
 
 def format_sample(sample: Sample, colour: bool) -> Text:
-    """Format a sample for the terminal. Without colours learned words stand in ⟦⟧, and cut words are left out."""
+    """Format a sample for the terminal, with colours if ``colour`` is set.
+
+    Without colours, learned words stand in ⟦⟧, and words that are cut off are left out.
+    """
     text = Text(overflow="fold")
     shown = [piece for piece in sample.pieces if colour or not piece.cut]
     for learned, run in groupby(shown, key=lambda piece: piece.learned):
@@ -196,7 +205,7 @@ def format_sample(sample: Sample, colour: bool) -> Text:
 
 
 def preview_page(name: str, data: Data, shown: Sequence[Sample]) -> str:
-    """Return the samples as one HTML page."""
+    """Return an HTML page that shows the samples ``shown``, read with the settings ``data`` of the recipe ``name``."""
     learn = (
         data.chat.learn
         if isinstance(data.chat.learn, str)

@@ -17,9 +17,10 @@ from weft.data.chat.followed import follow_words
 def split_at_questions(
     template: ChatTemplate, talk: Conversation, learned: Sequence[float]
 ) -> list[Conversation]:
-    """Return the samples of ``talk`` in order. ``learned``: weight of every message, 0 if it is not learned.
+    """Split ``talk`` into samples, in order, whose learned turns keep their reasoning.
 
-    A conversation stays whole if its learned turns keep their reasoning, or if the template never writes reasoning.
+    ``learned``: loss weight of every message, 0 if it is not learned. A conversation stays whole if its learned turns
+    keep their reasoning, or if the template never writes reasoning.
     """
     lost = {i for i in reasoning_left_out(template, talk) if learned[i]}
     if not lost:
@@ -41,7 +42,7 @@ def split_at_questions(
 
 
 def questions(talk: Conversation) -> list[range]:
-    """Return the numbers of the messages before the first question, and from each question to the next."""
+    """Return the ranges of message numbers before the first question, and from each question to the next question."""
     roles = [message["role"] for message in talk.messages]
     asked = [
         i

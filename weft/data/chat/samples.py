@@ -21,7 +21,7 @@ S = TypeVar("S")
 
 
 class RecordLocation(NamedTuple):
-    """Place of a record: its file and line (the record's number, if the file has no lines)."""
+    """Place of a record: its file and line. In files without lines, the line is the record's number."""
 
     file: Path
     line: int
@@ -31,7 +31,7 @@ class RecordLocation(NamedTuple):
 
 
 def messages_field(source: Source) -> str | None:
-    """Return the source's ``field``, in which records have messages, or None if it is the default."""
+    """Return the name of the field with the messages, ``source.field``, or None if the recipe does not set it."""
     return (
         None if source.field == Source.model_fields["field"].default else source.field
     )
@@ -40,9 +40,10 @@ def messages_field(source: Source) -> str | None:
 def read_samples(
     source: Source, report: SourceReport | None = None
 ) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair]]:
-    """Iterate over the records of a source in order, with their places. An error names file and line.
+    """Iterate over the records of a source in order, each with its place. Errors name file and line.
 
-    With ``on_error = "skip"`` a malformed record is skipped. ``report`` counts it, as well as unread fields.
+    With ``on_error = "skip"`` malformed records are skipped. ``report`` counts records, skipped records and unread
+    fields.
     """
     report = report or SourceReport()
     if source.kind == "feedback":

@@ -163,7 +163,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
 
 
 def remove_written_fields(report: SourceReport, template: ChatTemplate) -> None:
-    """Remove fields of messages that the template uses from the report's unread fields."""
+    """Remove fields of messages from ``report.unread`` if the template uses them."""
     start, text = "messages[].", "".join(template.sources)
     report.leave_out(
         lambda name: name.startswith(start) and name.removeprefix(start) in text
@@ -184,10 +184,11 @@ def _count_unheeded(
 
 
 class Fitted(NamedTuple):
-    """Documents that a run reads: their first tokens and lengths.
+    """Documents that a run reads, after conversations were cut to the length of a row.
 
-    ``note``: what was cut or skipped; ``pairs``: pairs of answers, if documents form pairs; ``records``: number of each
-    document's record (or pair), from 0.
+    ``starts`` and ``lengths``: int64 ``[documents]``, index of each document's first token and its number of tokens.
+    ``note``: text that says what was cut or skipped. ``pairs``: the pairs of answers, if documents form pairs.
+    ``records``: index from 0 of each document's record (or pair).
     """
 
     starts: np.ndarray
@@ -198,10 +199,10 @@ class Fitted(NamedTuple):
 
 
 def fit_conversations(tokens: Tokens, seq_len: int, truncation: str) -> Fitted:
-    """Cut conversations to ``seq_len`` tokens, or half of that for each answer of a pair.
+    """Cut conversations to ``seq_len`` tokens, or each answer of a pair to half of ``seq_len``.
 
-    ``truncation``: as in the recipe. Pairs of equal answers are skipped. Raises :class:`WeftError` with file and line
-    of the first conversation that loses all its labels.
+    ``truncation``: "keep_start", "keep_end", "drop" or "error", as in the recipe. Pairs of equal answers are skipped.
+    Raises :class:`WeftError`, which names file and line of the first conversation that loses all its labels.
     """
     row, seq_len = seq_len, seq_len // (2 if tokens.pairs is not None else 1)
     starts, ends = tokens.offsets[:-1], tokens.offsets[1:]
