@@ -38,10 +38,11 @@ HOLD_S = 0.01, 0.04
 
 
 class Agreement:
-    """One member's state in the protocol. ``send(address, message)`` may lose messages.
+    """One member's state in the protocol. ``send(address, message)`` sends a message to another member, and may lose
+    it.
 
-    Whoever drives it calls :meth:`hear` with every message that comes, and :meth:`step` after that and from time to
-    time. Addresses are pairs (host, port).
+    The caller passes every received message to :meth:`hear`, and calls :meth:`step` after each message and at regular
+    intervals. Addresses are pairs (host, port).
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Agreement:
     # Messages to others, and from them.
 
     def stand(self) -> Message:
-        """Return the message that tells others this member's state."""
+        """Return the ``stand`` message, which tells the other members this member's state."""
         census = self.census
         return {
             "t": "stand", "epoch": census.epoch, "promised": self._promised, "call": self._call, "facts": self._facts,
@@ -136,7 +137,7 @@ class Agreement:
         }  # fmt: skip
 
     def repeat(self) -> None:
-        """Send the proposal again to the members that have not acknowledged it."""
+        """Send this member's proposal of the next view again to the members that have not acknowledged the proposal."""
         if self._proposal:
             for member in self._proposal.members:
                 if member.address not in self._acked:
@@ -233,7 +234,10 @@ class Agreement:
     # The two phases.
 
     def step(self) -> None:
-        """Make this member's next move, if it is its turn."""
+        """Make this member's next move in the agreement, if a move is due.
+
+        The leader proposes or commits the next view. Any member gives up when its time limit is over.
+        """
         now = self._clock()
         if not self.waits:
             return

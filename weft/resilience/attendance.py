@@ -23,8 +23,11 @@ Start = tuple[int, str]
 
 
 class Stay(NamedTuple):
-    """An island takes part in the exchanges after number ``after``, up to number ``until`` if it has been lost
-    since.
+    """Period in which an island takes part in the exchanges. ``life``: a random word that identifies one start of the
+    island.
+
+    ``after``: number of the last exchange before the period. ``until``: number of the last exchange in the period; None
+    while the island is present.
     """
 
     island: int
@@ -41,8 +44,9 @@ class Stay(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Changes of a view: stays that have ended, and islands that are back. ``unable``: why this rank cannot go on;
-    empty if it can.
+    """Islands that a new view has lost or gained. ``went``: stays that have ended; ``joined``: islands that are back.
+
+    ``unable``: why this rank cannot go on; empty if it can.
     """
 
     went: list[Stay]
@@ -83,11 +87,14 @@ class Attendance:
 
     @property
     def own_stay(self) -> Stay | None:
-        """The stay that begins when this rank's island has taken over another island's state."""
+        """Future stay of this rank's island, which waits for the state of another island; None if it does not wait."""
         return next((stay for stay in self.waiting if stay.start == self.start), None)
 
     def begin(self, lives: Mapping[int, str]) -> None:
-        """Start with the run's first view, in which all islands take part from the beginning."""
+        """Start with the run's first view, in which all islands take part from the beginning.
+
+        ``lives``: the random word that identifies this start of each island, by the island's number.
+        """
         self.stays = [
             Stay(island, life, -1, None) for island, life in sorted(lives.items())
         ]
@@ -106,7 +113,10 @@ class Attendance:
         return sorted({stay.island for stay in self.stays if stay.covers(number)})
 
     def partners(self, number: int, draw: Draw) -> list[int]:
-        """Return the partners of this rank's island in exchange ``number`` that are present now."""
+        """Return the present islands with which this rank's island exchanges in exchange ``number``.
+
+        ``draw(islands)`` chooses the partners among the islands that :meth:`population` returns.
+        """
         here = {stay.island for stay in self.present if stay.covers(number)}
         return [island for island in draw(self.population(number)) if island in here]
 
@@ -122,7 +132,10 @@ class Attendance:
         ]
 
     def adopt(self, members: Sequence[Member], facts: Sequence[Facts]) -> Changes:
-        """Work out the present islands from the facts of all members of a view, with the same result on all ranks."""
+        """Update which islands are present when a view begins, with the same result on all ranks.
+
+        ``members``: the members of the view; ``facts``: what each of these members contributed, in the same order.
+        """
         started: dict[Start, dict[int, Facts]] = {}  # by place
         numbers: dict[Start, dict[int, int]] = {}
         for member, fact in zip(members, facts, strict=True):

@@ -78,7 +78,7 @@ class Census:
         }
 
     def know(self, members: Collection[Member]) -> None:
-        """Learn, as a newcomer, who the members are."""
+        """Record the ``members`` of the run, which a newcomer was told by one of these members."""
         others = [member for member in members if member.address != self.me.address]
         self.peers = {
             other.address: self.peers.get(other.address, OtherMember(other))
@@ -191,7 +191,7 @@ class Census:
         return [peer for peer in self.others() if peer.member.address not in self.lost]
 
     def newcomers(self) -> list[OtherMember]:
-        """Return the processes that ask to be let in and reach this member."""
+        """Return the processes outside the present view that ask this member to be let in."""
         view = self.view
         return [
             peer
@@ -200,7 +200,11 @@ class Census:
         ]
 
     def kept(self) -> list[Member]:
-        """Return the members of the present view that can go on together, as far as this member knows."""
+        """Return the members of the present view that can go on together, as far as this member knows.
+
+        Members that leave, or are gone or stopped, are not among them. Of two members that cannot reach each other, one
+        is left out.
+        """
         if self.view is None:
             return []
         number = {member.address: member.number for member in self.view.members}
@@ -223,7 +227,7 @@ class Census:
         return [member for member in self.view.members if member.number in kept]
 
     def joiners(self, kept: Collection[Member]) -> list[OtherMember]:
-        """Return the newcomers that reach all of ``kept`` and are reached by them."""
+        """Return the newcomers that can be let in: each reaches all members in ``kept``, and all of these reach it."""
         places = {member.address for member in kept}
         hearers = [self.peers[address] for address in places - {self.me.address}]
 
@@ -238,7 +242,9 @@ class Census:
         return [peer for peer in self.newcomers() if fits(peer)]
 
     def excused(self) -> set[Address]:
-        """Return the members that certainly take part in no other view: proved to be gone, or about to leave."""
+        """Return the addresses of members that certainly take part in no other view: they are proved to be gone, or
+        leave.
+        """
         gone = {
             address
             for address, loss in self.lost.items()
@@ -249,7 +255,9 @@ class Census:
         }
 
     def stopped(self) -> set[Address]:
-        """Return the members whose process is stopped (SIGSTOP), as this member or one that it trusts sees."""
+        """Return the addresses of members whose process is stopped (SIGSTOP), as this member or a trusted one has
+        observed.
+        """
         losses = [
             (address, loss.why, loss.proved) for address, loss in self.lost.items()
         ]
@@ -257,7 +265,9 @@ class Census:
         return {address for address, why, proved in losses if why == STOPPED and proved}
 
     def reason(self, address: Address) -> str:
-        """Return why the member at ``address`` is not in the next view, by this member's or another's account."""
+        """Return why the member at ``address`` is not in the next view, as recorded by this member or reported by
+        another.
+        """
         if address in self.lost:
             return self.lost[address].why
         accusations = [
@@ -268,7 +278,7 @@ class Census:
         )
 
     def reason_left_out(self, number: int) -> str:
-        """Return why the run left out the member with this ``number``; also for earlier views."""
+        """Return why the run left out the member with this ``number``, in the present view or an earlier one."""
         assert self.view is not None
         return (self.view.reasons or {}).get(number, GONE)
 
@@ -283,7 +293,10 @@ class Census:
 
     @property
     def called(self) -> bool:
-        """Whether this member should ask for the next view: another one has, or a process wants to join or to leave."""
+        """Whether this member should ask for the next view.
+
+        It should if another member has asked for the next view, or if a process wants to join or to leave.
+        """
         return self.wants_change() or any(
             peer.said.get("calls") for peer in self.others()
         )

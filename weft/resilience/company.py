@@ -21,14 +21,14 @@ ATTEMPTS = 8
 
 
 class Handover(NamedTuple):
-    """A state that an island has taken over: the state after ``round``, when the run had counted ``tokens``."""
+    """State that an island has taken over: that after round ``round``, when the run had counted ``tokens`` tokens."""
 
     round: int
     tokens: int
 
 
 class Company(Presence):
-    """The islands that are present, as ``party`` knows them."""
+    """Decides which islands take part in exchanges, for islands that come and go, by the views of ``party``."""
 
     def __init__(self, party: IslandParty) -> None:
         super().__init__(party.streams)
@@ -143,9 +143,11 @@ class Company(Presence):
     def come_in(
         self, take: Callable[[int, int], list[int]], all_say: Callable[[Any], list[Any]]
     ) -> Handover:
-        """Receive the state from another island at the end of a round.
+        """Receive the state from another island at the end of a round, and try again if that island is lost meanwhile.
 
-        ``take(island, round)`` receives it. ``all_say(value)`` gathers a value from every rank of this island.
+        ``take(island, round)`` receives the state of ``island`` after ``round``; it returns the count of tokens, the
+        island counts of the fragments, and the order of the ring. ``all_say(value)`` gathers a value from every rank of
+        this island.
         """
         attendance, fragments = self.attendance, self.attendance.how.fragments
         while True:
@@ -212,7 +214,7 @@ class Company(Presence):
 
     @property
     def first(self) -> bool:
-        """Whether this island is the first of the present islands."""
+        """Whether this island has the lowest number of the present islands."""
         with self.changed:
             return self.party.island == min(
                 stay.island for stay in self.attendance.present

@@ -45,7 +45,10 @@ VERDICT_S = 15.0
 
 @dataclass(frozen=True)
 class IslandRank:
-    """Identifies this process as a rank of an island. ``store``: shared by the ranks of this start of the island."""
+    """Identifies this process as the rank at ``place`` of the island with the number ``island``.
+
+    ``store``: the key-value store that the ranks of this start of the island share.
+    """
 
     recipe: Recipe
     island: int
@@ -200,7 +203,10 @@ def _await_verdict(error: Exception, party: IslandParty) -> None:
 
 
 class IslandGuard(Watching):
-    """The hooks of one rank of an island. A rank that joins a run later gets the ``folder`` of its island."""
+    """Hooks around the steps of one rank of an island.
+
+    ``folder``: the run folder of the rank's island, given if the rank joins a run later.
+    """
 
     def __init__(
         self,

@@ -10,14 +10,17 @@ from weft.resilience.views import GONE, View
 
 
 class IslandEvent(NamedTuple):
-    """A change among the islands, as a record for the run's metrics."""
+    """Change among the islands, recorded in the run's metrics: its ``kind``, and the ``values`` of the record."""
 
     kind: str
     values: dict[str, Any]
 
 
 class IslandNews:
-    """Lines and events since they were last taken. ``folder``: of the run's first island."""
+    """Collects lines for the user and events for the metrics until they are taken.
+
+    ``folder``: the folder of the run's first island, as shown in commands.
+    """
 
     def __init__(self, attendance: Attendance) -> None:
         self.attendance, self.folder = attendance, ""
@@ -30,8 +33,9 @@ class IslandNews:
         return events
 
     def report(self, view: View, changes: Changes, noticed: float) -> None:
-        """Report islands that went or came with ``view``. ``noticed``: the time at which this rank saw the
-        need for it.
+        """Report the islands that a new ``view`` has lost or gained, as listed in ``changes``.
+
+        ``noticed``: the time at which this rank noticed that a new view was needed, in seconds since the epoch.
         """
         attendance, gone = self.attendance, []
         lost = {member.member.number: member.why for member in view.lost}
@@ -59,7 +63,9 @@ class IslandNews:
             }))  # fmt: skip
 
     def note_exchange(self, number: int, partners: Sequence[int]) -> None:
-        """Record the partners of this island's exchanges from ``number`` on."""
+        """Record the islands with which this island exchanges in exchange ``number``, if they differ from the previous
+        ones.
+        """
         if list(partners) != self._partners:
             self.events.append(
                 IslandEvent(
@@ -70,7 +76,7 @@ class IslandNews:
         self._partners = [*partners]
 
     def way_back(self, island: int) -> str:
-        """Return the command that starts an island again."""
+        """Return the shell command that starts the island with the number ``island`` again."""
         return f"weft ranks add {self.folder or 'RUN'}{f'/island-{island}' if island else ''}"
 
     def tell(self, text: str) -> None:

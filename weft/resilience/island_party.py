@@ -67,7 +67,7 @@ class IslandParty:
         self._follow(Life(LifeMove.STAY, of_island=True))
 
     def come(self) -> None:
-        """Ask the members to be let in; return when they have done so."""
+        """Ask the members of the run to let this rank in; return when it has been let in."""
         self._follow(Life(LifeMove.JOIN, of_island=True))
         with self.changed:
             self.changed.wait_for(lambda: self.view or self.fatal)
@@ -88,7 +88,10 @@ class IslandParty:
                 self.give_up(LeftOut(left_out) if life.left_out else error)
 
     def steady(self) -> View:
-        """Return the present view, after waiting for an agreement on the next one. Call it with the lock."""
+        """Return the present view; while an agreement on the next view is under way, wait for its end.
+
+        The caller must hold the lock of ``changed``.
+        """
         while self.changing and self.fatal is None:
             self.changed.wait()
         if self.fatal is not None:
@@ -169,7 +172,9 @@ class IslandParty:
             return all(facts.get("ended") or facts.get("waits") for facts in said)
 
     def end(self) -> None:
-        """Announce that this rank has finished; return when all others have, or after :data:`END_S`."""
+        """Announce that this rank has finished; return when all other ranks have finished, or after :data:`END_S`
+        seconds.
+        """
         deadline = time.monotonic() + END_S
         self.ended = True
         self.membership.publish(ended=True)
@@ -182,7 +187,7 @@ class IslandParty:
         self.membership.close()
 
     def on_break(self, why: str) -> None:
-        """Handle the loss of a member of the view. Called in the agent's thread."""
+        """Handle the loss of a member of the view. ``why``: the reason in words. Called in the agent's thread."""
         with self.changed:
             if self.membership.why:  # else the next one is there already
                 self.streams.break_off(why)
@@ -199,7 +204,7 @@ class IslandParty:
             )
 
     def give_up(self, error: Exception) -> None:
-        """End this process with ``error``; the main thread raises the error if it looks for it in time."""
+        """End this process with ``error``. The main thread raises the error itself if it checks for it soon enough."""
         with self.changed:
             if self.fatal is not None or self.closing:
                 return

@@ -37,7 +37,7 @@ class LifeMove(Enum):
 
 
 class ViewEntry(NamedTuple):
-    """The meaning of a new view for one of its members.
+    """Whether a member can take part in a view that it has just entered.
 
     ``unable``: why this member cannot take part in the view; empty if it can. ``again``: another member cannot take
     part, so that the others agree on one more view.
@@ -71,11 +71,17 @@ class Life:
             self.attempts, self.step = 0, step
 
     def regroup(self) -> None:
-        """Record that the next view can be agreed on: this view has ended on purpose, or a member has answered."""
+        """Record that this rank agrees on the next view now.
+
+        Call it when the present view has ended on purpose, or when a member has answered this rank's wish to join.
+        """
         self.move = LifeMove.AGREE
 
     def enter(self, view: View, entry: ViewEntry) -> None:
-        """Enter the next view. Failures are counted anew, as a run may go far back after the loss of ranks."""
+        """Enter ``view``, the next view; ``entry``: whether this member can take part in it.
+
+        Failures are counted anew, as a run may go far back after the loss of ranks.
+        """
         if view.lost:
             self.attempts = self.step = 0
         self.left_out = False
@@ -116,13 +122,17 @@ class Life:
         return "" if broken else str(cause)
 
     def end(self, error: Exception | None = None, farewell: str = "") -> None:
-        """Record that this rank's part in the run is over."""
+        """Record that this rank's part in the run is over.
+
+        ``error``: why the rank ends; None if it ends well. ``farewell``: the reason that makes all other ranks end too;
+        empty if they go on.
+        """
         self.move, self.error = LifeMove.END, error
         self.farewell = "" if self.of_island else farewell
 
 
 class Agent(Protocol):
-    """Agrees on views for a rank (:class:`weft.resilience.membership.Membership`)."""
+    """Interface of the agent that agrees on views for a rank (:class:`weft.resilience.membership.Membership`)."""
 
     @property
     def why(self) -> str: ...
@@ -136,20 +146,23 @@ class Agent(Protocol):
 
 
 class Party(Protocol[R_co]):
-    """Takes part in views: a rank without islands, or one rank's side of an island."""
+    """Interface of what takes part in views: a rank without islands, or one rank's side of an island."""
 
     @property
     def step(self) -> int:
-        """Last completed step."""
+        """Number of the last completed training step."""
 
     def start_over(self) -> Sequence[Address]:
-        """Forget what only members know. Return the addresses of members that may let this process in."""
+        """Forget what this rank keeps as a member of the run, because it must ask to be let in again.
+
+        Returns the addresses of members that may let this process in.
+        """
 
     def facts(self) -> dict[str, Any]:
         """Return the facts that this rank tells all members of the next view."""
 
     def patience(self) -> float:
-        """Return the seconds after which members that are alive but do not agree are left out."""
+        """Return the seconds after which members that are alive but have not asked for the next view are left out."""
 
     def enter(self, view: View) -> ViewEntry:
         """Make ``view`` the present one."""

@@ -17,7 +17,7 @@ def announce(
     rank: int,
     facts: dict[str, Any] | None = None,
 ) -> None:
-    """Tell the launcher that this rank runs, and all others its address."""
+    """Write this rank's address and ``facts`` to ``store``, where the launcher and all other ranks read them."""
     store.set(
         f"{MEMBERS}/{rank}",
         json.dumps({"member": asdict(membership.me), "facts": facts or {}}),
@@ -30,7 +30,8 @@ def exchange_addresses(
 ) -> View:  # fmt: skip
     """Exchange addresses and ``facts`` with all ranks that were started; return the first view of the run.
 
-    ``about``: what the run hands to newcomers.
+    ``store``: the key-value store of the start; ``rank`` and ``world``: this rank and the number of ranks; ``about``:
+    what the run hands to newcomers.
     """
     announce(membership, store, rank, facts)
     met = [json.loads(store.get(f"{MEMBERS}/{other}")) for other in range(world)]

@@ -118,7 +118,7 @@ class Membership:
 
     @property
     def view(self) -> View | None:
-        """The last view that this process was given."""
+        """Last view on which this process has agreed with the others; None before the first."""
         return self._agreement.seen
 
     @property
@@ -132,7 +132,10 @@ class Membership:
         about: dict[str, Any],
         facts: Sequence[dict[str, Any]] = (),
     ) -> View:
-        """Return the first view of a run; all members call this with the same arguments. ``facts``: of each member."""
+        """Return the first view of a run; all members call this with the same arguments.
+
+        ``members``: all members by rank; ``about``: the facts that newcomers get; ``facts``: those of each member.
+        """
         numbers = max(member.number for member in members) + 1
         view = View(
             1,
@@ -149,7 +152,11 @@ class Membership:
         return view
 
     def join(self, contacts: Sequence[Address], limit: float) -> None:
-        """Ask the members at ``contacts`` to be let in; :meth:`next` then waits for it. Raises :class:`TooFew`."""
+        """Ask the members at the addresses ``contacts`` to let this process in; return when a member has answered.
+
+        :meth:`next` then waits for the view that includes this process. Raises :class:`TooFew` if no member answers
+        within ``limit`` seconds.
+        """
         with self._lock:
             self._agreement.start_over([(host, port) for host, port in contacts])
             self._drop_links(list(self._links))
@@ -258,7 +265,9 @@ class Membership:
                     self._send_to(address, {"t": "remove"})
 
     def fatal(self, text: str) -> None:
-        """End the run at every member for the reason ``text``; return when all have been told, or soon."""
+        """End the run at every member for the reason ``text``; return when all members have been told, or after a short
+        time.
+        """
         with self._lock:
             self._agreement.fatal = text
             self._send_to_all({"t": "fatal", "text": text})
@@ -278,13 +287,17 @@ class Membership:
             )
 
     def publish(self, **facts: Any) -> None:
-        """Send small facts to all others, which then find them in ``published`` under this member's number."""
+        """Send ``facts``, small values in JSON, to all other members.
+
+        The others find them in their ``published`` under this member's number. Facts published earlier stay unless they
+        are overwritten.
+        """
         with self._lock:
             self._facts = {**self._facts, **facts}
         self._wake()
 
     def close(self) -> None:
-        """Say goodbye and end the agent."""
+        """Tell the other members that this process leaves, and end the agent's thread."""
         with self._lock:
             if self._closing:
                 return

@@ -75,7 +75,9 @@ class RankGuard(Watching):
     # --- copies of the state ---
 
     def hand_over(self, mesh: Mesh) -> None:
-        """Copy the present state so that all of it is held by ranks that stay. Collective."""
+        """Copy the present state to ranks that stay in the run, as some ranks are about to leave. Collective over
+        ``mesh``.
+        """
         leaves = from_all(self.membership.leaving, mesh.step_group)
         if self.snapshots:
             before = self.snapshots[-1]
@@ -91,7 +93,9 @@ class RankGuard(Watching):
         dist.barrier(group=mesh.step_group)
 
     def why_no_room(self, mesh: Mesh) -> str:
-        """Return why a machine has no room for copies of its ranks' state; empty if all have room. Collective."""
+        """Return why a machine has no memory for the copies of its ranks' state; empty if all machines have.
+        Collective.
+        """
         machine = self.membership.me.machine
         here = sum(
             member.machine == machine
@@ -111,7 +115,11 @@ class RankGuard(Watching):
         return next(filter(None, from_all(why, mesh.step_group)), "")
 
     def copies_of(self, mesh: Mesh, leaving: Sequence[int] = ()) -> Snapshots:
-        """Return new copies of the state, to be updated after the following steps. Collective."""
+        """Create the copies of the state for the ranks of ``mesh``, to be updated after the following steps.
+        Collective.
+
+        ``leaving``: ranks that are about to leave, so that all they hold is copied to others.
+        """
         machines = [member.machine for member in self.view.members[: mesh.layout.world]]
         self.snapshots.append(Snapshots(
             self.state, machines, self.membership.endpoint, self.membership.token,

@@ -100,7 +100,10 @@ def join_rank(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
 
 @contextmanager
 def noted(recipe: Recipe) -> Iterator[list[int]]:
-    """Prepare this process to be a rank, and note the signals that ask it to stop."""
+    """Prepare this process to be a training rank; yield the list of received signals that ask it to stop.
+
+    The list is filled while the context lasts.
+    """
     settle_in(device_type(recipe), recipe.train.threads)
     with noted_signals(stop_signals()) as received:
         yield received
@@ -111,7 +114,11 @@ def rank_party(
     recipe: Recipe, out: Path | None, resume: str | None, received: list[int], life: Life, token: str, host: str,
     number: int = NEWCOMER,
 ) -> Iterator["RankParty"]:  # fmt: skip
-    """Start this rank's agent, which watches the others and is watched by them, and end it after the run."""
+    """Run this rank's agent, which watches the other ranks, for the context; yield the rank's part in the views.
+
+    ``received``: the signals that have asked the process to stop; ``life``: what the rank does next; ``token``: the
+    run's secret; ``host``: where its endpoint listens; ``number``: its number as a member.
+    """
     party = RankParty(RankGuard(recipe, out, resume, received, life))
     resilience = recipe.resilience
     endpoint = process_endpoint(host, encrypt=resilience.encrypt)
@@ -133,8 +140,8 @@ def rank_party(
 class RankParty:
     """One rank's part in all views (:class:`weft.resilience.life.Party`): it trains as long as a view lasts.
 
-    ``store``: of the first view, later the one that this rank serves for the next view. ``known``: addresses of other
-    members.
+    ``store``: the key-value store of the first view, later the one that this rank serves for the next view. ``known``:
+    addresses of other members.
     """
 
     membership: Membership
@@ -148,7 +155,7 @@ class RankParty:
         self._hang_up: HangUp | None = None
 
     def live(self) -> Ending:
-        """Train through all views."""
+        """Train from view to view until this rank's part in the run is over; return how the training has ended."""
         ending = live(
             self.guard.life, self.membership, self, self.limit.total_seconds()
         )
@@ -262,8 +269,9 @@ class RankParty:
     # --- the ranks of a view ---
 
     def recipe_now(self, job: Job) -> Recipe:
-        """Return the recipe for the present number of ranks. If they are too few, save their state and raise
-        the error.
+        """Return the recipe with a layout for the present number of ranks.
+
+        If the ranks are too few for the model of ``job``, save the state in their memory, and raise :class:`WeftError`.
         """
         from weft.resilience.layouts import recipe_for
 
@@ -288,7 +296,10 @@ class RankParty:
             ) from None
 
     def rescue(self, job: Job) -> str:
-        """Save the state in the ranks' memory; return words that say from where the run can continue."""
+        """Save the state that the ranks hold in memory as a checkpoint; return words for an error message.
+
+        The words name the state from which the run of ``job`` can continue.
+        """
         guard = self.guard
         if guard.recovery is None or guard.run is None:
             return "its last checkpoint is what there is"
@@ -321,13 +332,16 @@ class RankParty:
         )  # fmt: skip
 
     def wait_for_place(self) -> NoReturn:
-        """Wait for another view, as the layout has no place for this rank."""
+        """Wait until the present view ends, as the layout has no place for this rank; then raise :class:`PeerLost`."""
         while not self.membership.why:
             time.sleep(LOOK_S)
         raise PeerLost(self.membership.why)
 
     def on_break(self, why: str) -> None:
-        """Handle a view that can do no further step. Called in the agent's thread."""
+        """Break off collectives and copies, as the view can do no further step. ``why``: the reason in words.
+
+        Called in the agent's thread.
+        """
         if self._hang_up is not None:
             self._hang_up.hang_up()
         for copies in list(self.guard.snapshots):

@@ -144,7 +144,10 @@ def restore(
 def parts_to_give(
     recovery: Recovery, snapshots: Sequence[Snapshots], rank: int
 ) -> Iterator[tuple[str, Part]]:
-    """Yield the parts that this rank gives to the others, with their names."""
+    """Yield the names and the parts of tensors that this ``rank`` of the new view sends to the other ranks.
+
+    ``recovery``: the state to restore; ``snapshots``: this rank's copies of earlier views.
+    """
     for copies in snapshots:
         if copies.epoch == recovery.epoch:
             for owner, number in recovery.gives[rank]:

@@ -29,9 +29,10 @@ def save_copies(
     lease: Lease,
     mesh: Mesh,
 ) -> Storage:
-    """Save the state of ``recovery`` to the run's last checkpoint level. Collective over ``mesh``.
+    """Save the state of ``recovery`` to the last checkpoint level of ``run``. Collective over ``mesh``.
 
-    Each rank saves an equal share, and needs no memory beyond that and its copies. Raises :class:`WeftError` if it
+    ``snapshots``: this rank's copies of earlier views; ``lease``: this process's right to write the run's folder. Each
+    rank saves an equal share, and needs no memory beyond that and its copies. Raises :class:`WeftError` if saving
     fails.
     """
     rank, world = mesh.rank("dp"), mesh.size("dp")

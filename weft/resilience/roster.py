@@ -27,8 +27,9 @@ class Roster:
 
 
 def write_roster(folder: Path, view: View, token: str) -> None:
-    """Write the present view into the run's folder, readable by its owner only, as the token lets its holder
-    take part.
+    """Write the members of ``view`` and the run's secret ``token`` into the run's folder.
+
+    Only the owner may read the file, as whoever has the token can take part in the run.
     """
     members = [
         asdict(member) | {"rank": rank} for rank, member in enumerate(view.members)
@@ -72,13 +73,13 @@ def read_roster(folder: Path) -> Roster:
 
 
 def ask_to_leave(folder: Path, numbers: list[int]) -> None:
-    """Ask these members to leave, by a file in the run's folder."""
+    """Ask the members with these ``numbers`` to leave the run, by a file in the run's folder."""
     with (folder / REMOVE).open("a") as file:
         file.write("".join(f"{number}\n" for number in numbers))
 
 
 def asked_to_leave(folder: Path) -> list[int]:
-    """Return the members that :func:`ask_to_leave` has named since the last call, and remove its file."""
+    """Return the numbers that :func:`ask_to_leave` has written since the last call, and remove its file."""
     path = folder / REMOVE
     if not path.exists():
         return []

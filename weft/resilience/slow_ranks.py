@@ -18,9 +18,10 @@ LEAVE_OUT, UNLIKE = 1.7, 0.3
 
 @dataclass
 class SlowRanks:
-    """Slowness of slow members by number: ``factors``, their compute time over that of others. All ranks decide alike.
+    """Ranks that compute slowly, and the reaction to them. All ranks of the run hold the same values.
 
-    ``actions``: that setting of the recipe. ``rebalance``: the work must be divided anew.
+    ``actions``: the setting ``resilience.actions``. ``factors``: by a slow member's number, its compute time divided by
+    that of others. ``rebalance``: whether the work must be divided anew.
     """
 
     actions: str
@@ -30,13 +31,16 @@ class SlowRanks:
     _digests: object = None  # what was judged last
 
     def speeds(self, members: Sequence[Member]) -> tuple[float, ...]:
-        """Return the relative speeds of these members."""
+        """Return the relative compute speed of each member in ``members``: 1 for a member that is not slow."""
         return tuple(1 / self.factors.get(member.number, 1.0) for member in members)
 
     def shares(
         self, job: Job, members: Sequence[Member], layout: Layout
     ) -> dict[int, float]:
-        """Return each rank's share of the work, relative to the mean; {} if all have equal shares."""
+        """Return each rank's share of the batch, relative to the mean share; {} if all shares are equal.
+
+        ``members`` and ``layout``: those of the present view.
+        """
         speeds = replace(job, speeds=self.speeds(members)).batch_speeds(layout)
         if not speeds:
             return {}
@@ -50,7 +54,7 @@ class SlowRanks:
         }
 
     def begin(self, watch: DelayWatch) -> None:
-        """Judge only what ``watch`` measures from now on."""
+        """Ignore what ``watch`` has measured so far: only later measurements lead to an action."""
         self._digests = watch.digests
 
     def act(
@@ -59,9 +63,9 @@ class SlowRanks:
         members: Sequence[Member],
         remove: Callable[[int], None],
     ) -> None:
-        """Apply the recipe's action if ``watch`` has news and two judgements name the same members of the view.
+        """Apply the recipe's action to ``members`` that two successive judgements of ``watch`` call slow.
 
-        ``remove(number)`` asks a member to leave.
+        Does nothing if ``watch`` has no new judgement. ``remove(number)`` asks a member to leave.
         """
         if watch.digests is self._digests:
             return

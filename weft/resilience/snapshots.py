@@ -100,10 +100,10 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class SnapshotSegment:
-    """The parts that are held by the same ranks, the ``holders``, with the same layout in each of their copies.
+    """Parts of the state that the same ranks hold, the ``holders``. Every copy lays them out in the same way.
 
-    ``fixed``: the parts never change. ``sender``: the holder that sends them to its buddy; -1 if another holder remains
-    after the loss of any rank or host.
+    ``fixed``: the parts never change. ``sender``: the holder that sends the parts to its buddy; -1 if another holder
+    remains after the loss of any rank or host.
     """
 
     holders: tuple[int, ...]
@@ -119,9 +119,10 @@ class SnapshotSegment:
 def segments_of(
     tables: Sequence[Table], machines: Sequence[str], leaving: Collection[int] = ()
 ) -> list[SnapshotSegment]:
-    """Return the parts of all ranks, grouped by their holders; the same result on every rank.
+    """Return the parts of all ranks, grouped by the ranks that hold them; the same result on every rank.
 
-    ``tables`` and ``machines``: by rank. With ``leaving`` ranks, only parts that no staying rank holds are sent.
+    ``tables``: the parts of each rank; ``machines``: the machine of each rank. With ``leaving`` ranks, only parts that
+    no staying rank holds are sent.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, table in enumerate(tables):
@@ -156,10 +157,11 @@ def segments_of(
 
 @dataclass
 class SnapshotCopy:
-    """Some ``segments`` of one rank, by number, one behind the other in ``memory``; ``starts``: where each begins.
+    """Copy of some ``segments`` of one rank's state, by segment number, one behind the other in ``memory``.
 
-    Once the copy is ``whole``, it has the values after ``step``. ``rows``: the row numbers of tensors whose rows differ
-    from their box's (experts that were moved). ``digests``: hashes of segments by number.
+    ``starts``: the byte at which each segment begins. Once the copy is ``whole``, it has the values after ``step``.
+    ``rows``: the row numbers of tensors whose rows differ from their box's (experts that were moved). ``digests``:
+    hashes of segments by number.
     """
 
     segments: Mapping[int, SnapshotSegment]
@@ -178,7 +180,7 @@ class SnapshotCopy:
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """Return the bytes from ``start`` to ``stop``."""
+        """Return the bytes of this copy's memory from offset ``start`` to offset ``stop`` (by default the end)."""
         return self.memory.numpy()[start:stop].data
 
     def hash_segment(self, number: int) -> str:
@@ -186,7 +188,7 @@ class SnapshotCopy:
         return hash_views([self.view(start, start + self.segments[number].size)])
 
     def values(self, number: int) -> Iterator[tuple[TensorSlice, T]]:
-        """Yield every piece of segment ``number``, with its elements in this copy."""
+        """Yield every slice of a tensor in segment ``number``, with its elements in this copy's memory."""
         for piece in self.segments[number].pieces:
             at = self.starts[number] + piece.start
             flat = self.memory[at : at + piece.size].view(
@@ -258,7 +260,7 @@ class Snapshots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's memory that the copies take."""
+        """Bytes of this rank's memory that its copies and those kept for other ranks take."""
         return sum(copy.memory.nbytes for copy in (*self._own, *self._held.values()))
 
     @property

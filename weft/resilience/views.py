@@ -66,7 +66,7 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberLoss:
-    """Why a member is lost to this view, and whether that is proved."""
+    """Loss of a member of a view: the reason in words, and whether the member is certainly gone, not just silent."""
 
     why: str
     proved: bool
@@ -74,7 +74,9 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Lost:
-    """A member of the previous view that is not in this one; ``rank``: its rank in the previous view."""
+    """Member of the previous view that is not in the new view. ``rank``: its rank in the previous view; ``why``: the
+    reason.
+    """
 
     member: Member
     rank: int
@@ -83,7 +85,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class View:
-    """The members that take part until the next view. A member's rank is its index."""
+    """Members that take part in a run until the next view. A member's rank is its index in ``members``."""
 
     epoch: int
     # those of the view before in their order, then newcomers

@@ -13,7 +13,7 @@ from weft.train.setup import Job
 
 
 class Watching(Guard):
-    """Traces this rank's collectives; all ranks together find and record which of them are slow."""
+    """Hooks of a run that names its slow ranks: they trace collectives, and record which ranks are slow."""
 
     watch: DelayWatch | None = None
 

@@ -31,7 +31,10 @@ BEHIND = 4
 
 
 class Sum(NamedTuple):
-    """A coded sum of some parts: a vector (a gradient), and numbers of the same parts (loss, tokens) in float64."""
+    """Coded sum over some parts of a job: ``vector``, a sum of gradients, and ``numbers``, sums of scalars in float64.
+
+    The scalars are the loss and the count of tokens of the same parts.
+    """
 
     vector: np.ndarray
     numbers: np.ndarray
@@ -60,7 +63,10 @@ def _sums_of(about: Iterable[Sequence[Any]], payload: memoryview) -> list[Sum]:
 
 
 class RoundMessage(NamedTuple):
-    """Message of a rank in a round: its sums by job. ``flag``: whether this rank raises the run's common flag."""
+    """Message of a rank to rank 0 in a round: its coded sums, by the number of the job.
+
+    ``flag``: whether this rank sets the flag that all ranks of the run share.
+    """
 
     step: int
     round: int
@@ -86,10 +92,10 @@ class RoundMessage(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Message that ends a round: the ranks whose results came in time, and after a step's last round the sum of all
-    jobs.
+    """Message to all ranks that ends a round. ``arrived``: the ranks whose results came in time.
 
-    ``flag``: whether a rank has raised the flag so far. ``failed``: if no more messages will come, the reason.
+    ``total``: the sum of all jobs of the step, after its last round; None before. ``flag``: whether a rank has set the
+    common flag so far. ``failed``: the reason why no more messages will come; empty otherwise.
     """
 
     arrived: frozenset[int] = frozenset()
@@ -131,10 +137,11 @@ class Link:
         compute: Callable[[CodedTask, Callable[[], bool]], Sum | None],
         flag: bool,
     ) -> Ended:
-        """Take part in a step, and return its last message.
+        """Compute and send this rank's coded gradients in all rounds of a training step; return the step's last
+        message.
 
         ``compute(task, over)`` returns the sum that a task asks for. It may call ``over()``, and return None as soon as
-        that says that the round is over. ``flag``: whether this rank raises the run's common flag.
+        that returns True, because the round has ended. ``flag``: whether this rank sets the run's common flag.
         """
         arrived: list[frozenset[int]] = []
         while True:
@@ -216,7 +223,9 @@ def connect_ranks(
 
 @dataclass
 class Gathering:
-    """Rank 0's threads: they collect results, end rounds, decode, and tell all ranks."""
+    """Threads of rank 0 that collect the ranks' coded results, end rounds, decode gradients, and tell all ranks the
+    outcome.
+    """
 
     code: Code
     patience: float
@@ -249,7 +258,9 @@ class Gathering:
                 outbox.put(None, timeout=1)
 
     def admit(self, connection: SealedConnection) -> None:
-        """Read what a rank sends, in a thread of its own."""
+        """Receive the messages of the rank at the other end of ``connection`` until it ends. Called in a thread of its
+        own.
+        """
         rank = int(connection.hello["rank"])
         outbox = queue.Queue[Ended | None](BEHIND)
         with self.news:
@@ -371,7 +382,10 @@ def _listed(ranks: set[int]) -> str:
 def add_result(
     total: Sum | None, weights: dict[Result, float], results: dict[Result, Sum]
 ) -> Sum:
-    """Return ``total`` plus the weighted results of a job. A ``total`` of None counts as zeros."""
+    """Return ``total`` plus the decoded gradient of a job: its ``results``, each times its weight in ``weights``.
+
+    A ``total`` of None counts as zeros.
+    """
     some: Sequence[Sum] = [results[result] for result in weights]
     vector, numbers = (np.zeros_like(x) for x in some[0]) if total is None else total
     for weight, result in zip(weights.values(), some, strict=True):

@@ -40,7 +40,10 @@ EXACT = 1e-8
 
 
 class CodedTask(NamedTuple):
-    """Task of a rank for one job in a round: a weighted sum of the gradients of some parts."""
+    """Task of a rank for job ``job`` in a round: a weighted sum of the gradients of the job's ``parts``.
+
+    ``coefficients``: the weight of each of these parts.
+    """
 
     job: int
     parts: tuple[int, ...]
@@ -56,7 +59,10 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Code(ABC):
-    """A gradient code for ``ranks`` ranks, of which ``stragglers`` may be late, and ``jobs`` jobs per step."""
+    """Gradient code for the ranks along ``dp``: which gradients each rank computes, and how their sum is decoded.
+
+    ``ranks``: the number of ranks; ``stragglers``: how many of them may be late; ``jobs``: the number of jobs per step.
+    """
 
     ranks: int
     stragglers: int
@@ -65,7 +71,7 @@ class Code(ABC):
     @property
     @abstractmethod
     def parts(self) -> int:
-        """The number of parts of a job."""
+        """Number of parts into which the samples of a job are divided."""
 
     @property
     @abstractmethod
@@ -78,14 +84,16 @@ class Code(ABC):
 
     @abstractmethod
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
-        """Return the tasks of a rank in round ``number``, at most one per job. ``arrived``: ranks in time, by earlier
-        round.
+        """Return the tasks of a rank in round ``number``, at most one per job.
+
+        ``arrived``: for each earlier round, the ranks whose results came in time.
         """
 
     @abstractmethod
     def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
-        """Return the weights of the results whose sum is the job's gradient, or None while too few results
-        have come.
+        """Return the weights with which the results of ``job`` add up to its gradient; None while too few have come.
+
+        ``arrived``: for each round so far, the ranks whose results came in time.
         """
 
 
@@ -132,11 +140,11 @@ class GradientCode(Code):
 
 @cache
 def coefficients(ranks: int, late: int) -> np.ndarray:
-    """Return coefficients ``[ranks, parts]`` such that any ``ranks - late`` rows can be combined into a row of ones.
+    """Return coefficients ``[ranks, parts]`` of a gradient code that tolerates ``late`` late ranks.
 
-    If ``late + 1`` divides the number of ranks, groups of ``late + 1`` ranks compute the same parts with coefficients
-    of 1. Otherwise each rank computes its own part and the next ``late`` ones, and rows are orthogonal to ``late``
-    random rows that add up to 0.
+    Any ``ranks - late`` rows can be combined into a row of ones. If ``late + 1`` divides the number of ranks, groups of
+    ``late + 1`` ranks compute the same parts with coefficients of 1. Otherwise each rank computes its own part and the
+    next ``late`` ones, and rows are orthogonal to ``late`` random rows that add up to 0.
     """
     import numpy as np
 
@@ -171,7 +179,10 @@ def _cyclic(ranks: int, late: int, seed: int) -> np.ndarray:
 
 
 def solved(matrix: np.ndarray, rows: Sequence[int]) -> list[float] | None:
-    """Return the factors with which these rows add up to a row of ones, or None if no factors do."""
+    """Return the factors with which the given ``rows`` of ``matrix`` add up to a row of ones; None if no factors do.
+
+    ``matrix``: the coefficients ``[ranks, parts]`` of a code; ``rows``: the ranks whose results have come.
+    """
     import numpy as np
 
     ones = np.ones(matrix.shape[1])
@@ -183,12 +194,18 @@ def solved(matrix: np.ndarray, rows: Sequence[int]) -> list[float] | None:
 
 @lru_cache(4096)
 def code_weights(ranks: int, late: int, rows: tuple[int, ...]) -> list[float] | None:
-    """:func:`solved` of :func:`coefficients`."""
+    """Return the weights that decode a job from the results of the ranks ``rows``; None if these are too few.
+
+    The code has ``ranks`` ranks, of which ``late`` may be late (:func:`coefficients`).
+    """
     return solved(coefficients(ranks, late), rows)
 
 
 def code_of(words: Resilience, ranks: int) -> Code | None:
-    """Return the code that the recipe asks for, or None if it asks for none or there is only one rank."""
+    """Return the gradient code that a recipe's section ``[resilience]`` asks for, for ``ranks`` ranks.
+
+    Returns None if the section names no code, or if there is only one rank.
+    """
     if not words.code or ranks == 1:
         return None
     code: Code = find("code", words.code).implementation(words, ranks)

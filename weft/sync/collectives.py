@@ -17,15 +17,16 @@ PIECE = 1 << 18
 
 
 def chunk_ranges(size: int, count: int, block: int = 1) -> list[tuple[int, int]]:
-    """Cut ``size`` elements into ``count`` ranges as evenly as possible, at multiples of ``block``; some may
-    be empty.
+    """Divide ``size`` elements into ``count`` ranges (start, stop) as evenly as possible; some may be empty.
+
+    Every range begins at a multiple of ``block``.
     """
     cuts = [size * i // count // block * block for i in range(count)] + [size]
     return list(pairwise(cuts))
 
 
 def message_slices(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
-    """Yield the slices of a chunk that are sent as separate messages of ``piece`` elements; the last may be shorter."""
+    """Yield the slices of ``chunk``, each sent as a message of ``piece`` elements. The last may be shorter."""
     for first in range(*chunk, piece):
         yield slice(first, min(first + piece, chunk[1]))
 
@@ -33,8 +34,9 @@ def message_slices(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
 def ring_sum(
     streams: Streams, flat: T, order: Sequence[int], tag: str, piece: int = PIECE
 ) -> T:
-    """Sum ``flat`` over all islands in place by a ring all-reduce. ``order``: the islands in the order of the ring.
+    """Sum ``flat`` over all islands in place by a ring all-reduce.
 
+    ``order``: the islands in the order of the ring; ``tag``: the name of the messages; ``piece``: elements per message.
     Each of the n islands sends 2 (n - 1) / n of the elements to its successor: first every chunk goes around the ring
     and is summed on the way, then its sum goes around. Pieces of a chunk are passed on as they arrive.
     """
@@ -61,7 +63,11 @@ def ring_sum(
 def from_islands(
     streams: Streams, own: T, islands: Sequence[int], tag: str, control: bool = False
 ) -> list[T]:
-    """All-gather a small tensor: return the tensor that each of ``islands`` passes as ``own``, in their order."""
+    """All-gather a small tensor: return the tensor that each of ``islands`` passes as ``own``, in the order of
+    ``islands``.
+
+    ``tag``: the name of the messages; ``control``: count their bytes as control messages, not as tensors.
+    """
     for island in islands:
         if island != streams.island:
             streams.send(island, tag, own, control)
@@ -133,7 +139,10 @@ def compressed_mean(
 def fed_back(
     compressor: Compressor, x: T, error: T | None, part: slice, seed: int
 ) -> Payload:
-    """Compress ``x[part]`` plus the residual ``error[part]``, and set the residual to the loss of this compression."""
+    """Compress ``x[part]`` plus the residual ``error[part]``, and set this residual to what the compression has lost.
+
+    Without ``error``, compress ``x[part]`` alone. ``seed``: of the compressor's random choices.
+    """
     if error is None or not x[part].numel():
         return encode_with_feedback(compressor, x[part], seed)[0]
     payload, left = encode_with_feedback(
@@ -145,8 +154,9 @@ def fed_back(
 
 
 def seed_of(compressor: Compressor, number: int, island: int) -> int:
-    """Return an island's seed for exchange ``number``. Seeds differ between islands if errors are random, so that they
-    cancel.
+    """Return the seed of the compressor's random choices for ``island`` in exchange ``number``.
+
+    Islands have different seeds if the compressor's errors are random, so that errors of different islands cancel.
     """
     return number * 1009 + island if compressor.unbiased else number
 

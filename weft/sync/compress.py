@@ -15,7 +15,10 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class PerTensor(Compressor):
-    """Compressors for tensors that lie end to end in a flat tensor: pairs of a size and a compressor."""
+    """Compressor of a flat tensor in which several tensors lie end to end, each with a compressor of its own.
+
+    ``pieces``: for each tensor its number of elements and its compressor.
+    """
 
     unbiased: bool = False
     pieces: tuple[tuple[int, Compressor], ...] = ()
@@ -70,7 +73,7 @@ class PerTensor(Compressor):
 
 
 def build_compressor(word: str) -> Compressor:
-    """Build the compressor that a recipe names, such as ``topk:0.01``."""
+    """Build the compressor that ``word`` in a recipe names, with its argument after a colon, such as ``topk:0.01``."""
     return compressor_of(word) or Compressor()
 
 

@@ -106,23 +106,34 @@ class Compressor:
         return 0.0
 
     def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
-        """Compress ``x`` and return the payload."""
+        """Compress ``x`` and return the payload.
+
+        ``seed``: of random choices, also known to the receiver; ``warm``: the warm start from the previous round.
+        """
         return self.agreed(x, seed, lambda own: own, warm)[1]
 
     def agreed(
         self, x: T, seed: int, average: Average, warm: T | None = None
     ) -> tuple[Payload, Payload]:
-        """Return the payload of the mean over all islands, and that of this island's part in it. Linear compressors
-        only.
+        """Average ``x`` over all islands in compressed form. Linear compressors only.
+
+        Returns the payload of the mean, and the payload of this island's contribution to the mean. ``average(tensor)``
+        returns the mean of a tensor over all islands; ``warm``: the warm start from the previous round.
         """
         return [average(x.contiguous())], [x.contiguous()]
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
-        """Decompress a payload. Raises :class:`WeftError` if it cannot be of this shape."""
+        """Decompress a payload into a tensor of this ``shape``; ``seed``: the one with which the tensor was compressed.
+
+        Raises :class:`WeftError` if the payload does not fit the shape.
+        """
         return self._checked(payload, shape)[0]
 
     def warm(self, payload: Payload) -> T | None:
-        """Return the warm start for the tensor's next round. In a linear exchange it is the same on all islands."""
+        """Return the warm start for the next round of the tensor with this ``payload``; None if there is none.
+
+        In a linear exchange the warm start is the same on all islands.
+        """
         return None
 
     @property
@@ -131,7 +142,7 @@ class Compressor:
         return replace(self, unbiased=False)
 
     def check(self, name: str, shape: Sequence[int]) -> None:
-        """Raise :class:`UsageError` if a tensor of this name and shape cannot be compressed this way."""
+        """Raise :class:`UsageError` if this compressor cannot compress a tensor with this ``name`` and ``shape``."""
 
     def alternatives(self, shape: Sequence[int]) -> list[Compressor]:
         """Return this compressor and its variants for a tensor of this shape, with other ranks, shares or bits."""

@@ -24,8 +24,9 @@ KEPT = 4_000
 def allocate_compressors(
     tensors: Mapping[str, T], default: Compressor, seed: int = 0
 ) -> dict[str, Compressor]:
-    """Choose a compressor for each of ``tensors``: together no larger than with ``default`` for all, and no larger
-    error.
+    """Choose a compressor for each of ``tensors``, as :meth:`Compressor.alternatives` of ``default`` allow.
+
+    Neither the total bytes nor the total squared error are larger than with ``default`` for all tensors.
     """
     options = {name: alternatives_of(default, x.shape) for name, x in tensors.items()}
     errors = [
@@ -63,7 +64,7 @@ def squared_error(compressor: Compressor, x: T, seed: int = 0) -> float:
 
 
 def total(table: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
-    """Add up the ``chosen`` entry of each row."""
+    """Return the sum over all rows of ``table`` of the entry whose index ``chosen`` gives for the row."""
     return sum(row[i] for row, i in zip(table, chosen, strict=True))
 
 

@@ -24,13 +24,16 @@ def number_in(text: str | None) -> float:
 
 
 def kept_of(count: int, share: float) -> int:
-    """Return how many of ``count`` elements make up ``share``: at least one, if there is any element."""
+    """Return how many elements a ``share`` of ``count`` elements is: at least one, if ``count`` is not 0."""
     return min(count, max(1, round(share * count)))
 
 
 @dataclass(frozen=True)
 class KeptShare(Compressor):
-    """Sends a ``share`` of the elements. The share is the word's argument, as in ``example``."""
+    """Base of compressors that send a ``share`` of the elements.
+
+    In a recipe the share is the argument after the colon; ``example`` is one for error messages.
+    """
 
     share: float = 1.0
     adjustable = True

@@ -47,7 +47,11 @@ class IslandLinks:
 
     @cached_property
     def sites(self) -> NDArray[np.int64]:
-        """Site of each island. Islands joined by fast links share a site, if links divide into fast and slow ones."""
+        """Number of the site of each island, ``[islands]``.
+
+        If the links divide into clearly faster and slower ones, islands joined by fast links share a site. Otherwise
+        all islands share one.
+        """
         count = len(self.bandwidth)
         both = np.minimum(self.bandwidth, self.bandwidth.T)[np.triu_indices(count, 1)]
         speeds = np.sort(both[both > 0])

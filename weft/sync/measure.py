@@ -52,8 +52,10 @@ def measured_ring(streams: Streams, nbytes: float) -> str:
 
 
 def best_ring(rows: np.ndarray, nbytes: float) -> tuple[list[int], float]:
-    """Return the fastest ring by measurements ``[island, island, (bytes/s, seconds)]``, and its speedup over 0, 1, 2,
-    ...
+    """Return the fastest order of islands for a ring all-reduce of ``nbytes`` bytes, and its speedup.
+
+    ``rows``: measured links ``[island, island, (bytes/s, seconds)]``. The speedup is relative to the order 0, 1, 2 and
+    so on, which is returned unless another order is clearly faster.
     """
     links = IslandLinks(rows[..., 0], rows[..., 1])
     numbered = list(range(len(rows)))

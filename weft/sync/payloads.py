@@ -10,17 +10,19 @@ T = torch.Tensor
 
 
 def in_blocks(x: T) -> T:
-    """Reshape to ``[blocks, 128]``, padded with zeros."""
+    """Reshape ``x`` to ``[blocks, 128]``, with zeros after its last element."""
     return F.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
 
 
 def scale_blocks(values: T, scales: T) -> T:
-    """Multiply each of the ``values [n]`` by its block's scale."""
+    """Multiply each of the ``values [n]`` by the scale of its block of 128 values. ``scales``: one per block,
+    ``[blocks]``.
+    """
     return values * scales.to(values.dtype).repeat_interleave(BLOCK)[: values.numel()]
 
 
 def rounded_up(x: T) -> T:
-    """Round ``x``, which is not negative, up to bfloat16."""
+    """Round the non-negative tensor ``x`` up to bfloat16, so that no element becomes smaller."""
     near = x.bfloat16()
     return torch.where(
         near.to(x.dtype) < x,
@@ -30,17 +32,20 @@ def rounded_up(x: T) -> T:
 
 
 def divisor(scales: T, dtype: torch.dtype) -> T:
-    """Return ``scales`` to divide by, with 1 in place of 0: the values of such a block are all zero."""
+    """Return the block ``scales`` in type ``dtype``, with 1 in place of 0, so that blocks can be divided by them.
+
+    All values of a block with scale 0 are zero.
+    """
     return torch.where(scales == 0, 1.0, scales.to(dtype))
 
 
 def largest(flat: T, count: int) -> T:
-    """Return the positions of the ``count`` largest magnitudes, in ascending order."""
+    """Return the positions in ``flat`` of the ``count`` elements with the largest magnitudes, in ascending order."""
     return flat.abs().topk(count, sorted=False).indices.sort().values
 
 
 def shared_permutation(count: int, seed: int) -> T:
-    """Return a random permutation that is the same on every device and machine."""
+    """Return a random permutation ``[count]`` that follows from ``seed`` alone, on every device and machine."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
@@ -50,7 +55,10 @@ def positions_spec(kept: int, count: int) -> Spec:
 
 
 def positions_sent(kept: T, count: int) -> T:
-    """Encode the ascending positions ``kept`` among ``count``, in the form of :func:`positions_spec`."""
+    """Encode the ascending positions ``kept`` among ``count`` elements for a payload.
+
+    The form is the smaller one of a bitmap and 32-bit integers (:func:`positions_spec`).
+    """
     (_, dtype) = positions_spec(kept.numel(), count)
     if dtype == torch.int32:
         return kept.int()
@@ -62,7 +70,10 @@ def positions_sent(kept: T, count: int) -> T:
 
 
 def positions_found(sent: T, kept: int, count: int) -> T:
-    """Decode the positions that :func:`positions_sent` encoded."""
+    """Decode the ``kept`` positions among ``count`` elements that :func:`positions_sent` encoded as ``sent``.
+
+    Raises :class:`WeftError` if they do not fit these numbers.
+    """
     indices = (
         sent.long()
         if sent.dtype == torch.int32
@@ -78,7 +89,7 @@ def positions_found(sent: T, kept: int, count: int) -> T:
 
 
 def codes_packed(codes: T, bits: int) -> T:
-    """Pack numbers ``[n]`` of fewer than 8 ``bits`` each into bytes."""
+    """Pack the integers ``codes [n]``, each of fewer than 8 ``bits``, into bytes without gaps."""
     eights = F.pad(codes.to(torch.int64), (0, -codes.numel() % 8)).view(-1, 8)
     # [n / 8], 8 x bits of 64 are used
     words = (eights << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(1)
@@ -91,7 +102,7 @@ def codes_packed(codes: T, bits: int) -> T:
 
 
 def codes_unpacked(sent: T, bits: int, count: int) -> T:
-    """Unpack the first ``count`` numbers that :func:`codes_packed` packed, as int8."""
+    """Unpack the first ``count`` integers of ``bits`` bits from the bytes of :func:`codes_packed`, as int8."""
     groups = F.pad(sent, (0, -sent.numel() % bits)).view(-1, bits)
     words = F.pad(groups, (0, 8 - bits)).contiguous().view(torch.int64)  # [n / 8, 1]
     codes = words >> torch.arange(0, 8 * bits, bits, device=sent.device) & (2**bits - 1)
@@ -107,7 +118,7 @@ def bits_packed(bits: T) -> T:
 
 
 def bits_unpacked(sent: T, count: int) -> T:
-    """Unpack the first ``count`` booleans."""
+    """Unpack the first ``count`` booleans from the bytes of :func:`bits_packed`."""
     return (
         (sent[:, None] >> torch.arange(8, dtype=torch.uint8, device=sent.device) & 1)
         .flatten()[:count]

@@ -27,7 +27,8 @@ Draw = Callable[[Sequence[int]], Sequence[int]]
 class Presence:
     """Presence of islands that never leave: all take part in every exchange.
 
-    ``counts``: by fragment, the number of islands in the mean that came with this island's state; empty: all islands.
+    ``counts``: by fragment, the number of islands over which the last mean was taken before this island received its
+    state; empty: all islands.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -38,8 +39,10 @@ class Presence:
         """Fix which islands take part in exchange ``number``, before this island sends its first message of it."""
 
     def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
-        """Run ``work``, and return its result once it has ended on all islands that take part in exchange
-        ``number``.
+        """Run ``work`` for exchange ``number``; return its result once it has ended on all islands that take part.
+
+        ``draw(islands)`` chooses the islands that exchange with this island. ``work(islands, tag)`` exchanges with
+        these, by messages whose tags begin with ``tag``.
         """
         return work(draw(range(self.streams.islands)), str(number))
 
@@ -53,11 +56,11 @@ class Presence:
         return 0
 
     def request_stop(self, number: int) -> None:
-        """Ask all islands to end the run with round ``number``."""
+        """Ask all islands to end the run after the round ``number``."""
         self._store().compare_set("weft/stop", "", str(number))
 
     def stop_round(self) -> int | None:
-        """Return the last round of the run, if an island has asked to end it."""
+        """Return the number of the last round of the run, or None if no island has asked to end the run."""
         store = self._store()
         return int(store.get("weft/stop")) if store.check(["weft/stop"]) else None
 
@@ -66,7 +69,10 @@ class Presence:
         return self.streams.shared
 
     def note_differing(self, odd: Sequence[int], step: int) -> None:
-        """Report that the state of these islands differed after a step, and was replaced by that of the others."""
+        """Report that the state of the islands ``odd`` differed from that of most islands after step ``step``.
+
+        Their state has been replaced by that of the others.
+        """
         for island in odd:
             self._news.append(
                 f"island {island} had another anchor or momentum than most after step {step} (their hashes differ): it "

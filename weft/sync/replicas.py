@@ -27,18 +27,19 @@ class Replicas:
     device: torch.device | str = "cpu"
 
     def each(self, size: int) -> int:
-        """Return the number of elements that a rank exchanges at most, a multiple of a compressor's block."""
+        """Return how many of ``size`` elements each rank exchanges at most, a multiple of a compressor's block."""
         return -(-size // (self.count * BLOCK)) * BLOCK
 
     def part(self, size: int) -> slice:
-        """Return the slice that this rank exchanges; at the end of the tensor it is shorter than :meth:`each`, or
-        empty.
+        """Return the slice of a tensor of ``size`` elements that this rank exchanges.
+
+        At the end of the tensor the slice is shorter than :meth:`each`, or empty.
         """
         each = self.each(size)
         return slice(min(self.index * each, size), min((self.index + 1) * each, size))
 
     def whole(self, part: T, size: int) -> T:
-        """Gather the whole tensor from the ``part`` of every rank. Collective."""
+        """Gather the whole tensor of ``size`` elements from the slice (:meth:`part`) of every rank. Collective."""
         if self.group is None:
             return part
         padded = torch.zeros(self.each(size), dtype=part.dtype, device=self.device)

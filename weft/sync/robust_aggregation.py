@@ -56,14 +56,19 @@ def aggregated(
 
 
 def squared_distances(gram: T) -> T:
-    """Return the squared distances between all pairs of gradients, ``[replicas, replicas]``."""
+    """Return the squared distances between all pairs of gradients, ``[replicas, replicas]``.
+
+    ``gram``: the inner products of the gradients, ``[replicas, replicas]``.
+    """
     norms = gram.diag()
     return (norms[:, None] + norms[None] - 2 * gram).clamp(min=0)
 
 
 def krum_scores(distances: T, faulty: int) -> T:
-    """Return Krum's scores: each gradient's sum of squared distances to its nearest neighbours (Blanchard et
-    al. 2017).
+    """Return Krum's score of each gradient, ``[replicas]``: the smaller, the more trustworthy (Blanchard et al. 2017).
+
+    The score is the sum of the squared distances to the ``replicas - faulty - 2`` nearest gradients. ``distances``:
+    squared, ``[replicas, replicas]``; ``faulty``: how many replicas may be faulty.
     """
     near = max(1, len(distances) - faulty - 2)
     others = distances + torch.diag(
@@ -73,7 +78,7 @@ def krum_scores(distances: T, faulty: int) -> T:
 
 
 def mean_of(chosen: T, count: int) -> T:
-    """Return the weights ``[count]`` of the mean of the ``chosen`` gradients."""
+    """Return weights ``[count]`` that average the gradients at the positions ``chosen``, and are 0 for all others."""
     return torch.zeros(count, dtype=torch.float64).index_fill_(
         0, chosen, 1 / len(chosen)
     )

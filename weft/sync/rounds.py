@@ -8,13 +8,17 @@ from weft.sync.payloads import shared_permutation
 
 
 def begins(step: int, fragment: int, how: Sync) -> bool:
-    """Return whether a round of a fragment ends after ``step`` (counted from 1), and the next one begins."""
+    """Return whether a round of the fragment with number ``fragment`` ends after ``step``, and the next one begins.
+
+    Steps are counted from 1. ``how``: the recipe's section ``[sync]``.
+    """
     return step > 0 and (step - how.every * fragment // how.fragments) % how.every == 0
 
 
 def fragment_of(name: str, count: int) -> int:
-    """Return which of ``count`` fragments holds a parameter. Blocks take turns, so each fragment has early and late
-    ones.
+    """Return the number of the fragment, of ``count``, to which the parameter ``name`` belongs.
+
+    Blocks of the model are assigned in turn, so that each fragment has early and late blocks.
     """
     kind, _, rest = name.partition(".")
     return (int(rest.partition(".")[0]) + 1) % count if kind == "blocks" else 0
@@ -23,8 +27,8 @@ def fragment_of(name: str, count: int) -> int:
 def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[int]:
     """Return the islands with which ``island`` exchanges in exchange ``number``, itself included.
 
-    ``among``: the islands that are present. Random pairs follow from the number, so that all islands draw the same
-    pairs.
+    ``among``: the islands that are present; ``how``: the recipe's section ``[sync]``. Random pairs follow from
+    ``number``, so that all islands draw the same pairs.
     """
     count, me = len(among), list(among).index(island)
     if how.partner == "ring":

@@ -17,7 +17,7 @@ T = torch.Tensor
 
 
 class One(NamedTuple):
-    """A parameter on one island: its value ``now``, and its slots, which are ``kept`` from round to round."""
+    """A parameter on one island: its value ``now``, and ``kept``, its slots by name, which last from round to round."""
 
     now: T
     kept: dict[str, T]
@@ -48,14 +48,14 @@ class Round(NamedTuple):
         }
 
     def mean(self, values: Mapping[int, T]) -> T:
-        """Return the mean over all participating islands, which are the same for all."""
+        """Return the mean of ``values``, one tensor by island, over all islands that take part."""
         return torch.stack([values[i] for i in sorted(self.near(min(self.ones)))]).mean(
             0
         )
 
 
 def step_anchor(replica: One, gradient: T, lr: float, momentum: float) -> None:
-    """Move the anchor of a parameter along ``gradient``, by PyTorch's own SGD with Nesterov's momentum."""
+    """Update a parameter's anchor along ``gradient`` by PyTorch's SGD, with Nesterov's momentum if ``momentum`` > 0."""
     optimizer = torch.optim.SGD(
         [replica.kept["anchor"].clone()], lr, momentum, nesterov=momentum > 0
     )

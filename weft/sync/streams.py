@@ -85,13 +85,17 @@ class Streams:
         return f"streams/{island}/{self.place}"
 
     def ring(self, islands: Container[int]) -> list[int]:
-        """Return these islands in the order of the ring."""
+        """Return ``islands`` in the order in which the ring all-reduce visits them."""
         return [island for island in self.order if island in islands]
 
     def send(
         self, island: int, tag: str, tensor: torch.Tensor, control: bool = False
     ) -> None:
-        """Send a flat CPU tensor without waiting. The tensor must not change before :meth:`flush` returns."""
+        """Queue a flat CPU tensor for an island under ``tag``, without waiting. It must not change before :meth:`flush`
+        returns.
+
+        ``control``: count its bytes as control messages, not as tensors.
+        """
         if island not in self._outboxes:
             self._outboxes[island] = Queue()
             self._threads.append(
@@ -157,13 +161,13 @@ class Streams:
             raise IslandLost(self._broken)
 
     def break_off(self, why: str) -> None:
-        """Make all waiting calls raise :class:`IslandLost`, now and until :meth:`begin`."""
+        """Make all waiting calls raise :class:`IslandLost` with the reason ``why``, now and until :meth:`begin`."""
         with self._news:
             self._broken = why or "islands come or go"
             self._news.notify_all()
 
     def begin(self, epoch: int) -> None:
-        """Start an epoch with new connections, and drop the messages of earlier epochs."""
+        """Start the epoch with number ``epoch`` on new connections, and drop the messages of earlier epochs."""
         with self._news:
             self.epoch, self._broken, self._waiting = epoch, "", 0
             for key in [key for key in self._came if key[0] < epoch]:
@@ -277,7 +281,11 @@ def streams_by_store(
     endpoint: Endpoint,
     limit: float,
 ) -> Streams:
-    """Open streams between islands that share a ``store``, where they find each other and agree on a secret."""
+    """Open streams between islands through a ``store``, where the ranks find each other and agree on a secret.
+
+    ``island``: this island's number among ``islands`` islands; ``place``: this rank's place in it; ``limit``: seconds
+    that a message may take.
+    """
     token = secrets.token_hex(32)
     secret = store.compare_set("weft/streams/token", "", token).decode()
     own = f"weft/streams/{island}/{place}"
@@ -297,7 +305,10 @@ def streams_by_store(
 def open_streams(
     mesh: Mesh, limit: float, encrypt: Encryption = "auto"
 ) -> Iterator[Streams | None]:
-    """Open this rank's streams to the other islands for the context; yield None if there are no other islands."""
+    """Open this rank's streams to the other islands of ``mesh`` for the context; yield None if there are none.
+
+    ``limit``: seconds that a message may take; ``encrypt``: which connections are encrypted.
+    """
     if mesh.island_store is None:
         yield None
         return

@@ -46,14 +46,18 @@ class SyncMethod:
         self.settings = settings
 
     def sent(self, theta: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Return the vector that an island sends at the end of a round, by default the difference."""
+        """Return the vector that an island sends at the end of a round, by default its difference, ``anchor`` minus
+        ``theta``.
+        """
         return slots["anchor"] - theta
 
     def applied(
         self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
     ) -> torch.Tensor:
-        """Return the island's next parameters, and change the slots in place. ``islands``: how many islands
-        took part.
+        """Return the island's next parameters, and change the ``slots`` in place.
+
+        ``theta``: its present parameters; ``answer``: the mean of the vectors sent; ``islands``: how many islands took
+        part.
         """
         raise NotImplementedError
 
