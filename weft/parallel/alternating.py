@@ -60,7 +60,7 @@ class UnitUpdate(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes that the tensors take in another memory."""
+        """Return the bytes that a copy of the update's tensors takes in the memory of another device."""
         return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
 
     def copied(self, room: T) -> "UnitUpdate":
@@ -85,14 +85,14 @@ class UnitUpdate(NamedTuple):
 
 
 class Lane:
-    """A thread that runs one work after the other, on a CUDA stream of its own where the device has streams."""
+    """A thread that runs submitted callables in order, on a CUDA stream of its own where the device has streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1, "weft-update")
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Queue ``work`` for the thread."""
+        """Queue the callable ``work`` for the lane's thread."""
         self.thread.submit(self._run, work)
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -107,12 +107,13 @@ class Lane:
 
 
 class Alternating:
-    """Updates units on the host, and a ``share`` of them, spread evenly among the others, on ``device`` meanwhile.
+    """Updates units on the host, and meanwhile a ``share`` of the units on ``device``.
 
-    With "auto" half of the units are on the device at first, and updates are measured. Then all splits are simulated
-    with these measurements; the fastest one gives the share, and ``report`` is called with it. Updates on both sides
-    give the same bits where their arithmetic does. A CPU as ``device`` is a second thread. ``wrap`` is called with each
-    action and its work.
+    The units updated on the device are spread evenly among all. With ``share`` "auto" half of the units are on the
+    device at first, and the times of updates are measured. Then every number of units on the device is simulated with
+    these times; the fastest gives the share, and ``report`` is called with it. Host and device compute the same bits
+    where their arithmetic does. A CPU as ``device`` is a second thread. ``wrap`` is called with each action of the
+    table and the callable that runs it.
     """
 
     def __init__(
@@ -233,7 +234,11 @@ def update_alternating(
     lr: float,
     scale: float = 1.0,
 ) -> None:
-    """Update all units of ``state`` with ``alternating``, by the ``grads`` of each unit times ``scale``."""
+    """Update all units of ``state`` on host and device with ``alternating``.
+
+    ``grads``: function that returns the reduced gradients of a unit by name; they are multiplied by ``scale``. ``lr``:
+    learning rate.
+    """
     optimizer, units = state.optimizer, []
     assert optimizer is not None, "a state that only computes"
     state.settle()

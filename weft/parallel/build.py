@@ -41,7 +41,10 @@ def check_fits(
     shape: ModelShape, layout: Layout, train: Train | None = None, optimizer: Optimizer | None = None,
     memory: Memory | None = None,
 ) -> None:  # fmt: skip
-    """Raise :class:`Conflict` for settings that the table of conflicts refuses; ``vocab`` may be 0, not yet known."""
+    """Raise :class:`Conflict` for settings that the table of conflicts refuses.
+
+    ``shape.vocab`` may be 0 while the size of the vocabulary is not yet known.
+    """
     asked = AskedRecipe(
         layout=layout,
         shape=shape,
@@ -168,7 +171,7 @@ def parallelize(
 
 
 def log(step: str) -> None:
-    """Log that ``step`` of :func:`parallelize` begins."""
+    """Log that the step of :func:`parallelize` with the name ``step`` begins."""
     logging.getLogger("weft.parallelize").debug(step)
 
 
@@ -179,10 +182,10 @@ def freeze(
     narrow: torch.dtype | None,
     kept: Container[str],
 ) -> None:
-    """Set the types of parameters, and freeze those that do not learn.
+    """Set the data types of parameters, and freeze the parameters that do not learn.
 
-    Frozen parameters, except those in ``kept``, get the type ``narrow``, as they have no small updates that could get
-    lost.
+    Frozen parameters get the type ``narrow``, as they have no small updates that could get lost. Parameters whose names
+    are in ``kept`` keep their type.
     """
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
     for name, parameter in model.named_parameters():
@@ -193,7 +196,10 @@ def freeze(
 
 
 def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
-    """Return the tiers in which the state and saved activations rest."""
+    """Return the tiers (device, host or files) in which the state and saved activations rest.
+
+    ``timeout``: seconds to wait for a transfer.
+    """
     if not memory.away:
         return OnDevice()
     from weft.memory.resting import Tiers
@@ -246,7 +252,10 @@ def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) 
 
 
 def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:
-    """Connect attention and experts of the blocks over the ranks of ``mesh``, and choose what the blocks recompute."""
+    """Connect attention and experts of the blocks over the ranks of ``mesh``, and set what the blocks recompute.
+
+    ``recompute``: name of the recomputation mode of activations.
+    """
     if mesh.layout.ep > 1:
         from weft.parallel.experts.connect import connect_experts
 
@@ -277,7 +286,10 @@ def attention_over(mesh: Mesh, shape: ModelShape) -> Attend:
 def resident_state(
     model: Transformer, mesh: Mesh, make: Callable[..., State] = State
 ) -> State:
-    """Build the state of a model that is whole on this rank with ``make``: a unit per block, and one for the rest."""
+    """Build the state of a model whose parameters are all whole on this rank.
+
+    ``make`` creates the state from units: each block is a unit, and the parameters outside of blocks are one more.
+    """
     described = dict(model.logical_parameters())
     held = {}
     for name, parameter in model.named_parameters():

@@ -31,10 +31,11 @@ NODES = 200
 
 
 class DocumentTimes(NamedTuple):
-    """Coefficients of the time of documents, in one unit of time.
+    """Coefficients of the modelled time of documents, in one unit of time.
 
-    A document of ``s`` tokens on ``d`` ranks takes ``(linear s + max(quadratic s^2, move s (d - 1))) / d``: every rank
-    of a group gets the keys and values of the others while it attends. ``fixed``: time of a pass beside its documents.
+    A document of ``s`` tokens on ``d`` ranks takes ``(linear * s + max(quadratic * s**2, move * s * (d - 1))) / d``:
+    every rank of a group receives the keys and values of the other ranks while it attends. ``fixed``: time of a pass
+    that does not depend on its documents.
     """
 
     quadratic: float
@@ -54,7 +55,10 @@ class PlanError(WeftError):
 
 
 def costs_of(model: ModelShape) -> DocumentTimes:
-    """Return a model's floating-point operations per document, forward and backward, with scores recomputed."""
+    """Return the coefficients of documents' times for a model, in floating-point operations.
+
+    They count forward and backward, with attention scores recomputed.
+    """
     shape = shape_of(model)
     full = shape.layers * (1 - shape.linear)  # layers whose attention is quadratic
     linear = 6 * (shape.layers * shape.active_weights + shape.table)
@@ -266,7 +270,10 @@ def in_rounds(plan: Plan) -> Plan:
 
 
 def finish_times(plan: Plan, lengths: np.ndarray, costs: DocumentTimes) -> list[float]:
-    """Return the time at which each rank is done, in the unit of ``costs``. Raises :class:`PlanError` for a hang."""
+    """Return the time at which each rank has finished its passes of ``plan``, in the unit of ``costs``.
+
+    ``lengths``: tokens of each document. Raises :class:`PlanError` if ranks would wait for each other for ever.
+    """
     clock, seconds = [0.0] * len(plan), dict[Pass, float]()
     for p in _runnable_order(plan):
         if p not in seconds:
@@ -307,7 +314,10 @@ def _shortened(documents: tuple[int, ...]) -> str:
 
 
 def check_document_plan(plan: Plan, lengths: np.ndarray, capacity: int) -> None:
-    """Raise :class:`PlanError` unless every document is computed once, every pass fits, and no rank waits for ever."""
+    """Raise :class:`PlanError` unless every document is computed once, every pass fits, and no rank waits for ever.
+
+    ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass.
+    """
     for rank, run in enumerate(plan):
         for p in run:
             if rank not in p.peers or len(set(p.peers)) < len(p.peers):
@@ -386,10 +396,10 @@ def _micro_batches(
 
 
 def bucket(lengths: np.ndarray, count: int) -> list[np.ndarray]:
-    """Divide ``lengths`` into at most ``count`` buckets of neighbouring lengths; return the indices in each.
+    """Divide documents into at most ``count`` buckets of similar length; return the indices of each bucket's documents.
 
-    Lengths are later rounded up to the longest of their bucket; these buckets add the fewest tokens that way (dynamic
-    programming).
+    ``lengths``: tokens of each document. Planning later rounds each length up to the longest of its bucket; dynamic
+    programming finds the buckets for which this adds the fewest tokens.
     """
     order = np.argsort(lengths, kind="stable")
     tops, counts = np.unique(lengths, return_counts=True)
@@ -504,7 +514,11 @@ def make_plan(
     ranks: int,
     costs: DocumentTimes,
 ) -> Plan:
-    """Make a plan with the planner ``name``, and check it. Raises :class:`PlanError` for a plan that cannot run."""
+    """Make a plan with the planner named ``name``, and check it. Raises :class:`PlanError` for a plan that cannot run.
+
+    ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``costs``: coefficients
+    of the time of documents.
+    """
     lengths = np.asarray(lengths, np.int64)
     plan = PLANNERS[name](lengths, capacity, ranks, costs)
     check_document_plan(plan, lengths, capacity)

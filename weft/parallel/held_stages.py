@@ -26,7 +26,10 @@ class HeldStages:
     holders: tuple[tuple[int, ...], ...]
 
     def table(self, microbatches: int, skipping: bool = True) -> Table:
-        """Build the schedule of this many microbatches, not lowered; ``skipping``: whether stages may be skipped."""
+        """Build the pipeline schedule for ``microbatches`` microbatches, not lowered.
+
+        With ``skipping`` microbatches skip stages as ``layout.skip`` says; without it they pass all stages.
+        """
         layout = self.mesh.layout
         asked = layout if skipping else layout.model_copy(update={"skip": 0.0})
         table = make_table(asked, microbatches, self.shape, self.seq_len)
@@ -34,12 +37,12 @@ class HeldStages:
 
     @property
     def layers(self) -> set[int]:
-        """The layers of this rank."""
+        """The indices of the layers on this rank."""
         return {layer for s in self.held for layer in self.stages[s].layers}
 
     @property
     def ends(self) -> set[str]:
-        """The ends of the model on this rank: of embedding, norm and head."""
+        """The parts outside of layers that this rank holds: any of "embedding", "norm" and "head"."""
         last = len(self.stages) - 1 in self.held
         if self.mesh.layout.vocab_barriers:
             return {"embedding", "head"} | ({"norm"} if last else set())
@@ -48,7 +51,10 @@ class HeldStages:
         return ends | ({"norm", "head"} if any(stage.head for stage in held) else set())
 
     def users(self, name: str) -> list[int]:
-        """List this rank's stages that compute with a parameter; a share of the vocabulary has a virtual stage."""
+        """List this rank's stages that compute with parameter ``name``.
+
+        For a share of the vocabulary this is the share's virtual stage.
+        """
         if self._of_vocabulary(name):
             return [share_stage(len(self.stages), self.mesh.rank("pp"))]
         return [s for s in self._stages_with(name) if s in self.held]
@@ -84,7 +90,10 @@ class HeldStages:
 
 
 def hold_stages(shape: ModelShape, mesh: Mesh, seq_len: int) -> HeldStages:
-    """Assign the layers of a model to stages, and stages to ranks; ``seq_len`` weighs attention."""
+    """Assign the layers of a model to stages, and stages to ranks, by their modelled time.
+
+    ``seq_len``: tokens of a sequence, from which the time of attention follows.
+    """
     layout = mesh.layout
     table = make_table(layout, 2 * mesh.size("pp"), shape, seq_len)
     cut = stages = assign_stages(shape, layout, table.stages, seq_len)

@@ -50,9 +50,10 @@ def with_turns(table: Table, stages: Sequence[Stage], layout: Layout) -> Table:
 
 @dataclass(eq=False)
 class LayerPass:
-    """A microbatch's pass through a layer, part by part.
+    """A microbatch's pass through a layer, which runs part by part.
 
-    ``leaf``: the layer's input; ``end`` makes the output from the result of the ``steps``.
+    ``steps``: generator that runs one part at a time; ``leaf``: the layer's input; ``end`` computes the layer's output
+    from the result of ``steps``.
     """
 
     steps: Steps
@@ -63,7 +64,7 @@ class LayerPass:
     result: T | None = None
 
     def go_on(self) -> None:
-        """Run the next part, if any remains."""
+        """Run the next part of forward, if any remains."""
         if self.result is None:
             self.parts.append(GraphPart())
             with running(self.parts[-1]), deferred(self.tape):
@@ -73,20 +74,20 @@ class LayerPass:
                     self.result = self.end(end.value)
 
     def output(self) -> T:
-        """Run the remaining parts, and return the output."""
+        """Run the remaining parts of forward, and return the layer's output."""
         while self.result is None:
             self.go_on()
         return self.result
 
     def begin_back(self, grad: T | None) -> None:
-        """Run backward of the last part; ``grad``: the output's gradient, None for a loss."""
+        """Run backward of the last part; ``grad``: the gradient of the layer's output, None if the output is a loss."""
         self.parts.pop()
         # not so in first layers in which nothing learns
         if self.output().requires_grad:
             torch.autograd.backward(self.output(), grad)
 
     def go_back(self) -> None:
-        """Run backward of the part before, if there is one."""
+        """Run backward of the last part whose backward has not run yet, if there is one."""
         if self.parts:
             self.parts.pop().backward()
 

@@ -40,17 +40,22 @@ KEPT = 2
 
 
 class Turns(NamedTuple):
-    """Weights that stay in memory: those gathered ``again`` soon, by the gather's id, and those of ``first`` stages."""
+    """The choice of gathered weights that stay in memory until their stage runs again.
+
+    ``again``: ids of the gather actions whose weights stay until the stage's next gather; ``first``: the first stages,
+    whose weights stay too.
+    """
 
     again: frozenset[int]
     first: frozenset[int]
 
 
 def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -> Turns:
-    """Choose the weights that stay in memory between the ``gathers`` of a rank, which are in order.
+    """Choose which weights stay in memory from one of a rank's ``gathers`` to the next gather of the same stage.
 
-    Weights stay if their stage comes again after one other stage, and so do those of the first stages. Of the remaining
-    weights those that are needed soonest stay, as many as fit in ``room``. ``size_of``: bytes of a stage's weights.
+    ``gathers`` are in the order of execution. Weights stay if their stage comes again after one other stage, and so do
+    those of the first stages. Of the remaining weights those that are needed soonest stay, as many as fit in ``room``
+    bytes. ``size_of``: bytes of a stage's weights.
     """
     last: dict[int, int] = {}
     waits = []  # how many gathers a stage would stay for, and the gather before them

@@ -59,13 +59,13 @@ class RevocableUpdates:
         self.state.update(unit, grads, lr, revocable=True)
 
     def commit(self) -> None:
-        """Keep all updates."""
+        """Keep all updates made so far: they can no longer be undone."""
         self.done.clear()
         self.state.tiers.stand()
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Undo all updates, to the last bit."""
+        """Restore the tensors of all updated units to their bits before the updates."""
         for unit in self.done:
             torch._foreach_copy_(self._changing[unit], self._copies[unit])
         self.done.clear()

@@ -88,7 +88,7 @@ class Unit:
         """Make the full parameters ready for compute."""
 
     def release(self, drop: bool) -> None:
-        """Forget the full parameters before the held rows change; ``drop``: free their memory too."""
+        """Forget the full parameters before the rows that this rank holds change; ``drop``: free their memory too."""
 
     def reduce(self) -> None:
         """Sum the gradients so far over the ranks with other data, and keep the rows that this rank holds."""
@@ -111,14 +111,14 @@ class Updater(Protocol):
     """An optimizer: updates parameters, and names the slots that it keeps with each."""
 
     def slots(self, held: Held) -> dict[str, Part]:
-        """Return the slots of this parameter before the first update."""
+        """Return the initial optimizer slots of the parameter ``held``, by name."""
 
     def __call__(self, held: Sequence[Held], grads: Sequence[T], lr: float) -> None:
         """Update parameters and their slots in place by gradients, at learning rate ``lr``. Collective."""
 
 
 class DueUpdate(NamedTuple):
-    """A postponed update: the gradients by unit, the learning rate, and the factor of the gradients."""
+    """A postponed update of a unit: its gradients, the learning rate, and the factor that multiplies the gradients."""
 
     grads: Callable[[Unit], Mapping[str, T]]
     lr: float
@@ -235,9 +235,10 @@ class State:
         scale: float = 1.0,
         but: Container[Unit] = (),
     ) -> None:
-        """Update every unit by its ``grads`` when it is visited next, or at the latest when the state settles.
+        """Postpone the update of every unit to its next :meth:`visit`, or to :meth:`settle` if that comes first.
 
-        Units without visits are updated now. Units in ``but`` are left out.
+        ``grads``: function that returns a unit's gradients, which are multiplied by ``scale``; ``lr``: learning rate.
+        Units that are never visited are updated now. Units in ``but`` are left out.
         """
         self._make_due()
         for unit in self.units:
@@ -249,7 +250,11 @@ class State:
                 self.update(unit, grads(unit), lr, scale)
 
     def fetch(self, unit: Unit) -> None:
-        """Start to fetch the tensors that the next :meth:`visit` of a unit needs, then those of the first due unit."""
+        """Start to fetch from tiers the tensors that :meth:`visit` of ``unit`` will need.
+
+        These are its weights, or all its tensors if :meth:`update_later` has postponed its update. The tensors of the
+        unit whose update was postponed first follow.
+        """
         groups = self.tiers.groups
         kinds = groups.get(unit, ()) if unit in self.due else ["weights"]
         self.tiers.fetch(unit, *kinds)
@@ -257,7 +262,10 @@ class State:
             self.tiers.fetch(late, *groups.get(late, ()))
 
     def visit(self, unit: Unit) -> None:
-        """Run the unit's due update, if there is one, and keep its weights in memory for the next use."""
+        """Run the update of ``unit`` that :meth:`update_later` has postponed, if there is one.
+
+        Its weights then stay in memory for the pass that follows.
+        """
         if due := self.due.pop(unit, None):
             grads, lr, scale = due
             # alone: the rest leaves before anything is made of them
@@ -267,7 +275,7 @@ class State:
                 self._update(unit, grads(unit), lr, scale)
 
     def settle(self) -> None:
-        """Run all due updates, and wait until all tensors are where they rest. Collective."""
+        """Run all postponed updates, and wait until all tensors are back in their tiers. Collective."""
         self._make_due()
         self.tiers.settle()
 
@@ -344,7 +352,10 @@ class State:
         return {f"model.{h.name}": h.part(h.local) for h in self.held} | slots
 
     def saved(self) -> dict[str, Part]:
-        """Return the tensors that a checkpoint holds; those kept in files are first checked for damage. Collective."""
+        """Return the tensors that a checkpoint holds, by name. Collective.
+
+        Tensors that rest in files are first compared with their checksums.
+        """
         self.bring_home()
         self.settle()
         self.tiers.check()

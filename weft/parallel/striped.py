@@ -61,7 +61,7 @@ class Stripes:
 
     @property
     def count(self) -> int:
-        """Rows of this rank."""
+        """The number of rows that this rank owns."""
         return self.counts[self.rank]
 
     def _cut(self, spans: Sequence[Span]) -> list[list[Span]]:
@@ -149,7 +149,11 @@ class StripedKeys(KeyValuePages):
 
 
 def attend_behind(q: T, k: T, v: T, past: int, window: int) -> tuple[T, T]:
-    """Return attention of tokens ``[tokens, heads, width]`` to ``past`` keys and their own, and its log-sum-exp."""
+    """Return causal attention of new tokens to ``past`` cached keys and to the new tokens, and its log-sum-exp.
+
+    ``q``: queries of the new tokens, ``[tokens, heads, width]``; ``k`` and ``v`` hold the cached tokens, and then the
+    new ones. ``window``: number of tokens that a token sees, 0 for all.
+    """
     end = past + len(q)
     if len(q) > 1:
         pieces = own_segments(len(q), past, window)

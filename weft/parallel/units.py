@@ -33,7 +33,10 @@ reduce_scatter = (
 def exchanged_rows(
     rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, Any]:
-    """Start an exchange of rows: ``sent`` rows to each rank in turn, ``received`` from each; return rows and work."""
+    """Start an exchange of ``rows``; return the buffer of received rows, and a work handle to wait for.
+
+    ``sent[i]`` rows go to rank ``i`` of ``group``, in order, and ``received[i]`` rows come from it.
+    """
     arriving = rows.new_empty(sum(received), *rows.shape[1:])
     work = dist.all_to_all_single(
         arriving, rows.contiguous(), received, sent, group=group, async_op=True
@@ -180,7 +183,7 @@ class TableUnit(Unit):
         all_gather(whole.view(-1), own, group=self.mesh.group(self.sharing))
 
     def release(self, drop: bool) -> None:
-        """Forget the full parameters before the rows change; ``drop``: free their memory too."""
+        """Forget the full parameters before the rows that this rank holds change; ``drop``: free their memory too."""
         if self.apart:
             self.live, self.at = False, []
             if drop:
@@ -189,7 +192,10 @@ class TableUnit(Unit):
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Add the last backward's gradients to sums in the wide type, if parameters are in a narrower type."""
+        """Add the last backward's gradients to running sums in the type of the state.
+
+        Nothing is done where parameters have that type already.
+        """
         if self.wide == self.compute:
             return
         for h, full in zip(self.held, self.full, strict=True):
@@ -202,7 +208,10 @@ class TableUnit(Unit):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the gradients so far over the ranks that share the state; each rank adds its rows to earlier sums."""
+        """Sum the gradients so far over the ranks that share the state.
+
+        Each rank adds the rows that it holds to its sums of earlier reductions.
+        """
         if not (self.apart and self.learns):
             return
         shares = [
@@ -264,7 +273,10 @@ class TableUnit(Unit):
 
 @torch.no_grad()
 def sum_over_replicas(units: Iterable[TableUnit], mesh: Mesh) -> None:
-    """Sum the reduced gradients over replicas, in one call for all units with the same replicas."""
+    """Sum the reduced gradients of ``units`` over data-parallel replicas.
+
+    Units with the same replicas are summed in one call.
+    """
     by_group: dict[str, list[Held]] = {}
     for unit in units:
         if unit.learns and mesh.size(unit.replicas) > 1 and not unit.reduced:

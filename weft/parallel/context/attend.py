@@ -39,7 +39,10 @@ def across(
     q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
     window: int = 0,
 ) -> T:  # fmt: skip
-    """Return attention by a scheme over ``peers``; arguments and result as in :func:`tile_attention`."""
+    """Return causal attention over the global ranks ``peers``, by the context scheme named ``scheme``.
+
+    The other arguments and the result are those of :func:`tile_attention`.
+    """
     if operator := find("context", scheme).implementation().operator():
         out: T = operator(q, k, v, cu_seqlens, peers, index, lengths, window)[0]
         return out
@@ -47,7 +50,11 @@ def across(
 
 
 def ulysses(attend: Attend, group: str, ranks: int, index: int) -> Attend:
-    """Return ``attend`` for this rank's share of the heads, over all tokens of the group's ``ranks``."""
+    """Return an attention that exchanges heads for tokens, and calls ``attend`` on a share of the heads (Ulysses).
+
+    ``group``: name of the process group; ``ranks``: its size; ``index``: this rank's position in it. ``attend`` sees
+    the tokens of all ranks of the group.
+    """
 
     def exchanged(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
         heads, kv_heads = q.shape[2], k.shape[2]

@@ -11,9 +11,10 @@ T = torch.Tensor
 
 
 def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[int]]:
-    """Return each rank's query heads, and the key/value heads that they read: flat ``[start, end, start, end, ...]``.
+    """Return the ranges of query heads that each rank computes, and of the key/value heads that these query heads read.
 
-    Counts need not divide: ranges of query heads differ by one, and a key/value head goes to all ranks that read it.
+    Both lists are flat: ``[start, end, start, end, ...]``, rank by rank. The number of ranks need not divide the
+    numbers of heads: ranges of query heads differ by one, and a key/value head goes to all ranks that read it.
     """
     own = [part(heads, ranks, rank) for rank in range(ranks)]
     group = heads // kv_heads
@@ -23,8 +24,9 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[
 
 
 def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | None:
-    """Return the key/value head of ``rank`` that each query head reads; None where heads are shared evenly, in
-    order.
+    """Return, for each query head of ``rank``, the index of the key/value head that it reads among those of the rank.
+
+    The result is None where every key/value head serves equally many query heads, in order.
     """
     first, last = part(heads, ranks, rank)
     group = heads // kv_heads

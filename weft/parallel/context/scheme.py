@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 class AttentionScheme:
-    """A scheme of attention: the rank and the step that compute each tile of the score matrix.
+    """A scheme of attention over ``cp``: decides which rank computes each tile of the score matrix, and in which step.
 
-    ``paired``: a rank owns an early and a late block of the sequence, so that causal work is even, instead of one.
+    If ``paired``, a rank owns an early and a late block of the sequence, so that causal work is even; else one block.
     """
 
     paired: ClassVar[bool] = False

@@ -113,9 +113,9 @@ class TileTable:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """The transfers, in an order that all ranks agree on.
+        """The transfers of blocks, in an order that all ranks agree on.
 
-        A block comes from the nearest rank before that holds it in the previous step, as in a ring.
+        A block is sent by the nearest preceding rank that holds the block in the previous step, as in a ring.
         """
         # who else has a block at a step
         held: dict[tuple[str, int, int], list[int]] = defaultdict(list)
@@ -135,14 +135,14 @@ class TileTable:
 
     @cached_property
     def moves_at(self) -> dict[int, list[tuple[int, Move]]]:
-        """Moves by step, each with its number in the table."""
+        """The transfers of blocks by step, each with its index in :attr:`moves`."""
         moves: dict[int, list[tuple[int, Move]]] = defaultdict(list)
         for number, move in enumerate(self.moves):
             moves[move.step].append((number, move))
         return dict(moves)
 
     def only(self, needed: Callable[[Tile], bool]) -> "TileTable":
-        """Return the table with the ``needed`` tiles only, and so with their transfers only."""
+        """Return the table with only the tiles for which ``needed`` returns True, and the transfers for these tiles."""
         return replace(self, tiles=tuple(t for t in self.tiles if needed(t)))
 
 
@@ -205,19 +205,25 @@ def validate_tiles(table: TileTable) -> TileTable:
 
 
 def zigzag_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Give every rank an early block and a late one, so that causal work is even."""
+    """Assign to every rank an early and a late block of the sequence, so that causal work is even.
+
+    Returns the blocks of each rank.
+    """
     return tuple((r, 2 * ranks - 1 - r) for r in range(ranks))
 
 
 def contiguous_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Give every rank the block of its number."""
+    """Assign to rank ``r`` block ``r`` of the sequence. Returns the blocks of each rank."""
     return tuple((r,) for r in range(ranks))
 
 
 def tiles_between(
     step: int, rank: int, queries: Collection[int], keys: Collection[int]
 ) -> list[Tile]:
-    """Return the tiles of these blocks of queries with these blocks of keys that causal attention needs."""
+    """Return the tiles of query blocks ``queries`` and key blocks ``keys`` that causal attention needs.
+
+    All tiles are computed by ``rank`` in step ``step``.
+    """
     return [
         Tile(step, rank, q, k, "causal" if q == k else "full")
         for q in queries
@@ -229,7 +235,11 @@ def tiles_between(
 def circle(
     name: str, owners: tuple[tuple[int, ...], ...], travels: str, buffers: int
 ) -> TileTable:
-    """Return a ring's table: at step ``t`` the blocks of rank ``r - t`` are on rank ``r``; ``travels``: q or kv."""
+    """Return a ring's table: in step ``t`` rank ``r`` works with the blocks of rank ``r - t`` (modulo the ranks).
+
+    ``travels``: whether blocks of queries ("q") or of keys and values ("kv") go around the ring. ``owners``: the blocks
+    of each rank; ``buffers``: number of other ranks' blocks that a rank may hold.
+    """
     size, tiles = len(owners), []
     for step in range(size):
         for rank in range(size):
@@ -242,5 +252,5 @@ def circle(
 
 @lru_cache(maxsize=64)
 def tile_table_of(scheme: str, ranks: int) -> TileTable:
-    """Return the validated table of a scheme."""
+    """Return the validated tile table of the context scheme named ``scheme`` for ``ranks`` ranks."""
     return validate_tiles(find("context", scheme).implementation().table(ranks))

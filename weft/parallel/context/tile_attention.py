@@ -273,7 +273,7 @@ def trip_of(
     lengths: Sequence[int],
     window: int = 0,
 ) -> Trip:
-    """Return the trip of an operator's arguments; see :func:`tile_attention`."""
+    """Return the :class:`Trip` for the arguments of :func:`tile_attention`."""
     cu, seq = tuple(cu_seqlens.tolist()), q.shape[1]
     return _trip(scheme, cu, tuple(lengths), seq, tuple(peers), index, window)
 
@@ -319,7 +319,10 @@ def tile_attention_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int,
     lengths: Sequence[int], window: int = 0,
 ) -> TileGradients:  # fmt: skip
-    """Return the gradients of queries, keys and values; ``out`` and ``lse``: the results of :func:`tile_attention`."""
+    """Return the gradients of queries, keys and values from ``grad``, the gradient of the attention's output.
+
+    ``out`` and ``lse`` are the results of :func:`tile_attention`; the other arguments are those of that function.
+    """
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     queries = [trip.cut(x) for x in (q, grad, out, lse.unflatten(0, q.shape[:2]))]
     keys = [trip.cut(x) for x in (k, v)]

@@ -19,10 +19,11 @@ Owners = list[np.ndarray]
 def steps_between(
     chosen: Sequence[np.ndarray], experts: Sequence[int]
 ) -> list[np.ndarray]:
-    """Count how often tokens go from each expert of a layer to each of the next: ``[experts, experts of the next]``.
+    """Count the transitions of tokens between experts of adjacent layers: ``[experts, experts of the next layer]``.
 
-    The result has one table for each pair of adjacent layers. ``chosen``: the experts of every token, ``[tokens, k]``
-    for each layer; ``experts``: their number in each layer.
+    A transition leads from an expert that a token is routed to in a layer to one in the next layer. The result has one
+    table for each pair of adjacent layers. ``chosen``: for each layer the experts that tokens are routed to, ``[tokens,
+    k]``; ``experts``: the number of experts of each layer.
     """
     steps = []
     for (here, there), sizes in zip(pairwise(chosen), pairwise(experts), strict=True):
@@ -32,7 +33,7 @@ def steps_between(
 
 
 def loads_of(chosen: Sequence[np.ndarray], experts: Sequence[int]) -> list[np.ndarray]:
-    """Count how often each expert of every layer was chosen; arguments as of :func:`steps_between`."""
+    """Count how many times tokens were routed to each expert, layer by layer; arguments as of :func:`steps_between`."""
     return [
         np.bincount(ids.ravel(), minlength=count)
         for ids, count in zip(chosen, experts, strict=True)
@@ -40,7 +41,10 @@ def loads_of(chosen: Sequence[np.ndarray], experts: Sequence[int]) -> list[np.nd
 
 
 def share_that_stays(steps: Sequence[np.ndarray], owners: Owners) -> float:
-    """Return the share of ``steps`` that lead to an expert on the same rank."""
+    """Return the share of tokens' transitions between adjacent layers that stay on the same rank.
+
+    ``steps``: counts of transitions as of :func:`steps_between`; ``owners``: the rank of every expert, for each layer.
+    """
     stays = sum(
         counts[here[:, None] == there].sum()
         for counts, (here, there) in zip(steps, pairwise(owners), strict=True)
@@ -49,16 +53,19 @@ def share_that_stays(steps: Sequence[np.ndarray], owners: Owners) -> float:
 
 
 def largest_load(loads: Sequence[np.ndarray], owners: Owners) -> float:
-    """Return the load of the most loaded rank over the mean rank's, in the layer where that is largest.
+    """Return the largest load of a rank in any layer, relative to the mean load of ranks in that layer.
 
-    ``loads``: of every expert of each layer.
+    ``loads``: for each layer, how many times tokens were routed to each expert; ``owners``: the rank of every expert.
     """
     by_rank = map(np.bincount, owners, loads)
     return max(float(load.max() / load.mean()) for load in by_rank)
 
 
 def random_owners(experts: Sequence[int], ranks: int, seed: int = 0) -> Owners:
-    """Draw the rank of every expert; numbers of experts per rank differ by one at most."""
+    """Assign the experts of each layer to random ranks; the numbers of experts of two ranks differ by one at most.
+
+    ``experts``: the number of experts of each layer.
+    """
     rng = np.random.default_rng(seed)
     split = (np.array_split(np.arange(count), ranks) for count in experts)
     return [
@@ -74,11 +81,12 @@ def place_experts(
     level: float = 0.0,
     starts: int = 4,
 ) -> Owners:
-    """Assign equally many experts to each rank, so that most of ``steps`` stay on a rank; return the rank of each.
+    """Assign equally many experts to each rank, so that most transitions of tokens stay on a rank.
 
-    Local search from ``starts`` random assignments: go through the layers back and forth and make the best swaps of two
-    experts, with the other layers fixed, until no swap helps. ``level`` weighs the variance of the ranks' loads (over
-    their mean, averaged over layers) against the share of steps that stay.
+    Returns the rank of every expert, for each layer. ``steps``: counts of transitions as of :func:`steps_between`;
+    ``loads``: as of :func:`loads_of`. Local search from ``starts`` random assignments: go through the layers back and
+    forth and make the best swaps of two experts, with the other layers fixed, until no swap helps. ``level`` weighs the
+    variance of the ranks' loads (over their mean, averaged over layers) against the share of transitions that stay.
     """
     total = sum(counts.sum() for counts in steps)
     # What the square of a rank's load costs, in steps.

@@ -33,7 +33,11 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
 
 
 def count_pieces(layout: Layout, tokens: T, choice: Choice) -> int:
-    """Return in how many pieces tokens are dispatched, the same on all ranks, so that a message has about a MiB."""
+    """Return the number of pieces in which tokens are dispatched to experts, the same on all ranks.
+
+    ``layout.pieces`` decides if set. Else tokens are cut so that a message has about one MiB; they are not cut without
+    gradients or where ranks may have different numbers of tokens.
+    """
     # documents by length, a prompt: unequally many
     if layout.pieces or layout.balance or not torch.is_grad_enabled():
         return layout.pieces or 1
@@ -44,7 +48,10 @@ def count_pieces(layout: Layout, tokens: T, choice: Choice) -> int:
 def connect_mixture(
     mixture: Mixture, way: Callable[[ExpertRanks], Dispatcher], sent: Counter[str]
 ) -> ExpertRanks:
-    """Connect a mixture by the dispatcher that ``way`` makes; return its ranks, which count the bytes ``sent``."""
+    """Give a mixture of experts the dispatcher that ``way`` makes, and return the mixture's :class:`ExpertRanks`.
+
+    ``sent`` counts the bytes that this rank sends to other ranks, by kind.
+    """
     ranks = ExpertRanks(mixture.mesh, mixture.experts.logical["gate"].dims, sent)
     placing = Placing(ranks, way(ranks))
     mixture.dispatcher = Hashed(ranks, placing) if ranks.mesh.layout.lsh else placing

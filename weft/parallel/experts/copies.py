@@ -81,7 +81,10 @@ class Copies:
         return self._plan.result()
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Plan the next step by a mean of the ``loads`` of experts over past steps; the last step weighs most."""
+        """Plan the copies of the next step from a moving mean of experts' loads, in which the last step weighs most.
+
+        ``loads``: tokens routed to each expert in the last step.
+        """
         self.running = self.running / 2 + np.repeat(loads, self.ranks.pieces)
         self.rested += 1
         if self.state and self.rested >= REST:
@@ -95,13 +98,13 @@ class Copies:
         self.replan()
 
     def move_to(self, order: np.ndarray) -> None:
-        """Move experts to owners in this ``order``. Collective."""
+        """Move experts between ranks; ``order`` lists the experts rank by rank. Collective."""
         places = Places(self.order, self.sizes, self.home)
         move_experts(self.ranks, self.state, places, order)
         self.order = order
 
     def replan(self) -> None:
-        """Plan with the present counts and owners."""
+        """Plan the copies again, with the present loads and owners of experts."""
         self._plan = planner().submit(self._planned, self.running, self.order)
 
     def _cost_of_move(self) -> float:
@@ -137,7 +140,10 @@ class Copies:
         )
 
     def slots_of(self, ids: T) -> T:
-        """Return the slot for each choice of an expert; an expert's copies share the choices of all ranks evenly."""
+        """Return the slot for each expert in ``ids``, the experts that tokens are routed to.
+
+        An expert's copies share its tokens of all ranks evenly.
+        """
         plan, ranks, flat = self.plan, self.ranks, ids.flatten()
         # the last are of choices that are dropped
         own = expert_counts(flat, ranks.items + ranks.pieces)

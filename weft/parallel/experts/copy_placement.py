@@ -16,7 +16,11 @@ ENOUGH, NEARLY = 1.02, 1.05
 
 
 def loads_of_ranks(loads: Array, copies: Array) -> Array:
-    """Return each rank's load by a table ``copies`` ``[experts, ranks]``: ``[ranks]``."""
+    """Return the load of each rank, ``[ranks]``, where an expert's load is divided evenly among the expert's copies.
+
+    ``loads``: tokens routed to each expert; ``copies``: the ranks that have a copy of each expert, ``[experts,
+    ranks]``.
+    """
     return np.asarray((loads / copies.sum(1)) @ copies)
 
 
@@ -93,10 +97,10 @@ def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
 
 
 def swapped(loads: Array, order: Array, sizes: Array) -> Array:
-    """Swap experts in ``order`` between two ranks at a time, until the loads that ranks own are even.
+    """Swap experts between two ranks at a time until the loads of owned experts are even; return the new order.
 
-    ``sizes``: experts that each rank owns. An expert's load above the ranks' mean can only go to copies, so it does not
-    count.
+    ``loads``: tokens routed to each expert; ``order``: experts owner by owner; ``sizes``: number of experts that each
+    rank owns. The part of an expert's load above the ranks' mean does not count, as only copies can take it.
     """
     order, rank_of = order.copy(), np.arange(len(sizes)).repeat(sizes)
     loads = np.minimum(loads / max(1, loads.sum()) * len(sizes), 1)
@@ -116,7 +120,10 @@ def swapped(loads: Array, order: Array, sizes: Array) -> Array:
 
 
 def copies_away(copies: Array, order: Array, sizes: Array) -> int:
-    """Count the copies that are not on the rank that owns the expert."""
+    """Count the copies of experts on ranks that do not own the expert.
+
+    ``copies``: bool ``[experts, ranks]``; ``order``: experts owner by owner; ``sizes``: number of experts per owner.
+    """
     return int(copies.sum() - copies[order, np.arange(len(sizes)).repeat(sizes)].sum())
 
 

@@ -40,7 +40,7 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Sends a row for each choice, to the member that has its expert."""
+    """Sends a row for each pair of a token and an expert that it is routed to, to the rank that has the expert."""
 
     members: Members
 
@@ -77,9 +77,10 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class PerMember:
-    """Sends one copy of a token to each member that has or leads to any of its experts.
+    """Sends one copy of a token to each rank of the group that has, or leads to, any of the token's experts.
 
-    From there on the token goes the ``inner`` way. A member adds up the results of a token before they go back.
+    The dispatcher ``inner`` brings the token from there to its experts. The receiving rank adds up the results of a
+    token before they go back.
     """
 
     members: Members
@@ -122,7 +123,7 @@ class PerMember:
 
 
 class AllGather:
-    """Sends all tokens to all members; each member adds up the results of its own experts."""
+    """Sends all tokens to all ranks of the group; each rank adds up the results of its own experts for every token."""
 
     def __init__(self, members: Members) -> None:
         self.members, self.fan_out = members, local_experts(members)
@@ -149,9 +150,9 @@ class AllGather:
 
 @dataclass(frozen=True)
 class EachChoice:
-    """Sends a copy of a token for each expert that it has chosen.
+    """Sends a copy of a token for each expert that the token is routed to.
 
-    So the experts' results are weighted and added up on the rank that the token came from.
+    The experts' results come back one by one, and the rank that the token came from weights them and adds them up.
     """
 
     inner: Dispatcher
@@ -173,7 +174,10 @@ class EachChoice:
 
 
 def then(arriving: Arriving, meta: tuple[Any, ...]) -> Arriving:
-    """Return ``arriving`` with an outer dispatcher's ``meta`` added to that of the inner dispatcher."""
+    """Return a function that waits for ``arriving`` rows and appends ``meta`` to the metadata of an inner dispatcher.
+
+    ``meta``: what an outer dispatcher needs to combine the results.
+    """
 
     def arrived() -> Dispatched:
         inner = arriving()
@@ -183,7 +187,10 @@ def then(arriving: Arriving, meta: tuple[Any, ...]) -> Arriving:
 
 
 def local_experts(members: Members) -> LocalExperts:
-    """Return the dispatcher to this rank's own experts, for tokens that may have chosen others too."""
+    """Return the dispatcher to this rank's own experts.
+
+    Tokens may also be routed to experts of other ranks, which this dispatcher leaves out.
+    """
     return LocalExperts(range(members.first, members.last), others=True)
 
 
@@ -194,7 +201,7 @@ def per_rank(members: Members) -> Dispatcher:
 
 @dataclass(frozen=True)
 class Placing:
-    """Dispatches as ``inner`` does, with experts' numbers replaced by their slots."""
+    """Dispatches as ``inner`` does, after replacing the indices of experts by slots on ``ranks``."""
 
     ranks: ExpertRanks
     inner: Dispatcher

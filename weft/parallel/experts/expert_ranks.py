@@ -59,7 +59,10 @@ class ExpertRanks(Homes):
             ]
 
     def placed(self, choice: Choice) -> Choice:
-        """Replace experts by slots in ``choice``; an expert that is cut becomes the slots of all its pieces."""
+        """Replace the experts in a routing ``choice`` by slots.
+
+        An expert that is cut becomes the slots of all its pieces.
+        """
         with untyped():
             pieces = torch.arange(self.pieces, device=choice.ids.device)
             ids = (choice.ids[..., None] * self.pieces + pieces).flatten(-2)
@@ -84,9 +87,10 @@ class ExpertRanks(Homes):
         return Members(self.mesh, group, owner, first, last, self.sent)
 
     def within(self, block: int, from_anywhere: bool = False) -> Members:
-        """Return the ranks of this rank's block of neighbours.
+        """Return the group of the ranks in this rank's block of ``block`` neighbouring ranks.
 
-        ``from_anywhere``: they lead to all slots; the rank at the owner's position leads to a slot of another block.
+        Its ranks lead to the slots of this block. With ``from_anywhere`` they lead to all slots: for a slot of another
+        block, the rank at the position that the slot's owner has in its block.
         """
         here = from_anywhere | (self.owner // block == self.rank // block)
         owner = torch.where(here & (self.owner < self.count), self.owner % block, block)

@@ -84,12 +84,18 @@ class Hashed:
 
 
 def summed(rows: T, buckets: T, count: int) -> T:
-    """Sum the rows of each bucket: ``[rows, ...]`` to ``[count, ...]``."""
+    """Sum the rows of each bucket: ``[rows, ...]`` to ``[count, ...]``.
+
+    ``buckets``: the bucket of each row; ``count``: number of buckets.
+    """
     return MovedRows.apply(rows, *_ways(count), buckets)
 
 
 def shared(sums: T, buckets: T) -> T:
-    """Return for each row the sum of its bucket: ``[buckets, ...]`` to ``[rows, ...]``."""
+    """Return for each row the entry of its bucket in ``sums``: ``[buckets, ...]`` to ``[rows, ...]``.
+
+    ``buckets``: the bucket of each row.
+    """
     return MovedRows.apply(sums, *_ways(len(sums))[::-1], buckets)
 
 
@@ -104,6 +110,6 @@ def _ways(count: int) -> tuple[Any, Any]:
 
 @lru_cache
 def rotations(width: int, count: int, device: torch.device) -> T:
-    """Draw random rotations, the same on all ranks and in every run: ``[count, width, width]``."""
+    """Draw ``count`` random rotations of vectors, the same on all ranks and in every run: ``[count, width, width]``."""
     drawn = torch.randn(count, width, width, generator=torch.Generator().manual_seed(0))
     return torch.linalg.qr(drawn).Q.to(device)

@@ -38,12 +38,13 @@ class Members:
         self.count, self.rank = group.size(), group.rank()
 
     def note(self, what: str, rows: T, count: int) -> None:
-        """Add the bytes of ``count`` rows like ``rows`` to those sent as ``what``."""
+        """Add the bytes of ``count`` rows like ``rows`` to those sent for ``what``, a key of the counter ``sent``."""
         self.sent[what] += count * rows.shape[1:].numel() * rows.element_size()
 
     def wanted(self, slots: T) -> T:
-        """Mark the members to which each token goes with 1, others with 0: ``[tokens, k]`` to int64 ``[tokens,
-        members]``.
+        """Return which members each token goes to, as 0 or 1: int64 ``[tokens, members]``.
+
+        ``slots``: the slots of the experts that each token is routed to, ``[tokens, k]``.
         """
         none = slots.new_zeros(len(slots), self.count + 1)
         return none.scatter(1, self.owner[slots], 1)[:, : self.count]
@@ -55,7 +56,7 @@ class Members:
         return gathered.view(self.count, -1)
 
     def most(self, number: int) -> int:
-        """Return the largest of all members' numbers. Collective."""
+        """Return the largest ``number`` that any member passes. Collective."""
         with untyped():
             largest = torch.tensor(number, device=self.mesh.device)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)

@@ -25,10 +25,11 @@ Array = np.ndarray
 def better_order(
     loads: Array, order: Array, sizes: Array, spare: int, cost: float
 ) -> Array:
-    """Return the order of experts, owner by owner: ``order``, or a better one if the move pays until the next move.
+    """Return an order of experts, rank by rank, with fewer copies on other ranks, or ``order`` if moving does not pay.
 
-    ``sizes``: experts that each rank owns; ``cost`` of moving an expert, as a multiple of sending a copy of it. A copy
-    is sent at least twice in a step, as weights and as gradients.
+    A move pays if it saves more than its cost until the next move. ``loads``: tokens routed to each expert; ``sizes``:
+    number of experts that each rank owns; ``spare``: slots of a rank for copies; ``cost`` of moving an expert, as a
+    multiple of sending a copy of it. A copy is sent at least twice in a step, as weights and as gradients.
     """
 
     def copies(order: Array) -> int:
@@ -42,16 +43,16 @@ def better_order(
 
 
 def tensors_of(state: Sequence[Held]) -> list[torch.Tensor]:
-    """List the weights and slots of these parameters."""
+    """List the weights and optimizer slots of the parameters in ``state``."""
     return [
         t for h in state for t in (h.local, *(part.values for part in h.slots.values()))
     ]
 
 
 class Places(NamedTuple):
-    """Places of a layer's experts: the experts in the ``order`` of their places, owner by owner.
+    """The owners of a layer's experts: ``order`` lists the experts rank by rank.
 
-    ``sizes``: experts that each rank owns; ``home``: the order that the layout gives.
+    ``sizes``: number of experts that each rank owns; ``home``: the order that the layout gives.
     """
 
     order: Array
@@ -63,7 +64,11 @@ class Places(NamedTuple):
 def move_experts(
     ranks: Members, state: Sequence[Held], places: Places, order: Array
 ) -> None:
-    """Move a layer's experts, with their ``state``, to owners in this ``order``. Collective among the layer's ranks."""
+    """Move a layer's experts between ranks, with their weights and optimizer slots. Collective among ``ranks``.
+
+    ``state``: the parameters of the experts; ``places``: present owners; ``order``: experts rank by rank after the
+    move.
+    """
     me, ends = ranks.rank, places.sizes.cumsum()
     rank_of, start = np.arange(ranks.count).repeat(places.sizes), ends - places.sizes
     to = np.nonzero(order != places.order)[0]  # places that get another expert

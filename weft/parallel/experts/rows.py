@@ -43,7 +43,10 @@ def exchanged(
 
 
 def gathered(x: T, members: Members, what: str = "tokens") -> Awaited:
-    """Gather the rows of all members, which have equally many: ``[members * rows, ...]``."""
+    """Gather the rows ``x`` of all members, which have equally many: ``[members * rows, ...]``.
+
+    ``what``: the kind of data, for counting bytes; see :data:`weft.models.router.SENT`.
+    """
     there, back = (
         partial(way, members=members, what=what) for way in (_gather, _scatter)
     )
@@ -61,7 +64,7 @@ def scattered(x: T, members: Members) -> Awaited:
 def start_exchange(
     rows: T, sent: list[int], received: list[int], members: Members, what: str
 ) -> Moving:
-    """Start an exchange that has no gradient; arguments as in :func:`exchanged`."""
+    """Start an exchange of rows through which no gradient flows; arguments as in :func:`exchanged`."""
     members.note(what, rows, sum(sent) - sent[members.rank])
     return exchanged_rows(rows, sent, received, members.group)
 
