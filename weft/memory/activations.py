@@ -48,7 +48,7 @@ PROFILED = 3
 
 
 class HostRoom:
-    """Bytes of the host's memory with the methods of a :class:`Region`."""
+    """Room in the host's memory for saved storages, with those methods of :class:`Region` that rooms need."""
 
     def __init__(self, size: int, pinned: bool, threads: Threads) -> None:
         self.size = size
@@ -72,7 +72,10 @@ class HostRoom:
 
 
 class Rooms:
-    """Room on the host, or in ``file``, for the storages of one run of a block each; later steps use it again."""
+    """Pool of rooms for saved storages, in the host's memory or in ``file``.
+
+    Each run of a block takes one room for all storages that it saves. A freed room is used again by later runs.
+    """
 
     def __init__(self, file: TierFile | None, pinned: bool) -> None:
         self.file, self.pinned = file, pinned
@@ -82,7 +85,7 @@ class Rooms:
         self.free: list[HostRoom | Region] = []  # by size
 
     def take(self, size: int) -> HostRoom | Region:
-        """Return the smallest free room of at least ``size`` bytes, or a new one."""
+        """Return the smallest free room of at least ``size`` bytes, or a new room if no free one is large enough."""
         place = bisect_left(self.free, size, key=lambda room: room.size)
         if place < len(self.free):
             return self.free.pop(place)
@@ -91,7 +94,7 @@ class Rooms:
         return HostRoom(size, self.pinned, self.threads)
 
     def give(self, room: HostRoom | Region, leaving: Transfer) -> None:
-        """Free ``room``, and cancel writes to it that have not begun."""
+        """Free ``room``. Pieces of ``leaving`` (the transfer to the room) that have not begun are cancelled first."""
         for piece in leaving.pieces:
             piece.cancel()
         settle(leaving.pieces)
@@ -99,10 +102,10 @@ class Rooms:
 
 
 class SavedStorage:
-    """A storage that ``run`` has saved. ``here``: its bytes, if they are on the device; ``start``: its place in the
-    room.
+    """Storage of a tensor that autograd has saved during ``run``.
 
-    Only tensors that autograd has saved refer to it, so that backward frees its memory.
+    ``here``: the bytes on the device, or None while they are only in the run's room; ``start``: the byte of the room at
+    which they begin. Only tensors that autograd has saved refer to this object, so that backward frees its memory.
     """
 
     def __init__(self, here: T, run: "BlockRun") -> None:
@@ -113,7 +116,7 @@ class SavedStorage:
 
 
 class SavedView(NamedTuple):
-    """A tensor that autograd has saved: its place in a storage."""
+    """Place of a tensor that autograd has saved: its dtype, size, stride and offset in a saved storage."""
 
     stored: SavedStorage
     dtype: torch.dtype
@@ -124,8 +127,10 @@ class SavedView(NamedTuple):
 
 @dataclass
 class Timing:
-    """Stamps of the begin and end of forward, then of backward; bytes ``saved``, and bytes of the block's
-    ``inputs``.
+    """Times and sizes of one run of a block.
+
+    ``stamps``: begin and end of forward, then begin and end of backward; ``saved``: bytes that the block saved for
+    backward; ``inputs``: bytes of the block's input.
     """
 
     stamps: list[Stamp] = field(default_factory=list)
@@ -136,8 +141,8 @@ class Timing:
 class BlockRun:
     """One forward run of a block, and the storages that it has saved.
 
-    ``before``: the previous run of the pass, which backward reaches next. ``index``: its number in the pass.
-    ``wanted``: whether backward has reached it.
+    ``before``: the run before this one in the same pass, which backward reaches after this one. ``index``: number of
+    this run in the pass. ``wanted``: whether backward has reached this run.
     """
 
     def __init__(self, before: "BlockRun | None") -> None:
@@ -151,18 +156,18 @@ class BlockRun:
 
     @property
     def here(self) -> int:
-        """Bytes that the run has on the device."""
+        """Bytes of the run's saved storages that are on the device."""
         return sum(
             stored.size for stored in list(self.stored) if stored.here is not None
         )
 
 
 class SavedActivations:
-    """Moves the tensors that blocks save for backward between ``device`` and the host, or ``file``.
+    """Mover of the tensors that blocks save for backward, between ``device`` and the host, or ``file`` if given.
 
-    ``blocks``: number of the first blocks of a pass that are moved; 0: as many as a profile of the first passes says,
-    which is passed to ``report``. ``sent`` counts the bytes that were to be moved, ``peak`` the most bytes on the
-    device at once.
+    ``blocks``: how many blocks at the beginning of each pass have their tensors moved. With 0 a profile of the first
+    passes decides, and ``report`` is called with the profile and the decision. ``sent``: total bytes that were to be
+    moved; ``peak``: most bytes of saved tensors on the device at once.
     """
 
     def __init__(
@@ -196,11 +201,11 @@ class SavedActivations:
 
     @contextmanager
     def block(self, module: nn.Module, x: T, *shared: T) -> Iterator[None]:
-        """Return a context in which ``module`` runs forward on ``x``: tensors that it saves are moved, except
-        parameters and ``shared``.
+        """Return a context in which ``module`` runs forward on ``x``, and tensors that it saves are moved.
 
-        Runs with the same ``shared`` belong to one pass, which backward goes through in the opposite order. Raises
-        :class:`TierError` where a file cannot be written; backward raises it where the file cannot be read.
+        Parameters and ``shared`` (tensors that all blocks of a pass save) stay on the device. Runs with the same
+        ``shared`` belong to one pass, which backward goes through in the opposite order. Raises :class:`TierError`
+        where a file cannot be written; backward raises it where the file cannot be read.
         """
         if not torch.is_grad_enabled():
             yield
@@ -412,8 +417,9 @@ class SavedActivations:
         })  # fmt: skip
 
     def profile(self) -> Profile:
-        """Return the fastest times of the passes so far: of blocks without transfers, and the time that
-        transfers add.
+        """Return a profile of the passes so far.
+
+        It holds the fastest times of each block without transfers, the bandwidths, and the time that transfers add.
         """
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -455,7 +461,11 @@ def move_piece(
     move: Callable[[T, int], None], piece: T, start: int, ready: torch.cuda.Event | None,
     stream: torch.cuda.Stream | None, moved: list[tuple[float, float, int]],
 ) -> None:  # fmt: skip
-    """Move a piece on ``stream``, beside the computation, once the device has reached ``ready``. Runs in a thread."""
+    """Run ``move(piece, start)`` on ``stream`` once the device has reached the event ``ready``.
+
+    ``start``: the byte of the room at which the piece begins. Runs in a thread, and appends the begin, the end and the
+    bytes of the move to ``moved``.
+    """
     if ready is not None:
         ready.synchronize()
     begun = time.perf_counter()
@@ -472,8 +482,10 @@ def seconds_between(begun: Stamp, ended: Stamp) -> float:
 
 
 def bandwidth(moved: Sequence[tuple[float, float, int]]) -> float:
-    """Return bytes per second while anything moved, of ``(from, to, bytes)`` that may overlap; a huge number if nothing
-    did.
+    """Return the bytes per second of transfers, over the time in which at least one piece was moving.
+
+    ``moved``: begin and end in seconds, and bytes, of each piece; pieces may overlap in time. If nothing was moved, the
+    result is the largest float.
     """
     busy, end = 0.0, 0.0
     for begun, ended, _ in sorted(moved):

@@ -9,14 +9,13 @@ from weft.errors import WeftError
 
 
 class TierError(WeftError):
-    """A tier's file could not be made, read or written."""
+    """Error of a tier's file that cannot be made, read or written."""
 
 
 def nameless_file(folder: Path, name: str) -> int:
-    """Create a file without a name and return its descriptor; a missing folder is made. ``name``: the folder's, in
-    errors.
+    """Create a file without a name in ``folder`` and return its descriptor. A missing folder is made.
 
-    Raises :class:`TierError` if the folder cannot be used.
+    ``name``: what error messages call the folder. Raises :class:`TierError` if the folder cannot be used.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,9 +40,10 @@ def nameless_file(folder: Path, name: str) -> int:
 
 
 def reserve(descriptor: int, start: int, size: int, where: str) -> mmap.mmap:
-    """Reserve ``size`` bytes of a file from ``start`` on, and map them as memory of this process.
+    """Reserve ``size`` bytes of a file from byte ``start`` on, and map them as memory of this process.
 
-    Raises :class:`TierError` if the disk is full: later a write to that memory would end the process by a signal.
+    ``where``: the place of the file, for the error message. Raises :class:`TierError` if the disk is full, because a
+    later write to the memory would then end the process by a signal.
     """
     try:
         os.posix_fallocate(descriptor, start, size)

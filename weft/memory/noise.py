@@ -8,7 +8,10 @@ T = torch.Tensor
 
 
 def random_bits(positions: T, seed: int) -> T:
-    """Return 32 random bits for every position, int64: a counter-based generator, two rounds of murmur3's mixer."""
+    """Return 32 random bits for each of ``positions`` (int64, indices of elements), as int64 of the same shape.
+
+    The generator is counter-based: two rounds of murmur3's mixer.
+    """
     mask = 0xFFFFFFFF
     x = (positions ^ positions >> 32) & mask
     for constant in (seed & mask, (seed >> 32 ^ 0x9E3779B9) & mask):
@@ -20,9 +23,9 @@ def random_bits(positions: T, seed: int) -> T:
 
 
 def normal(positions: T, seed: int, dtype: torch.dtype) -> T:
-    """Draw from the standard normal distribution, one number for every position (Box and Muller 1958).
+    """Draw a value from the standard normal distribution for each of ``positions`` (Box and Muller 1958).
 
-    Numbers are computed in at least float32 and rounded to ``dtype``.
+    ``positions``: int64, indices of elements. Values are computed in at least float32 and rounded to ``dtype``.
     """
     wide = torch.promote_types(dtype, torch.float32)
     radius, angle = (

@@ -16,16 +16,19 @@ HIDDEN = 1.03
 
 
 def most_leaving(index: int, away: int, length: int) -> int:
-    """Return how many blocks may be on their way when block ``index`` of a pass of ``length`` blocks begins.
+    """Return how many earlier blocks may still be in transfer when forward begins block ``index`` of ``length`` blocks.
 
-    The first ``away`` blocks are moved. Blocks that stay and have not run yet lend their room, so that a slow disk has
-    the whole forward pass.
+    ``away``: how many blocks at the beginning of the pass are moved. Blocks that stay and have not run yet lend their
+    memory to blocks in transfer, so that a slow disk has the whole forward pass.
     """
     return max(0, length - max(index, away)) + MOST_LEAVING - 1
 
 
 class BlockCost(NamedTuple):
-    """Seconds of a block's passes without any wait, bytes that the block has ``saved``, and bytes of its ``inputs``."""
+    """Cost of a block: seconds of its forward and backward without any wait, and the bytes that it keeps.
+
+    ``saved``: bytes that the block saves for backward; ``inputs``: bytes of its input.
+    """
 
     forward: float
     backward: float
@@ -34,7 +37,10 @@ class BlockCost(NamedTuple):
 
 
 class BlocksSaving(NamedTuple):
-    """Effect of moving or recomputing the first ``blocks``: most ``bytes`` on the device, and ``seconds`` of a pass."""
+    """Effect of moving, or of recomputing, the activations of the first ``blocks`` blocks.
+
+    ``bytes``: most bytes of activations on the device at once; ``seconds``: time of forward and backward.
+    """
 
     blocks: int
     bytes: int
@@ -43,10 +49,11 @@ class BlocksSaving(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """A pass over the ``blocks`` of a model or stage. ``write`` and ``read``: bytes per second of transfers.
+    """Profile of a pass (forward and backward) over the ``blocks`` of a model or stage.
 
-    ``write_drag`` and ``read_drag``: seconds that each moved byte adds to the computation beside it, as threads that
-    copy take processors and memory from it.
+    ``write`` and ``read``: bytes per second of transfers from the device and back. ``write_drag`` and ``read_drag``:
+    seconds that each moved byte adds to the computation beside it, as threads that copy take processors and memory from
+    the computation.
     """
 
     blocks: Sequence[BlockCost]
@@ -56,7 +63,7 @@ class Profile:
     read_drag: float = 0.0
 
     def offloaded(self, away: int) -> BlocksSaving:
-        """Simulate the pass with the first ``away`` blocks moved, as :class:`SavedActivations` runs it."""
+        """Simulate the pass with the activations of the first ``away`` blocks moved by :class:`SavedActivations`."""
         blocks = self.blocks
         now = 0.0
         link = 0.0
@@ -89,7 +96,10 @@ class Profile:
         return BlocksSaving(away, most, now)
 
     def recomputed(self, count: int) -> BlocksSaving:
-        """Return the effect of recomputing the first ``count`` blocks; one at a time has all that it saves."""
+        """Return the effect of recomputing the first ``count`` blocks during backward.
+
+        These blocks keep only their inputs, except for the one block that is being recomputed.
+        """
         again = self.blocks[:count]
         inputs = sum(block.inputs for block in again)
         kept = inputs + sum(block.saved for block in self.blocks[count:])
@@ -98,15 +108,16 @@ class Profile:
         return BlocksSaving(count, max(kept, inputs + working), seconds)
 
     def most_hidden(self) -> int:
-        """Return the most blocks that can be moved at no cost; never the last block, which is needed at once."""
+        """Return the largest number of first blocks that can be moved without making the pass notably slower.
+
+        The last block is never moved, because backward needs it at once.
+        """
         limit = HIDDEN * self.offloaded(0).seconds
         numbers = range(max(1, len(self.blocks)))
         return max(n for n in numbers if self.offloaded(n).seconds <= limit)
 
     def curve(self) -> dict[str, Any]:
-        """Return, for every number of blocks, the effects of moving and of recomputing them; 0 keeps all on the
-        device.
-        """
+        """Return the effects of moving, and of recomputing, the first n blocks, as lists over n from 0 on."""
         numbers = range(len(self.blocks) + 1)
         points: dict[str, Any] = {"offload": [self.offloaded(n) for n in numbers[:-1]]}
         # or else they are recomputed already

@@ -9,7 +9,7 @@ import torch
 
 
 class OnDevice:
-    """Tiers that keep all tensors on the device; :class:`weft.memory.resting.Tiers` moves them."""
+    """Tiers that keep all tensors on the device. The subclass :class:`weft.memory.resting.Tiers` moves them."""
 
     places: Mapping[str, str] = {}
     room = 0
@@ -19,31 +19,34 @@ class OnDevice:
 
     @property
     def staging(self) -> Path | None:
-        """Folder for copies of the state, if the state does not fit in memory."""
+        """Folder for the copy of the state that a save makes, or None if the copy is made in main memory."""
         return None
 
     @property
     def note(self) -> str:
-        """Note about the file, if it is not as expected."""
+        """Warning about the tier's file, such as missing direct I/O, or "" if there is none."""
         return ""
 
     @property
     def pooled(self) -> int:
-        """Bytes of the buffers through which tensors pass."""
+        """Bytes of the buffers through which tensors pass between the tier and their use."""
         return 0
 
     def rest(self, owner: Hashable, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Let tensors rest in the place of their kind; here, on the device."""
+        """Let ``tensors`` rest in the place of their ``kind`` ("weights", "gradients", "moments"); here, on the device.
+
+        ``owner``: the unit of the state to which the tensors belong.
+        """
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
-        """Begin to read tensors that will soon be used."""
+        """Begin to read those tensors of ``owner`` that are of these ``kinds``, because they will soon be used."""
 
     def size(self, owner: Hashable, kind: str) -> int:
-        """Return the bytes that the owner's tensors of one kind take in the file."""
+        """Return the bytes that the owner's tensors of one kind take in the file, 0 if they are not in a file."""
         return 0
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        """Keep the tensors of the next use for the use after it."""
+        """Keep the owner's tensors of one kind in memory between their next two uses (:meth:`at_hand`)."""
 
     def at_hand(
         self,
@@ -53,17 +56,20 @@ class OnDevice:
         read: bool = True,
         apart: bool = False,
     ) -> AbstractContextManager[None]:
-        """Return a context in which the owner's tensors of one kind can be used."""
+        """Return a context in which the owner's tensors of one kind can be used.
+
+        For the other arguments see :meth:`weft.memory.resting.Tiers.at_hand`; here they have no effect.
+        """
         return nullcontext()
 
     def updating(
         self, owner: Hashable, behind: int = 1
     ) -> AbstractContextManager[None]:
-        """Return a context in which the owner's tensors may change."""
+        """Return a context in which the owner's tensors may change. ``behind`` has no effect here."""
         return nullcontext()
 
     def trying(self, owner: Hashable) -> AbstractContextManager[None]:
-        """Return a context in which the owner's tensors may change until :meth:`undo`."""
+        """Return a context in which the owner's tensors may change on trial: :meth:`undo` takes the changes back."""
         return nullcontext()
 
     @property
@@ -72,19 +78,19 @@ class OnDevice:
         return None
 
     def stand(self) -> None:
-        """Keep all tried changes for good."""
+        """Keep all changes that were made in :meth:`trying` for good."""
 
     def undo(self) -> None:
-        """Take back all tried changes since :meth:`stand`."""
+        """Take back all changes that were made in :meth:`trying` since the last :meth:`stand`."""
 
     def settle(self) -> None:
         """Wait for all transfers."""
 
     def check(self) -> None:
-        """Compare the file with its checksums."""
+        """Compare the tensors in the file with the checksums of what was written."""
 
     def restart(self) -> None:
-        """Begin a new round of updates."""
+        """Begin a new round of updates: the owner that is updated next is the first of a step."""
 
     def forget_sums(self) -> None:
-        """Drop all checksums."""
+        """Drop the checksums of all tensors in the file."""

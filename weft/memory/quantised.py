@@ -34,15 +34,19 @@ def dynamic_map(signed: bool, exponents: int, bits: int) -> T:
 
 @cache
 def linear_map(bits: int) -> T:
-    """Return ``2**bits`` equal steps up to 1, without zero: for a second moment, which divides (Li et al. 2023)."""
+    """Return the values of the codes of ``bits`` bits: float32 ``[2**bits]``, equally spaced from above 0 to 1.
+
+    Zero is left out, because the codes are for a second moment, by which updates are divided (Li et al. 2023).
+    """
     return torch.linspace(0, 1, 2**bits + 1)[1:]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks, ``length`` long and with a scale each, that divide the last dimension of a logical tensor.
+    """Blocks of ``size`` elements, with a scale each, that divide the last dimension of a logical tensor.
 
-    A part of the tensor begins at ``start``. Blocks are counted from the beginning of the logical tensor.
+    ``length``: elements of that dimension. ``start``: index of the first element of the part that this rank holds.
+    Blocks are counted from the beginning of the logical tensor.
     """
 
     size: int
@@ -55,7 +59,10 @@ class Blocks:
         return -(-self.length // self.size)
 
     def largest(self, x: T) -> T:
-        """Return the largest value of each block in the part ``x [..., n]``, at least 0: ``[..., count]``."""
+        """Return the largest value of each block within the part ``x [..., n]``, as ``[..., count]``.
+
+        It is 0 for blocks without a positive value in the part.
+        """
         first = self.start // self.size
         before = self.start - first * self.size
         padded = F.pad(x.clamp(min=0), (before, -(before + x.size(-1)) % self.size))
@@ -67,14 +74,18 @@ class Blocks:
         return F.pad(largest, (first, self.count - first - largest.size(-1)))
 
     def spread(self, scale: T, n: int) -> T:
-        """Return the scale of each of the ``n`` elements of the part: ``[..., n]``."""
+        """Return the scale of each of the ``n`` elements of the part, as ``[..., n]``.
+
+        ``scale``: per block, ``[..., count]``.
+        """
         positions = torch.arange(self.start, self.start + n, device=scale.device)
         return scale[..., positions // self.size]
 
 
 def encoded(x: T, scale: T, values: T) -> T:
-    """Return the codes (uint8) of the values nearest to ``x / scale``. ``scale``: per element; where it is 0, so is
-    ``x``.
+    """Return the codes (uint8) of those ``values`` that are nearest to ``x / scale``.
+
+    ``values``: the map of codes, ascending; ``scale``: per element of ``x``. Where ``scale`` is 0, ``x`` is 0, too.
     """
     values = values.to(x.device, x.dtype)
     middles = (values[1:] + values[:-1]) / 2
@@ -84,13 +95,14 @@ def encoded(x: T, scale: T, values: T) -> T:
 
 
 def decoded(codes: T, scale: T, values: T) -> T:
-    """Return the numbers of ``codes``. ``scale``: per element."""
+    """Return the elements that ``codes`` stand for: ``values`` (the map of codes) times ``scale`` (per element)."""
     return values.to(scale.device, scale.dtype)[codes.int()] * scale
 
 
 def unpacked(pairs: T) -> T:
-    """Split bytes into codes of four bits, the inverse of :func:`weft.models.nf4.packed`: ``[..., n / 2] -> [...,
-    n]``.
+    """Split bytes into two codes of four bits each: ``[..., n / 2] -> [..., n]``.
+
+    This is the inverse of :func:`weft.models.nf4.packed`.
     """
     return torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten(-2)
 

@@ -17,7 +17,7 @@ T = torch.Tensor
 
 
 class HostCopy:
-    """A copy from the host's memory to a device, on a stream beside the computation there."""
+    """Copy from the host's memory to a device, on a stream beside the computation there."""
 
     def __init__(self, memory: T, into: T, stream: torch.cuda.Stream) -> None:
         # which may still use what is overwritten
@@ -41,10 +41,9 @@ class HostCopy:
 
 
 class Records:
-    """``count`` records of ``size`` bytes, whole pages, in a file or, without a file, in ``memory`` (``[count,
-    size]``).
+    """Store of ``count`` records of ``size`` bytes each, rounded up to whole pages, to be read to ``device``.
 
-    They are read to ``device``.
+    The records rest in ``file``, or without a file in the host's ``memory`` (uint8 ``[count, size]``).
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Records:
             ).view(count, -1)
 
     def read(self, index: int, into: T) -> Transfer | HostCopy:
-        """Begin to read record ``index`` to memory of the device."""
+        """Begin to read record ``index`` into the memory ``into`` on the device (uint8 ``[size]``)."""
         if self.region is not None:
             return self.region.read(into, index * self.size)
         if self._stream is not None:
@@ -68,14 +67,14 @@ class Records:
         return Transfer((), "", 0)
 
     def give_up(self, coming: Transfer | HostCopy) -> bool:
-        """Cancel a read that has not begun; return whether it was cancelled."""
+        """Cancel the read ``coming`` if it has not begun. Returns whether it was cancelled."""
         given_up = coming.cancel()
         if given_up and self.region is not None:
             self.region.file.bytes["read"] -= self.size
         return given_up
 
     def write(self, index: int, data: T) -> None:
-        """Store ``data`` as record ``index``."""
+        """Store ``data`` (uint8 ``[size]``) as record ``index``, and wait until it is stored."""
         if self.region is not None:
             self.region.write(data, index * self.size).wait()
         else:
@@ -90,9 +89,10 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """Slots in a device's memory for ``records``.
+    """Slots in a device's memory that hold some of the ``records`` at a time.
 
-    ``counts``: records that were ``read``, and records that were ``awaited`` because no other could be used meanwhile.
+    ``counts["read"]``: records whose read was begun and not cancelled; ``counts["awaited"]``: records for which the
+    computation waited, because no other record that it needed was in memory.
     """
 
     def __init__(self, records: Records, slots: int, device: torch.device) -> None:
@@ -111,7 +111,10 @@ class Slots:
         self._free = list(memory.view(self.count, -1))
 
     def choose(self, records: Sequence[int]) -> None:
-        """Name the records that are used next. Reads of other expected records are cancelled if they have not begun."""
+        """Set the records that are used next, and begin to read those of them that are missing.
+
+        Reads of other records that :meth:`expect` has begun are cancelled if they are still queued.
+        """
         for record in self._expected.difference(records):
             if self.records.give_up(self._there[record].coming):
                 self._free.append(self._there.pop(record).memory)
@@ -120,7 +123,10 @@ class Slots:
         self.expect(records)
 
     def expect(self, records: Iterable[int]) -> None:
-        """Begin to read missing ``records``, in this order, into slots that are free or hold no expected record."""
+        """Begin to read those of ``records`` that are in no slot, in this order.
+
+        They go into slots that are free or hold no expected record; if there is no such slot, they are not read yet.
+        """
         for record in records:
             if record not in self._there:
                 if (memory := self._room()) is None:
@@ -129,11 +135,10 @@ class Slots:
             self._expected.add(record)
 
     def using(self, records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
-        """Yield the chosen ``records`` with their memory (uint8 ``[size]``), records in memory first, until all are
-        used.
+        """Yield lists of pairs of a record and its memory (uint8 ``[size]``), until all ``records`` were yielded.
 
-        Memory belongs to the caller until it asks for the next records. Raises
-        :class:`weft.memory.nameless_file.TierError` if a record cannot be read.
+        Records that are already in memory come first. The memory of a list belongs to the caller until the next list is
+        requested. Raises :class:`weft.memory.nameless_file.TierError` if a record cannot be read.
         """
         self.expect(records)
         left = list(records)

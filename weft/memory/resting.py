@@ -39,7 +39,10 @@ ALIGNED = 64
 
 
 class RestingGroup:
-    """Tensors of one unit that rest together: in a region of ``file``, or without a file in the host's memory."""
+    """Tensors of one unit that rest together, in a region of ``file`` or, without a file, in the host's memory.
+
+    ``pool``: the buffers through which they pass.
+    """
 
     def __init__(
         self, tensors: Sequence[T], file: TierFile | None, pool: BufferPool
@@ -76,25 +79,27 @@ class RestingGroup:
         return region, region.memory
 
     def double(self) -> None:
-        """Reserve room for a second version, so that :meth:`put` can keep the first one."""
+        """Reserve room for a second version of the tensors, so that :meth:`put` can keep the version that was read."""
         self.spare = self.spare or self._room()
 
     def turn(self) -> None:
-        """Make the other version the current one. No transfer may be under way."""
+        """Exchange the current version of the tensors with the second version. No transfer may be under way."""
         assert self.spare is not None
         (self.region, self.home), self.spare = self.spare, (self.region, self.home)
         self._refer_to(self.home)
 
     def fetch(self) -> None:
-        """Begin to read the tensors, unless a read is under way or its result is kept."""
+        """Begin to read the tensors into a buffer, unless a read is under way or a buffer with them was kept."""
         if self.region is not None and self.coming is None:
             self.let_go()
             self.buffer = self.pool.take(self.region.size)
             self.coming = self.region.read(self.buffer)
 
     def bring(self, read: bool = True, changes: bool = False) -> None:
-        """Move the tensors to the place of their use. Without ``read`` their values are undefined, and all must be
-        written.
+        """Move the tensors to the memory in which they are used, and wait until they are there.
+
+        Without ``read`` their values are undefined, and the caller must write all of them. With ``changes`` the caller
+        will change them, so an earlier write to the region is completed first.
         """
         if read:
             self.fetch()
@@ -112,10 +117,10 @@ class RestingGroup:
         self.in_use = True
 
     def put(self, changed: bool, apart: bool = False) -> None:
-        """Begin to write the tensors back if they have ``changed``.
+        """Begin to write the tensors back if they have ``changed``, and let them rest again.
 
-        ``apart``: write them as another version, beside the one that was read. If the group is ``kept``, the buffer
-        stays for the next use.
+        ``apart``: write them as the second version, beside the version that was read. If the group is ``kept``, the
+        buffer stays for the next use.
         """
         if changed and apart:
             self.turn()
@@ -135,7 +140,7 @@ class RestingGroup:
 
     @property
     def has_left(self) -> bool:
-        """Whether the write back has ended."""
+        """Whether no write of the tensors to their region is under way."""
         return self.leaving is None or self.leaving.done
 
     def let_go(self) -> None:
@@ -148,7 +153,10 @@ class RestingGroup:
             self.buffer = None
 
     def settle(self) -> None:
-        """Wait for all transfers, so that the tensors are where they rest; buffers that were only read are dropped."""
+        """Wait for all transfers, so that the tensors are where they rest.
+
+        A buffer that was read but not used is given back.
+        """
         if self.coming is not None:
             self.coming.wait()
         self.coming, self.kept = None, False
@@ -167,13 +175,13 @@ class RestingGroup:
 
 @dataclass
 class AccessOrder:
-    """The order of owners in the last round, which predicts the next owner."""
+    """Order in which owners (units of the state) were used in the last round, which predicts the next owner."""
 
     following: dict[Hashable, Hashable] = field(default_factory=dict)
     last: Hashable = None
 
     def after(self, owner: Hashable) -> Hashable:
-        """Record the turn of ``owner``, and return the owner that is next; None if that is not known."""
+        """Record that ``owner`` is used now, and return the owner that is used next, or None if that is not known."""
         self.following[self.last], self.last = owner, owner
         return self.following.get(owner)
 
@@ -189,8 +197,8 @@ class Tiers(OnDevice):
 
     ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); other kinds are on the
     device. ``folder``: where every rank has a file; ``timeout``: seconds for one transfer; ``room``: bytes of weights
-    that may stay for a later use, beside those that a step always needs. Owners are updated in the same order in every
-    step, so that from the second step on the next owner's tensors are read while the present owner's are in use.
+    that may stay in memory between uses, beyond those that a step always needs. Owners are updated in the same order in
+    every step, so that from the second step on the next owner's tensors are read while the present owner's are in use.
     """
 
     def __init__(
@@ -227,7 +235,7 @@ class Tiers(OnDevice):
 
     @property
     def staging(self) -> Path | None:
-        """Folder for copies of the state, if the state does not fit in memory."""
+        """Folder for the copy of the state that a save makes, or None if the copy is made in main memory."""
         return self.folder if "file" in self.places.values() else None
 
     @property
@@ -237,11 +245,14 @@ class Tiers(OnDevice):
 
     @property
     def note(self) -> str:
-        """Note about the file, if it is not as expected."""
+        """Warning about the tier's file, such as missing direct I/O, or "" if there is none."""
         return self._file.note if self._file is not None else ""
 
     def rest(self, owner: Hashable, kind: str, tensors: Iterable[T]) -> None:
-        """Let tensors, whose objects stay the same, rest in the place of their kind from now on."""
+        """Let ``tensors`` of ``owner`` rest in the place of their ``kind`` from now on.
+
+        The tensor objects stay the same.
+        """
         place = self.places.get(kind, "device")
         tensors = [t for t in tensors if t.numel()]
         if tensors and (
@@ -252,18 +263,18 @@ class Tiers(OnDevice):
             )
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
-        """Begin to read tensors that will soon be used."""
+        """Begin to read those tensors of ``owner`` that are of these ``kinds``, because they will soon be used."""
         for kind in kinds:
             if group := self._group(owner, kind):
                 group.fetch()
 
     def size(self, owner: Hashable, kind: str) -> int:
-        """Return the bytes that the owner's tensors of one kind take in the file."""
+        """Return the bytes that the owner's tensors of one kind take in the file, 0 if they are not in a file."""
         group = self._group(owner, kind)
         return 0 if group is None or group.region is None else group.region.size
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        """Leave the owner's tensors of one kind in memory after their next use, for the use after that."""
+        """Keep the owner's tensors of one kind in memory between their next two uses (:meth:`at_hand`)."""
         if group := self._group(owner, kind):
             group.kept = True
 
@@ -276,11 +287,11 @@ class Tiers(OnDevice):
         read: bool = True,
         apart: bool = False,
     ) -> Iterator[None]:
-        """Return a context in which the owner's tensors of one kind can be used, and changed with ``changes``; see
-        :meth:`RestingGroup.bring`.
+        """Return a context in which the owner's tensors of one kind are in the memory in which they are used.
 
-        An error in it leaves the tensors as they rest. Within another use of them it does nothing. ``apart``: the
-        change is a version of its own (:meth:`RestingGroup.put`), which :meth:`undo` takes back.
+        ``changes``: whether they may change in the context. Without ``read`` they begin with undefined values.
+        ``apart``: the change is written as a second version, so that :meth:`undo` can take it back. An error in the
+        context leaves the resting tensors unchanged. Inside another such context for the same tensors nothing is done.
         """
         group = self._group(owner, kind)
         if group is None or group.in_use:
@@ -302,9 +313,9 @@ class Tiers(OnDevice):
 
     @contextmanager
     def updating(self, owner: Hashable, behind: int = 1) -> Iterator[None]:
-        """Return a context in which all tensors of the owner are at hand and may change, except gradients.
+        """Return a context in which all tensors of the owner are in memory, and all but the gradients may change.
 
-        ``behind``: how many earlier owners may still be written back, beside this owner and the next one.
+        ``behind``: of how many earlier owners the tensors may still be being written back when the context begins.
         """
         if not (groups := self.groups.get(owner)):
             yield
@@ -321,7 +332,10 @@ class Tiers(OnDevice):
 
     @contextmanager
     def trying(self, owner: Hashable) -> Iterator[None]:
-        """Return a context in which the owner's tensors, except gradients, may change until :meth:`undo`."""
+        """Return a context in which the owner's tensors, except gradients, may change on trial.
+
+        :meth:`undo` takes the changes back, and :meth:`stand` makes them permanent.
+        """
         kinds = [kind for kind in self.groups.get(owner, ()) if kind != "gradients"]
         self._drain(len(kinds))
         for each in (owner, self.trials.after(owner)):
@@ -332,11 +346,11 @@ class Tiers(OnDevice):
             yield
 
     def stand(self) -> None:
-        """Keep all tried changes for good."""
+        """Keep all changes that were made in :meth:`trying` for good."""
         self.tried.clear()
 
     def undo(self) -> None:
-        """Take back all tried changes since :meth:`stand`."""
+        """Take back all changes that were made in :meth:`trying` since the last :meth:`stand`."""
         while self.tried:
             group = self.tried.pop()
             group.settle()
@@ -357,7 +371,7 @@ class Tiers(OnDevice):
         self.restart()
 
     def check(self) -> None:
-        """Read all that transfers have written to the file, and compare it with its checksums.
+        """Read everything that transfers have written to the file, and compare it with the checksums made at writing.
 
         All transfers must have ended. Raises :class:`TierError` where the file is damaged or cannot be read.
         """
@@ -372,11 +386,11 @@ class Tiers(OnDevice):
             group.settle()
 
     def restart(self) -> None:
-        """Begin a new round: the next owner to be updated is the first of a step."""
+        """Begin a new round of updates: the owner that is updated next is the first of a step."""
         self.order.last = self.trials.last = None
 
     def forget_sums(self) -> None:
-        """Drop all checksums, as resting tensors may be changed from now on."""
+        """Drop the checksums of all tensors in the file, as the resting tensors may be changed from now on."""
         for group in self._all():
             if group.region is not None:
                 group.region.forget_sums()

@@ -47,7 +47,10 @@ DTYPE = torch.float32
 
 
 class SlottedExperts(Experts):
-    """A layer's experts whose weights are read from ``slots``. ``first``: the record of the layer's first expert."""
+    """Experts of one layer, whose weights are read from ``slots`` when they are used.
+
+    ``first``: number of the record of the layer's first expert; ``stored``: dtype of the weights in the records.
+    """
 
     def __init__(
         self, experts: Experts, slots: Slots, first: int, stored: torch.dtype
@@ -63,7 +66,10 @@ class SlottedExperts(Experts):
     def forward(
         self, rows: T, counts: T, lent: object = (), stacks: Stacks | None = None
     ) -> T:
-        """Compute as :class:`Experts` with all experts on this rank, to the last bit, one expert at a time."""
+        """Compute as :class:`Experts` does with all experts on this rank, bit for bit, one expert at a time.
+
+        ``rows``: tokens ordered by expert; ``counts``: number of rows of each expert.
+        """
         sizes = sizes_of(counts, len(rows))
         chosen = [self.first + e for e, size in enumerate(sizes) if size]
         places = {
@@ -88,7 +94,7 @@ class SlottedExperts(Experts):
 
 
 def matrices(record: T, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> list[T]:
-    """Return views of the matrices of these ``shapes``, which follow each other in a record's bytes."""
+    """Return views of the bytes of a ``record`` as matrices of ``dtype`` with these ``shapes``, one after another."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     parts = record.view(dtype)[: sum(sizes)].split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -97,8 +103,8 @@ def matrices(record: T, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> li
 class RestingExperts:
     """All experts of a model, at rest in a file in ``folder`` or, without a folder, in the host's memory.
 
-    ``share``: the share of the experts that have slots in the device's memory. Without ``ahead`` no expert is read
-    before it is needed.
+    ``share``: the share of the experts that have slots in the device's memory. With ``ahead`` experts that a router
+    will probably choose are read ahead of their use; without it each is read only when it is needed.
     """
 
     slots: Slots
@@ -109,10 +115,10 @@ class RestingExperts:
         self.file = None if folder is None else TierFile(folder, called="--experts-in")
 
     def lift(self, model: Transformer, values: Values) -> None:
-        """Replace the experts of a model that has no memory yet by slots, and store ``values`` where they rest.
+        """Replace the experts of ``model`` by slots, and store their ``values`` in records.
 
-        They rest in the type of ``values``: bfloat16 is half as many bytes to read, and is widened when it is used.
-        Raises :class:`UsageError` if the model has no experts.
+        The parameters of ``model`` are not allocated yet. Values are stored in their own type and widened when they are
+        used: bfloat16 is half as many bytes to read. Raises :class:`UsageError` if the model has no experts.
         """
         blocks = [b for b in model.blocks.values() if isinstance(b.ffn, Mixture)]
         mixtures = [cast(Mixture, b.ffn) for b in blocks]
@@ -155,7 +161,7 @@ class RestingExperts:
                 records.write(e, buffer)
 
     def report(self) -> str:
-        """Say in a line how many experts were used, awaited and read."""
+        """Return a line that says how many experts were used, awaited and read."""
         counts = self.slots.counts
         size = self.slots.records.size
         slots = self.slots

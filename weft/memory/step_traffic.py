@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Bytes of a unit in files, whether it ``learns``, and whether it may be updated before the norm is known
-    (``free``).
+    """Bytes of a unit's weights, gradients and moments in files, and when the unit may be updated.
+
+    ``learns``: whether it is trained; ``free``: whether it may be updated before the norm of all gradients is known.
     """
 
     weights: float
@@ -17,16 +18,17 @@ class Sizes(NamedTuple):
 
 
 class StepTraffic(NamedTuple):
-    """Bytes that are read and written in the two halves of a step."""
+    """Bytes that are read from and written to files during the forward and during the backward half of a step."""
 
     forward: float
     backward: float
 
 
 def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
-    """Return the traffic of a step that updates units ``early``, during backward, or else in the next forward.
+    """Return the traffic of a step, given for each unit whether it is updated ``early``.
 
-    Both halves read weights. Backward writes a gradient, and an update that has waited reads it again.
+    An early unit is updated during backward, any other in the next step's forward. Both halves read weights. Backward
+    writes the gradients, and a later update reads them again.
     """
     forward = backward = 0.0
     for unit, now in zip(sizes, early, strict=True):
@@ -41,8 +43,9 @@ def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
 
 
 def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
-    """Choose ``waiting`` of the units that may be early to wait, at even distances. The first unit is early if
-    any is.
+    """Return for each unit whether it is updated early (during backward) if ``waiting`` of the ``free`` units are not.
+
+    The waiting units are at even distances. The first free unit is early, unless all wait.
     """
     places = [i for i, unit in enumerate(sizes) if unit.free]
     wait = {places[(2 * i + 1) * len(places) // (2 * waiting)] for i in range(waiting)}
@@ -50,9 +53,10 @@ def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
 
 
 def choose_early(sizes: Sequence[Sizes], backward: float) -> list[bool]:
-    """Choose the units to update early so that transfers delay neither half of a step more than the other.
+    """Return for each unit whether to update it early, during backward.
 
-    ``backward``: the time that backward computes, in multiples of forward's.
+    The choice minimises the time of transfers, relative to that of computation, in the half of a step where it is
+    longer. ``backward``: the time that the backward half computes, in multiples of the forward half's.
     """
 
     def longest(early: Sequence[bool]) -> float:

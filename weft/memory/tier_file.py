@@ -46,22 +46,21 @@ LARGE = 64 << 20
 
 
 class DiskHangs(TierError):
-    """A transfer does not end."""
+    """Error of a transfer that has not ended within its time limit."""
 
     hangs = True
 
 
 def whole_pages(size: int) -> int:
-    """Round ``size`` up to whole pages."""
+    """Return ``size`` in bytes, rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
 def page_buffer(size: int, pinned: bool = False) -> T:
-    """Allocate exactly ``size`` bytes of memory that begins at a page, uint8. ``pinned``: for copies to and from CUDA
-    devices.
+    """Allocate exactly ``size`` bytes of memory that begins at a page, as uint8.
 
-    PyTorch's own allocator of pinned memory rounds to powers of two (MemAscend, 2025). Raises :class:`TierError` if
-    there is no memory.
+    ``pinned``: allocate it for copies to and from CUDA devices. PyTorch's own allocator of pinned memory rounds to
+    powers of two (MemAscend, 2025). Raises :class:`TierError` if there is no memory.
     """
     private = (
         {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
@@ -149,15 +148,19 @@ class BufferPool:
 
 @dataclass
 class Transfer:
-    """Pieces that are being read or written; the transfer is complete after :meth:`wait`."""
+    """Transfer that reads or writes ``pieces`` in threads. It is complete after :meth:`wait`.
+
+    ``what``: words for the transfer in error messages; ``timeout``: seconds to wait for a piece.
+    """
 
     pieces: Sequence[Future[None]]
     what: str
     timeout: float
 
     def wait(self) -> None:
-        """Wait for all pieces. Raises :class:`TierError`, which names the file, if one fails or takes longer than the
-        limit.
+        """Wait for all pieces.
+
+        Raises :class:`TierError`, which names the file, if a piece fails or takes longer than the limit.
         """
         try:
             for piece in self.pieces:
@@ -177,7 +180,7 @@ class Transfer:
         return all(piece.done() for piece in self.pieces)
 
     def cancel(self) -> bool:
-        """Cancel the transfer if it has not begun; return whether it was cancelled."""
+        """Cancel the transfer if it has not begun. Returns whether it was cancelled."""
         if not self.pieces or self.pieces[0].running() or self.pieces[0].done():
             return False
         for piece in reversed(self.pieces):
@@ -188,9 +191,10 @@ class Transfer:
 
 @dataclass(eq=False)
 class Region:
-    """Bytes of a tier's file. ``memory``: the same bytes as memory of this process, uint8.
+    """Region of ``size`` bytes at ``offset`` of a tier's file.
 
-    A transfer may not overlap with another transfer, or with a use of the memory, that changes the same bytes.
+    ``memory``: the same bytes mapped into this process, uint8. A transfer may not overlap with another transfer, or
+    with a use of the memory, that changes the same bytes.
     """
 
     file: "TierFile"
@@ -201,11 +205,11 @@ class Region:
     _sums: dict[int, int] = field(default_factory=dict)
 
     def read(self, into: T, start: int = 0) -> Transfer:
-        """Begin to read from byte ``start`` into a buffer of whole pages."""
+        """Begin to read from byte ``start`` of the region into the buffer ``into``, which is whole pages."""
         return self._transfer(into, start, write=False)
 
     def write(self, data: T, start: int = 0) -> Transfer:
-        """Begin to write a buffer of whole pages from byte ``start`` on."""
+        """Begin to write the buffer ``data``, which is whole pages, from byte ``start`` of the region on."""
         return self._transfer(data, start, write=True)
 
     def forget_sums(self) -> None:
@@ -229,7 +233,10 @@ class Region:
         write: bool,
         threads: ThreadPoolExecutor | None = None,
     ) -> Transfer:
-        """Let the file's threads, or others, run ``moves`` (loads or stores) of ``size`` bytes together."""
+        """Run ``moves`` in ``threads`` (default: the file's threads) as one transfer of ``size`` bytes.
+
+        ``moves``: calls of :meth:`store` if ``write`` is set, else of :meth:`load`.
+        """
         self.file.bytes["written" if write else "read"] += size
         what = f"{'writing' if write else 'reading'} {size:,} bytes of {self.file.name}"
         submit = (
@@ -240,8 +247,9 @@ class Region:
         return Transfer([submit(move) for move in moves], what, self.file.timeout)
 
     def load(self, into: T, start: int) -> None:
-        """Read bytes now. Memory that is not whole pages, or not on the host, is filled through pages of the thread's
-        own.
+        """Read from byte ``start`` of the region into the tensor ``into``, and return when all is read.
+
+        If ``into`` is not whole pages in the host's memory, the bytes pass through pages that belong to the thread.
         """
         assert not start % PAGE
         pages = self.file.pages_for(into)
@@ -261,11 +269,14 @@ class Region:
 
     @property
     def compared(self) -> bool:
-        """Whether the next reads are compared with checksums."""
+        """Whether there are checksums of written pieces, with which reads are compared."""
         return bool(self._sums)
 
     def store(self, data: T, start: int) -> None:
-        """Write bytes now, through the same pages as :meth:`load`."""
+        """Write ``data`` from byte ``start`` of the region on, and return when all is written.
+
+        The bytes pass through the same pages as in :meth:`load`.
+        """
         assert not start % PAGE
         pages = self.file.pages_for(data)
         if pages is not data:
@@ -286,7 +297,10 @@ def transfer_all(
     memory: memoryview,
     offset: int,
 ) -> None:
-    """Repeat a system call until all of ``memory`` is transferred: the system may do less than asked."""
+    """Repeat the system call ``call`` (``preadv`` or ``pwritev``) until all of ``memory`` is transferred.
+
+    One call may transfer less than was asked for. ``offset``: the first byte in the file.
+    """
     while memory:
         done = call(descriptor, [memory], offset)
         if not done:
@@ -300,11 +314,11 @@ def _sum(data: T) -> int:
 
 
 class TierFile:
-    """A file in ``folder`` for the state of one rank; it grows by regions and disappears with the last user.
+    """File in ``folder`` for the state of one rank. It grows by regions and disappears with the last user.
 
-    ``bytes`` counts the bytes ``read`` and ``written`` by transfers. ``note`` says where the file is not as expected:
-    it goes through the page cache, as its file system cannot do otherwise, or it is in memory. ``timeout``: seconds for
-    a transfer. ``called``: the user's name of the folder.
+    ``bytes`` counts the bytes ``read`` and ``written`` by transfers. ``note`` is a warning, or empty: that the file
+    goes through the page cache because its file system has no direct I/O, or that it is in memory. ``timeout``: seconds
+    for a transfer. ``called``: the setting that names the folder, for messages.
     """
 
     def __init__(
@@ -335,7 +349,10 @@ class TierFile:
         self.close = weakref.finalize(self, _close, {self._file, self.descriptor})
 
     def pages_for(self, data: T) -> T:
-        """Return ``data`` itself if direct I/O takes it, else whole pages of this thread, valid until its next call."""
+        """Return ``data`` itself if direct I/O accepts it, else whole pages with room for it.
+
+        The pages belong to the calling thread and are valid until its next call.
+        """
         if not (data.is_cuda or data.data_ptr() % PAGE or data.numel() % PAGE):
             return data
         room = whole_pages(data.numel())
@@ -345,7 +362,10 @@ class TierFile:
         return own[:room]
 
     def region(self, size: int) -> Region:
-        """Return new room in the file, zeros. Raises :class:`TierError` if the disk is full."""
+        """Reserve ``size`` bytes, filled with zeros, at the end of the file.
+
+        Raises :class:`TierError` if the disk is full.
+        """
         room, start = whole_pages(max(1, size)), self.size
         where = f"in {self.name}"
         if start:

@@ -9,7 +9,10 @@ Job = tuple[Callable[[], None], Future[None]]
 
 
 class Threads:
-    """``count`` threads that run transfers: the ``urgent`` ones first, and each kind in its order."""
+    """Pool of ``count`` threads that run transfers. Urgent ones go first; otherwise the order of submission holds.
+
+    ``name``: prefix of the threads' names.
+    """
 
     def __init__(self, count: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(count, name)
@@ -17,7 +20,7 @@ class Threads:
         self._others: deque[Job] = deque()
 
     def submit(self, move: Callable[[], None], urgent: bool = True) -> Future[None]:
-        """Queue a transfer and return its future."""
+        """Queue the transfer ``move`` and return its future. ``urgent``: run it before those that are not urgent."""
         future: Future[None] = Future()
         (self._urgent if urgent else self._others).append((move, future))
         # without a reference to this object
