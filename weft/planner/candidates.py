@@ -37,7 +37,10 @@ def divisors(n: int, most: float = math.inf) -> list[int]:
 
 @dataclass(frozen=True)
 class Refused:
-    """Ways to cut the ranks that first break the same rule: their number, an example, and a remedy."""
+    """A rule of divisibility, and how many ways to cut the ranks have it as the first rule that they break.
+
+    ``example``: one such way, in words. ``fix``: a remedy.
+    """
 
     rule: str
     count: int
@@ -47,7 +50,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of divisibility that a layout must meet."""
+    """Rules of divisibility that a layout of ``count`` ranks must meet, for ``batch`` sequences of ``seq`` tokens."""
 
     shape: Shape
     machine: Machine
@@ -56,7 +59,7 @@ class Rules:
     seq: int
 
     def ways(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield every ``(tp, pp, cp, data)`` with the right number of ranks."""
+        """Yield every ``(tp, pp, cp, data)`` whose product is the number of ranks."""
         for tp in divisors(self.count):
             for pp in divisors(self.count // tp):
                 for cp in divisors(self.count // tp // pp):
@@ -65,7 +68,10 @@ class Rules:
     def broken(
         self, tp: int, pp: int, cp: int, data: int
     ) -> tuple[str, str, str] | None:
-        """Return the first rule that this layout breaks, as its text, the numbers at fault and a remedy."""
+        """Return the first rule that this layout breaks: its text, the conflicting values, and a remedy.
+
+        None stands for a layout that breaks no rule.
+        """
         heads, kv, layers = (
             int(self.shape.heads),
             int(self.shape.kv_heads),
@@ -208,9 +214,10 @@ def variants(
 ) -> Plan:
     """Return variants of ``plans`` with secondary partitions, and with state in one of ``places``.
 
-    Both cost something, so they are tried only where they may help: a secondary partition where ZeRO-3 gathers across
-    the border of the fast links and memory is left, other places where memory is not enough. ``cheap``: plans that may
-    win if the addition cost nothing. ``wanted``: the user's demands, which are tried everywhere.
+    Both cost something, so they are tried only where they may help. A secondary partition is tried where ZeRO-3 gathers
+    across slow links and memory is left; other places are tried where memory is not enough. ``fits``: which plans fit
+    in memory. ``cheap``: by addition, which plans might be the fastest if the addition cost nothing. ``wanted``: the
+    values that the user demands by field; they are tried everywhere.
     """
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
@@ -255,7 +262,7 @@ def variants(
 
 
 def take(plans: Plan, which: Any) -> Plan:
-    """Select plans by a mask or by their numbers; the search sets ``outer`` again."""
+    """Select plans by a mask or by indices. Resets ``outer`` to 0, because the search chooses it last."""
     return replace(
         plans, outer=0, **{name: getattr(plans, name)[which] for name in CHOSEN}
     )
@@ -282,7 +289,10 @@ def _can_rest(way: dict[str, int]) -> bool:
 def nearby(
     state: NDArray[np.float64], tp: NDArray[np.float64], machine: Machine
 ) -> NDArray[np.float64]:
-    """Return the largest number of ranks joined by fast links that divides the ``state`` ranks evenly."""
+    """Return the largest number of ranks that fast links join and that divides ``state`` evenly.
+
+    ``state``: numbers of ranks over which ZeRO cuts the state; ``tp``: ranks between two neighbours among these.
+    """
     pairs = {
         (s, t): max(divisors(int(s), machine.domain // t), default=1)
         for s, t in set(zip(state, tp, strict=True))

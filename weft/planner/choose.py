@@ -19,7 +19,10 @@ from weft.shapes.shape import shape_of
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """A recipe with its layout. ``overrides``: the same as words of a command line; ``line``: the same for users."""
+    """A recipe with its layout.
+
+    ``overrides``: the layout and changed settings as arguments of a command line. ``line``: a report for the user.
+    """
 
     recipe: Recipe
     overrides: tuple[str, ...]
@@ -27,7 +30,10 @@ class ChosenLayout:
 
 
 def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
-    """Return the demands in the ``[train]`` and ``[optimizer]`` sections of ``recipe`` as pins."""
+    """Return the settings of ``recipe`` that restrict its layout, as pins.
+
+    They are in ``[train]``, ``[memory]`` and ``[optimizer]``. ``cluster`` tells whether host and device differ.
+    """
     train = recipe.train
     pins = [Pin.parse(f"{name}={getattr(train, name)}") for name in ("micro_batch", "recompute")
             if name in train.model_fields_set and getattr(train, name) is not None]  # fmt: skip
@@ -71,7 +77,10 @@ def choose_layout(
 
 
 def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
-    """Return ``recipe`` under the layout of ``final``, and the values that this sets in other sections, by name."""
+    """Return ``recipe`` with the layout of ``final``, and the settings that this changes in ``[train]`` and others.
+
+    The settings are by section and name.
+    """
     plan = final.plan
     train: dict[str, Any] = {
         "micro_batch": int(plan.micro_batch),
@@ -88,7 +97,10 @@ def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
 
 
 def choice_of(recipe: Recipe, finals: Sequence[Final], among: str) -> ChosenLayout:
-    """Return the choice of the first of ``finals`` for ``recipe``; ``among``: the number of layouts compared."""
+    """Return ``recipe`` with the layout of ``finals[0]``, the fastest one.
+
+    ``among``: words that say how many layouts were compared.
+    """
     planned, new = recipe_under(recipe, finals[0])
     text = (
         ",".join(

@@ -160,7 +160,7 @@ class AxisLink(NamedTuple):
 def axis_link(
     machine: Machine, engine: EngineConstants, stride: Num, size: Num
 ) -> AxisLink:
-    """Return bandwidth and latency of collectives over ``size`` ranks that are ``stride`` apart.
+    """Return bandwidth and latency of collectives over ``size`` ranks, whose numbers are ``stride`` apart.
 
     A ring that leaves the fast domain uses the network links of all its members inside. A ring that leaves a site
     shares the links between sites in the same way. Inside the domain the start of a collective takes time, not its
@@ -192,14 +192,20 @@ def axis_link(
 
 
 def gather(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
-    """Return the seconds of a ring all-gather or reduce-scatter of ``full`` bytes in ``times`` parts."""
+    """Return the seconds of a ring all-gather or reduce-scatter over ``size`` ranks.
+
+    ``full``: bytes of the whole tensor, which is moved in ``times`` collectives.
+    """
     return (size > 1) * (
         (size - 1) / size * full / link.bandwidth + times * link.ring_latency
     )
 
 
 def reduce(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
-    """Return the seconds of an all-reduce: the bytes of two gathers at the latency of a tree."""
+    """Return the seconds of an all-reduce over ``size`` ranks: the bytes of two all-gathers at the latency of a tree.
+
+    ``full``: bytes of the whole tensor, which is moved in ``times`` collectives.
+    """
     return (size > 1) * (
         2 * (size - 1) / size * full / link.bandwidth + times * 2 * link.tree_latency
     )
@@ -208,8 +214,9 @@ def reduce(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
 def exchange(
     machine: Machine, engine: EngineConstants, stride: Num, size: Num, sent: Num
 ) -> Num:
-    """Return the seconds of an all-to-all in which each rank holds ``sent`` bytes. Bytes that leave the fast domain
-    cross the rank's own NIC.
+    """Return the seconds of an all-to-all over ``size`` ranks, whose numbers are ``stride`` apart.
+
+    ``sent``: bytes that each rank holds. Bytes that leave the fast domain cross the rank's own NIC.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     out = sent * (size - inside) / size / (machine.network * engine.network)
@@ -246,7 +253,7 @@ class MicrobatchSeconds:
 
 
 def smooth_maximum(a: Num, b: Num) -> Num:
-    """Return a smooth maximum of two positive times."""
+    """Return a smooth maximum of two positive times: their p-norm with a large exponent."""
     return (a**SHARP + b**SHARP) ** (1 / SHARP)
 
 
@@ -274,20 +281,23 @@ class Roofline:
 
     @property
     def width(self) -> Num:
-        """Bytes per element of a product's factors."""
+        """Bytes per element of the operands of a matrix product."""
         return self.plan.bits / 8
 
     @property
     def routed(self) -> Num:
-        """Rows that arrive at the experts of the busiest rank.
+        """Token rows that the busiest rank receives for its experts in one microbatch.
 
-        Where experts are whole, the ranks of tp route different tokens, as in sequence-parallel regions.
+        If tp does not cut the experts' width, each rank of tp routes its own part of the tokens.
         """
         own = self.tokens * expert_cut(self.plan, self.engine) / self.plan.tp
         return own * self.shape.top_k * self.shape.busiest(self.plan.ep)
 
     def product(self, m: Num, n: Num, k: Num) -> Num:
-        """Return the seconds of one forward product; each of the two backward products takes as long."""
+        """Return the seconds of the matrix product ``[m, k] @ [k, n]`` in forward.
+
+        Each of the two products in backward takes as long.
+        """
         rate = self.machine.peak * self.machine.clock * self.engine.matmul
         moved = self.width * (m * k + n * k) + 2 * m * n
         return 2 * m * n * k / rate + moved / self.machine.hbm
@@ -454,11 +464,11 @@ def gradients(
     turn: Num,
     copies: Num = 1,
 ) -> tuple[Num, Num]:
-    """Return the seconds per step of a rank with ``layers`` layers for gradients and sharded parameters, and for the
-    optimizer.
+    """Return ``(communication, optimizer)``, seconds per step of a rank with ``layers`` layers.
 
-    Only exposed communication counts. ``cover``: compute that hides traffic of sharded parameters; ``turn``: compute of
-    one microbatch that hides other traffic; ``copies``: copies of the parameters in a pipeline (DualPipe: 2).
+    The communication is that of gradients and of sharded parameters, as far as compute does not hide it. ``cover``:
+    seconds of compute that hide it with ZeRO-3; ``turn``: seconds of compute that hide it otherwise, those of one
+    microbatch. ``copies``: copies of the parameters in a pipeline (DualPipe: 2).
     """
     tp, cp = plan.tp, plan.cp
     replicas = plan.data * cp
@@ -525,8 +535,9 @@ def builder_numbered(number: Num) -> ScheduleBuilder:
 
 
 def by_schedule(plan: Plan, form: Callable[[ScheduleBuilder], Num]) -> Num:
-    """Return the value of ``form`` for every plan's schedule. 1F1B with several chunks per rank counts as
-    interleaved.
+    """Return the value of ``form`` for the schedule of every plan.
+
+    ``form``: a formula that takes the builder of a schedule. 1F1B with several chunks per rank counts as interleaved.
     """
     looped = (plan.schedule == schedule_number("1f1b")) & (plan.virtual > 1)
     schedule, values = (
@@ -544,12 +555,15 @@ def copies(plan: Plan) -> Num:
 
 
 def rest(plan: Plan, engine: EngineConstants, known: Num) -> Num:
-    """Return the seconds that no formula explains: a constant, and stragglers."""
+    """Return the seconds per step that no formula explains: a constant, and the wait for stragglers.
+
+    ``known``: the seconds that formulas explain; stragglers lose a share of them that grows with the ranks.
+    """
     return engine.step + engine.jitter * np.log2(np.maximum(plan.world / 8, 1)) * known
 
 
 def most_layers(shape: Shape, stages: Num) -> Num:
-    """Return the layers of the fullest of ``stages`` stages."""
+    """Return the number of layers in the fullest of ``stages`` stages."""
     even = np.ceil(shape.layers / stages) == shape.layers / stages
     # Where layers do not divide, embedding and head are counted as layers, as Megatron and Weft place them.
     return np.where(even, shape.layers / stages, np.ceil((shape.layers + 2) / stages))
@@ -591,7 +605,7 @@ def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> StageLaye
 def step_time(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> Cost:
-    """Return the time of one optimizer step by cause. The time that offloading adds is left out."""
+    """Return the seconds of one optimizer step by cause, without the seconds that offloading adds."""
     layer_seconds = passes(shape, machine, plan, engine)
     layer = layer_seconds.forward + layer_seconds.backward
     # --- one stage, one microbatch

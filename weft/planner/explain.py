@@ -119,7 +119,10 @@ def _schedule(plan: Any) -> str:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The best layout with another value of ``axis``; if none fits, ``gib`` of the layout that needs least memory."""
+    """The fastest layout in which the setting ``axis`` has another value, ``value``.
+
+    If no such layout fits, ``final`` is None, and ``gib`` is the memory of the one that needs least.
+    """
 
     axis: str
     value: str
@@ -130,7 +133,7 @@ class Alternative:
 def best_alternatives(
     searched: SearchResult, finals: Sequence[Final]
 ) -> list[Alternative]:
-    """Return the best layout with another value of each setting, simulated like ``finals``."""
+    """Return the fastest layout for some other values of each setting of ``finals[0]``, simulated like ``finals``."""
     first, limit = finals[0], searched.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.
     total = np.array(searched.cost.total)
@@ -252,7 +255,7 @@ def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
 
 
 def exchange_words(sent: dict[str, Any]) -> str:
-    """Describe the result of :func:`exchanges` for the first layout in words."""
+    """Describe ``sent``, the result of :func:`exchanges` for a layout, in words."""
     ways = ", ".join(
         f"{size / 2**20:,.3g} by {way}" for way, size in sent["sent"].items()
     )
@@ -285,7 +288,9 @@ def untrainable_line(model: PlannedModel, bits: int) -> str:
 
 
 def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
-    """Return a layout as the sections of a recipe for ``weft train``. Settings of ``model`` are kept.
+    """Return the sections of a recipe with which ``weft train`` trains ``model`` under a layout.
+
+    Settings that ``model`` brings are kept.
 
     Raises :class:`UsageError` for models that Weft cannot train yet.
     """

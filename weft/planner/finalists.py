@@ -70,9 +70,9 @@ VOCABULARY = 150
 class Final:
     """One layout after simulation. ``ranks``: memory of every pipeline rank; ``closed``: seconds by the closed form.
 
-    ``barriers``: the vocabulary is cut over the pipeline, with this many barriers between its passes. ``simulation``:
-    of the first microbatches (all, if they are few), None without a pipeline. ``order``: order of the axes, if not the
-    usual one.
+    ``barriers``: how many barriers stand between the passes of a vocabulary that is cut over the pipeline; 0 if it is
+    not cut. ``simulation``: the simulated schedule of the first microbatches (all, if they are few); None without a
+    pipeline. ``order``: order of the axes, if not the usual one.
     """
 
     shape: Shape
@@ -133,9 +133,10 @@ class Final:
 def finalists(
     searched: SearchResult, count: int = 10, vocabulary: bool = False
 ) -> list[Final]:
-    """Simulate the first ``count`` layouts that fit, and the best of every close schedule; return them ranked again.
+    """Simulate the fastest ``count`` layouts that fit, and rank them by their simulated times.
 
-    ``vocabulary``: the program can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
+    The best layout of every other schedule is simulated too if its time is close. ``vocabulary``: whether the program
+    can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
     """
     total = np.asarray(searched.cost.total)
     columns = np.stack([getattr(searched.plans, name) for name in FAMILY])
@@ -211,8 +212,9 @@ def refine(
 ) -> Final | None:  # fmt: skip
     """Simulate the pipeline of one ``plan``; return None if the schedule cannot be built or run.
 
-    ``tables``: tables built before, to be reused. ``beside``: with it, exchanges of experts are actions of the
-    schedule, and this says which pass runs meanwhile.
+    ``closed``: seconds of the step by the closed form. ``barriers``: see :class:`Final`. ``tables``: schedule tables
+    built before, to be reused. ``beside``: which pass runs during an exchange of experts; if it is given, these
+    exchanges are actions of the schedule.
     """
     shape, machine, engine = searched.shape, searched.machine, searched.engine
     if plan.pp == 1 and beside is None:

@@ -63,7 +63,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Knob:
-    """A fitted constant. ``key`` selects the rows to which it applies, by default all."""
+    """An engine constant that is fitted. ``key`` selects the measured rows to which it applies, by default all."""
 
     field: str
     sigma: float
@@ -103,7 +103,11 @@ def times_of(
 
 
 def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Array]:
-    """Return the factor per engine constant and row. ``theta``: ``[..., knob]``, ``masks``: ``[knob, row]``."""
+    """Return the factor on each engine constant in each row, by name of the constant.
+
+    ``theta``: logarithms of the knobs' factors, ``[..., knob]``. ``masks``: 1 where a knob applies to a row, else 0,
+    ``[knob, row]``.
+    """
     logs: dict[str, Array] = {}
     for i, knob in enumerate(knobs):
         logs[knob.field] = (
@@ -121,8 +125,8 @@ def fit(
 ) -> Array:
     """Fit the logarithms of the factors of ``knobs``, ``[knob]``, to the rows with a time.
 
-    ``weights``: ``[fold, row]``; the result is then ``[fold, knob]``. ``masks``: ``[knob, row]``, 1 where a knob
-    applies to a row, else 0.
+    ``weights``: weight of each row in each fold, ``[fold, row]``; the result is then ``[fold, knob]``. ``masks``: 1
+    where a knob applies to a row, else 0, ``[knob, row]``. ``steps``: iterations of Gauss-Newton.
     """
     times = times_of(rows, knobs, masks)
     target = np.log(np.array([row.seconds for row in rows], dtype=float))
@@ -190,12 +194,15 @@ def predict(
     knobs: Sequence[Knob] = KNOBS,
     masks: Array | None = None,
 ) -> Array:
-    """Predict the seconds of each row by the roofline with fitted constants."""
+    """Predict the seconds per step of each row by the roofline with fitted constants.
+
+    ``theta`` and ``masks``: see :func:`factors`.
+    """
     return times_of(rows, knobs, masks)(theta)
 
 
 def constants(rows: Sequence[Measurement]) -> dict[str, float]:
-    """Return the GiB per program that no formula explains: the median over its rows, at least zero."""
+    """Return, by program, the GiB of memory that no formula explains: the median over its rows, at least zero."""
     known = [row for row in rows if row.gib]
     if not known:
         return {}
@@ -209,7 +216,7 @@ def constants(rows: Sequence[Measurement]) -> dict[str, float]:
 
 
 def formulas(rows: Sequence[Measurement]) -> Array:
-    """Return the GiB of each row by the formulas, without the constant."""
+    """Return the GiB of memory of each row by the formulas, without the constant that no formula explains."""
     shape, _, plan, engine = measurement_columns(rows)
     memory = peak_memory(shape, plan, engine)
     return np.asarray(memory.total - memory.constant) / 2**30

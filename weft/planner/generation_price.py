@@ -27,7 +27,7 @@ WIDTH = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """A number of prompts with ``tokens`` tokens each, and ``new`` tokens that are generated for each."""
+    """Prompts to generate for: ``prompts``, the tokens in each, and ``new``, the tokens to generate for each."""
 
     prompts: np.ndarray
     new: int
@@ -50,9 +50,10 @@ def read_workload(text: str) -> Workload:
 
 @dataclass(frozen=True)
 class Throughput:
-    """New tokens per second: the upper ``bound``, and for this job. ``together``: most sequences in progress at a time.
+    """Predicted throughput of a job: ``rate`` in new tokens per second, its upper ``bound``, and total ``seconds``.
 
-    ``limits``: the shares of time in which link, device and host are the bottleneck.
+    ``together``: the largest number of sequences in progress at a time. ``limits``: the shares
+    of time in which link, device and host are the bottleneck.
     """
 
     bound: float
@@ -72,8 +73,9 @@ def streamed_bytes(shape: Shape, machine: Machine) -> Num:
 
 
 def room(shape: Shape, machine: Machine) -> Num:
-    """Return the tokens whose keys and values fit in the host's memory beside the weights; 0 if the weights do
-    not fit.
+    """Return how many tokens' keys and values fit in the host's memory beside the weights.
+
+    The result is 0 if the weights alone do not fit.
     """
     return (
         np.maximum(0.0, machine.host_memory - WIDTH * shape.parameters)
@@ -90,11 +92,11 @@ def together(shape: Shape, machine: Machine, job: Workload) -> Num:
 def generation_passes(
     shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num
 ) -> dict[str, Num]:
-    """Return the seconds of link, device and host in passes that read ``read`` prompt tokens and write ``written`` new
-    ones.
+    """Return the seconds that a pass through all layers takes on the link, the device and the host.
 
-    ``attended``: tokens that the new ones attend to. Prompts attend on the device; ``scored``: the sum of the squares
-    of their lengths.
+    ``read``: prompt tokens in the pass; ``written``: new tokens that it generates. ``scored``: the sum of the squared
+    lengths of the prompts, whose attention runs on the device. ``attended``: the total number of tokens to which new
+    tokens attend, on the host.
     """
     inside = 2 * shape.layers * shape.heads * shape.score_dim / machine.peak16
     flops = 2 * shape.active_parameters / (machine.peak * machine.clock)

@@ -109,7 +109,7 @@ def islands_of(
 
 
 def words() -> list[str]:
-    """Return the compressors that plans consider, by their words in a recipe."""
+    """Return the compressors that plans consider, each by its name in a recipe."""
     techniques: list[Any] = [
         technique.implementation for technique in declared("compressor")
     ]
@@ -117,7 +117,7 @@ def words() -> list[str]:
 
 
 def sent(word: str) -> float:
-    """Return the bytes per parameter that are sent in one direction."""
+    """Return the bytes per parameter that the compressor ``word`` sends in one direction."""
     compressor = compressor_of(word)
     return float(compressor.bytes_per_element) if compressor else 4.0
 
@@ -130,8 +130,10 @@ def agreement(
     compress: str,
     every: int = 0,
 ) -> AgreementCost:
-    """Return the cost of islands with this compression that agree every ``every`` steps, by default as often as
-    allowed.
+    """Return the cost of ``count`` islands, each with the layout ``inside``, that agree every ``every`` steps.
+
+    ``compress``: the compressor of the exchange, by its name in a recipe. By default islands agree as often as the
+    limit on the exchange's share of the time allows.
     """
     assert cluster.between is not None
     # each agrees on a part

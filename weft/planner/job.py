@@ -182,7 +182,8 @@ def rank_layouts(
 ) -> RankedLayouts:
     """Return the layouts of a job by predicted time, and simulate at least ``top`` of them.
 
-    ``calibration``: rows of runs, or factors, that change the constants; by default the rows in ``runs``, if any.
+    ``calibration``: a file of measured runs, or of factors, to which the engine's constants are fitted; by default the
+    measured runs in the file ``runs``, if any.
     """
     device, base = find_device(job.machines.device).name, ENGINES[job.engine]
     own = None

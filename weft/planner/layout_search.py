@@ -161,9 +161,10 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that needs ``gib`` of ``limit`` GiB on its fullest rank, with ``held`` GiB of it in ``largest``.
+    """A layout that does not fit: it needs ``gib`` GiB on its fullest rank, where ``limit`` GiB are available.
 
-    With it the nearest layout that fits: its changed settings, its GiB and how much slower it is (share).
+    ``largest`` is the purpose that takes most, ``held`` GiB. The other fields describe the nearest layout that fits:
+    its changed settings, its GiB, and how much slower it is (share).
     """
 
     plan: Plan
@@ -229,8 +230,10 @@ def search(
     bits: int = 16,
     pins: Sequence[Pin] = (),
 ) -> SearchResult:
-    """Score every layout. Raises :class:`UsageError` that names the demand that excludes everything, and the nearest
-    choice.
+    """Score every layout for ``batch`` sequences of ``seq`` tokens per step, with products of ``bits`` bits.
+
+    ``pins``: the user's demands. Raises :class:`UsageError` if no layout meets them; it names the demand that excludes
+    all layouts, and the nearest possible value.
     """
     machine = cluster.machine(bits)
     rules = Rules(shape, machine, cluster.count, batch, seq)

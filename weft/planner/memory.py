@@ -41,8 +41,9 @@ class RankMemory:
 
 
 def in_flight(plan: Plan, position: Num) -> Num:
-    """Return the microbatches whose activations pipeline rank ``position`` holds at once, in units of all its stages.
+    """Return the largest number of microbatches whose activations pipeline rank ``position`` holds at once.
 
+    A microbatch counts as one if the activations of all stages of the rank are held, else as their share.
     Layers with weights in a file process all microbatches before the next layer begins.
     """
     first = by_schedule(
@@ -109,11 +110,10 @@ def rank_memory(
     activations: Num,
     logits: Num = 0.0,
 ) -> RankMemory:
-    """Return the memory of a rank with ``layers`` layers, ``tables`` vocabulary tables and at most ``activations``
-    bytes.
+    """Return the memory of a rank with ``layers`` layers and ``tables`` vocabulary tables (embedding, output layer).
 
-    ``logits``: bytes of ``activations`` that belong to the loss. If the gradients are made with the loss
-    (``engine.table``), the working memory of backward begins after these are freed.
+    ``activations``: their bytes at the peak. ``logits``: bytes of ``activations`` that belong to the loss. If the
+    gradients are made with the loss (``engine.table``), the working memory of backward begins after these are freed.
     """
     kept, alive = layer_bytes(shape, plan, engine)
     layer = shape.dense_weights / plan.tp
@@ -195,7 +195,7 @@ def rank_memory(
 
 
 def peak_memory(shape: Shape, plan: Plan, engine: EngineConstants) -> RankMemory:
-    """Return the memory of the fullest pipeline rank, by comparing the first two and the last."""
+    """Return the memory of the fullest pipeline rank, which is assumed to be the first, the second or the last."""
     first, most, last, _ = stage_layers(shape, plan, engine)
     kept = held_bytes(shape, plan, engine)
     logits = logit_bytes(shape, plan, engine)

@@ -86,9 +86,9 @@ def load(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Own:
-    """An engine with fitted constants, and a ``message`` about the runs they were fitted to.
+    """An engine with constants fitted to the user's runs, and a ``message`` about these runs.
 
-    ``error``: of the times after the fit, median in percent.
+    ``error``: median error of the predicted step times after the fit, in percent.
     """
 
     engine: EngineConstants

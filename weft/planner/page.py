@@ -107,7 +107,7 @@ def page(
 def layout_reasons(
     first: Final, finals: Sequence[Final], others: Sequence[Alternative]
 ) -> Iterator[str]:
-    """Yield where the time goes, and why the nearest rivals are slower."""
+    """Yield sentences that say where the time of the layout ``first`` goes, and why the nearest others are slower."""
     cost = {name: page_part(first.cost, name) / first.seconds for name in PARTS}
     lost = sorted(
         (
@@ -143,7 +143,7 @@ def alternatives_among(finals: Sequence[Final]) -> list[Alternative]:
 
 
 def remarks(final: Final, first: Final) -> str:
-    """Describe how a layout of the list differs from the ``first``."""
+    """Describe how the layout ``final`` differs from ``first``, the fastest one."""
     lines = [] if final is first else [layout_verdict(first, final)]
     if final.simulation is not None and abs(final.seconds / final.closed - 1) > 0.02:
         lines.append(
@@ -236,7 +236,10 @@ def memory_pieces(
     whole: float,
     show: Callable[[float], str],
 ) -> list[BarSegment]:
-    """Return the segments of a bar of length ``whole`` for the fields of ``split``, with their words in ``names``."""
+    """Return the segments of a bar for the fields of ``split``.
+
+    ``names``: the text of each field. ``whole``: the value at the bar's full length. ``show``: formats a value.
+    """
     sizes = {name: page_part(split, name) for name in names}
     return [
         BarSegment(name, x / whole, f"{names[name]}: {show(x)}")

@@ -130,7 +130,7 @@ def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> PlannedModel:
 
 
 def vocab_of(recipe: Recipe) -> int:
-    """Return the number of entries of the recipe's tokenizer, as far as its name determines it."""
+    """Return the vocabulary size of the recipe's tokenizer, estimated if its name does not determine it."""
     kind, _, size = recipe.data.tokenizer.partition(":")
     return (
         int(size)
@@ -144,8 +144,9 @@ def vocab_of(recipe: Recipe) -> int:
 def swept_values(
     model: ModelShape, asked: Sequence[str], vocab: int
 ) -> Iterator[tuple[dict[str, str], Shape]]:
-    """Yield ``model`` with every combination of the values in ``asked``, such as ``experts=64,128``, and these
-    values.
+    """Yield ``(values, shape)`` for every combination of the field values in ``asked``, such as ``experts=64,128``.
+
+    ``shape`` is that of ``model`` with these values. ``vocab``: the number of entries of the tokenizer.
     """
     ways: dict[str, list[str]] = {}
     for text in asked:

@@ -39,8 +39,9 @@ WIDE = 4.0
 
 
 def exposed_seconds(moved: Num, computed: Num, units: Num) -> Num:
-    """Return the seconds of transfers that are exposed: those that compute does not cover, and those of the first of
-    ``units``.
+    """Return the exposed seconds of transfers: those beyond compute, and the transfer of the first unit.
+
+    ``moved``: seconds of all transfers; ``computed``: seconds of compute beside them; ``units``: number of units.
     """
     return np.maximum(0.0, moved - computed) + moved / units
 
@@ -63,7 +64,7 @@ def room_away(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, N
 def planned_time(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> Cost:
-    """Return the time of one step of ``plan``, wherever its parts rest."""
+    """Return the time of one step of ``plan``, including the cost of state and activations on the host or in files."""
     cost = step_time(shape, machine, plan, engine)
     if not np.any(plan.moves):
         return cost
@@ -82,9 +83,10 @@ def with_tiers(
     microbatch: MicrobatchSeconds,
     layers: Num,
 ) -> Cost:
-    """Return ``cost`` with the time that tiers add and save, for a plan whose fullest rank has ``layers`` layers.
+    """Return ``cost`` with the time that state and activations on the host or in files add and save.
 
-    ``microbatch``: of the plan (:func:`weft.planner.cost.passes`).
+    ``microbatch``: seconds of one microbatch of the plan (:func:`weft.planner.cost.passes`). ``layers``: the layers of
+    its fullest rank.
     """
     state, saved, filed = plan.weights > 0, plan.activations > 0, plan.weights == FILE
     m, apart = plan.microbatches, machine.host_memory > 0  # else the device is the host

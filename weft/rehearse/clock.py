@@ -23,9 +23,10 @@ from weft.rehearse.worker_links import WorkerLinks
 
 @dataclass(frozen=True)
 class Do:
-    """A piece of a rank's program: ``cpu`` seconds of work that start after the event ``key``, then ``wait`` seconds.
+    """An action of a rank's program: ``cpu`` seconds on the cores, then ``wait`` seconds that need no core.
 
-    ``kind``: ``work``, ``meet`` (with ``members``), ``post`` or ``take`` a message. ``cause``: the purpose, a field of
+    ``kind``: ``work``; ``meet``, a collective among the ranks ``members``; ``post`` or ``take``, the two ends of a
+    message. ``key`` identifies the collective or message. ``cause``: the purpose, a field of
     :class:`weft.planner.cost.Cost`.
     """
 
@@ -39,11 +40,10 @@ class Do:
 
 @dataclass(frozen=True)
 class Far:
-    """Extra time on slow links. ``groups``: by size, the groups of the step of that size, which are busy at the same
-    time.
+    """The time of collectives and messages over links that are much slower than the fastest.
 
-    ``workers``: the worker of each rank. Curves know only the links between neighbours; this adds the time of a ring
-    over a link that is much slower than the fastest.
+    The measured curves (:mod:`weft.rehearse.curves`) leave such links out. ``groups``: for the ranks of each
+    collective, all groups that are busy at the same time, ``[groups, ranks]``. ``workers``: the worker of each rank.
     """
 
     links: WorkerLinks
@@ -101,7 +101,10 @@ def program(
     far: Far | None,
     layout: Layout,
 ) -> list[Do]:
-    """Return the program of ``rank`` in a step, with its costs."""
+    """Return the actions of ``rank`` in a step with their seconds, from its recorded ``events``.
+
+    ``setting``: the measured costs. ``far``: the time on slow links, None if links are alike.
+    """
     actions: list[Do] = []
     met: dict[tuple[int, ...], int] = defaultdict(int)
     sent: dict[tuple[int, ...], int] = defaultdict(int)
@@ -140,8 +143,9 @@ def program(
 
 
 def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> float:
-    """Return the seconds until all ranks have finished, if busy ranks share the cores evenly.
+    """Return the seconds until all ranks have finished, if busy ranks share ``cores`` cores evenly.
 
+    ``programs``: the actions of every rank. ``threads``: the threads with which each rank computes.
     :mod:`weft.schedule.simulate` has a device per rank and moves that cost no compute, and so no way to say this.
     """
     count = len(programs)

@@ -94,7 +94,10 @@ class Estimate:
 def with_method(
     recipe: Recipe, method: str, places: Mapping[str, str] | None = None, **train: Any
 ) -> Recipe:
-    """Return the recipe changed to train by ``method``, with state in ``places``. Settings of an adapter are kept."""
+    """Return the recipe changed to train by ``method``; settings of an adapter are kept.
+
+    ``places``: where kinds of state rest. ``train``: changed settings of ``[train]``.
+    """
     tree, sections = recipe.model_dump(mode="json"), METHODS[method]
     adapter = sections.get("adapter")
     tree["adapter"] = (tree["adapter"] or {}) | adapter if adapter else None
@@ -173,8 +176,10 @@ def estimate(
     recipe: Recipe, shape: ModelShape, method: str, block: Piece, ends: Piece, runtime: float, available: float,
     disk: Mapping[str, Any],
 ) -> Estimate:  # fmt: skip
-    """Estimate memory and time of the recipe's steps from the measured pieces of the model, and from ``disk``
-    if used.
+    """Estimate memory and time of the recipe's steps by ``method`` from the measured pieces of the model.
+
+    ``block``, ``ends``: the measured block, and the model's ends. ``runtime``: bytes of the process without tensors;
+    ``available``: bytes that training may use. ``disk``: the measured disk, if state rests in files.
     """
     rows, passes = recipe.rows_per_pass(recipe.layout)
     tokens, layers, full = (
@@ -335,7 +340,7 @@ def subject(
 
 
 def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
-    """Return the command that trains by this method."""
+    """Return the shell command that trains ``model`` by the method ``chosen``, with the settings of ``recipe``."""
     file, sections = find_recipe(model), METHODS[chosen.method]
     words = ["weft", "train", f"finetune --from {model}" if file is None else model]
     if file is not None and chosen.method == "full" and recipe.adapter is None:

@@ -92,7 +92,7 @@ class PendingMessage:
 
 
 class Silent(Group):
-    """The process group. Its methods have the names under which PyTorch calls them."""
+    """A process group backend that moves nothing and records calls. PyTorch calls its methods by these names."""
 
     options = None
 
@@ -218,7 +218,10 @@ dist.Backend.register_backend(
 
 @contextmanager
 def silent_rank(rank: int, world: int) -> Iterator[Journal]:
-    """Simulate ``rank`` of a ``world`` whose other ranks do not exist; the journal records what it asks of them."""
+    """Set up this process as ``rank`` of ``world`` ranks, of which no other exists, for the context.
+
+    Yields the journal that records the collectives and messages of this rank.
+    """
     with fake_rank(rank, world, "silent"):
         assert isinstance(dist.group.WORLD, Silent)
         yield dist.group.WORLD.journal

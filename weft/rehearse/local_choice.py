@@ -54,7 +54,10 @@ KIND = (
 
 
 def shortlist(searched: SearchResult, most: int) -> list[int]:
-    """Return the candidates to rehearse: the best of every way to cut the model first, then the best overall."""
+    """Return the indices of at most ``most`` layouts to rehearse.
+
+    The best layout of every way to cut the model comes first, then the best overall.
+    """
     kinds: dict[tuple[float, ...], int] = {}
     for i in searched.order:
         kinds.setdefault(
@@ -69,7 +72,10 @@ def shortlist(searched: SearchResult, most: int) -> list[int]:
 
 
 def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield how many of the :data:`REHEARSED` layouts each number of ranks gets; larger numbers have more layouts."""
+    """Yield ``(ranks, layouts)``: how many of :data:`REHEARSED` layouts to rehearse for each number of ranks.
+
+    ``counts``: the numbers of ranks. Larger ones get more, because they have more layouts.
+    """
     whole = sum(counts)
     for n in counts:
         yield n, max(2, round(REHEARSED * n / whole))
@@ -91,7 +97,10 @@ def with_rehearsed_time(
 def place_ranks(
     layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLinks | None
 ) -> tuple[str, list[int]]:
-    """Choose the order of axes for these links, and the worker of every rank; the usual order if links are alike."""
+    """Choose the order of axes that suits ``links``, and the worker of every rank.
+
+    Both results are empty, which stands for the usual order, if ``links`` is None because links are alike.
+    """
     if links is None:
         return "", []
     turned = place_axes(links, layout, traffic_of(rehearsed[0].events, 0, layout))
@@ -102,7 +111,10 @@ def place_ranks(
 def traffic_of(
     events: Sequence[Event], rank: int, layout: Layout
 ) -> dict[str, Traffic]:
-    """Return what ``rank`` sends along every axis in a rehearsed step, without small sums over the world."""
+    """Return the traffic of ``rank`` by axis in a rehearsed step.
+
+    Collectives over several axes, such as small sums over all ranks, are left out.
+    """
     traffic: dict[str, Traffic] = {}
     for e in events:
         if e.kind == "send":
@@ -145,11 +157,10 @@ def at_hand(
     founds: Sequence[SearchResult], local: ProbedMachine, recipe_of: Callable[[Final], Any],
     rehearse: Callable[[Any], Sequence[Rehearsal]], say: Callable[[str], None] = lambda text: None,
 ) -> tuple[SearchResult, list[Final]]:  # fmt: skip
-    """Compare the best layouts of all numbers of ranks (one of ``founds`` each); return the winner's search and all,
-    fastest first.
+    """Compare the best layouts across numbers of ranks; return the winner's search, and all layouts, fastest first.
 
-    ``recipe_of``: returns the recipe of a layout; ``rehearse``: rehearses its step on every rank; ``say`` receives
-    progress.
+    ``founds``: the result of the search for each number of ranks. ``recipe_of``: returns the recipe of a layout;
+    ``rehearse``: rehearses the step of a recipe on every rank; ``say`` receives progress.
     """
     finals: list[tuple[Final, SearchResult]] = []
     chosen = [
@@ -179,7 +190,7 @@ def at_hand(
 
 
 def to_try(finals: Sequence[Final], count: int) -> list[Final]:
-    """Choose ``count`` layouts for trials: the best of every number of ranks, then the best of all."""
+    """Choose ``count`` layouts to run as trials: the best for every number of ranks, then the best overall."""
     firsts: dict[float, Final] = {}
     for final in finals:
         firsts.setdefault(float(final.plan.world), final)

@@ -187,9 +187,9 @@ def probe_links(turns: int = 3) -> dict[str, list[list[float]]]:
 
 
 def probe_machine(quick: bool) -> dict[str, Any]:
-    """Measure everything about the setting of this process, one of as many as there are ranks.
+    """Measure the machine in this process, which is one rank of a group in which all ranks measure at the same time.
 
-    Rank 0's table of links is complete.
+    ``quick``: take fewer measurements. Only rank 0's table of links is complete.
     """
     world = int(os.environ["WORLD_SIZE"])
     keep_heap()  # as ranks that train do
@@ -211,7 +211,10 @@ def probe_machine(quick: bool) -> dict[str, Any]:
 
 
 def setting(ranks: int, quick: bool) -> dict[str, Any]:
-    """Start ``ranks`` processes that measure at once, and return the measurements of rank 0."""
+    """Start ``ranks`` processes that measure at the same time, and return the measurements of rank 0.
+
+    ``quick``: take fewer measurements.
+    """
     import torch.multiprocessing as mp
 
     with listen("127.0.0.1") as free:
@@ -248,8 +251,9 @@ def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
 def empty_memory(world: int) -> dict[str, float]:
     """Measure resident bytes of a rank beside its tensors.
 
-    ``plain``: without tensors; ``per_byte``: of tensors at their peak (the heap has gaps). With several ranks also the
-    additions of kinds of layouts; the first is a peak that :func:`cluster` reads.
+    With one rank: ``plain``, resident bytes without tensors, and ``per_byte``, resident bytes per byte of tensors at
+    their peak (the heap has gaps). With more: resident bytes at the ``peak`` and the bytes of ``tensors`` at it,
+    from which :func:`cluster` computes ``plain``; and the bytes that sharding and messages add.
     """
     resident: dict[str, float] = {}
     if world == 1:
@@ -289,8 +293,9 @@ def cores_here() -> int:
 
 
 def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
-    """Measure storage outside memory: the ``disk`` of a folder, with its ``free`` bytes, and the ``link`` to a
-    device.
+    """Measure transfers with the ``disk`` of ``folder``, its ``free`` bytes, and transfers over the ``link`` to a GPU.
+
+    ``quick``: use a smaller file.
     """
     folder = folder.expanduser()
     disk = disk_curves(folder, (32 if quick else 128) << 20, called="--folder")
@@ -303,9 +308,10 @@ def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
 def cluster(
     settings: Sequence[dict[str, Any]], count: int, moves: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of a cluster file: the numbers of :class:`weft.planner.machine.Cluster`, and all the curves.
+    """Return the content of a cluster file: the fields of :class:`weft.planner.machine.Cluster`, and all the curves.
 
-    ``moves``: the result of :func:`probe_storage`. All ranks share that disk.
+    ``settings``: the measurements for each number of ranks. ``count``: number of ranks of the cluster. ``moves``: the
+    result of :func:`probe_storage`. All ranks share the disk.
     """
     full = max(
         settings,

@@ -51,8 +51,9 @@ class _Counted(Batch):
 def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
     """Run one step of ``rank`` under the recipe's layout on fake tensors, and return its peak.
 
-    ``shape``: the model with its vocabulary. Replicas hold the same, so ``dp`` counts as two at most. Only as many
-    microbatches run as fill a pipeline. Raises :class:`UsageError` for state that does not rest on the device.
+    ``shape``: the shape of the model, with its vocabulary. The run has at most two replicas along ``dp``, because all
+    replicas hold the same, and only as many microbatches as fill a pipeline. Raises :class:`UsageError` for
+    state that does not rest on the device.
     """
     for kind, place in recipe.memory.away.items():
         raise UsageError(
@@ -103,7 +104,10 @@ LARGEST = 512
 
 @dataclass(frozen=True)
 class Checked:
-    """Peak GiB of Weft's modules on pipeline position ``rank``, and the prediction; or why there is none."""
+    """Peak GiB of Weft's modules on the pipeline rank ``rank``, beside the predicted GiB.
+
+    If the step cannot be rehearsed, the reason stands in their place.
+    """
 
     rank: int = 0
     gib: float = 0.0

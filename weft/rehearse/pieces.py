@@ -69,7 +69,7 @@ class Piece:
     slots: float = 0.0
 
     def times(self, factor: float) -> "Piece":
-        """Return ``factor`` times this piece."""
+        """Return a copy of the piece with all times and bytes multiplied by ``factor``."""
         forward, both, kept, working, lean = (
             Line(factor * x.fixed, factor * x.slope)
             for x in (self.forward, self.both, self.kept, self.working, self.lean)

@@ -45,7 +45,7 @@ class Rehearsal:
         return sum(e.seconds for e in self.events)
 
     def slower(self, factor: float) -> Rehearsal:
-        """Return this rehearsal with its work ``factor`` times as long."""
+        """Return a copy of the rehearsal in which all work takes ``factor`` times as long."""
         return replace(
             self, events=[replace(e, seconds=factor * e.seconds) for e in self.events]
         )
@@ -57,7 +57,10 @@ def rehearse(
     batches: Callable[[Mesh], Sequence[Batch]],
     rank: int,
 ) -> Rehearsal:
-    """Rehearse one step of ``rank`` under the recipe's layout, on the CPU in this process alone."""
+    """Rehearse one step of ``rank`` under the recipe's layout, on the CPU in this process alone.
+
+    ``batches``: returns the batches of a rank's step, given its mesh.
+    """
     with silent_rank(rank, recipe.layout.world) as journal:
         return watch(recipe, shape, batches, journal)
 
@@ -190,9 +193,10 @@ def batches_of(
 
 
 def reference(layout: str, size: str, alone: bool = True) -> Rehearsal:
-    """Run rank 0's step of a small model for the probe: ``small``, ``large``, or ``tiny`` (for tests).
+    """Run rank 0's step of a small model for the probe, under ``layout`` (such as ``tp=2``).
 
-    ``alone``: in a process group that moves nothing, else with the existing ranks.
+    ``size``: size of the model, ``small``, ``large``, or ``tiny`` (for tests). ``alone``: whether to run in a process
+    group that moves nothing; else the step runs with the existing ranks.
     """
     sizes = {
         "tiny": (4, 16, 8, 64),

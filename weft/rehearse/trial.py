@@ -33,7 +33,10 @@ LIMIT_S, PATIENCE_S = 15.0, 300.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Median ``seconds`` of a step and peak resident or device bytes of the fullest rank; or why there are none."""
+    """Median ``seconds`` of a step, and peak bytes (resident, or on the device) of the fullest rank.
+
+    If the trial failed, the reason stands in their place.
+    """
 
     seconds: float = 0.0
     memory: float = 0.0
@@ -71,7 +74,9 @@ def run_trials(
     devices: int,
     say: Callable[[str], None],
 ) -> tuple[list[Final], list[tuple[Final, Measured]]]:
-    """Run some of ``finals`` for real; return all by corrected time, and every trial with its prediction.
+    """Run ``count`` or more of ``finals`` for real.
+
+    Returns all of ``finals`` sorted by corrected time, and the pairs of a layout as predicted and its measurement.
 
     The best of every number of ranks are tried first. If another layout then comes first by the corrected times, it is
     tried as well. ``devices``: ranks that this machine can hold.
@@ -120,7 +125,7 @@ def run_trials(
 
 
 def steps(recipe: Recipe) -> Iterator[Mesh]:
-    """Set up as one of the ranks, then train one step before each item. Yields the mesh."""
+    """Join as one of the ranks, and yield the mesh after each training step."""
     from weft.rehearse.rehearsed_step import batches_of
     from weft.train.setup import build_for_training, device_type
     from weft.train.step import train_step

@@ -41,10 +41,11 @@ class WorkerLinks:
         return bool(len(apart) and apart.min() < self.shared)
 
     def pairs(self, groups: np.ndarray, chain: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``(bandwidth, latency)`` of the links of rings (or chains) over the rows of ``groups``, ``[groups,
-        links]``.
+        """Return ``(bandwidth, latency)`` of the links inside each group of workers, ``[groups, links]`` each.
 
-        All groups are busy at once; groups that cross a shared link divide its bandwidth among them.
+        ``groups``: the workers of each group, one row per group. With ``chain`` a group's links go from each worker to
+        the next; else they form a ring, from the last to the first as well. All groups are busy at once;
+        groups that cross a shared link divide its bandwidth among them.
         """
         ends = np.stack([groups, np.roll(groups, -1, 1)], -1)
         if chain:

@@ -53,7 +53,10 @@ class Running:
         self.recorder.log(kind, **values)
 
     def stop(self, why: str) -> None:
-        """End the run after the next step as if it were complete: it saves and exports. One rank may ask alone."""
+        """End the run after the next step as if it were complete: it saves and exports. ``why``: the reason to report.
+
+        A call on one rank is enough.
+        """
         self.stopping = why
 
 
@@ -68,7 +71,9 @@ class Callbacks:
             self._callbacks.append((technique, call(technique, use.settings)()))
 
     def call(self, hook: str, *given: Any) -> None:
-        """Call the method ``hook`` (:data:`weft.plugins.HOOKS`) of each callback that has it, with run and ``given``.
+        """Call the method named ``hook`` of each callback that has it, with the run and the arguments ``given``.
+
+        The names are those in :data:`weft.plugins.HOOKS`.
 
         ``after_step`` is called after every ``callback.every``-th step, and never if the callback has no ``every``.
         """

@@ -27,10 +27,11 @@ T = torch.Tensor
 
 
 class Exchanged(NamedTuple):
-    """The result of one exchange of a fragment: ``answer``, the mean of the vectors of ``islands`` islands.
+    """The result of one exchange of a fragment.
 
-    ``kept``: new values of slots by slot, for all parameters of the fragment end to end. ``warm``: by parameter, the
-    factor with which PowerSGD begins the next exchange.
+    ``answer``: the mean of the flat tensors that ``islands`` islands have sent. ``kept``: new values
+    by slot name, flattened and concatenated over the fragment's parameters. ``warm``: by parameter, the factor with
+    which PowerSGD begins the next exchange.
     """
 
     answer: T
@@ -40,9 +41,10 @@ class Exchanged(NamedTuple):
 
 
 class IslandExchange:
-    """This rank's side of all exchanges. :meth:`run` changes no state, so that a thread may call it.
+    """This rank's side of all exchanges between islands. :meth:`run` changes no state, so that a thread may call it.
 
-    ``presence`` says which islands take part. ``fragments``: the parameters of each fragment.
+    ``presence``: which islands take part. ``how``: the recipe's settings of the exchange. ``fragments``: the parameters
+    of each fragment.
     """
 
     def __init__(self, state: State, mesh: Mesh, presence: Presence, how: Sync) -> None:
@@ -65,9 +67,10 @@ class IslandExchange:
         ]
 
     def whole(self, f: int, result: Exchanged, sent: int) -> Exchanged:
-        """Return the result of an exchange, with the parts that the other replicas of this island have exchanged.
+        """Gather the whole result of an exchange from the parts that this island's replicas have exchanged.
 
-        ``sent``: number of elements sent by all parts together.
+        ``f``: index of the fragment. ``result``: the result for this rank's part. ``sent``: number of elements that
+        all parts have together.
         """
         replicas, held = self.replicas[f], self.fragments[f]
         if replicas.group is None:
@@ -92,10 +95,11 @@ class IslandExchange:
     def run(
         self, f: int, number: int, values: T, shared: Mapping[str, T], step: int
     ) -> Exchanged:
-        """Exchange this rank's part of ``values`` for the mean over the partners; may run in a thread.
+        """Exchange this rank's part of ``values`` for the mean over the partner islands; may run in a thread.
 
-        ``shared``: slots that must be equal on all islands. An island where they differ gets the others' values, and
-        sends what it would have sent with these.
+        ``f``: index of the fragment. ``number``: index of the exchange. ``values``: the fragment's elements, flat.
+        ``shared``: slots that must be equal on all islands. An island whose slots differ from the majority's takes the
+        majority's, and corrects its message accordingly. ``step``: the number of steps so far.
         """
         held, here = self.fragments[f], self.replicas[f].part(values.numel())
         shared = {name: values[here] for name, values in shared.items()}
@@ -143,7 +147,11 @@ class IslandExchange:
         number: int,
         members: Sequence[int],
     ) -> Exchanged:
-        """Return the mean over these islands by compressed messages; the losses are in the result's ``kept``."""
+        """Return the mean over the islands ``members``, computed with compressed messages.
+
+        ``values``: this rank's elements, which are the slice ``here`` of the parameters ``held``, concatenated. ``tag``
+        marks the messages, ``number`` is the round. The compression errors (residuals) are in the result's ``kept``.
+        """
         left: dict[str, T] = {
             name: flat_values(held, name)[here]
             for name in ("up", "down")
@@ -196,11 +204,11 @@ class IslandExchange:
     def allocation(
         self, wanted: Mapping[str, T], tag: str, number: int, members: Sequence[int]
     ) -> Mapping[str, Compressor]:
-        """Return the compressor of each tensor: the same for all tensors, or chosen by L-GreCo from the messages
-        ``wanted``.
+        """Return the compressor of each tensor of ``wanted``, the messages by parameter name.
 
-        The first member chooses, again every ``how.allocate`` rounds. It sends its choice in each round, so that
-        members need not have taken part in the round before.
+        With ``how.allocate``, L-GreCo chooses them; else all tensors have the same one. The first of the islands
+        ``members`` chooses anew every ``how.allocate`` rounds. It sends its choice in each round (``number``), because
+        members may have missed the round before. ``tag`` marks the messages.
         """
         if not self.how.allocate or len(members) == 1:
             return dict.fromkeys(wanted, self.there)
@@ -236,8 +244,10 @@ class IslandExchange:
         number: int,
         members: Sequence[int],
     ) -> PerTensor:
-        """Return the compressors for each parameter's elements in this rank's part ``here``, whose message is
-        ``wanted``.
+        """Return a compressor that treats each parameter's elements in this rank's message on their own.
+
+        ``held``: the fragment's parameters. ``wanted``: the message, flat, which covers the slice ``here`` of the
+        concatenated parameters. The other arguments are those of :meth:`allocation`.
         """
         parts: dict[str, T] = {}
         start = 0

@@ -20,10 +20,11 @@ T = torch.Tensor
 
 
 def slots_of(how: Sync) -> tuple[str, ...]:
-    """Return the names of the slots that islands add to every parameter.
+    """Return the names of the slots that islands add to every parameter, under the settings ``how``.
 
-    They are the method's own; ``answer``, the result of an exchange that is not applied yet; and with compression the
-    residuals of error feedback: of the messages sent ``up``, and of the means sent back ``down``.
+    They are the slots of the method; ``answer``, the result of an exchange that is not applied yet; and with
+    compression the residuals of error feedback. Residuals are ``up`` of the messages, and ``down`` of the means sent
+    back.
     """
     method, (there, back) = how.method, compressors(how)
     names = [*method.slots, *(["answer"] if method.late or how.delay else [])]
@@ -35,14 +36,17 @@ def slots_of(how: Sync) -> tuple[str, ...]:
 
 
 def compressors(how: Sync) -> tuple[Compressor, Compressor]:
-    """Return the compressor of what islands send, and that of what they receive."""
+    """Return the compressor of the messages that islands send, and that of the means that they get back."""
     return build_compressor(how.compress), build_compressor(
         how.compress_back or how.compress
     )
 
 
 def add_slots(state: State, how: Sync) -> None:
-    """Give every parameter that learns its slots, in float32 or in its own type if that is wider."""
+    """Add the slots of :func:`slots_of` to every trained parameter, in float32 or the parameter's type if wider.
+
+    Nothing is added if islands exchange gradients in place of parameters.
+    """
     if how.of_gradients:
         return
     for h in state.learning:
@@ -52,12 +56,15 @@ def add_slots(state: State, how: Sync) -> None:
 
 
 def values_of(h: Held, slot: str) -> T:
-    """Return one of a parameter's slots, or with "" the parameter, as this rank holds them."""
+    """Return this rank's part of a parameter's ``slot``; with ``slot`` "", of the parameter itself."""
     return h.slots[slot].values if slot else h.local.detach()
 
 
 def flat_values(held: Sequence[Held], slot: str = "") -> T:
-    """Return the parameters, or one of their slots, end to end as a copy on the host."""
+    """Return a copy on the host of the ``slot`` of these parameters, flattened and concatenated.
+
+    With ``slot`` "" the copy is of the parameters themselves.
+    """
     flats = [values_of(h, slot) for h in held]
     return (
         torch.cat([x.flatten().to("cpu", wider(x)) for x in flats])
@@ -67,7 +74,10 @@ def flat_values(held: Sequence[Held], slot: str = "") -> T:
 
 
 def keep_values(slot: str, held: Sequence[Held], flat: T) -> None:
-    """Set the parameters, or one of their slots, from values that lie end to end."""
+    """Set the ``slot`` of these parameters from ``flat``, their values flattened and concatenated.
+
+    With ``slot`` "" the parameters themselves are set.
+    """
     for h, values in zip(
         held, flat.split([h.local.numel() for h in held]), strict=True
     ):
@@ -75,15 +85,15 @@ def keep_values(slot: str, held: Sequence[Held], flat: T) -> None:
 
 
 def wider(x: T) -> torch.dtype:
-    """Return float32, or the tensor's own type if that is wider."""
+    """Return the wider one of float32 and the tensor's dtype."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def state_of(state: State, how: Sync, number: int) -> Iterator[tuple[str, Held, str]]:
-    """Yield the state that a joining island takes over at the end of a round: message tag, parameter, and slot.
+    """Yield the state that a joining island takes over at the end of round ``number``.
 
-    The slot is "" for the parameter itself. Residuals of compression and the optimizer's moments are not handed over:
-    each island has its own.
+    Each item is a message tag, a parameter, and the name of a slot, "" for the parameter itself. Residuals
+    of compression and the optimizer's moments are not handed over: each island has its own.
     """
     for h in state.held:
         if h.local.is_floating_point():
@@ -102,7 +112,10 @@ def send_state(
     number: int,
     about: Sequence[int],
 ) -> None:
-    """Send :func:`state_of` and some numbers ``about`` it to the same rank of another island, without waiting."""
+    """Send the tensors of :func:`state_of` to the same rank of the island ``island``, without waiting.
+
+    ``number``: the round that has ended. ``about``: integers that are sent with the state, such as counts of tokens.
+    """
     streams.send(island, f"state {number}", torch.tensor(about))
     for tag, h, slot in state_of(state, how, number):
         values = values_of(h, slot)
@@ -114,9 +127,10 @@ def send_state(
 def take_state(
     state: State, how: Sync, streams: Streams, island: int, number: int
 ) -> list[int]:
-    """Receive :func:`state_of` from the same rank of another island into ``state``; returns the numbers about it.
+    """Receive the tensors of :func:`state_of` from the same rank of the island ``island`` into ``state``.
 
-    It is sent when that island's round ends, however long that takes. Raises :class:`IslandLost`.
+    Returns the integers ``about`` the state that :func:`send_state` has sent with it. Waits without limit for the end
+    of that island's round ``number``. Raises :class:`IslandLost`.
     """
     about: list[int] = streams.receive(
         island, f"state {number}", torch.int64, limit=inf

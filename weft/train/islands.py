@@ -27,7 +27,10 @@ T = torch.Tensor
 
 
 def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
-    """Measure the links and, if sums go around a ring, choose the fastest ring; return a line to report."""
+    """Measure the links between islands and choose the fastest ring, if the settings ``how`` sum around a ring.
+
+    Returns a line to report.
+    """
     if (
         streams.islands < 3
         or not how.in_ring
@@ -41,9 +44,10 @@ def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
 
 
 class Apart(PhaseFiller):
-    """Islands take steps independently, and agree every ``how.every`` steps.
+    """Islands take steps independently, and exchange parameters every ``how.every`` steps.
 
-    In a *round*, which lasts this many steps, each *fragment* of the parameters is exchanged once with the partners.
+    A *round* lasts ``how.every`` steps. In it each *fragment* (a subset of the parameters) is exchanged once with the
+    partner islands.
     ``presence`` says which islands take part; ``steps`` counts the steps so far. A request to end the run is passed on
     in the next round and ends the run with the round after, so that all islands end after the same step.
     """
@@ -88,13 +92,16 @@ class Apart(PhaseFiller):
         return results
 
     def end(self, results: list[StepResult]) -> list[StepResult]:
-        """Wait for exchanges under way, and keep their answers in slots of the state."""
+        """Wait for the exchanges under way, and store their results in the slots ``answer`` of the state.
+
+        Returns ``results`` without requests to end the run.
+        """
         results = self.without_stop(results)
         self.keep_answers()
         return results
 
     def keep_answers(self) -> None:
-        """Wait for the exchanges under way, and keep their answers in slots."""
+        """Wait for the exchanges under way, and store their results in the slots ``answer`` of the state."""
         if self.under_way:
             self.context.before_update()
         for f in list(self.under_way):
@@ -115,18 +122,22 @@ class Apart(PhaseFiller):
         return [result._replace(stop=False) for result in results]
 
     def is_due(self, f: int) -> bool:
-        """Return whether this step ends with an exchange of fragment ``f``, or applies the answer to one."""
+        """Return whether an exchange of fragment ``f`` begins, or the result of one is applied, after this step."""
         return begins(self.steps, f, self.how) or begins(
             self.steps - self.how.delay, f, self.how
         )
 
     def number(self, f: int) -> int:
-        """Return the number of the fragment's exchange that begins after this step."""
+        """Return the index, among all exchanges of the run, of that of fragment ``f`` that begins after this step."""
         return self.steps // self.how.every * self.how.fragments + f
 
     @torch.no_grad()
     def agree(self, f: int) -> None:
-        """Begin the exchange of fragment ``f``, apply the answer of an exchange, or both, as is due after this step."""
+        """Do what is due for fragment ``f`` after this step.
+
+        An exchange begins at the fragment's step in the round. Its result is applied at once, or ``how.delay`` steps
+        later, or in the next round if the method asks for that.
+        """
         held, delay = self.fragments[f], self.how.delay
         starts, later, answer = (
             begins(self.steps, f, self.how),
@@ -162,7 +173,10 @@ class Apart(PhaseFiller):
             )
 
     def answer(self, f: int) -> tuple[T, int]:
-        """Return the answer of a fragment's last exchange, and the number of islands in it."""
+        """Return the mean from the last exchange of fragment ``f``, and the number of islands that took part.
+
+        Waits for the exchange if it is under way.
+        """
         if f in self.under_way:
             result = self.under_way.pop(f).result()
             return self.keep_exchanged(
@@ -176,14 +190,17 @@ class Apart(PhaseFiller):
         )
 
     def keep_exchanged(self, f: int, result: Exchanged) -> tuple[T, int]:
-        """Store the slots that an exchange has changed; return its answer and the number of islands in it."""
+        """Store the slots of fragment ``f`` that an exchange has changed.
+
+        Returns the exchange's mean and the number of islands that took part.
+        """
         for name, values in result.kept.items():
             keep_values(name, self.fragments[f], values)
         self.exchange.warm |= result.warm
         return result.answer, result.islands
 
     def hand_over(self, island: int, tokens: int) -> None:
-        """Send the state to an island that joins or comes back."""
+        """Send the state to ``island``, which joins or comes back. ``tokens``: those of the results just returned."""
         self.keep_answers()
         counts = [
             self.counts.get(f, self.mesh.islands) for f in range(self.how.fragments)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:
-    """Return the best validation that a run at ``step`` can compare with, and a note if ``known`` is not it.
+    """Return the best validation with which a run at ``step`` can compare its own, and a note if that is not ``known``.
 
-    ``data``: digest of what the run validates on.
+    ``known``: the best validation in the run's folder. ``data``: digest of the data that the run validates on.
     """
     if known.step > step:  # it has gone back to before its best
         return Best(), ""
@@ -42,8 +42,8 @@ def lowest_of_run(job: Job, mesh: Mesh, folder: Path, step: int) -> LowestLoss:
 class LowestLoss:
     """The lowest validation loss so far, ``best``, on data with the digest ``data``.
 
-    ``known``: what the run's folder has as its best. ``note``: why the run compares with nothing yet, if it has to be
-    said. ``improved``: :meth:`news` has not returned the present best yet.
+    ``known``: the best validation in the run's folder. ``note``: why the run has no earlier loss to compare with; empty
+    if there is nothing to report. ``improved``: :meth:`news` has not returned the present best yet.
     """
 
     settings: Validation
@@ -54,7 +54,7 @@ class LowestLoss:
     improved: bool = False
 
     def take(self, step: int, loss: float) -> None:
-        """Compare the validation loss after ``step`` with the lowest; that before the first step does not count."""
+        """Compare ``loss``, the validation loss after ``step``, with the lowest; a loss at step 0 does not count."""
         if step and loss < self.best.loss:
             self.best, self.improved = Best(step, loss, data=self.data), True
 

@@ -38,7 +38,11 @@ class GradientPhase(Protocol):
     """Passes over the batches leave gradients on this rank."""
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> torch.Tensor:
-        """Run the passes. Returns this rank's share of the mean loss, or of what the agree phase sums instead."""
+        """Run forward and backward over the batches, and leave the gradients on this rank.
+
+        Returns this rank's share of the mean loss, or shares of other sums if the filler of the agree phase (``agree``)
+        sums those.
+        """
 
 
 class AgreePhase(Protocol):
@@ -51,9 +55,10 @@ class AgreePhase(Protocol):
         """See :meth:`weft.train.step.PhaseFiller.beyond`; plain passes ask it."""
 
     def agree(self, given: StepInput, shares: torch.Tensor) -> Agreed:
-        """Combine gradients and sums. ``shares``: what the gradients phase has returned.
+        """Combine the ranks' gradients, and sum the step's loss, norm and counts over the ranks.
 
-        Calls ``before_update`` before this rank's sums.
+        ``shares``: the tensor that the gradients phase has returned. Calls ``before_update`` of the context before this
+        rank gives its shares to the sums.
         """
 
 
@@ -61,7 +66,7 @@ class UpdatePhase(Protocol):
     """Parameters and optimizer state change, on all ranks alike."""
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Update, unless the step is skipped. Returns the results that are final now, oldest first."""
+        """Update the state, unless the step is skipped. Returns the step results that are final now, oldest first."""
 
 
 class AfterPhase(Protocol):
@@ -70,7 +75,14 @@ class AfterPhase(Protocol):
     def after(
         self, results: list[StepResult], finish: Callable[[], list[StepResult]]
     ) -> list[StepResult]:
-        """Return the step's results. ``finish`` makes the step final, and returns the results that were still due."""
+        """Do the work between steps, and return the results that are final now.
+
+        ``results``: those that the update phase has returned. ``finish`` completes the step's update, and returns the
+        results that were still due.
+        """
 
     def end(self, results: list[StepResult]) -> list[StepResult]:
-        """Wait for work under way, as the run may end here. Returns the given results of the last steps."""
+        """Wait for work of this phase that is under way, as the run may end here.
+
+        Returns ``results``, those of the last steps, perhaps changed.
+        """

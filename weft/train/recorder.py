@@ -65,7 +65,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, progress: Progress) -> Iterator[None]:
-        """Record the run in the context; ``progress`` is read with each record."""
+        """Record the run inside the context; the counts in ``progress`` are read anew for each record."""
         recipe, mesh, shape = self._recipe, self._mesh, self._job.shape
         self._progress = progress
         parameters = parameter_count(shape, shape.vocab)
@@ -107,7 +107,7 @@ class Recorder:
         self._metrics.forget(step)
 
     def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
-        """Record ``values`` under ``kind``, for ``step`` or else for the last final step."""
+        """Record ``values`` under the name ``kind``, for ``step`` or by default for the last final step."""
         self._metrics.log(kind, self._progress.step if step is None else step, **values)
 
     def validation(self, loss: float) -> None:
@@ -115,7 +115,7 @@ class Recorder:
         self._display.update(self._progress.step, validation=loss)
 
     def passes(self, done: int, of: int) -> None:
-        """Show the passes of the present step that are done, if the step takes long."""
+        """Show that ``done`` of the ``of`` passes (forward and backward) of a step are done, if the step takes long."""
         self._display.passes(done, of)
 
     def task(self, name: str, answered: Answered) -> None:
@@ -132,7 +132,10 @@ class Recorder:
         )
 
     def activations(self, choice: Mapping[str, Any]) -> None:
-        """Record and print how many blocks' activations leave the device; ``choice`` has the measured rates."""
+        """Record and print how many blocks' activations leave the device.
+
+        ``choice``: this number of blocks, and the measured rates that led to it.
+        """
         self.log("activations", **choice)
         self.event(
             f"activations of {choice['blocks']} of {choice['of']} blocks leave for the {choice['place']}: so many that "
@@ -170,7 +173,7 @@ class Recorder:
         self._display.restart_clock()
 
     def lap(self, results: Sequence[StepResult]) -> None:
-        """Divide the time since the clock was started equally among these steps, and start the clock anew."""
+        """Divide the time since the clock was started equally among the steps of ``results``, and restart the clock."""
         if results:
             now = time.perf_counter()
             self._seconds, self._begun = (now - self._begun) / len(results), now
@@ -252,7 +255,7 @@ class Recorder:
         self.log("experts", **record)
 
     def end_step(self, news: Sequence[str]) -> None:
-        """Report news of a step, and tell a trace that the step has ended."""
+        """Report the lines ``news`` of a step, and tell the trace of the profiler that the step has ended."""
         for line in news:
             self.event(line)
         self._tracing = self._traced()

@@ -61,9 +61,9 @@ def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
 
 
 def with_computed_reference(job: Job, mesh: Mesh, values: Values, steps: int) -> Job:
-    """Return ``job`` with log-probabilities for its first ``steps``, by a model of its shape with ``values``.
+    """Return ``job`` with the log-probabilities that its first ``steps`` steps need. Collective; nothing is cached.
 
-    Nothing is cached. Collective.
+    The reference model has the shape of the job's model and the parameter values ``values``.
     """
     if not needs_reference(job.recipe.loss):
         return job
@@ -81,7 +81,8 @@ def log_probabilities(
 ) -> np.ndarray:
     """Compute log-probabilities of both answers of every pair, ``[pairs of the job, 2]``; 0 for pairs not in ``steps``.
 
-    The model has ``shape`` and ``values``. Raises :class:`WeftError` if a number is not finite. Collective.
+    ``shape`` and ``values``: shape and parameter values of the reference model. ``steps``: the batches of each step.
+    Raises :class:`WeftError` if a log-probability is not finite. Collective.
     """
     # both answers, and how often they were counted
     table = torch.zeros(_pairs_of(job), 3, dtype=torch.float64)

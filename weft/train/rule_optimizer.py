@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def slot_bytes(settings: Optimizer, width: int) -> float:
-    """Estimate the bytes of optimizer state per parameter of ``width`` bytes, without scales and other small slots."""
+    """Estimate the bytes of optimizer state per element of a parameter, without scales and other small slots.
+
+    ``width``: bytes of an element of the parameter itself.
+    """
     return width * (settings.update_rule.kept + bool(settings.ema))
 
 
@@ -49,7 +52,11 @@ class RuleOptimizer:
         self.assigned: dict[str, Assignment] = {}  # by the parameter's name
 
     def assignment(self, held: Held) -> Assignment:
-        """Return how a parameter is updated. Its name is matched with the groups once."""
+        """Return the rule, rate factor and weight decay of a parameter.
+
+        The shape chooses the rule. The last group whose pattern matches the name sets rate and decay. The result is
+        cached by name.
+        """
         if held.name not in self.assigned:
             self.assigned[held.name] = self._assignment(held)
         return self.assigned[held.name]

@@ -135,7 +135,11 @@ def _is_readable(checkpoint: StoredCheckpoint) -> bool:
 def open_run(
     recipe: Recipe, out: Path | None, resume: str | None, lease: Lease, size: int
 ) -> Run:
-    """Choose and lease the folder and places of a run. ``size``: about how many bytes a checkpoint has."""
+    """Choose and lease the folder of a run and the places of its checkpoints.
+
+    ``out``: the folder to create. ``resume``: the run or checkpoint to go on from. ``size``: about how many bytes a
+    checkpoint has.
+    """
     while True:
         folder, sources = _choose(recipe, out, resume)
         run = Run(folder, sources, levels_of(recipe.checkpoint, folder))
@@ -158,7 +162,8 @@ def open_for_island(
 ) -> Run:
     """Open the run of an island, on the island's first rank.
 
-    ``open_first`` opens the first island's run. The other islands' folders are below the first island's.
+    ``open_first``: opens the run of the first island, in whose folder the folders of the other islands are. ``size``:
+    about how many bytes a checkpoint has.
     """
     if mesh.island_store is None:
         return open_first()
@@ -213,7 +218,8 @@ class Resumed:
 def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
     """Load the newest checkpoint that is whole on all ranks, unless the run is new. Collective.
 
-    Notes name the checkpoint, those that are not whole, and the differences of the recipe from the checkpoint's.
+    The notes of the result name the loaded checkpoint, the incomplete ones, and where the recipe differs from the
+    recipe in the checkpoint.
     """
     notes = list(job.notes)
     if run.fresh:

@@ -24,9 +24,10 @@ from weft.train.step import loss_sum, sum_over_passes
 
 @dataclass
 class Scorer:
-    """Replaces a model's loss and adds up the scores of labels for each text.
+    """Replaces a model's loss and adds up the scores of labels for each text, in ``sums``.
 
-    ``counts``, which are the weights of labels for a loss, are the numbers of the labels' texts here, from 1.
+    The argument ``counts`` of a call identifies the text of each label, as an index from 1. The name is that of the
+    label weights, through which :func:`pack_texts` passes these indices.
     """
 
     # float64 [texts, 2]: log-probability, and how many tokens are the likeliest
@@ -48,7 +49,8 @@ class Scorer:
 def pack_texts(texts: Sequence[Text], room: int) -> RowList:
     """Pack texts into rows of at most ``room`` tokens.
 
-    The rows' ``weights`` are no weights: they hold the number of each label's text, from 1, by which scores are summed.
+    The field ``weights`` of the rows holds an identifier in place of a weight: the index, from 1, of each label's text.
+    :class:`Scorer` adds up scores by it.
     """
     order, ends = pack_documents(
         np.array([len(t.given) + len(t.following) - 1 for t in texts]), room
@@ -86,9 +88,9 @@ def scores(
 ) -> list[Score]:
     """Compute the log-probability of each text's continuation. Collective; all ranks get the same.
 
-    ``state`` may be None on one device. ``rows`` and ``passes`` are those of a rank's step (see
-    :meth:`weft.recipe.Recipe.rows_per_pass`), ``room`` is the number of tokens in a row, or more for a longer text.
-    ``wanted`` is called on every rank before every step. As soon as it is false on one, the list is empty.
+    ``state`` may be None on one device. ``rows``: rows of a rank in a forward pass; ``passes``: forward passes of a
+    rank in a step. ``room``: tokens in a row, enlarged to the longest text. ``wanted`` is called on every rank before
+    every step; if it is false on any rank, scoring stops and the list is empty.
     """
     if not texts:
         return []

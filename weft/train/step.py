@@ -70,7 +70,10 @@ def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 
 
 def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """Return this rank's shares of the number of samples and of the sum of their marks. Float64 ``[2]``."""
+    """Return this rank's shares of the number of samples and of the sum of their hashes. Float64 ``[2]``.
+
+    Hashes are those of :func:`~weft.data.order.sample_hashes`.
+    """
     seen = [sample for batch in batches for sample in batch.samples]
     return torch.stack(
         [
@@ -91,8 +94,9 @@ def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 def count_loads(
     model: Transformer, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = unchanged
 ) -> None:
-    """Start the routers' counts of chosen experts for a step of these batches.
+    """Start to count how many tokens the routers send to each expert in a step of these batches.
 
+    ``beyond``: sums a value over the islands that share the update (:meth:`PhaseFiller.beyond`).
     Collective if the routers' losses divide by the tokens of the whole step.
     """
     if model.loads is None:
@@ -103,7 +107,7 @@ def count_loads(
 
 
 def nonzero_weight(total: torch.Tensor) -> torch.Tensor:
-    """Return a total weight of labels, or 1 where it is 0, so that it can divide."""
+    """Return ``total``, the weight of all labels; where it is 0, return 1, so that a division by it is safe."""
     return torch.where(total > 0, total, 1.0)
 
 
@@ -133,9 +137,10 @@ def pass_loss(
     mesh: Mesh,
     route: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return this rank's share of the step's mean loss, equal on ``tp``. ``total``: the weight of the step's labels.
+    """Run forward on one batch, and return this rank's share of the step's mean loss; equal on all ranks of ``tp``.
 
-    ``route``: the blocks to run, if not all.
+    ``total``: the weight of all labels of the step, by which the summed loss is divided. ``route``: indices of the
+    blocks to run, by default all.
     """
     seen = model.loads.seen(batch) if model.loads else None
     loss = model(
@@ -157,10 +162,10 @@ def accumulate(
 ) -> torch.Tensor:
     """Run forward and backward of every pass (gradient accumulation); return this rank's share of the mean loss.
 
-    ``routes``: for each pass the blocks that it runs, where these are not all; repeated if there are more passes.
+    ``routes``: the indices of the blocks that each pass runs, by default all; repeated if there are more passes.
     ``before_last`` is called with this rank's share of the loss before the last backward; not with a pipeline.
-    ``weight``: what the summed loss is divided by; left out, the weight of the labels of all ranks, after ``beyond``.
-    ``early``: units that a pipeline updates meanwhile.
+    ``weight``: the divisor of the summed loss, by default the weight of the labels of all ranks, summed over islands by
+    ``beyond``. ``early``: updates that a pipeline makes while it still runs.
     """
     set_reference_point(model, state, batches, mesh, beyond)
     count_loads(model, batches, mesh, beyond)
@@ -209,9 +214,10 @@ def set_reference_point(
     mesh: Mesh,
     beyond: Beyond = unchanged,
 ) -> None:
-    """Set the reference point of a loss such as KTO: how far the model has moved, by passes over the step's batches.
+    """Set the reference point of a loss such as KTO; any other loss is left alone. Collective.
 
-    Any other loss is left alone. Collective.
+    The point is the mean divergence of the model from the reference model (at least 0), by forward passes over the
+    step's batches. ``beyond`` sums over islands.
     """
     loss = model.hooks.objective
     if not compares_with_a_point(loss):
@@ -223,7 +229,7 @@ def set_reference_point(
 
 
 def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``x`` on ``device``. With an offloaded state, gradients are on the host and sums are not."""
+    """Return ``x`` on ``device``, copied only if needed: gradients of an offloaded state are on the host."""
     return x if x.device == device else x.to(device)
 
 
@@ -288,7 +294,7 @@ def split_like(
 def square_norm(
     grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh
 ) -> torch.Tensor:
-    """Return this rank's share of the squared global gradient norm. Over all ranks each element counts once."""
+    """Return this rank's share of the squared global gradient norm; the sum over ranks counts each element once."""
     for h in state.learning:
         declare(grads[h.name], mesh, **state_types(h.logical))
     with untyped():  # that each counts once follows from the placements, not from types
@@ -311,7 +317,7 @@ def reduced(
 ) -> dict[str, torch.Tensor]:
     """Return the local gradients, summed over all ranks that hold or compute a share of the same parameter.
 
-    With ``looked_at`` the caller may read them; else they may still be on their way to a tier.
+    ``looked_at``: whether the caller reads the gradients. If not, their transfer to host or file may be under way.
     """
     grads = state.gradients(
         settled=looked_at or bool(state.copies) or mesh.size(*MODEL_AXES) > 1
@@ -329,7 +335,7 @@ def summed_over_axes(
 
 
 def step_result(sums: torch.Tensor) -> StepResult:
-    """Return the result of a step from its sums over all ranks (:func:`shares_of_sums`)."""
+    """Return the result of a step from ``sums``, the shares of :func:`shares_of_sums` summed over all ranks."""
     loss, square, stops, tokens, samples, marked, *counts = sums.tolist()
     sent, loads = list[float](), list[float]()
     if counts:
@@ -399,11 +405,11 @@ class PhaseFiller:
     """
 
     def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
-        """Return what plain passes divide the summed loss by; None: the weight of the labels of all ranks."""
+        """Return the divisor of the summed loss in plain passes; None means the label weight of all ranks."""
         return None
 
     def beyond(self, number: torch.Tensor) -> torch.Tensor:
-        """Sum ``number``, a sum over this island's ranks, over all islands whose gradients become one update."""
+        """Sum ``number``, a total over this island's ranks, over all islands that share one update."""
         return number
 
     def finish(self) -> list[StepResult]:
@@ -453,7 +459,10 @@ def update_unless_skipped(
     agreed: Agreed,
     update: Callable[[UnitGradients, float, float], None],
 ) -> StepResult:
-    """Call ``update`` with gradients, learning rate and the factor that clips, unless the step is skipped."""
+    """Call ``update`` with gradients, learning rate and clipping factor, unless the loss or norm is not finite.
+
+    Returns the step's result, which says whether the update was skipped.
+    """
     with record_function("weft:optimizer"):
         result = agreed.result()
         if context.inspect is not None:
@@ -589,9 +598,9 @@ def reduced_gradients(
 def loss_sum(
     model: Transformer, batches: Sequence[Batch], mesh: Mesh, hooks: Hooks | None = None
 ) -> torch.Tensor:
-    """Return the summed loss of some forward passes on this rank, equal on all ranks of ``tp``.
+    """Return the summed loss of forward passes over ``batches`` on this rank, equal on all ranks of ``tp``.
 
-    ``hooks``: whose losses count in the place of the model's own.
+    ``hooks``: hooks whose losses replace the model's.
     """
     if model.pipeline is not None:
         return model.pipeline.evaluate(batches, hooks)
@@ -604,7 +613,7 @@ def loss_sum(
 
 
 def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """Return this rank's ``numbers``, from passes without backward, as its share of a sum over all ranks."""
+    """Turn ``numbers``, a tensor of sums from this rank's forward passes, into this rank's share of the global sums."""
     # gathered copies are kept for a backward that did not come, and parameters may change
     if mesh.size("near"):
         state.release(drop=True)
@@ -613,7 +622,7 @@ def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Te
 
 
 def sum_over_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """Sum ``numbers``, which ranks have from passes without backward, over all ranks."""
+    """Sum ``numbers``, a tensor of sums from each rank's forward passes, over all ranks."""
     return step_sum(share_of_passes(numbers, state, mesh), mesh)
 
 
@@ -621,7 +630,10 @@ def sum_over_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Te
 def loss_shares(
     model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh, hooks: Hooks | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """Return this rank's shares of the summed loss of some steps and of their labels' weight. Float64 ``[2]``."""
+    """Return this rank's shares of the summed loss and of the total label weight of ``steps``. Float64 ``[2]``.
+
+    ``steps``: the batches of each step. ``hooks``: hooks whose losses replace the model's.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batches in steps:
         loss = loss_sum(model, batches, mesh, hooks)
@@ -640,7 +652,7 @@ def own_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 def evaluate(
     model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh
 ) -> float:
-    """Return the mean loss by the labels' weights over some steps' batches; the same on all ranks. Collective."""
+    """Return the mean loss, weighted by label, over the batches of ``steps``; equal on all ranks. Collective."""
     if compares_with_a_point(model.hooks.objective):
         shares = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         for batches in steps:

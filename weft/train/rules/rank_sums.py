@@ -22,9 +22,9 @@ T = torch.Tensor
 
 
 class Extent(NamedTuple):
-    """A dimension of a slot: one entry per ``per`` elements of the parameter's dimension ``of``.
+    """A dimension of a slot: one entry for every ``per`` elements along the parameter's dimension ``of`` (an index).
 
-    With ``of`` None it is a new dimension with ``size`` entries.
+    With ``of`` None, the slot has a dimension of ``size`` entries that the parameter lacks.
     """
 
     of: int | None
@@ -47,11 +47,11 @@ class RankSums:
         return [axis for axis in dict.fromkeys(cutting) if self.mesh.size(axis) > 1]
 
     def sum(self, x: T, held: Held, *dims: int) -> T:
-        """Sum ``x`` in place over the ranks that hold other parts along ``dims``."""
+        """Sum ``x`` in place over the ranks among which the parameter ``held`` is cut along the dimensions ``dims``."""
         return self._reduced(x, held, dims, dist.ReduceOp.SUM)
 
     def largest(self, x: T, held: Held, *dims: int) -> T:
-        """Replace each element of ``x`` by the largest over the ranks that hold other parts along ``dims``."""
+        """Replace each element of ``x`` by its maximum over the ranks among which ``held`` is cut along ``dims``."""
         return self._reduced(x, held, dims, dist.ReduceOp.MAX)
 
     def _reduced(
@@ -76,7 +76,7 @@ class RankSums:
     def agreed(self, x: T) -> T:
         """Broadcast the first replica's ``x`` to all ranks that hold parts of the same parameters, in place.
 
-        For results that processors may round differently, or choose differently among equal ones.
+        This is for results that may differ between processors, by rounding or by the choice among equal values.
         """
         there = x.to(self.mesh.device)
         for axis in ("dp", "state", *MODEL_AXES):
@@ -88,7 +88,10 @@ class RankSums:
     def slot(
         self, held: Held, *extents: Extent, dtype: torch.dtype | None = None
     ) -> Part:
-        """Return a slot of zeros with dimensions ``extents``, of which the parameter's are cut as the parameter is."""
+        """Return a slot of zeros with the dimensions ``extents``.
+
+        Those that follow a dimension of the parameter are cut over ranks like that dimension.
+        """
         dims = held.logical.dims
         here = [(0, e.size) if e.of is None else held.box[e.of] for e in extents]
         box = tuple(
