@@ -32,21 +32,25 @@ class Hypothesis(NamedTuple):
 
 @dataclass(eq=False)
 class Beam(Request):
-    """An unfinished text of a beam search, with the log-probability of its tokens."""
+    """An unfinished text of a beam search, with the sum of the log-probabilities of its tokens."""
 
     log_probability: float = 0.0
 
 
 def length_penalty(tokens: int, alpha: float) -> float:
-    """Return the divisor of a text's log-probability (GNMT, Wu et al. 2016, 1609.08144); 1 with ``alpha = 0``."""
+    """Return the number by which the log-probability of a text of so many ``tokens`` is divided (GNMT, Wu et al. 2016,
+    1609.08144). With ``alpha = 0`` it is 1.
+    """
     return ((5 + tokens) / 6) ** alpha
 
 
 class Search:
-    """A beam search of ``width`` beams for up to ``count`` tokens behind ``prompt``, or to one of ``stops``.
+    """A beam search of ``width`` beams after ``prompt``. A text ends after ``count`` tokens or at one of the ids
+    ``stops``.
 
-    ``alpha``: how much long texts are favoured. ``prune``: drop a token whose log-probability is this far below that of
-    its beam's best token, and a beam whose score is this far below that of the best ended text (3 in the paper).
+    ``alpha``: exponent of :func:`length_penalty`; a larger one favours longer texts. ``prune``: drop a token whose
+    log-probability is this far below that of its beam's best token, and a beam whose score is this far below that of
+    the best ended text (3 in the paper).
     """
 
     def __init__(
@@ -65,7 +69,9 @@ class Search:
         self.beams = [Beam(list(prompt), len(prompt) + count - 1)]
 
     def run(self) -> list[Hypothesis]:
-        """Search to the end, while other requests of the engine go on; return the result of :meth:`best`."""
+        """Search to the end, while other requests of the engine go on. Return the best finished texts, as :meth:`best`
+        does.
+        """
         self.begin()
         try:
             while self.beams:
@@ -85,13 +91,15 @@ class Search:
             self.engine.scheduler.add(beam)
 
     def end(self) -> None:
-        """Give up the remaining beams, and free their blocks."""
+        """Drop all unfinished beams and free their cache blocks."""
         for beam in self.beams:
             self.engine.scheduler.remove(beam)
         self.beams.clear()
 
     def advance(self) -> None:
-        """Extend the beams once the logits of all beams are computed. ``beams`` is empty when the search has ended."""
+        """Extend all beams by a token, if the logits of every beam have been computed. When the search has ended, the
+        list ``beams`` is empty.
+        """
         scheduler = self.engine.scheduler
         read = [beam for beam in self.beams if beam.logits is not None]
         if len(read) == len(self.beams):

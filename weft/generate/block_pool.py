@@ -12,8 +12,8 @@ from itertools import takewhile
 
 
 class BlockPool:
-    """``blocks`` blocks of ``size`` tokens each. ``states``: the blocks hold recurrent states, which cannot forget a
-    token.
+    """A pool of cache ``blocks`` of ``size`` tokens each. ``states``: the blocks hold recurrent states, from which a
+    token cannot be removed.
     """
 
     def __init__(self, blocks: int, size: int, states: bool = False) -> None:
@@ -33,8 +33,8 @@ class BlockPool:
         return self.blocks - len(self.owners)
 
     def take(self, key: bytes | None = None) -> int:
-        """Take a free block for one owner, which must exist. ``key``: the key under which :meth:`find` returns it from
-        now on.
+        """Take a free block for one owner; there must be a free one. ``key``: the key under which :meth:`find` returns
+        the block from now on.
         """
         if (
             not self._freed or next(iter(self._freed)) in self.keys
@@ -58,7 +58,9 @@ class BlockPool:
             self.owners[block] = self.owners.get(block, 0) + 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one owner from each of ``blocks``, a table or its end. The last blocks are reused first."""
+        """Remove one owner from each of ``blocks``, which are a request's block table or the end of one. Blocks at the
+        end of the list are reused first.
+        """
         for block in reversed(blocks):
             self.owners[block] -= 1
             if not self.owners[block]:
@@ -68,7 +70,9 @@ class BlockPool:
                 self._freed.move_to_end(block, last=block in self.keys)
 
     def remember(self, block: int, key: bytes) -> None:
-        """Let :meth:`find` return a full block under ``key``, unless the key or the block is known already."""
+        """Let :meth:`find` return ``block``, which is full, under ``key``. Nothing changes if the key or the block is
+        known already.
+        """
         if key not in self.known and block not in self.keys:
             self.known[key], self.keys[block] = block, key
 

@@ -12,9 +12,10 @@ from weft.generate.request import Branch, Request
 def branch(
     pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]
 ) -> int:
-    """Turn a request's drafts into branches for at most ``left`` tokens; return how many tokens they take.
+    """Turn a request's drafts into branches of at most ``left`` tokens in total. Return the number of tokens that they
+    take.
 
-    Pairs (from, to) of blocks that must be copied first are appended to ``copies``.
+    Pairs of blocks (from, to) that must be copied before the step are appended to ``copies``.
     """
     begun, (drafts, request.drafts) = left, (request.drafts, ())  # each is drawn once
     for path in drafts:
@@ -41,8 +42,9 @@ def branch(
 def merge_branches(
     pool: BlockPool, request: Request, best: Branch | None, right: int
 ) -> None:
-    """Count the first ``right`` tokens of ``best`` as computed, if they can be kept without the wrong ones
-    behind them.
+    """Count the first ``right`` tokens of the branch ``best`` as computed, and free all other branches.
+
+    In a pool of recurrent states, a branch in blocks of its own is kept only if all of its tokens are right.
     """
     if (
         best
@@ -56,7 +58,7 @@ def merge_branches(
 
 
 def release(pool: BlockPool, request: Request) -> None:
-    """Free the blocks that only branches own."""
+    """Free the cache blocks that belong to the request's branches and not to the request itself."""
     for branch in request.branches:
         if branch.table is not request.table:
             pool.release(branch.table)

@@ -32,9 +32,10 @@ class Drafter:
         return cls()
 
     def propose(self, requests: Sequence[Generation]) -> None:
-        """Set ``drafts``, a list of paths, of requests that are about to compute one token.
+        """Set ``drafts``, a list of token paths, of each request in ``requests``. The next step computes one token of
+        each.
 
-        If a path was sampled, it must be the only one of its request, and its ``odds`` are set too.
+        A path that was sampled must be the only one of its request; ``odds`` must then be set as well.
         """
         raise NotImplementedError
 
@@ -46,7 +47,7 @@ def _class_of(word: str) -> Any:
 
 
 def check_ahead(word: str, ahead: int) -> None:
-    """Raise :class:`UsageError` if ``--ahead`` is given without a small model to look ahead with."""
+    """Raise :class:`UsageError` if ``--ahead`` is given and the drafter ``word`` is no small model."""
     if ahead and not (word and _class_of(word).looks_ahead):
         draft = f"--draft {word} looks guesses up" if word else "there is no --draft"
         raise UsageError(

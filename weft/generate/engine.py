@@ -45,8 +45,8 @@ BUDGET = 512
 
 
 class WantedRows(NamedTuple):
-    """Rows of logits that a pass returns for a request: prompt rows from token ``first`` on, and rows to
-    sample from.
+    """Rows of logits that a forward pass returns for a request: ``prompt`` rows from token ``first`` on, to score the
+    prompt, and ``drawn`` rows from which tokens are sampled.
     """
 
     request: Request
@@ -56,7 +56,9 @@ class WantedRows(NamedTuple):
 
 
 class LaunchedPass(NamedTuple):
-    """A forward pass under way: the requests that get tokens, their rows, and a function that waits for the logits."""
+    """A forward pass under way. ``drawn``: the requests that get tokens; ``rows``: their rows of logits; ``logits``: a
+    function that waits for the logits.
+    """
 
     drawn: ScheduledStep
     rows: list[WantedRows]
@@ -147,7 +149,9 @@ class Engine:
         return generations
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> None:
-        """Register ``adapter`` for requests. Adapters in use are copied into the cache, beside texts."""
+        """Register ``adapter`` under ``name`` for later requests. Adapters in use are copied into cache blocks, which
+        texts then cannot use.
+        """
         if isinstance(self.reader, PagedReader) and self.reader.alike:
             raise UsageError(
                 "what adapters add depends on the batch; leave out invariant"
@@ -162,7 +166,7 @@ class Engine:
         keys[name] = shelf_keys(name, self.reader.add_adapter(name, adapter))
 
     def probe(self) -> None:
-        """Compute one token, so that the size of a cache block in bytes is known."""
+        """Generate one token, which allocates the cache, so that the size of a cache block in bytes is known."""
         self.submit([0], 1)
         self.run()
 
@@ -179,7 +183,7 @@ class Engine:
         return self.scheduler.pool.blocks * self.reader.size
 
     def cancel(self, generation: Generation) -> None:
-        """Cancel a request in any state."""
+        """Cancel a request, whether it is waiting, running or finished."""
         # it was to read the prompt for them
         if left := [sibling for sibling in generation.siblings if not sibling.finished]:
             left[0].siblings, generation.siblings = left[1:], []
@@ -190,7 +194,9 @@ class Engine:
 
     @contextmanager
     def holding(self, requests: Collection[Request]) -> Iterator[None]:
-        """Schedule ``requests``, to which more may be added in the context; at its end all give their blocks back."""
+        """Schedule ``requests`` within the context. More requests may be added to this collection meanwhile. At the end
+        all of them free their cache blocks.
+        """
         for request in requests:
             self.scheduler.add(request)
         try:
@@ -201,7 +207,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Written]:
-        """Launch as many passes as the reader allows, finish the oldest, and return the tokens that it wrote."""
+        """Launch as many forward passes as the reader allows at once, wait for the oldest pass, and return its
+        tokens.
+        """
         while len(self.sent) < self.reader.depth and self._send():
             pass
         return self._receive(self.sent.popleft()) if self.sent else []
@@ -342,7 +350,7 @@ class Engine:
 
 
 def wanted_rows(request: Request, tokens: int) -> WantedRows:
-    """Count the rows of logits that a request needs from a pass over its next ``tokens`` tokens."""
+    """Return which rows of logits a request needs from a forward pass over its next ``tokens`` tokens."""
     drawn = (
         1 + sum(len(branch.path) for branch in request.branches)
         if tokens == request.wanted
@@ -352,10 +360,10 @@ def wanted_rows(request: Request, tokens: int) -> WantedRows:
 
 
 def score_prompt(request: Generation, first: int, rows: torch.Tensor) -> None:
-    """Keep the log-probabilities of the prompt's tokens behind token ``first``, from the logits ``rows`` ``[tokens,
-    vocab]``.
+    """Append the log-probabilities of the prompt's tokens to those of the request. ``rows``: the logits ``[tokens,
+    vocab]`` behind token ``first`` and those after it.
 
-    A request that has lost its blocks computes some of them again.
+    Tokens that have been scored already are skipped: a request that lost its cache blocks computes them again.
     """
     for place, row in enumerate(rows, first):
         if place == len(request.prompt_scores):
@@ -367,8 +375,8 @@ def score_prompt(request: Generation, first: int, rows: torch.Tensor) -> None:
 def without_ends(
     allowed: torch.Tensor | None, ends: Collection[int], vocab: int
 ) -> torch.Tensor:
-    """Return the ``allowed`` ids, bool ``[vocab]`` (None: all), without ``ends``; or unchanged if no other id is
-    allowed.
+    """Return the mask ``allowed``, bool ``[vocab]``, without the ids ``ends``. If no other id is allowed, return the
+    mask unchanged. None: all ids are allowed.
     """
     every = torch.ones(vocab, dtype=torch.bool) if allowed is None else allowed.clone()
     rest = every.clone()
@@ -377,10 +385,10 @@ def without_ends(
 
 
 def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:
-    """Count ``step`` as launched, so that later steps can be planned; return the part of it that samples tokens.
+    """Count ``step`` as launched, so that later steps can be planned. Return the part of the step that samples tokens.
 
-    Prompts that are not at their end count as advanced at once. Requests that get a token are ``due``: they are not
-    scheduled again until the scheduler is told to advance the returned part.
+    Prompts of which only a part is computed are advanced at once. Requests that get a token become ``due``: they are
+    not scheduled again until :meth:`Scheduler.advance` is called with the returned part.
     """
     drawn = {
         request: tokens

@@ -23,7 +23,9 @@ FIRST, EACH = 0.3, 0.002
 
 
 class Grammar:
-    """The grammar's state in one text. ``ends``: ids that end the text; they are allowed where it is complete."""
+    """State of a grammar in one text. ``ends``: ids of tokens that end the text, which are allowed where the text is
+    complete.
+    """
 
     def __init__(
         self, matcher: Any, vocab: int, ends: tuple[int, ...], left: float = FIRST
@@ -32,7 +34,9 @@ class Grammar:
         self._left = left  # seconds that are not used yet
 
     def mask(self) -> torch.Tensor:
-        """Return the ids that can follow, bool ``[vocab]``; ids without a token in the tokenizer are False."""
+        """Return which token ids the grammar allows next, bool ``[vocab]``. Ids without a token in the tokenizer are
+        False.
+        """
         if self._left < 0:
             return torch.zeros(self._vocab, dtype=torch.bool).index_fill(
                 0, torch.tensor(self.ends), True
@@ -45,8 +49,8 @@ class Grammar:
         ).view(torch.bool)
 
     def accept(self, i: int) -> bool:
-        """Advance by a token that does not end the text; return False, without a change, if the token is not
-        allowed.
+        """Advance by the token ``i``, which must not end the text. Return False, and change nothing, if the grammar
+        does not allow the token.
         """
         began = thread_time()
         accepted = self._left >= 0 and bool(self._matcher.try_consume_tokens([i]))

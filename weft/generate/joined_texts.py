@@ -52,7 +52,10 @@ def hogwild(
     engine: Engine, prompt: Sequence[int], openings: Sequence[Sequence[int]], count: int, how: Sampling,
     stops: Collection[int] = (),
 ) -> list[Generation]:  # fmt: skip
-    """Write texts of up to ``count`` tokens behind each of ``openings``, one per worker, at the same time."""
+    """Write one text per worker at the same time, each attending to all others (Hogwild inference).
+
+    Each text begins with one of ``openings`` after the common ``prompt``, and has up to ``count`` further tokens.
+    """
     for ids in (prompt, *openings):
         check_streams(engine, ids)
     check_room(engine, [len(prompt) + 1, *(len(ids) + count for ids in openings)])
@@ -85,7 +88,9 @@ class Tags(NamedTuple):
 
 @dataclass
 class Thread:
-    """A path, or the whole text: pieces that follow each other, between which it forks into paths and joins again."""
+    """A text that can fork: a path, or the whole text. ``pieces`` follow each other; between two pieces the text forks
+    into paths, which join again.
+    """
 
     pieces: list[Generation]
     paths: list["Thread"] = field(default_factory=list)  # those that are being written
@@ -93,12 +98,12 @@ class Thread:
 
     @property
     def end(self) -> int:
-        """Position behind the last token."""
+        """Position behind the last token of this text."""
         return self.pieces[-1].offset + len(self.pieces[-1].ids)
 
     @property
     def seen(self) -> list[PrefixView]:
-        """Views of this text for what follows it."""
+        """Views of all tokens of this text, to which a text that follows attends."""
         return [
             *self.pieces[-1].context,
             PrefixView(self.pieces[-1], len(self.pieces[-1].ids)),
@@ -109,7 +114,8 @@ def multiverse(
     engine: Engine, prompt: Sequence[int], tags: Tags, count: int, how: Sampling, stops: Collection[int] = (),
     opening: Callable[[int, list[int]], list[int]] = lambda number, outline: outline,
 ) -> Thread:  # fmt: skip
-    """Return a text behind ``prompt`` that forks where the model says so, in pieces of up to ``count`` tokens each.
+    """Generate a text behind ``prompt`` that forks into parallel paths where the model writes the tags ``tags``. Each
+    piece has up to ``count`` tokens.
 
     ``opening(number, outline)``: returns the first tokens of path ``number`` after its tag, given the tokens of its
     outline.

@@ -7,22 +7,25 @@ from hashlib import blake2b
 def root_key(
     version: int, adapter: str, tenant: str, context: int | None = None
 ) -> bytes:
-    """Return the first key of a text's chain of keys. It differs between weights, adapters, tenants and contexts.
+    """Return the first key of a text's chain of keys. It differs between weights, adapters, tenants and contexts, so
+    that these share no cache blocks.
 
-    ``version``: of the weights; ``context``: the number of a request that sees others, else None.
+    ``version``: number of the weights. ``context``: number of a request that attends to other requests, else None.
     """
     return _key(repr((version, adapter, tenant, context)).encode())
 
 
 def chained_keys(root: bytes, ids: Sequence[int], size: int) -> Iterator[bytes]:
-    """Yield the key of every full block of a text: a hash of the block's tokens and of the previous key."""
+    """Yield a key for every full block of ``size`` tokens: a hash of the block's tokens and of the previous key.
+    ``root``: the key before the first block.
+    """
     for at in range(0, len(ids) - size + 1, size):
         root = _key(root + repr(tuple(ids[at : at + size])).encode())
         yield root
 
 
 def shelf_keys(adapter: str, blocks: int) -> list[bytes]:
-    """Return the keys of the cache blocks that hold an adapter."""
+    """Return the keys of the ``blocks`` cache blocks that hold the adapter named ``adapter``."""
     return [_key(repr((adapter, block)).encode()) for block in range(blocks)]
 
 

@@ -68,7 +68,9 @@ def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
 
 
 def of_parameters(layout: Layout) -> Layout:
-    """Return the layout of the parameters, in which ``cp`` acts as ``dp`` and cuts only experts."""
+    """Return the layout by which the parameters are cut. The ranks of ``cp`` form ``dp`` in it, which cuts only
+    experts.
+    """
     order = layout.order.replace("cp", "dp")
     return Layout(
         dp=layout.cp,
@@ -96,7 +98,9 @@ def mesh_of_rank(layout: Layout, device: str) -> Mesh:
 
 
 class RankReader:
-    """Computes this rank's part of every step. Cache blocks have ``size`` tokens, rounded up for ``cp``."""
+    """Computes this rank's part of every step. Cache blocks have at least ``size`` tokens: the size is rounded up to
+    suit ``cp``.
+    """
 
     def __init__(self, model: Transformer, size: int) -> None:
         self.model, self.mesh, world, patience = (
@@ -142,8 +146,8 @@ class RankReader:
         copies: Sequence[tuple[int, int]],
         loads: Sequence[tuple[str, list[int]]],
     ) -> tuple[Stripes, T]:
-        """Compute this rank's part of step ``number``. Returns the cut over ``cp``, and on the last stage the
-        logits.
+        """Compute this rank's part of step ``number``, after the cache changes ``copies`` and ``loads``. Return how the
+        row is cut over ``cp``, and this rank's logits, which are empty before the last pipeline stage.
         """
         mesh, stripes = self.mesh, Stripes(row.spans, self.size, self.group)
         slots = torch.tensor(stripes.slots, dtype=torch.int64, device=mesh.device)
@@ -174,10 +178,10 @@ class RankReader:
         return stripes, logits
 
     def through(self, number: int, row: T, ends: Sequence[int]) -> T:
-        """Run ``row`` ``[ids and positions, tokens]``, padded for ``tp``, through this rank's layers, and send the
-        result on.
+        """Run ``row``, the ids and positions ``[2, tokens]`` of step ``number``, through this rank's layers.
 
-        On the last stage the final norm is applied. ``ends``: where texts end in the row.
+        The result is sent to the next pipeline stage; on the last stage the final norm is applied instead. ``ends``:
+        positions in the row where texts end.
         """
         model, row = (
             self.model,
@@ -199,9 +203,10 @@ class RankReader:
 
     @torch.inference_mode()
     def read_vector(self, number: int, ids: Sequence[int], last: bool) -> T:
-        """Return the mean of a text's final hidden states, or the ``last`` one: float32 ``[embed]``.
+        """Return the mean of a text's final hidden states, or with ``last`` the last token's hidden state: float32
+        ``[embed]``.
 
-        It does not use the cache; every rank along ``cp`` computes all of it.
+        The cache is not used, and every rank along ``cp`` computes the whole text. ``number``: number of the step.
         """
         x = self.through(number, torch.tensor([ids, range(len(ids))]), [0, len(ids)])
         vector = torch.empty(self.model.shape.embed, device=x.device)
@@ -211,7 +216,9 @@ class RankReader:
         return vector
 
     def take_adapter(self, number: int, name: str, adapter: HostAdapter | None) -> int:
-        """Receive ``adapter`` from the first rank; return its number of blocks on the rank that needs most."""
+        """Receive ``adapter`` from the first rank and register it under ``name``. Return the number of cache blocks
+        that it takes on the rank where it takes most.
+        """
         sent = [adapter]
         dist.broadcast_object_list(sent, 0, device=self.mesh.device)
         assert sent[0] is not None
@@ -222,7 +229,7 @@ class RankReader:
         return int(blocks)
 
     def take(self, what: str, number: int, source: int) -> T:
-        """Receive what another rank has sent for step ``number``."""
+        """Receive the tensor named ``what`` that rank ``source`` sends for step ``number``."""
         self.wire.ask(Value(what, 0, number), source)
         received: T = self.wire.take(Value(what, 0, number), source, f"step {number}")
         return received
@@ -239,7 +246,7 @@ class Leader(RankReader):
         super().__init__(model, size)
 
     def start(self, step: ScheduledStep) -> Callable[[], T]:
-        """Launch a step on all ranks; returns a function that waits for logits ``[rows of all parts, vocab]``."""
+        """Launch a step on all ranks. Return a function that waits for the logits ``[rows of all parts, vocab]``."""
         work = row, *_ = pack(parts_of(step)), step.copies, step.loads
         with naming_lost_rank():
             stripes, own = self.run(number := self.tickets.give(("run", *work)), *work)
@@ -260,21 +267,23 @@ class Leader(RankReader):
         return logits
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
-        """See :meth:`read_vector`."""
+        """Return the mean of a text's final hidden states, or with ``last`` the last token's hidden state: float32
+        ``[embed]``.
+        """
         with naming_lost_rank():
             return self.read_vector(
                 self.tickets.give(("read_vector", ids, last)), ids, last
             )
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
-        """Register ``adapter`` for requests; return the number of blocks that it needs."""
+        """Register ``adapter`` under ``name`` on all ranks. Return the number of cache blocks that it needs."""
         with naming_lost_rank():
             return self.take_adapter(
                 self.tickets.give(("take_adapter", name, None)), name, adapter
             )
 
     def close(self) -> None:
-        """End the other ranks."""
+        """Tell the other ranks to end."""
         self.tickets.close()
 
 

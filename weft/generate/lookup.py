@@ -39,7 +39,7 @@ class NgramIndex:
         self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Append ``ids``. An n-gram is found once a token follows it."""
+        """Append ``ids`` to the text. :meth:`find` returns an n-gram only if a token follows it in the text."""
         start = max(self.least, len(self.ids))
         self.ids += ids
         for end in range(start, len(self.ids)):
@@ -48,8 +48,8 @@ class NgramIndex:
             del ends[:-PLACES]
 
     def find(self, tail: Sequence[int], depth: int) -> tuple[int, list[int]]:
-        """Return the length of the longest suffix of ``tail``, up to ``depth``, that is in this text, and where it
-        ends.
+        """Return the length of the longest suffix of ``tail`` that occurs in this text, at most ``depth``, and the
+        positions where these occurrences end.
 
         The latest position comes first.
         """
@@ -70,11 +70,11 @@ class NgramIndex:
     def follow(
         self, ends: Sequence[int], path: list[int], count: int, floor: float
     ) -> list[int]:
-        """Extend ``path``, which ends at all ``ends`` of this text, by the most frequent next tokens, up to ``count``
-        tokens.
+        """Extend ``path`` to ``count`` tokens by the most frequent next tokens. ``ends``: the positions of this text
+        behind which the path begins.
 
-        It stops where fewer than a share ``floor`` of the occurrences agree. Behind the text's end the path is assumed
-        to repeat itself.
+        The extension stops where less than a share ``floor`` of the occurrences agree with the path. Behind the end of
+        the text, the path is assumed to repeat itself.
         """
         text, chance, path = self.ids, 1.0, list(path)
         while len(path) < count:
@@ -94,7 +94,9 @@ class NgramIndex:
 
 @dataclass
 class Trust:
-    """Text of a request and the hit rate of its drafts. After wrong drafts the next drafts are fewer and shorter."""
+    """Index of a request's text, and how well its recent drafts did. After wrong drafts the following drafts are fewer
+    and shorter.
+    """
 
     text: NgramIndex
     most: int = 4  # tokens of the next path
@@ -104,7 +106,9 @@ class Trust:
     pause: int = 0  # steps without a guess
 
     def learn(self, ids: Sequence[int]) -> None:
-        """Append the newly written tokens to the text, and score the last draft against them."""
+        """Append the new tokens of ``ids``, the request's whole text, to the index. Score the last draft
+        against them.
+        """
         self.text.extend(ids[len(self.text.ids) :])
         place, paths = self.guessed
         self.guessed, self.pause = (0, ()), max(0, self.pause - 1)

@@ -24,9 +24,9 @@ EXACT_FILL = "exact-fill"
 
 
 class SchedulingPolicy:
-    """A policy that ``weft serve --policy NAME`` or ``NAME:ARGUMENT`` names.
+    """A scheduling policy. ``weft serve --policy NAME`` or ``--policy NAME:ARGUMENT`` selects it.
 
-    ``example``: such a word with an argument, where the policy needs one. ``candidates``: the words of this policy that
+    ``example``: a word NAME:ARGUMENT for a policy that needs an argument. ``candidates``: the words of this policy that
     ``weft bench policies`` compares.
     """
 
@@ -55,7 +55,9 @@ class SchedulingPolicy:
 def exact_fill(
     running: Sequence[Request], waiting: Sequence[Request], budget: int
 ) -> list[tuple[Request, int]]:
-    """Serve new tokens first, then prompts, oldest first, cut where the budget ends (Dynamic SplitFuse)."""
+    """Give the step's budget of tokens to new tokens first, then to prompts, oldest first. The last prompt is cut where
+    the budget ends (Dynamic SplitFuse).
+    """
     order = sorted(running, key=lambda r: (r.wanted > 1, r.arrival))
     return [(r, r.wanted) for r in (*order, *waiting)]
 

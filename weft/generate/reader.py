@@ -23,10 +23,10 @@ T = torch.Tensor
 
 
 class TextSlice(NamedTuple):
-    """The part of a text that a pass computes: ``ids[past:]``, with the logits of its last ``rows`` tokens.
+    """The part ``ids[past:]`` of a text that a forward pass computes. Logits are returned for its last ``rows`` tokens.
 
-    ``table``: the text's blocks. It begins at position ``offset``, and attends to ``context`` as if that stood before
-    it.
+    ``table``: the cache blocks of the text. The text begins at position ``offset``, and attends to ``context`` as if
+    that stood before it.
     """
 
     ids: Sequence[int]
@@ -39,7 +39,9 @@ class TextSlice(NamedTuple):
 
 
 def parts_of(step: ScheduledStep) -> list[TextSlice]:
-    """List the slices of a step: each request's tokens with the draft in its own blocks, then other drafts."""
+    """List the text slices that a step computes: for each request its tokens, with the draft in its own blocks, then
+    its other drafts.
+    """
     parts = []
     for request, tokens in step.work.items():
         own = [b.path for b in request.branches if b.table is request.table]
@@ -79,7 +81,9 @@ def parts_of(step: ScheduledStep) -> list[TextSlice]:
 
 
 def tiles_of(request: Request, step: ScheduledStep) -> list[PrefixTile]:
-    """Return the tokens of other requests that ``request`` attends to in a step, including those computed in it."""
+    """Return the cached tokens of other requests to which ``request`` attends in a step. They include tokens that the
+    same step computes.
+    """
     counts = [
         other.computed + step.work.get(other, 0) if n is None else n
         for other, n in request.context
@@ -96,7 +100,7 @@ def tiles_of(request: Request, step: ScheduledStep) -> list[PrefixTile]:
 
 
 class PackedRow(NamedTuple):
-    """Pieces of texts packed into one row, which a forward pass computes without padding."""
+    """Parts of several texts, concatenated to one row that a forward pass computes without padding."""
 
     ids: list[int]
     positions: list[int]
@@ -137,12 +141,16 @@ def pack(parts: Iterable[TextSlice]) -> PackedRow:
 
 
 def pooled(hidden: T, last: bool) -> T:
-    """Return the mean of ``hidden`` ``[tokens, embed]``, or its ``last`` row: float32 ``[embed]``."""
+    """Return the mean over tokens of ``hidden`` ``[tokens, embed]``, or with ``last`` the last token's row: float32
+    ``[embed]``.
+    """
     return hidden[-1].float() if last else hidden.float().mean(0)
 
 
 class PagedReader:
-    """Computes pieces of many texts in one forward pass of ``model``; up to ``depth`` passes may be under way."""
+    """Computes parts of many texts in one forward pass of ``model``. Up to ``depth`` passes may be under way
+    at once.
+    """
 
     depth = 1
 
@@ -159,16 +167,18 @@ class PagedReader:
         self.shelf = AdapterShelf(model, self.pages)
 
     def start(self, step: ScheduledStep) -> Callable[[], T]:
-        """Launch a step; returns a function that waits for logits ``[rows of all parts, vocab]``."""
+        """Launch a step. Return a function that waits for the logits ``[rows of all parts, vocab]``."""
         logits = self.read(parts_of(step), step.copies, step.loads)
         return lambda: logits
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
-        """Register ``adapter`` for requests; return the number of blocks that it needs."""
+        """Register ``adapter`` under ``name`` for later requests. Return the number of cache blocks that it needs."""
         return self.shelf.add(name, adapter)
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
-        """Return the mean of a text's final hidden states, or the ``last`` one: float32 ``[embed]``."""
+        """Return the mean of a text's final hidden states, or with ``last`` the last token's hidden state: float32
+        ``[embed]``.
+        """
         row, ends = (
             torch.tensor([ids, range(len(ids))], device=self.model.mesh.device),
             torch.tensor([0, len(ids)]),
@@ -184,8 +194,9 @@ class PagedReader:
         copies: Sequence[tuple[int, int]] = (),
         loads: Sequence[tuple[str, list[int]]] = (),
     ) -> T:
-        """Return the logits ``[rows of all parts, vocab]``. First ``copies`` and ``loads`` are done: see
-        :class:`ScheduledStep`.
+        """Run a forward pass over ``parts`` and return the logits ``[rows of all parts, vocab]``.
+
+        Before it, blocks are copied (``copies``) and adapters are loaded (``loads``) as :class:`ScheduledStep` says.
         """
         # a plugin's model cannot remember: it reads all again
         if self.model.shape.kind:

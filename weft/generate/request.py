@@ -15,16 +15,17 @@ T = torch.Tensor
 
 
 class Branch(NamedTuple):
-    """A draft of the tokens behind a request's own, and the table of blocks in which it is computed."""
+    """A draft: the guessed tokens ``path`` behind a request's text, and the ``table`` of cache blocks in which they are
+    computed.
+    """
 
     path: Sequence[int]
     table: list[int]
 
 
 class PrefixView(NamedTuple):
-    """The tokens of another ``request`` that a text attends to: the first ``tokens``, or all if that is None.
-
-    All includes the tokens that the other request still adds.
+    """The tokens of another ``request`` to which a text attends: the first ``tokens`` of them. None: all, including
+    those that the other request still adds.
     """
 
     request: "Request"
@@ -33,7 +34,9 @@ class PrefixView(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """A text that grows: its tokens so far, how many of them are computed, and the cache blocks that hold them."""
+    """A text that grows: its token ids, how many of them are computed, and the cache blocks that hold their keys and
+    values.
+    """
 
     ids: list[int]
     most: int  # tokens that it may come to have
@@ -66,7 +69,7 @@ class Request:
 
     @property
     def runs(self) -> bool:
-        """Whether the request has begun; it then has at least a root key."""
+        """Whether the request has been started, so that it has at least its root key."""
         return bool(self.keys)
 
     @property
@@ -75,11 +78,11 @@ class Request:
 
     @property
     def ready(self) -> bool:
-        """Whether everything that the request attends to has been computed."""
+        """Whether all tokens of other requests to which this request attends have been computed."""
         return all(view.request.computed >= (view.tokens or 0) for view in self.context)
 
     def prompt_rows(self, tokens: int) -> int:
-        """Return how many rows of logits of its prompt a request needs if its next ``tokens`` tokens are computed.
+        """Return how many rows of the prompt's logits the request needs from a pass over its next ``tokens`` tokens.
 
         The row behind the prompt's last token, from which a new token is sampled, does not count.
         """
@@ -137,14 +140,14 @@ class Generation(Request):
 
     @property
     def score(self) -> float:
-        """Mean log-probability of the written tokens, by which the best of several texts is found."""
+        """Mean log-probability of the generated tokens, by which the best of several texts is chosen."""
         return sum(p for p, _ in self.log_probabilities) / max(
             1, len(self.log_probabilities)
         )
 
 
 class Written(NamedTuple):
-    """Result of a step for a request: its next token, or None if it ended without one."""
+    """Result of an engine step for one request: its next token, or None if the text ended without a further token."""
 
     request: Generation
     token: int | None

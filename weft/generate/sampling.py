@@ -59,7 +59,11 @@ def penalised(
     written: Sequence[int],
     allowed: T | None = None,
 ) -> T:
-    """Return ``logits`` ``[vocab]`` with bias and penalties, in :func:`wide` precision; -inf where not ``allowed``."""
+    """Return ``logits`` ``[vocab]`` with the bias and penalties of ``how``, in :func:`wide` precision. Ids outside the
+    mask ``allowed`` get -inf.
+
+    ``prompt``, ``written``: the token ids so far, which the penalties count.
+    """
     row = logits.to(wide(logits.dtype))
     if how.bias or how.repetition != 1 or how.presence or how.frequency:
         row = row.clone()
@@ -78,8 +82,8 @@ def penalised(
 
 
 def candidate_tokens(row: T, how: Sampling) -> tuple[T, T]:
-    """Return the ids that can be sampled from a penalised ``row`` and their probabilities; likeliest first unless all
-    can.
+    """Return the ids that can be sampled and their probabilities. ``row``: penalised logits ``[vocab]``. The likeliest
+    comes first, unless all ids can be sampled.
     """
     count = min(how.top_k or len(row), len(row))
     if how.top_p == 1 and not how.min_p and count == len(row):
@@ -99,7 +103,9 @@ def candidate_tokens(row: T, how: Sampling) -> tuple[T, T]:
 
 
 def draw(probabilities: T, number: float) -> int:
-    """Return the index at which the cumulative sum of ``probabilities`` passes ``number``, from [0, 1)."""
+    """Return the first index at which the cumulative sum of ``probabilities`` exceeds the random ``number`` from [0,
+    1).
+    """
     ends = probabilities.double().cumsum(-1)
     place = int(torch.searchsorted(ends, number * ends[-1], right=True))
     # the last one that is not zero
@@ -107,7 +113,7 @@ def draw(probabilities: T, number: float) -> int:
 
 
 class Guess(NamedTuple):
-    """A token that a drafter has sampled as the next one, and the probabilities ``[vocab]`` that it used."""
+    """A next token that a drafter has sampled, and the probabilities ``[vocab]`` from which the drafter sampled it."""
 
     token: int
     odds: T
@@ -144,7 +150,7 @@ def odds(
     written: Sequence[int],
     allowed: T | None = None,
 ) -> T:
-    """Return the probability of every token ``[vocab]`` to be sampled, in float64."""
+    """Return the probability with which each token is sampled, float64 ``[vocab]``."""
     ids, probabilities = candidate_tokens(
         penalised(logits, how, prompt, written, allowed), how
     )
@@ -156,7 +162,9 @@ def odds(
 def token_log_probabilities(
     logits: T, chosen: int, top: int
 ) -> tuple[float, dict[int, float]]:
-    """Return the log-probabilities of the ``chosen`` token and of the ``top`` likeliest, before any processing."""
+    """Return the log-probability of the token ``chosen``, and those of the ``top`` likeliest tokens, before bias,
+    penalties and temperature.
+    """
     row = logits.to(wide(logits.dtype)).log_softmax(-1)
     best, ids = row.topk(min(top, len(row)))
     return float(row[chosen]), dict(zip(ids.tolist(), best.tolist(), strict=True))

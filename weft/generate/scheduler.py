@@ -23,7 +23,9 @@ from weft.generate.request import Branch, Request
 
 
 class ScheduledStep(NamedTuple):
-    """The work of a step, and the changes of the cache before it: first the copies, then the loads."""
+    """The tokens that a step computes of each request, and the cache changes before it: first the copies of blocks,
+    then the loads of adapters.
+    """
 
     # how many tokens of each request, from its computed ones on
     work: dict[Request, int]
@@ -33,7 +35,9 @@ class ScheduledStep(NamedTuple):
 
 
 class Scheduler:
-    """Plans steps of at most ``budget`` tokens of at most ``limit`` requests. ``version``: a number of the weights."""
+    """Plans steps of at most ``budget`` tokens from at most ``limit`` requests. ``version``: number of the weights,
+    which :meth:`renew` changes.
+    """
 
     def __init__(
         self, pool: BlockPool, budget: int, limit: int, policy: Policy = exact_fill
@@ -49,7 +53,7 @@ class Scheduler:
         self.preemptions = 0  # times that a request gave its blocks back
 
     def add(self, request: Request) -> None:
-        """Queue ``request``. A running request frees its blocks first, and is computed again when its turn comes."""
+        """Queue ``request``. If the request is running, it frees its cache blocks first and is computed again later."""
         size, beside = self.pool.size, len(self.adapter_keys[request.adapter])
         if -(-request.most // size) + beside > self.pool.blocks:
             adapter = f" beside the adapter's {beside * size}" if beside else ""
@@ -59,7 +63,9 @@ class Scheduler:
         insort(self.waiting, request, key=lambda r: r.arrival)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Start ``child``, whose text begins with all computed tokens of ``parent``, on the blocks of ``parent``."""
+        """Start ``child`` with the cache blocks of ``parent``. The text of ``child`` must begin with all computed
+        tokens of ``parent``.
+        """
         if not parent.runs or len(self.running) == self.limit:
             return self.add(child)
         child.computed, child.table, child.keys = (
@@ -72,7 +78,9 @@ class Scheduler:
         self.running.append(child)
 
     def remove(self, request: Request) -> None:
-        """Remove a request if it is present; its blocks can be found until they are used for something else."""
+        """Remove a request, if the scheduler has it. Its cache blocks can still be found by their keys until they are
+        reused.
+        """
         queue = self.running if request.runs else self.waiting
         if request in queue:
             queue.remove(request)
@@ -87,8 +95,8 @@ class Scheduler:
             self.add(request)
 
     def plan(self, depth: int = 1) -> ScheduledStep:
-        """Plan the next step and take blocks for it. The step is empty only if no request is left, apart from ``due``
-        ones.
+        """Plan the next step and take cache blocks for it. The step is empty only if all remaining requests are
+        ``due``, or none is left.
 
         If ``depth`` steps may be under way at once, each gets its share of the requests.
         """
@@ -147,7 +155,9 @@ class Scheduler:
         return step._replace(loads=loads)
 
     def advance(self, step: ScheduledStep) -> None:
-        """Count the tokens of ``step`` as computed: full blocks can be found from now on."""
+        """Count the tokens of ``step`` as computed. From now on other requests can find the full blocks by
+        their keys.
+        """
         for request, tokens in step.work.items():
             self.due.discard(request)
             if request.runs:  # it may have lost its blocks meanwhile
@@ -155,7 +165,9 @@ class Scheduler:
                 self._remember(request)
 
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
-        """Keep the first ``right`` tokens of ``branch`` (None: no branch), which were right; free all other blocks."""
+        """Keep the first ``right`` tokens of ``branch``, which were guessed right, and free the blocks of all other
+        drafts. None: no branch was right.
+        """
         branches.merge_branches(self.pool, request, branch, right)
         kept = -(
             -(request.most + 1 if request.pinned else request.computed)

@@ -21,9 +21,10 @@ STOPPED_S = 10
 
 
 def launch_ranks(layout: Layout, checkpoint: str) -> int | None:
-    """Run this command on all ranks of ``layout``; return the exit code, or None in a rank or without several ranks.
+    """Start this command on all ranks of ``layout`` and return the exit code. Return None in a process that is a rank
+    itself, or if the layout has one rank.
 
-    Raises :class:`UsageError` for a layout under which this model cannot generate.
+    Raises :class:`UsageError` for a layout under which the model of ``checkpoint`` cannot generate.
     """
     check_layout(layout)
     if layout.world == 1 or in_ranks():
@@ -43,5 +44,5 @@ def as_rank(layout: Layout, device: str) -> Iterator[str]:
 
 
 def leads() -> bool:
-    """Return whether this process has the engine that the other ranks follow."""
+    """Return whether this process is the first rank, which has the engine and leads the other ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0

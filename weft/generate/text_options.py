@@ -20,7 +20,7 @@ TAGS = ("<Outline>", "</Goal>", "<Path>", "</Path>", "<Conclusion>")
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The options of ``weft generate`` beyond one sampled text."""
+    """The options of ``weft generate`` that ask for something other than one sampled text."""
 
     texts: int = 1
     beams: int = 0
@@ -32,7 +32,7 @@ class TextOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether the options ask for more than one sampled text."""
+        """Whether any of these options is set."""
         return self != TextOptions()
 
     def check(self, temperature: float, draft: str, spread: Layout) -> None:
@@ -166,7 +166,7 @@ def _compiled(answer: str) -> re.Pattern[str]:
 
 
 def tags_of(tokenizer: Tokenizer) -> Tags:
-    """Return the tokens with which this model forks its text."""
+    """Return the tokens with which the model of ``tokenizer`` forks its text."""
     tags = {
         tag: None if tokenizer.model is None else tokenizer.model.token_to_id(tag)
         for tag in TAGS

@@ -21,8 +21,8 @@ END_S = 10.0
 
 
 def open_tickets() -> "TicketWriter | TicketReader":
-    """Open the first rank's channel of messages: return the writer on the first rank, a reader elsewhere. All ranks
-    call it.
+    """Open the channel of messages from the first rank to all others. Return a writer on the first rank and a reader on
+    each other rank. All ranks must call it.
     """
     # The store of the default process group; PyTorch has no public way to it.
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
@@ -37,9 +37,9 @@ def open_tickets() -> "TicketWriter | TicketReader":
 
 
 class TicketWriter:
-    """Writes to all other ranks, and never waits for a reader. Messages are JSON and numbered from 1.
+    """Sends messages to all other ranks without waiting for a reader. Messages are JSON values, numbered from 1.
 
-    ``place``: the address at which readers find the writer.
+    ``place``: address, name and secret with which readers connect to the writer.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -52,7 +52,7 @@ class TicketWriter:
         self._channel = endpoint.open(name, secret, self._deliver)
 
     def give(self, message: Sequence[Any]) -> int:
-        """Write ``message`` for all ranks; return its number."""
+        """Send ``message`` to all other ranks. Return the message's number."""
         self.number += 1
         for queue in self._waiting.values():
             queue.put(message)
@@ -79,7 +79,7 @@ class TicketWriter:
 
 
 class TicketReader:
-    """Reads the first rank's messages."""
+    """Reads the messages of the first rank's :class:`TicketWriter`."""
 
     def __init__(
         self, rank: int, address: Sequence[Any], name: str, secret: str

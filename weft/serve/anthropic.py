@@ -215,9 +215,7 @@ class MessageReplies:
         yield {"type": "message_start", "message": self.message | {"content": []}}
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
-        """Yield the events for ``new``, the part by which the answer has grown. ``index`` and ``first`` are not used:
-        there is one answer.
-        """
+        """Yield the events for ``new``, the part by which the answer has grown."""
         if new.thought:
             yield from self._write(
                 "thinking", "thinking_delta", "thinking", new.thought, {"signature": ""}

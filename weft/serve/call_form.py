@@ -102,8 +102,8 @@ class ObjectCalls(_Written):
         return match.end()
 
     def read(self, text: str, at: int) -> WrittenCall | None:
-        """Return the call that begins at index ``at`` of ``text``, which may be incomplete; None if no call begins
-        there.
+        """Return the call that follows index ``at`` of ``text`` after separators, which may be incomplete; None if no
+        call follows.
         """
         start = self.skipped(text, at)
         if not text.startswith("{", start):
