@@ -27,8 +27,8 @@ COLUMNS = 200
 
 
 class Series(NamedTuple):
-    """One line of a chart: a value of one kind of record. ``smooth``: the value is noisy, so its mean is drawn
-    over it.
+    """One line of a chart: the field ``value`` of the records of one ``kind``. ``smooth``: the values are noisy, so
+    their running mean is drawn over them.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A chart of lines over steps, or over minutes since the start (``by_time``)."""
+    """A line chart over steps, or with ``by_time`` over minutes since the start of the run."""
 
     title: str
     note: str
@@ -83,7 +83,7 @@ CHARTS = (
 
 
 def values_by_step(records: list[Record], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of all records that have a number under ``name``."""
+    """Return the steps and the values of all records that have a number in the field ``name``."""
     points = [
         (r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))
     ]
@@ -91,7 +91,9 @@ def values_by_step(records: list[Record], name: str) -> tuple[list[int], list[fl
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[Record]:
-    """Return Plotly figures as plain JSON, without charts that have no data. Colors are names of CSS variables."""
+    """Return the charts of ``runs`` as Plotly figures in plain JSON, without those that have no data. Colors are names
+    of CSS variables.
+    """
     several = len(runs) > 1
     drawn = []
     for chart in (CHARTS[0], *task_chart(runs), *CHARTS[1:]):
@@ -136,7 +138,9 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
 
 
 def expert_loads(records: list[Record]) -> list[Record]:
-    """Draw a heat map of how often each expert was chosen, relative to the mean of its layer."""
+    """Draw a heat map of how often tokens were routed to each expert, relative to the mean over the experts of its
+    layer.
+    """
     shown = records[:: max(1, len(records) // COLUMNS)]
     layers = list(shown[0]["loads"]) if shown else []
     rows = [
@@ -252,7 +256,7 @@ def membership(records: Records) -> list[Record]:
 
 
 def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Return the chart of the accuracy on tasks, if any run was evaluated on some."""
+    """Return a chart of the accuracy on each evaluation task. The list is empty if no run was evaluated on tasks."""
     kinds = dict.fromkeys(
         kind for run in runs for kind in run.records if kind.startswith("task.")
     )
@@ -265,7 +269,9 @@ def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Record:
-    """Return the axes of a chart around ``traces``, with a mark at each step where a single run was resumed."""
+    """Return the Plotly layout of a chart with the lines ``traces``. If there is one run, each step at which it was
+    resumed is marked.
+    """
     ends = [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]
     mode = "normal" if chart.title == "Loss" else "tozero"
     layout: Record = {
@@ -284,8 +290,8 @@ def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Re
 
 
 def checkpoint_charts(records: Records) -> list[Record]:
-    """Return the charts about checkpoints: seconds by rank and stage, and how long training waited. Empty
-    without any.
+    """Return the charts about checkpoints: a heat map of seconds by rank and stage, and the seconds that training
+    waited for each save. The list is empty if the run has no such records.
     """
     saved, checkpoints = records.get("saved", []), records.get("checkpoint", [])
     drawn = (
@@ -319,7 +325,9 @@ def style(
     unit: str = "",
     dash: str = "solid",
 ) -> Record:
-    """Return the style of a line; a line of few points shows its points."""
+    """Return the Plotly style of a line called ``name``. Up to 30 ``points`` are marked one by one. ``form``: d3 format
+    of the line's values.
+    """
     look = {"color": color, "width": 2, "dash": dash}
     mode = "lines" if len(points) > 30 else "lines+markers"
     return {"type": "scatter", "mode": mode, "name": name, "hovertemplate": f"%{{y:{form}}}{unit}", "line": look,
@@ -329,7 +337,9 @@ def style(
 def line(
     records: Records, chart: Chart, series: Series, label: str, dash: str
 ) -> list[Record]:
-    """Draw a line; a long noisy line becomes faint below its bold running mean."""
+    """Draw the line ``series`` of a chart, named ``label``. A long noisy line becomes faint below its bold running
+    mean. ``dash``: Plotly's dash style.
+    """
     rows = records.get(series.kind, [])
     steps: Sequence[float]
     steps, values = values_by_step(rows, series.value)
@@ -356,7 +366,9 @@ def line(
 
 
 def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
-    """Return the minutes that the run had taken at each of ``rows``, without pauses between attempts."""
+    """Return the minutes of running time at each record in ``rows``. ``attempts``: the records of the run's starts;
+    pauses before them do not count.
+    """
     elapsed, spent, last = [], 0.0, attempts[0]["time"] if attempts else rows[0]["time"]
     for row in rows:
         begun = max(
@@ -368,8 +380,8 @@ def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
 
 
 def running_mean(values: list[float]) -> list[float]:
-    """Return the centered mean over about a fiftieth of the series; narrower at the start, so that a steep fall is not
-    blurred.
+    """Return the centered running mean of ``values``. Its window is about a fiftieth of them, and narrower at the start
+    so that a steep fall is not blurred.
     """
     sums, last = [0.0, *accumulate(values)], len(values) - 1
     half = [min(len(values) // 100 + 1, i) for i in range(len(values))]
@@ -380,7 +392,9 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def thin(steps: Sequence[float], values: list[float]) -> Record:
-    """Reduce a series to :data:`POINTS` points: the smallest and the largest of every bucket, and the last."""
+    """Reduce a line to about :data:`POINTS` points. The smallest and the largest value of every group of neighbours are
+    kept, and the first and the last value.
+    """
     size = -(-2 * len(values) // POINTS)
     keep = {0, len(values) - 1}
     for start in range(0, len(values), size):

@@ -25,7 +25,7 @@ NOISE = 0.03
 
 
 def numbers(row: Record) -> dict[str, float]:
-    """Return the seconds of each stage in a row, by stage name."""
+    """Return the seconds of each stage in a record, by stage name: the record's finite fields that end with ``_s``."""
     values = {
         k.removesuffix("_s"): v
         for k, v in row.items()
@@ -35,7 +35,7 @@ def numbers(row: Record) -> dict[str, float]:
 
 
 def stage_seconds(rows: Sequence[Record]) -> Times:
-    """Return the median seconds by rank and stage. Rows without a rank belong to rank 0."""
+    """Return the median seconds over ``rows``, by rank and stage. Records without a rank count as those of rank 0."""
     samples: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         for stage, seconds in numbers(row).items():
@@ -52,13 +52,13 @@ def rank_of(row: Record) -> int:
 
 
 def stage_names(of: Times, order: Sequence[str]) -> list[str]:
-    """Return the stages that occur, in their order."""
+    """Return the names of the stages in ``of``: first those in ``order``, in this order, then all others by name."""
     names = {stage for seconds in of.values() for stage in seconds}
     return [s for s in order if s in names] + sorted(names.difference(order))
 
 
 def over_ranks(of: Times) -> dict[str, float]:
-    """Return the median seconds over ranks, by stage."""
+    """Return the median over ranks of the seconds in ``of``, by stage."""
     names = {stage for seconds in of.values() for stage in seconds}
     return {
         stage: median(seconds[stage] for seconds in of.values() if stage in seconds)
@@ -67,20 +67,22 @@ def over_ranks(of: Times) -> dict[str, float]:
 
 
 def work(seconds: Mapping[str, float]) -> float:
-    """Return the seconds of a rank's own work, without stages in which the rank waits."""
+    """Return the total of a rank's ``seconds`` by stage, without the stages in which the rank waits for others."""
     return sum(v for stage, v in seconds.items() if stage not in WAITING)
 
 
 def ratio(seconds: float, middle: float, whole: float) -> float:
-    """Return ``seconds`` over the median ``middle``, drawn towards 1 if both are a small part of ``whole``, so that a
-    difference of 1 ms is not coloured as a slow rank.
+    """Return ``seconds`` divided by the median ``middle``. Where both are a small part of the ``whole`` seconds of a
+    save, the ratio is drawn towards 1, so that a difference of 1 ms does not look like a slow rank.
     """
     damp = NOISE * whole or 1e-9
     return (seconds + damp) / (middle + damp)
 
 
 def slowest_in_words(of: Times, what: str) -> str:
-    """Name in one sentence the rank and the stage that cost most above the median, or say that there is none."""
+    """Return a sentence about the rank and the stage that exceed the median by most, or that no rank stands out.
+    ``what``: the sentence's first word, such as ``Saves``.
+    """
     if not of:
         return ""
     middle = over_ranks(of)
@@ -130,8 +132,8 @@ def size(count: float) -> str:
 
 
 def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None:
-    """Draw a heat map of rank by stage: seconds as text, the ratio to the median over ranks as colour. None without
-    rows.
+    """Draw a heat map of rank by stage, from records of saves and of loads; None if there are no records. Cells show
+    seconds, and their colour the ratio to the median over ranks.
     """
     groups = [
         (stage_seconds(saved), SAVE, "save"),
@@ -299,7 +301,7 @@ def _deciles(values: Sequence[float]) -> list[float | None]:
 def stalls(
     saved: Sequence[Record], checkpoints: Sequence[Record]
 ) -> tuple[list[int], list[float]]:
-    """Return the steps with saves, and the seconds that training waited for each save on the slowest rank."""
+    """Return the steps with saves, and for each save the seconds that training waited on the slowest rank."""
     seconds_by_step: dict[int, float] = {}
     for row in saved:
         seconds = numbers(row)
@@ -321,7 +323,9 @@ def stalls(
 def facts(
     saved: Sequence[Record], loaded: Sequence[Record], checkpoints: Sequence[Record]
 ) -> list[tuple[str, str]]:
-    """Return the rows of the table beside the heat map."""
+    """Return names and values for the table beside the heat map of checkpoint times, such as the number of saves and
+    their bytes.
+    """
     lines = []
     steps, stall = stalls(saved, checkpoints)
     saves = len({row["step"] for row in saved} | set(steps))

@@ -35,8 +35,8 @@ VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
 
 
 class Recording(Protocol):
-    """Receives the calls of the hooks. ``enter`` returns a number, with which ``wait`` and ``leave`` are
-    called later.
+    """Receiver of the hooks' calls, by which collectives are recorded. ``enter`` returns the number of a record, which
+    is later passed to ``wait`` and ``leave``.
     """
 
     def enter(
@@ -51,7 +51,7 @@ class Recording(Protocol):
 
 
 def install(to: Recording) -> Callable[[], None]:
-    """Report all collectives to ``to`` from now on. Returns a function that removes the hooks."""
+    """Report all collectives to the recording ``to`` from now on. Return a function that removes the hooks."""
     # by identity: work that nobody waits for gives its entry to the next one at its address
     works = dict[int, int]()
     # As they stand in their classes, which the functions that one gets there are not: they would not bind.

@@ -32,10 +32,10 @@ STUCK_S, STUCK_STEPS = 5.0, 5.0
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank's state. ``process``: running, stopped or gone; ``now``: its current activity, which has lasted
-    ``since`` seconds.
+    """State of one rank. ``process``: running, stopped or gone. ``now``: what the rank is doing, for ``since`` seconds
+    so far.
 
-    ``compute`` and ``wait``: seconds of a usual step, None before its first step.
+    ``compute`` and ``wait``: the rank's median seconds of a step, None before its first step.
     """
 
     rank: int
@@ -51,7 +51,9 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Examination:
-    """The state of a run's ranks, and verdicts. ``record``: the last judgement in its metrics (kind ``delays``)."""
+    """State of a run's ranks, and the verdicts about them. ``record``: the last record of kind ``delays`` in the run's
+    metrics.
+    """
 
     rows: list[RankStatus]
     verdicts: list[Verdict]
@@ -67,7 +69,9 @@ class Examination:
 
 
 def examine(run: Path) -> Examination:
-    """Diagnose a run by its traces on this machine and by its metrics. Raises :class:`WeftError` without either."""
+    """Diagnose a run by the traces of its ranks on this machine and by its metrics. Raises :class:`WeftError` if there
+    are neither.
+    """
     traces, now, recorded = (
         newest_traces(run),
         time.monotonic_ns(),

@@ -78,7 +78,9 @@ class Display:
             self._line()
 
     def update(self, step: int, **values: float | None) -> None:
-        """Show that ``step`` steps are done. Values have the keys of :data:`CELLS` and stay until replaced."""
+        """Show that ``step`` steps are done. ``values``: what to show, by the keys of :data:`CELLS`; each stays until
+        it is replaced.
+        """
         self._values |= {
             name: v for name, v in values.items() if v is not None and name in CELLS
         }
@@ -90,11 +92,11 @@ class Display:
             self._line()
 
     def restart_clock(self) -> None:
-        """Start the clock of the present step."""
+        """Restart the clock that measures how long the present step takes."""
         self._pass, self._stepped_at, self._patience = "", time.monotonic(), self._slow
 
     def passes(self, done: int, of: int) -> None:
-        """Show how many passes of the present step are done."""
+        """Show that ``done`` of the ``of`` passes of the present step are done, if the step has taken long."""
         spent = time.monotonic() - self._stepped_at
         if done == of or spent < self._patience:
             return
@@ -109,7 +111,7 @@ class Display:
             )
 
     def note(self, text: str) -> None:
-        """Print a message above the panel, or between the lines."""
+        """Print a message: in a terminal above the progress panel, otherwise as a line of its own."""
         self._console.print(Text.assemble(("· ", "dim"), text), soft_wrap=True)
 
     def _line(self) -> None:

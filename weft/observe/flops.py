@@ -20,7 +20,8 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the dense peak of one device in flop/s: from :data:`PEAKS`, for other GPUs measured by a matrix product.
+    """Return the dense peak of one device in flop/s, from :data:`PEAKS`. For a GPU that the table lacks, the peak is
+    measured by a matrix product.
 
     None for a CPU: its clock and cores are shared, so a measurement says nothing about the next moment. Utilisation of
     such a peak was measured as 101 %, 0.9 % and 15.9 % at the same speed. Use tokens per second there.
@@ -54,7 +55,9 @@ def measured_flops(
 
 
 class MemoryUse(NamedTuple):
-    """Memory of this rank in GiB: allocated by the CUDA allocator, or else resident."""
+    """Memory of this rank in GiB: on a GPU what the CUDA allocator has allocated, otherwise the resident memory of the
+    process.
+    """
 
     now: float
     peak: float

@@ -58,9 +58,9 @@ def git_state() -> str:
 
 
 class HardwareLoad:
-    """Samples the load of the main rank's machine, at most every ``interval`` seconds.
+    """Samples the load of the main rank's machine, at most once in ``interval`` seconds.
 
-    The processor's load is the mean since the sample before.
+    The load of the processor is the mean since the previous sample.
     """
 
     def __init__(self, device: torch.device, interval: float = 5.0) -> None:
@@ -68,7 +68,9 @@ class HardwareLoad:
         psutil.cpu_percent()  # from here on the next call counts
 
     def sample(self) -> Sample | None:
-        """Return the busy shares of processor and GPU, memory in use in GiB, and watts; None if it is not yet time."""
+        """Return the busy shares of CPU and GPU, their memory in use in GiB, and the GPU's watts. None if the last
+        sample is more recent than the interval.
+        """
         now = time.monotonic()
         if now - self._sampled < self._interval:
             return None

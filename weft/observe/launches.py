@@ -24,7 +24,7 @@ SMALL = 20.0
 
 @dataclass(frozen=True)
 class Launches:
-    """Figures of one profiler trace; times in microseconds."""
+    """Kernel launch statistics of one profiler trace, with times in microseconds."""
 
     name: str
     seconds: float  # from its first event to its last
@@ -43,7 +43,7 @@ class Launches:
 
     @property
     def verdict(self) -> str:
-        """Say what limits the program: launching kernels, or running them."""
+        """Say in words whether the program is limited by launching kernels or by running them."""
         if not self.kernels:
             overhead = self.between + (1 - self.between) * self.small
             bound = "overhead-bound" if overhead > 0.5 else "compute-bound"
@@ -54,7 +54,7 @@ class Launches:
 
 
 def read_launches(path: Path) -> Launches:
-    """Read the figures of a trace that ``torch.profiler`` exported for Chrome. Raises :class:`UsageError` for
+    """Read the launch statistics of a trace that ``torch.profiler`` exported for Chrome. Raises :class:`UsageError` for
     other files.
     """
     try:
@@ -126,7 +126,9 @@ def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
 
 
 def knee(traces: Sequence[Launches]) -> Launches | None:
-    """Return the first of several traces with growing batches in which kernels queue; None if there is none."""
+    """Return the first trace in which kernels queue, from ``traces`` with growing batch sizes. None if kernels queue in
+    no trace.
+    """
     least = min((trace.queued for trace in traces if trace.kernels), default=0.0)
     return next(
         (trace for trace in traces if trace.kernels and trace.queued > QUEUED * least),

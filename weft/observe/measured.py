@@ -17,7 +17,9 @@ WARM, LEAST = 3, 5
 
 
 def row_of_run(run: Path) -> dict[str, Any] | None:
-    """Return the measured row of a run, by column; None if the run is too short or not covered by the model."""
+    """Return the measurements of a run as a row, by column. None if the run is too short, or if the planner's cost
+    model does not cover it.
+    """
     records = read_metrics(run)
     if not records.get("run"):
         return None
@@ -71,7 +73,9 @@ def row_of_run(run: Path) -> dict[str, Any] | None:
 
 
 def append(run: Path) -> Path | None:
-    """Add the run's row to the file of measured runs beside it. Returns the file, or None without a row."""
+    """Add the run's row of measurements to the file beside the run's folder. Return the file, or None if the run gives
+    no row.
+    """
     row = row_of_run(run)
     if row is None:
         return None

@@ -55,7 +55,7 @@ Pair = tuple[int, int]
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a rank's step: total, waiting for others, and lost to other programs on its processor."""
+    """Seconds of one step of a rank: in total, waiting for other ranks, and lost to other programs on its processor."""
 
     total: float
     waited: float
@@ -66,7 +66,8 @@ class StepTimes(NamedTuple):
 class Digest:
     """Summary of a rank's last steps. ``steps``: times by step number.
 
-    ``alike`` is equal for ranks that do the same work; ``sent``: bytes of a step's collectives and messages.
+    ``alike``: a text that is equal for ranks with the same work. ``sent``: bytes that collectives and messages of a
+    step send.
     """
 
     rank: int
@@ -86,10 +87,10 @@ class Digest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A finding about some ``ranks``: its kind, and a sentence (``text``).
+    """A finding about ``ranks``: its ``kind``, and a sentence ``text`` for the user.
 
-    ``kind``: computer, sender, receiver, network (slow as both of these), link, hang or mismatch. ``factor``: how many
-    times as long as usual it takes; of a hang the seconds.
+    ``kind``: computer, sender, receiver, network (slow as sender and receiver), link, hang or mismatch. ``factor``: how
+    many times as long as usual the ranks take; for a hang, its seconds.
     """
 
     kind: str
@@ -135,8 +136,8 @@ def slow_computers(
 ) -> list[Verdict]:
     """Return a verdict on each rank that computes longer than comparable ranks, so that others wait.
 
-    ``best``: the shortest seconds of each rank in earlier judgements. ``shares``: of the work, relative to the mean, of
-    ranks that do not have as much as the others.
+    ``best``: the shortest seconds of each rank in earlier judgements. ``shares``: a rank's amount of work relative to
+    the mean; ranks that are left out have the share 1.
     """
     common = sorted(set.intersection(*(set(d.steps) for d in digests)))
     if len(common) < FEWEST or len(digests) < 2:
@@ -188,11 +189,12 @@ def slow_computers(
 def slow_links(
     matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: int = PROBE
 ) -> list[Verdict]:
-    """Return a verdict on each slow sender, receiver or link in a matrix of seconds.
+    """Return a verdict on each slow sender, receiver or link. ``matrix[a, b]``: seconds of a message of ``size`` bytes
+    from rank a to rank b, ``nan`` if not measured.
 
-    ``matrix[a, b]``: from rank a to rank b, ``nan`` if not measured. If there are several machines, the ranks of one
-    share its network and count as one. Slowness that does not cost a step much is left out. Nothing is said if the slow
-    cells form neither rows nor columns nor single links: then the network has distant parts.
+    If there are several machines, the ranks of one share its network and count as one. Slowness that does not cost a
+    step much is left out. If the slow cells form neither rows nor columns nor single links, there is no verdict: then
+    the network has distant parts.
     """
     machines = [d.machine for d in digests]
     keys: list[Any] = machines if len(set(machines)) > 1 else [d.rank for d in digests]
@@ -272,7 +274,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def rounds_of(size: int) -> list[list[Pair]]:
-    """Return rounds of pairs that send at the same time; each rank sends and receives at most once per round.
+    """Return rounds of pairs of ranks that send at the same time, for ``size`` ranks. In a round each rank sends and
+    receives at most once.
 
     Up to 16 ranks, all pairs occur once; for more ranks, only pairs whose distance is a power of two. Two ranks send to
     each other in different rounds, as acknowledgements would wait behind the data.
@@ -292,10 +295,10 @@ def measure_links(
     rounds: Sequence[Sequence[Pair]],
     parts: Mapping[Pair, int],
 ) -> np.ndarray[Any, Any]:
-    """Measure the seconds of :data:`PROBE` bytes from each rank (row) to each (column), ``nan`` for pairs left out.
-    Collective.
+    """Measure the seconds of a message of :data:`PROBE` bytes from each rank (row) to each rank (column). Pairs that
+    are not in ``rounds`` are ``nan``. Collective.
 
-    ``parts``: for some pairs, a factor by which their message is larger; its time is divided by this factor.
+    ``parts``: factor by which the message of a pair is larger than that; the pair's time is divided by this factor.
     """
     ranks, me = dist.get_process_group_ranks(group), group.rank()
     row = [float("nan")] * len(ranks)
@@ -396,7 +399,9 @@ class DelayWatch:
         self._seen, self._begun, self._sending = 0, time.perf_counter(), 0.0
 
     def look(self) -> bool:
-        """Judge every :data:`EVERY` steps; returns whether there is something to record. Collective."""
+        """Count a step, and every :data:`EVERY` steps judge all ranks and links. Return whether there is something to
+        record. Collective.
+        """
         self._seen += 1
         self.news = []
         if self._seen % EVERY:

@@ -44,7 +44,9 @@ SIZE, TIME = HEAD + NAMES + RECORDS * RECORD.itemsize, struct.Struct("<q")
 
 
 def rings_of(run: Path) -> Path:
-    """Return the folder on this machine with the rings of the ranks of the run in the folder ``run``."""
+    """Return the folder on this machine that holds the trace files (rings) of the ranks of a run. ``run``: the run's
+    own folder.
+    """
     memory = Path("/dev/shm")
     base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     return (
@@ -55,7 +57,7 @@ def rings_of(run: Path) -> Path:
 
 
 class TracedGroup(NamedTuple):
-    """A process group with its name and ``ranks``. ``id``: its unique name, equal on all its ranks."""
+    """A process group in a trace: its name, its unique ``id`` that is equal on all its ranks, and its ``ranks``."""
 
     name: str
     id: str
@@ -63,7 +65,9 @@ class TracedGroup(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The content of a ring. ``about``: rank, epoch, process, machine; ``records``: in the order of their begin."""
+    """Content of a rank's trace file. ``about``: rank, epoch, process and machine; ``records``: the recorded events by
+    their begin.
+    """
 
     about: dict[str, Any]
     groups: list[TracedGroup]
@@ -76,12 +80,12 @@ class Trace(NamedTuple):
 
     @property
     def calls(self) -> np.ndarray[Any, Any]:
-        """Records of collectives, messages and other waits."""
+        """Records of everything except steps: collectives, messages and other waits."""
         return self.records[self.records["kind"] != STEP]
 
 
 def read_ring(path: Path) -> Trace:
-    """Read a ring, also while its rank writes. Raises ``ValueError`` if the file is no ring."""
+    """Read a trace file (ring), even while its rank writes to it. Raises ``ValueError`` if the file is no ring."""
     with (
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory,
@@ -138,7 +142,7 @@ def process_of(trace: Trace) -> str:
 
 
 def collective_text(trace: Trace, record: Any) -> str:
-    """Return a record in words, such as ``all_reduce 812 of dp (weft/train/step.py:164)``."""
+    """Describe the ``record`` of a collective in words, such as ``all_reduce 812 of dp (weft/train/step.py:164)``."""
     group, peer = trace.groups[record["group"]], int(record["peer"])
     kind = KINDS[record["kind"]]
     way = {"send": f" to rank {peer}", "recv": f" from rank {peer}"}.get(kind, "")
@@ -146,7 +150,9 @@ def collective_text(trace: Trace, record: Any) -> str:
 
 
 def held_in(trace: Trace) -> Any:
-    """Return the record of the collective in which a rank waits, or which it gave up; None if the rank computes."""
+    """Return the record of the collective in which the rank of ``trace`` waits, or which the rank gave up. None if the
+    rank computes.
+    """
     calls = trace.calls
     waits = calls[
         (calls["begin"] > 0) & ((calls["leave"] == 0) | (calls["failed"] > 0))
@@ -163,7 +169,9 @@ def held_in(trace: Trace) -> Any:
 
 
 def standing(trace: Trace, now: int) -> str:
-    """Return the present or last place of a rank, as the end of a sentence that begins with "it"."""
+    """Describe the collective that a rank is in, or that it last left, as the end of a sentence such as "it left ...".
+    ``now``: present time in nanoseconds.
+    """
     ago = lambda ns: f"{max(0, now - int(ns)) / 1e9:.1f} s ago"  # noqa: E731
     if (inside := held_in(trace)) is not None:
         return f"went into {collective_text(trace, inside)} {ago(inside['begin'])}"

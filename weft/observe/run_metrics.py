@@ -68,7 +68,7 @@ class Metrics:
                     self._without(name, error)
 
     def log(self, kind: str, step: int, **values: Any) -> None:
-        """Record ``values`` of ``kind`` after ``step`` finished steps."""
+        """Append a record of ``kind`` with the fields ``values``, after ``step`` finished steps."""
         if self._run is None:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
@@ -134,7 +134,7 @@ class Metrics:
         self.warn(f"no more records go to {name} ({hint}); the run goes on")
 
     def close(self) -> None:
-        """Flush and close both files."""
+        """Flush and close the file, and end the trackers."""
         if self._run is not None:
             if self._unwritten:
                 self._append(b"")
@@ -155,7 +155,7 @@ class RecordedRun:
 
     @property
     def head(self) -> Record:
-        """Return the ``run`` record of the last attempt."""
+        """Return the ``run`` record of the run's last start."""
         return self.records.get("run", [{}])[-1]
 
     @property

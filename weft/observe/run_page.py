@@ -20,7 +20,7 @@ PLOTLY = "plotly.min.js"
 
 
 class ReportRow(NamedTuple):
-    """A row of a table that compares runs."""
+    """A row of a table that compares runs: a name, and the value of each run."""
 
     name: str
     values: list[str]
@@ -62,7 +62,9 @@ def write_plotly(folder: Path) -> None:
 
 
 def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
-    """Fill the template with ``values`` and with what pages of one run and of several have in common."""
+    """Fill the page's template with ``values`` and with the parts that a page of one run and a page of several have in
+    common.
+    """
     drawn = charts(runs) + (
         checkpoint_charts(runs[0].records) if len(runs) == 1 else []
     )
@@ -84,7 +86,7 @@ def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
 
 
 def page_of(run: RecordedRun) -> str:
-    """Return the page about one run."""
+    """Return the HTML page about one run."""
     facts = run_facts(run)
     events = [
         (f"step {e['step']:,}", e.get("message", ""))
@@ -126,7 +128,7 @@ def planned_steps(run: RecordedRun) -> int:
 
 
 def page_beside(runs: Sequence[RecordedRun]) -> str:
-    """Return the page that compares several runs: charts with a colour per run, and differences in numbers and
+    """Return the HTML page that compares several runs: charts with a colour per run, and differences in numbers and
     recipes.
     """
     headline = rows_side_by_side(
@@ -167,7 +169,9 @@ def page_beside(runs: Sequence[RecordedRun]) -> str:
 
 
 def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the leaves of nested dictionaries, each with its dotted name such as ``train.batch``."""
+    """Yield the leaves of nested dictionaries as JSON, each with its dotted name such as ``train.batch``. ``name``: the
+    dotted name of ``values`` itself.
+    """
     if isinstance(values, dict):
         for key, value in values.items():
             yield from flat(value, f"{name}.{key}" if name else key)
@@ -176,13 +180,13 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def rows_side_by_side(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
-    """Return a row for each name that any of ``runs`` has."""
+    """Return a row for each name that occurs in any of ``runs``, which map names to values."""
     names = dict.fromkeys(name for run in runs for name in run)
     return [ReportRow(name, [run.get(name, "-") for run in runs]) for name in names]
 
 
 def headline_numbers(records: Records) -> list[tuple[str, str, str]]:
-    """Return the headline numbers, each as name, value and explanation."""
+    """Return the numbers at the top of a run's page, such as its loss, each as name, value and explanation."""
     shown = []
     for kind, title in (("train", "Loss"), ("validation", "Validation loss")):
         steps, values = values_by_step(records.get(kind, []), "loss")

@@ -20,7 +20,7 @@ COLLECTIVES = ("c10d::", "_c10d_functional::", "gloo:", "weft:wait")
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Seconds of one step by purpose."""
+    """Seconds of one step, split by what they are spent on: computing, communication, data and optimizer."""
 
     compute: float  # what remains of the total, the profiler's own overhead included
     communication: float  # only what is exposed, not hidden behind compute
@@ -31,7 +31,7 @@ class TimeSplit:
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """A profiled event, as far as the split needs it: times in seconds; ``kind``: the profiler's name of its type."""
+    """A profiled event with its times in seconds. ``kind``: the profiler's name of the event's type."""
 
     name: str
     start: float
@@ -71,10 +71,11 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
 
 
 def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
-    """Split the time of a step between the begin and the end of the event ``weft:step``.
+    """Split the time of a step by purpose, from the begin to the end of the event ``weft:step``.
 
-    On the CPU communication is exposed while the main thread issues a collective or waits for it. On a GPU it is
-    exposed while a NCCL kernel runs and no other kernel does, and data while its phase lasts and no kernel runs.
+    On a CPU, communication counts as exposed while the main thread issues a collective or waits for it. On a GPU it
+    counts as exposed while a NCCL kernel runs and no other kernel does; data counts while its phase lasts and no kernel
+    runs.
     """
     host = [e for e in events if e.kind != "kernel" and not e.kind.startswith("gpu_")]
     step = next(e for e in host if e.name == "weft:step")
@@ -101,7 +102,7 @@ def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
 
 
 def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
-    """Return the seconds of ``step`` that each layer of events covers and no earlier layer covers."""
+    """Return for each layer the seconds of ``step`` that its events cover and no event of an earlier layer covers."""
     edges = [
         (min(max(t, step.start), step.end), change, layer)
         for layer, events in enumerate(layers)
@@ -147,7 +148,7 @@ def trace(path: Path, steps: int) -> Iterator[Callable[[], bool]]:
 
 
 def quiet_profile(**options: Any) -> profile:
-    """Return PyTorch's profiler without the two lines that its library writes to stderr."""
+    """Return a ``torch.profiler`` profile that hides the two lines that its library writes to stderr."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     devices = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []
     return profile(activities=[ProfilerActivity.CPU, *devices], **options)

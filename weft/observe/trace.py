@@ -54,7 +54,9 @@ _WEFT, _TORCH = (
 
 
 class Ring:
-    """The writer of a rank's ring. ``step``: the present one, or 0; ``path``: the file."""
+    """Writer of a rank's trace file, a ring buffer of records. ``step``: number of the present step, or 0 between
+    steps; ``path``: the file.
+    """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.step = path, 0
@@ -147,13 +149,15 @@ class Ring:
         return number
 
     def wait(self, number: int) -> None:
-        """Record that the rank from now on only waits for the end of record ``number``."""
+        """Record that from now on the rank only waits for the end of the event with record ``number``."""
         if threading.get_ident() == self._thread:
             self._since = self._delay()
         TIME.pack_into(self._map, self._at(number) + _BEGIN, time.monotonic_ns())
 
     def leave(self, number: int, failed: bool = False, size: int = -1) -> None:
-        """Record that ``number`` has ended, or has ``failed``. ``size``, if given, is stored with it."""
+        """Record that the event with record ``number`` has ended or, with ``failed``, has failed. A ``size`` of 0 or
+        more replaces the record's size.
+        """
         if threading.get_ident() == self._thread and self._since:
             self._waking, self._since = self._waking + self._delay() - self._since, 0
         at = self._at(number)
@@ -169,8 +173,8 @@ class Ring:
             os.close(self._schedule)
 
     def starved(self) -> int:
-        """Return the nanoseconds for which the main thread was ready but had no processor, without those at the ends of
-        waits.
+        """Return the nanoseconds for which the main thread was ready to run but had no processor. Delays at the end of
+        waits do not count.
         """
         return self._delay() - self._waking
 
@@ -256,9 +260,10 @@ _uninstall: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def start_tracing(folder: Path, rank: int, epoch: int = 0) -> Ring:
-    """Trace this process from now on, as ``rank`` of the view ``epoch`` of the run in ``folder``.
+    """Trace this process from now on, as ``rank`` of the run in ``folder``. ``epoch``: number of the run's present view
+    (set of ranks).
 
-    All process groups must exist. The rings of the previous view stay, as they show how it ended; older rings are
+    All process groups must exist. The trace files of the previous view stay, as they show how it ended; older ones are
     removed.
     """
     global _ring, _uninstall
@@ -300,8 +305,8 @@ def end_tracing() -> None:
 
 
 def stop(everyone: bool = False) -> None:
-    """Stop tracing at a run's successful end, and remove the ring, or with ``everyone`` those of all ranks of this
-    machine.
+    """Stop tracing at the successful end of a run, and remove this rank's trace file. With ``everyone``, remove the
+    files of all ranks of the run on this machine.
     """
     path = _ring.path if _ring else None
     end_tracing()
@@ -334,7 +339,7 @@ def _sweep(place: Path) -> None:
 
 @contextlib.contextmanager
 def step(number: int) -> Iterator[None]:
-    """Record this context as step ``number`` (from 1) of the main thread."""
+    """Record the time within this context as training step ``number`` (from 1) of the main thread."""
     if (ring := _ring) is None:
         yield
         return
@@ -350,7 +355,9 @@ def step(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Record this context as a wait for something other than a collective, not as computing time."""
+    """Record the time within this context as a wait for something other than a collective, so that it does not count as
+    computing.
+    """
     ring, number = _ring, 0
     if ring is not None:
         ring.wait(number := ring.write("wait", place=ring._place()))

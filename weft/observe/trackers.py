@@ -29,7 +29,8 @@ class Tracker(Protocol):
 
 
 def remembered(run: Path, name: str, make: Callable[[], str]) -> str:
-    """Return the result of the first call of ``make`` for this run and tracker, stored in the run's folder.
+    """Return the result of the first call of ``make`` for this run and the tracker ``name``. The result is stored in
+    the run's folder.
 
     So a resumed run continues under the same id.
     """
