@@ -48,9 +48,10 @@ Gradients = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences from one device: of loss and norm over steps, of other values over tensors.
+    """Largest relative differences of a layout's results from those of one device.
 
-    ``slot``: of the tensors that the optimizer keeps with each parameter. ``worst_...``: the tensor that differs most.
+    Those of loss and norm are over steps, those of gradients, parameters and slots over tensors. ``slot``: of the
+    tensors that the optimizer keeps with each parameter. ``worst_...``: the name of the tensor that differs most.
     """
 
     ok: bool
@@ -82,7 +83,10 @@ def run_layout(
     watch: Callable[[Transformer, State], object] | None = None,
     follow: Sequence[dict[str, torch.Tensor]] = (),
 ) -> StepTrace:
-    """Train ``steps`` steps from the seeded initial values and the first sample. Arguments: see :func:`walk`."""
+    """Train ``steps`` steps from the seeded initial values and the first sample of the data; return the results.
+
+    The arguments are those of :func:`walk`.
+    """
     *_, (_, trace) = walk(job, mesh, steps, watch, follow)
     return trace
 
@@ -162,7 +166,10 @@ def walk(
 
 
 def prove(recipe: Recipe, steps: int) -> Difference | None:
-    """Join the ranks of ``recipe``, and compare its layout with one device; None on all ranks but the first."""
+    """Join the ranks of ``recipe``, and compare its layout with one device over ``steps`` steps.
+
+    Returns the differences on the first rank, and None on all others.
+    """
     device = device_type(recipe)
     with rank_process(device, recipe.train.timeout, recipe.train.threads):
         mesh, job = Mesh.create(recipe.layout, device), prepare(recipe)
@@ -191,7 +198,10 @@ def compare_with_one_device(
 
 
 def worst_island(difference_here: Difference, mesh: Mesh) -> Difference | None:
-    """Return the largest of all islands' differences on the first island, and None on the others."""
+    """Return the largest of all islands' differences from one device, on the first island; None on the others.
+
+    ``difference_here``: the differences of this island.
+    """
     if mesh.island_store is None:
         return difference_here
     mesh.island_store.set(

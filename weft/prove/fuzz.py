@@ -261,7 +261,10 @@ PAIRS: Case = {
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The result of a case. ``kind``: equal, refused, wrong, crashed or hung; ``why``: rule, figures or error."""
+    """The result of a case: its ``kind`` is "equal", "refused", "wrong", "crashed" or "hung".
+
+    ``why``: the rule that refuses the case, the figures that differ, or the error.
+    """
 
     kind: str
     why: str
@@ -269,7 +272,10 @@ class CaseResult:
 
 @dataclass
 class Summary:
-    """Counts of a campaign, and its failures, each shrunk as far as possible."""
+    """The number of cases of each kind of result in a campaign, and the failed cases.
+
+    Each failed case is shrunk to as few settings as possible.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     cases: list[dict[str, Any]] = field(default_factory=list)
@@ -317,7 +323,7 @@ def command_options(case: Case) -> tuple[str, list[str]]:
 
 
 def command_of(path: Path, case: Case, dtype: str, steps: int) -> str:
-    """Return the command line that repeats a case."""
+    """Return the command line that repeats ``case`` with the recipe file ``path``."""
     layout, sets = command_options(case)
     more = [word for text in sets for word in ("--set", text)]
     options = ["--layout", layout, *more, "--dtype", dtype, "--steps", str(steps)]
@@ -346,7 +352,7 @@ def write_corpus() -> None:
 
 
 def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
-    """Compare the recipe's layout with one device, on every rank; the result is on rank 0."""
+    """Compare the recipe's layout with one device over ``steps`` steps. Collective; the result is on rank 0."""
     mesh, job = Mesh.create(recipe.layout, "cpu"), prepare(recipe)
     difference = compare_with_one_device(run_layout(job, mesh, steps), job, mesh)
     return asdict(difference) if difference else None
@@ -386,7 +392,10 @@ class Fuzzer:
         return CaseResult("equal" if equal else "wrong", json.dumps(ranks[0]))
 
     def shrunk(self, case: Case, kind: str) -> tuple[Case, CaseResult]:
-        """Drop every setting without which the case still fails; return the smaller case and its result."""
+        """Drop every setting of a failing case without which it still fails; return the smaller case and its result.
+
+        ``kind``: the kind of result that counts as the same failure.
+        """
         verdict = self.verdict_of(case)
         needed = PAIRS if "data.path" in case else {}
         for name in [name for name in case if name not in needed]:
@@ -403,7 +412,11 @@ class Fuzzer:
     def campaign(
         self, count: int, seed: int, ranks: int, minutes: float | None, first: int = 0
     ) -> Iterator[tuple[Case, CaseResult]]:
-        """Run ``count`` cases from number ``first`` on, or as many as ``minutes`` allow; yield each with its result."""
+        """Run ``count`` random cases and yield each with its result; stop after ``minutes`` if that is given.
+
+        ``seed`` draws the cases, and ``first`` is the number of the first one, so that a campaign can be continued.
+        ``ranks``: the largest number of ranks.
+        """
         write_corpus()
         recipe = load_recipe(self.path)
         if recipe.model.origin:

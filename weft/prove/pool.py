@@ -41,7 +41,10 @@ class WorkerDied(RuntimeError):
 
 @dataclass(frozen=True)
 class RankResult:
-    """The result of a rank: a pickled value, or a pickled exception (None if it cannot be pickled) and its trace."""
+    """The result of a rank: a pickled value, or a pickled exception and its traceback.
+
+    The exception is None if it cannot be pickled.
+    """
 
     ok: bool
     payload: bytes | None
@@ -63,7 +66,7 @@ def fork_server(preload: Sequence[str] = ()) -> Any:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker process, its connection, and the file to which it writes its stacks."""
+    """A worker process, the connection to it, and the file to which it writes the stacks of its threads."""
 
     process: multiprocessing.process.BaseProcess
     conn: Connection

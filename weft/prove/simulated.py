@@ -27,10 +27,10 @@ def agree(
     past: dict[str, Any],
     members: Members | None = None,
 ) -> None:
-    """Change the ``states``, by island, as islands agree after ``step`` (counted from 1).
+    """Change the parameters of all islands as the sync method ``how`` does after ``step`` (counted from 1).
 
-    ``past``: a dictionary that every call gets, in which methods keep values for later. ``members``: the islands that
-    take part, where islands come and go; by default all.
+    ``states``: the state of each island. ``past``: a dictionary that every call gets, in which methods keep values for
+    later. ``members``: the islands that take part, where islands come and go; by default all.
     """
     method: SyncMethod = how.method
     for held in zip(*(state.learning for state in states.values()), strict=True):
@@ -56,9 +56,9 @@ def agree(
 
 
 def exchange_partners(i: int, count: int, how: Sync, number: int) -> Collection[int]:
-    """Return the islands that island ``i`` of ``count`` agrees with in exchange ``number``, itself included.
+    """Return the islands with which island ``i`` of ``count`` averages in exchange ``number``, itself included.
 
-    All islands take part.
+    ``how``: settings that name the partners. All islands take part in the exchange.
     """
     if how.partner == "ring":
         return {(i - 1) % count, i, (i + 1) % count}

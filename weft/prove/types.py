@@ -44,7 +44,7 @@ from weft.train.step import reduced_gradients
 
 @dataclass(frozen=True)
 class TypeFault:
-    """A fault of types: the innermost line outside of the type checker, and the reason."""
+    """A type error in a layout's computation: the innermost line outside of the type checker, and the reason."""
 
     file: str
     line: int

@@ -105,7 +105,7 @@ class Table:
         return tuple(sorted(stages))
 
     def map(self, change: Callable[[Action], Action]) -> "Table":
-        """Return the table with every action changed."""
+        """Return the table with every action replaced by ``change(action)``."""
         return replace(
             self,
             ranks=tuple(tuple(change(a) for a in actions) for actions in self.ranks),
@@ -119,10 +119,12 @@ class ScheduleError(WeftError):
 def assemble(
     name: str, orders: Sequence[Order], stages: int, paths: Sequence[Sequence[int]]
 ) -> Table:
-    """Make the table of these orders, one per rank; values follow from the kinds and each microbatch's path.
+    """Make the table ``name`` from each rank's order of actions.
 
-    Raises :class:`ScheduleError` for a kind that is declared without a flow, or for a stage that is not on the
-    microbatch's path.
+    The values that an action reads and writes follow from its kind and the microbatch's path. ``orders[r]``: the
+    ``(kind, stage, microbatch)`` triples of rank ``r``; ``stages``: number of stages; ``paths[m]``: the stages that
+    microbatch ``m`` passes. Raises :class:`ScheduleError` for a kind that is declared without a flow, or for a stage
+    that is not on the microbatch's path.
     """
     visits = {
         (stage, m): Visit(stage, m, before, after)
@@ -152,7 +154,10 @@ def assemble(
 
 
 def forward_half(table: Table) -> Table:
-    """Return the part of a table that evaluation runs, without the backward half and values that only it reads."""
+    """Return the forward half of a table, which evaluation runs.
+
+    Actions of backward are left out, and so are values that only backward reads.
+    """
     kept = [[a for a in actions if a.declared.forward] for actions in table.ranks]
     written = {value for actions in kept for a in actions for value in a.writes}
     read = {value for actions in kept for a in actions for value in a.reads}

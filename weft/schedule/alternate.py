@@ -40,19 +40,19 @@ ROOMS = 3
 
 
 class DeviceSplit(NamedTuple):
-    """A number of units that are updated on the ``device``, and the ``seconds`` that the updates of all units take."""
+    """The number of units that are updated on the ``device``, and the ``seconds`` that updating all units takes."""
 
     device: int
     seconds: float
 
 
 def on_device(units: int, count: int) -> list[int]:
-    """Choose ``count`` of the units to update on the device, spread evenly among all."""
+    """Return the indices of ``count`` of ``units`` units to update on the device, spread evenly."""
     return [(2 * i + 1) * units // (2 * count) for i in range(count)]
 
 
 def update_table(units: int, count: int) -> Table:
-    """Build the table of the updates of ``units`` units, where ``count`` units are updated on the device."""
+    """Build the table of the updates of ``units`` units, of which ``count`` are updated on the device."""
     away = on_device(units, count)
     there: list[Action] = []
     back: list[Action] = []
@@ -69,15 +69,20 @@ def update_table(units: int, count: int) -> Table:
 def simulated(
     count: int, sizes: Sequence[int], rates: Mapping[str, float]
 ) -> Simulation:
-    """Simulate the updates of units of these ``sizes`` (bytes); ``rates``: seconds per byte of each kind of action."""
+    """Simulate the updates of units, of which ``count`` are updated on the device.
+
+    ``sizes``: bytes of each unit; ``rates``: seconds per byte of each kind of action.
+    """
     return simulate(
         update_table(len(sizes), count), Costs(lambda a: rates[a.kind] * sizes[a.stage])
     )
 
 
 def splits(sizes: Sequence[int], rates: Mapping[str, float]) -> list[DeviceSplit]:
-    """Simulate every number of units on the device; the fastest split comes first, and of equals the one with fewest
-    units.
+    """Simulate the updates with every number of units on the device; return the splits with the fastest one first.
+
+    Of equally fast splits the one with fewest units on the device comes first. ``sizes``: bytes of each unit;
+    ``rates``: seconds per byte of each kind of action.
     """
     splits = [
         DeviceSplit(count, simulated(count, sizes, rates).elapsed)

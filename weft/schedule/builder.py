@@ -52,16 +52,17 @@ class ScheduleBuilder:
         raise NotImplementedError
 
     def in_flight(self, ranks: Number, chunks: Number, rank: Number) -> Number:
-        """Return how many microbatches' activations a rank holds at once, in units of all its stages.
+        """Return how many microbatches' activations ``rank`` holds at once, where one counts all stages of the rank.
 
-        Infinity stands for all microbatches that there are.
+        Infinity stands for all microbatches of a step. ``chunks``: stages per rank.
         """
         raise NotImplementedError
 
     def offers(self, ranks: int, microbatches: int, layers: int) -> Sequence[int]:
-        """List the chunks per rank with which the planner should look at this schedule.
+        """List the numbers of chunks per rank with which the planner should consider this schedule; by default none.
 
-        It asks for pipelines of several ranks that are full: of ``ranks`` microbatches or more. By default none.
+        The planner asks only for pipelines of several ranks with at least ``ranks`` microbatches. ``layers``: layers of
+        the model.
         """
         return ()
 
@@ -72,7 +73,7 @@ def larger(a: Number, b: Number) -> Number:
 
 
 def ramp(ranks: Number, times: Times) -> Number:
-    """Return the time to fill and drain a pipeline that has nothing else to do meanwhile."""
+    """Return the time to fill and drain a pipeline whose ranks have no other work meanwhile."""
     return (ranks - 1) * (times.forward + times.backward)
 
 
@@ -84,9 +85,10 @@ def filled(times: Times) -> Number:
 def held_back(
     ranks: Number, microbatches: Number, most: Number, times: Times
 ) -> Number:
-    """Return the idle time where at most ``most`` microbatches fill the wait for the first gradient.
+    """Return the idle time of a rank that waits for its first gradient with at most ``most`` microbatches under way.
 
-    Each but the first shortens the wait by its forward, or by its weight gradient at the end, whichever is shorter.
+    Each microbatch but the first shortens the wait by the time of its forward. If its weight gradient takes less time,
+    which then runs at the end, that time counts.
     """
     ahead = -larger(-microbatches, -most)
     shorter = times.forward - larger(times.forward - times.backward_weight, 0)

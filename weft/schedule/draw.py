@@ -35,8 +35,9 @@ MEMORY = "activations held, in microbatches of a rank"
 
 
 def colours(table: Table) -> dict[str, str]:
-    """Return the colour of every computing kind in the table; a kind has the same colour in other tables where
-    possible.
+    """Return the colour of every computing kind in the table.
+
+    A kind has the same colour in the pictures of other tables where possible.
     """
     chosen: dict[str, str] = {}
     present = {a.kind for a in table if not a.declared.inserted}
@@ -49,7 +50,7 @@ def colours(table: Table) -> dict[str, str]:
 
 
 class Shades(NamedTuple):
-    """The shade of each action ``(rank, stage, microbatch)``, the number of shades, and their meaning in words."""
+    """The shade of each action ``(rank, stage, microbatch)``, the number of shades, and what shades mean, in words."""
 
     by_action: dict[tuple[int, int, int], int]
     number: int
@@ -57,7 +58,10 @@ class Shades(NamedTuple):
 
 
 def shades_of(table: Table) -> Shades:
-    """Choose shades: they tell apart the stages of a rank, or the ends at which microbatches enter (DualPipe)."""
+    """Choose a shade for each action: shades tell apart the stages of a rank.
+
+    In DualPipe they tell apart the ends at which microbatches enter.
+    """
     held = [table.held(rank) for rank in range(len(table.ranks))]
     places = {(a.rank, a.stage, a.microbatch) for a in table if not a.declared.inserted}
     if sum(map(len, held)) == len(set(chain(*held))):
@@ -89,7 +93,10 @@ def mix(a: str, b: str, share: float) -> str:
 
 
 def shaded(colour: str, shade: int, count: int, dark: bool = False) -> tuple[str, str]:
-    """Return fill and text colour of a shade. Later shades fade towards the page; the text contrasts with the fill."""
+    """Return the fill colour and the text colour of shade number ``shade`` of ``count`` shades of ``colour``.
+
+    Later shades fade towards the page, which is ``dark`` or light; the text contrasts with the fill.
+    """
     share = shade / (count - 1) if count > 1 else 0.0
     fill = mix(colour, PAGE, 0.66 * share)
     if dark:
@@ -115,7 +122,7 @@ class Look(NamedTuple):
 
 
 def legend(table: Table) -> dict[str, Any]:
-    """Return the legend for the templates: every kind with its meaning and looks, and a remark."""
+    """Return the legend for the templates: every kind with its meaning and looks, and a line on numbers and shades."""
     shades = shades_of(table)
     kinds = []
     for k, (kind, colour) in enumerate(colours(table).items()):
@@ -129,7 +136,7 @@ def legend(table: Table) -> dict[str, Any]:
 
 
 def short_number(value: float) -> str:
-    """Format a number with five digits."""
+    """Format a number with five significant digits, or as an integer with separators from ten thousand on."""
     return f"{value:.5g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 

@@ -29,7 +29,10 @@ from weft.schedule.times import ModelTimes, Times
 
 
 class Beside(Enum):
-    """The work that takes turns with a microbatch's pass: none, or the other or the same pass of another microbatch."""
+    """The work that runs in turns with a microbatch's pass, while the rows of that pass travel.
+
+    It is none, the other pass (backward beside forward) of another microbatch, or the same pass of another microbatch.
+    """
 
     NOTHING = "nothing"
     OTHER_PASS = "other pass"
@@ -196,7 +199,10 @@ def _match(entry: Entry, following: Entry, beside: Beside) -> bool:
 def best_turns(
     table: Table, layers: Sequence[int], costs: Costs
 ) -> dict[Beside, Simulation]:
-    """Simulate ``table`` with its exchanges in every :class:`Beside`, except those in which ranks block each other."""
+    """Simulate ``table`` with exchanges of experts for each kind of work that can take turns (:class:`Beside`).
+
+    Kinds for which ranks block each other are left out. ``layers``: number of layers of each stage.
+    """
     simulations = {}
     for beside in Beside:
         with suppress(ScheduleError):

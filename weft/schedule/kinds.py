@@ -14,7 +14,10 @@ from weft.schedule.times import ModelTimes
 
 
 class Duty(Flag):
-    """Work that is done exactly once for a microbatch at each stage on its path, all of it by one rank."""
+    """Work that each stage on a microbatch's path does exactly once: forward and the two parts of backward.
+
+    One rank does all of it for a microbatch at a stage.
+    """
 
     NONE = 0
     FORWARD = auto()
@@ -40,7 +43,7 @@ class Visit(NamedTuple):
     after: int | None
 
     def value(self, name: str) -> "Value":
-        """Return the value of this name at this stage."""
+        """Return the value with the name ``name`` of this microbatch at this stage."""
         return Value(name, self.stage, self.microbatch)
 
     def input(self) -> "tuple[Value, ...]":
@@ -83,7 +86,7 @@ class Flow(NamedTuple):
 
 
 def duty_time(action: Any, times: ModelTimes) -> float:
-    """Return the modelled time of an action's duties at its stage, for kinds that declare no other cost."""
+    """Return the modelled time of an action from the duties of its kind; the default ``cost`` of a kind."""
     stage, duties = times.stage(action.stage), action.declared.duties
     return (
         duties.forward * stage.forward
@@ -93,7 +96,10 @@ def duty_time(action: Any, times: ModelTimes) -> float:
 
 
 class Duties(NamedTuple):
-    """Whether a kind runs forward, makes the gradient of the input, and makes the gradients of the weights."""
+    """The duties of a kind of action, as truth values.
+
+    They say whether it computes the forward, the gradient of the input, and the gradients of the weights.
+    """
 
     forward: bool
     input_gradient: bool

@@ -34,7 +34,7 @@ REDUCE = _inserted(
 
 
 def links(lowered: Table) -> set[tuple[int, int]]:
-    """Return the ordered pairs of ranks between which values travel."""
+    """Return the ordered pairs ``(source, target)`` of ranks between which a lowered table sends values."""
     return {(a.rank, a.peer) for a in lowered if a.kind == SEND}
 
 

@@ -67,7 +67,10 @@ class Wire:
         self._tags: dict[tuple[int, int], int] = defaultdict(int)
 
     def connect(self, pairs: set[tuple[int, int]]) -> None:
-        """Make the communicators of ordered pairs of ranks, which NCCL needs. Collective over the pipeline's ranks."""
+        """Make a communicator for each ordered pair of ranks in ``pairs``, where the backend is NCCL. Collective.
+
+        All ranks of the pipeline call this.
+        """
         for pair in sorted(pairs - self._pairs.keys()):
             if self.device.type == "cuda" and self.rank in pair:
                 members = sorted(self.ranks[r] for r in pair)
@@ -79,7 +82,10 @@ class Wire:
         return self._pairs.get((source, target), self.group), tag
 
     def send(self, value: Value, payload: Any, target: int, window: int) -> None:
-        """Wait while ``window`` values to ``target`` are under way, and then start to send ``payload``."""
+        """Start to send ``payload``, the tensors of ``value``, to rank ``target``.
+
+        If ``window`` values to that rank are under way, wait until one has arrived.
+        """
         tensors = _tensors(payload)
         if self.spec(value) is None:
             tensors = [_header(tensors, self.device), *tensors]
@@ -100,7 +106,10 @@ class Wire:
         queue.append(works)
 
     def ask(self, value: Value, source: int) -> None:
-        """Post the receive of ``value``. Values of a source must be asked for in the order of sending."""
+        """Post the receive of ``value`` from rank ``source``.
+
+        Values of a rank must be asked for in the order in which the rank sends them.
+        """
         queue, spec = self._asked[source], self.spec(value)
         arrival = _Arrival(value, None, [], [])
         if spec is not None and not any(a.header is not None for a in queue):
@@ -112,9 +121,9 @@ class Wire:
         queue.append(arrival)
 
     def take(self, value: Value, source: int, purpose: str) -> Any:
-        """Wait for the payload of ``value``, the next one asked of ``source``, and return it.
+        """Wait for the tensors of ``value`` from rank ``source``, the earliest that was asked for, and return them.
 
-        ``purpose``: the action that needs it, for errors. Raises :class:`weft.net.lost.PeerLost`.
+        ``purpose``: the action that needs the value, for error messages. Raises :class:`weft.net.lost.PeerLost`.
         """
         queue = self._asked[source]
         arrival = queue[0]
@@ -138,7 +147,7 @@ class Wire:
         return tensors[0] if tensors else None
 
     def flush(self) -> None:
-        """Wait until everything sent has been received."""
+        """Wait until all values that this rank sent have been received."""
         for target, queue in self._sent.items():
             while queue:
                 self._finish(queue.popleft(), None, target)

@@ -50,7 +50,7 @@ def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
 
 
 class Timed(NamedTuple):
-    """An action and its times."""
+    """An action with the times at which it starts and ends."""
 
     action: Action
     start: float
@@ -69,10 +69,11 @@ class SimulatedTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A table run by the clock.
+    """The result of simulating a table with modelled times.
 
     ``timeline[r]``: timed actions of rank ``r`` on its compute stream; ``beside[r]``: those on its communication
-    stream. ``moves``: transfers between ranks. ``memory[r]``: ``(time, level)`` after every change.
+    stream. ``moves``: transfers between ranks. ``memory[r]``: ``(time, level)`` after every change of the rank's
+    memory.
     """
 
     table: Table
@@ -118,7 +119,7 @@ class Simulation:
 
 
 def simulate(table: Table, costs: Costs) -> Simulation:
-    """Run the table by the clock: each stream of a rank runs its actions in order, once their values have arrived.
+    """Simulate the table: each stream of a rank runs its actions in order, once the values that they read have arrived.
 
     Transfers overlap with computation. Raises :class:`ScheduleError` naming the actions that wait in a circle.
     """

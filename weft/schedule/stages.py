@@ -55,7 +55,10 @@ def cut_stages(
 def assign_stages(
     shape: ModelShape, layout: Layout, stages: int, seq_len: int
 ) -> tuple[Stage, ...]:
-    """Assign layers to stages by their flops. With ``layout.skip`` the stages that are never skipped are shorter."""
+    """Assign layers to ``stages`` stages such that the largest number of floating-point operations of a stage is least.
+
+    With ``layout.skip`` the stages that are never skipped get less work. ``seq_len``: tokens of a sequence.
+    """
     first, layer, last = shape_of(shape).forward_flops(seq_len)
     speeds = stage_lengths(stages, layout.skip) if layout.skip else None
     ends = not (layout.vocab_barriers or layout.overlap)
@@ -123,7 +126,10 @@ def make_table(
 def routes(
     shape: ModelShape, layout: Layout, microbatches: int, seq_len: int
 ) -> list[tuple[int, ...]]:
-    """List the blocks that each microbatch passes, in order; one device that runs them equals a partial pipeline."""
+    """List the blocks of the model that each microbatch passes, in order, where ``layout.skip`` lets microbatches skip.
+
+    One device that runs the same blocks computes what the pipeline computes.
+    """
     table = make_table(layout, microbatches, shape, seq_len)
     stages = assign_stages(shape, layout, table.stages, seq_len)
     return [tuple(i for s in path for i in stages[s].layers) for path in table.paths]

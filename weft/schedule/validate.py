@@ -101,7 +101,7 @@ def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
 
 
 def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
-    """Execute a lowered table without computing; return the most messages under way between each pair of ranks.
+    """Execute a lowered table without computing; return the most messages under way for each ordered pair of ranks.
 
     A send waits while ``window`` messages to the same rank are under way. Raises :class:`ScheduleError` for a deadlock,
     for messages in the wrong order, and for messages that nobody receives.

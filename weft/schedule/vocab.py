@@ -69,7 +69,7 @@ def share_stage(stages: int, rank: int) -> int:
 def output_times(product: float, barriers: int) -> Times:
     """Return the times of the whole output layer in passes S and T; ``product``: one of its three matrix products.
 
-    With one barrier the gradient of the input is made by S, together with the logits, else by T.
+    With one barrier S computes the gradient of the input together with the logits; with two barriers T computes it.
     """
     if barriers == 1:
         return Times(2 * product, 0.0, product)

@@ -58,9 +58,10 @@ def list_schedule(
 def zero_bubble(
     name: str, ranks: int, microbatches: int, times: Times, limit: int, tape: float
 ) -> list[Order]:
-    """Return the orders of the automatic zero-bubble schedule within the memory of ``limit`` microbatches a rank.
+    """Return each rank's order of actions in the automatic zero-bubble schedule.
 
-    ``tape``: share of a microbatch's saved activations that a postponed weight gradient needs.
+    ``limit``: memory of a rank, as a number of microbatches' saved activations; ``tape``: share of a microbatch's saved
+    activations that a postponed weight gradient needs.
     """
     took = {"F": times.forward, "I": times.backward_input, "W": times.backward_weight}
     costs = Costs(

@@ -40,7 +40,7 @@ class _Item(NamedTuple):
 
 
 class Listing:
-    """One pass of the clock with one policy. ``holders[s]``: ranks that may run stage ``s``."""
+    """One simulation of the list scheduler with one policy. ``holders[s]``: ranks that may run stage ``s``."""
 
     def __init__(
         self, name: str, holders: Sequence[Sequence[int]], trips: Trips, policy: Policy
@@ -63,7 +63,10 @@ class Listing:
         self.events = [0.0]
 
     def orders(self) -> list[list[Entry]]:
-        """Return the order of every rank by the clock. Raises :class:`ScheduleError` as :meth:`alone`."""
+        """Return the order of actions of every rank that the list scheduler finds.
+
+        Raises :class:`ScheduleError` for a microbatch that does not fit in memory even if it runs alone.
+        """
         for m in self.waiting:
             self.alone(m)
         while self.events:
@@ -76,7 +79,7 @@ class Listing:
         return self.done
 
     def one_by_one(self) -> list[list[Entry]]:
-        """Return the order of actions in which microbatches run one after the other."""
+        """Return the order of actions of every rank where each microbatch runs only after the one before has ended."""
         for m, path in enumerate(self.paths):
             where = self.alone(m)
             for i, r in enumerate(where):
@@ -129,12 +132,15 @@ class Listing:
         return self.between[self.paths[a.m][a.i]] < ahead - EPS
 
     def safe(self, m: int, where: list[int], step: int) -> bool:
-        """Return whether the banker's rule holds with microbatch ``m`` at this step, and all others where they are."""
+        """Return whether all microbatches can still be finished (banker's rule) with microbatch ``m`` at step ``step``.
+
+        ``where``: the rank of every place on the path of ``m``. All other microbatches are at their present steps.
+        """
         under_way = {n: (n, self.where[n], k) for n, k in self.step.items()}
         return self.trips.safe((under_way | {m: (m, where, step)}).values())
 
     def start(self, rank: int, a: _Item, now: float) -> bool:
-        """Run an action at ``now``, and mark the actions as ready that waited for its result."""
+        """Run the action ``a`` from time ``now`` on, and mark the actions that waited for its result as ready."""
         m, i, stage = a.m, a.i, self.paths[a.m][a.i]
         self.free[rank] = end = now + self.trips.time(rank, m, i, a.kind)
         heappush(self.events, end)
@@ -166,8 +172,9 @@ class Listing:
         return True
 
     def send(self, name: str, m: int, i: int, to: int, kind: str, end: float) -> None:
-        """Send a value, computed at ``end``, from place ``i`` of a path to place ``to``, where ``kind``
-        becomes ready.
+        """Send a value of microbatch ``m``, computed at time ``end``, from place ``i`` of its path to place ``to``.
+
+        ``name``: the value's name. When it arrives, the action of ``kind`` at place ``to`` becomes ready.
         """
         link = source, target = self.where[m][i], self.where[m][to]
         if source != target:
@@ -179,7 +186,10 @@ class Listing:
         self.ready[target].append(_Item(m, to, kind, end))
 
     def place(self, m: int, first: int | None = None) -> list[int] | None:
-        """Choose a rank for every place of the path, the least loaded first, such that the microbatch fits alone."""
+        """Choose a rank for every place on the path of microbatch ``m``, such that the microbatch fits in memory alone.
+
+        Ranks with the least load are tried first. ``first``: the rank of the first place, if it is given.
+        """
         path = self.paths[m]
 
         def extend(where: list[int]) -> list[int] | None:
@@ -196,7 +206,10 @@ class Listing:
         return extend([])
 
     def alone(self, m: int) -> list[int]:
-        """Return the ranks on which the microbatch runs alone. Raises :class:`ScheduleError` if it does not fit."""
+        """Return the rank of every place on the path of microbatch ``m`` if only this microbatch runs.
+
+        Raises :class:`ScheduleError` if it does not fit in memory.
+        """
         if where := self.place(m):
             return where
         limits = self.trips.limits

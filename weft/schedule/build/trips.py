@@ -38,19 +38,22 @@ class Trips:
 
     @property
     def backward(self) -> str:
-        """The pass that computes the gradient of the input."""
+        """The kind of action that computes the gradient of the input: "I" if backward is split, else "B"."""
         return self.kinds[1]
 
     def time(self, rank: int, m: int, i: int, kind: str) -> float:
-        """Return the time of an action of microbatch ``m`` at place ``i`` of its path."""
+        """Return the time of an action of ``kind`` on ``rank``, for microbatch ``m`` at place ``i`` of its path."""
         return self.costs.compute(Action(rank, kind, self.paths[m][i], m))
 
     def work(self, rank: int, m: int, i: int) -> float:
-        """Return the compute time of the microbatch at this place, forward and backward."""
+        """Return the compute time, forward and backward, of microbatch ``m`` at place ``i`` of its path on ``rank``."""
         return sum(self.time(rank, m, i, kind) for kind in self.kinds)
 
     def rounds_ahead(self, m: int, i: int, where: Sequence[int]) -> float:
-        """Count the pairs of forward and backward at this place that fit in the time until the gradient is back."""
+        """Return how many pairs of forward and backward a rank can run until the gradient of microbatch ``m`` is back.
+
+        The rank is that of place ``i`` of the path; ``where``: the rank of every place.
+        """
         key = (m, i, *where)
         if key not in self.rounds:
             path, back = self.paths[m], self.backward
@@ -66,16 +69,20 @@ class Trips:
         return self.rounds[key]
 
     def change(self, m: int, i: int, kind: str) -> float:
-        """Return the change of the rank's memory by an action."""
+        """Return by how much an action of ``kind`` changes the memory of the rank that runs it.
+
+        The action is that of microbatch ``m`` at place ``i`` of its path.
+        """
         stage = self.paths[m][i]
         saved = self.costs.size(Value("saved", stage, m))
         tape = self.costs.size(Value("tape", stage, m))
         return {"F": saved, "B": -saved, "I": tape - saved, "W": -tape}[kind]
 
     def claim(self, m: int, where: Sequence[int], step: int) -> Claim:
-        """Return the memory that each rank still needs for microbatch ``m`` from ``step`` on, and the memory it holds.
+        """Return, by rank, the memory that microbatch ``m`` still needs from ``step`` on, and the memory that it holds.
 
-        Tapes count only while they are recorded, as a weight gradient can always run.
+        ``where``: the rank of every place on its path. Tapes count only while they are recorded, as a weight gradient
+        can always run.
         """
         key = (m, step, *where)
         if key not in self.claims:
@@ -94,7 +101,7 @@ class Trips:
         return self.claims[key]
 
     def alone(self, m: int, where: Sequence[int]) -> bool:
-        """Return whether the microbatch could run if there were no other."""
+        """Return whether microbatch ``m`` fits in the memory of the ranks ``where`` if no other microbatch runs."""
         needs, _ = self.claim(m, where, 0)
         return self._fits(needs, self.limits)
 
@@ -102,7 +109,10 @@ class Trips:
         return all(need <= free[r] + EPS for r, need in needs.items())
 
     def safe(self, state: Iterable[tuple[int, Sequence[int], int]]) -> bool:
-        """Return whether these microbatches ``(m, where, step)`` can be finished in some order, one after the other."""
+        """Return whether microbatches under way can be finished in some order, one after the other (banker's rule).
+
+        ``state``: ``(m, where, step)`` of each of these microbatches.
+        """
         if min(self.limits) == inf:
             return True
         claims = list(starmap(self.claim, state))

@@ -11,9 +11,10 @@ from weft.schedule.actions import Entry
 
 
 def two_flows(half: int, near: int, count: int) -> list[Entry]:
-    """Return ``(kind, flow, number)`` for ``count >= 2 * half`` microbatches in each flow; a backward is B, or I and W.
+    """Return the order of one rank in DualPipe as ``(kind, flow, number)``; ``number`` counts a flow's microbatches.
 
-    ``half``: ranks from the end to the turn; ``near``: the rank's distance from its end.
+    ``half``: ranks from one end of the pipeline to the turn; ``near``: the rank's distance from its end; ``count``:
+    microbatches in each flow, at least ``2 * half``. A backward is B, or I and W where it is split.
     """
     far = half - 1 - near
     steps = [("F", 0)] * (2 * far)  # fill: flow 0 reaches the turn
@@ -31,7 +32,10 @@ def two_flows(half: int, near: int, count: int) -> list[Entry]:
 
 
 def number_microbatches(steps: list[tuple[str, int]]) -> list[Entry]:
-    """Number the microbatches of each flow; flow -1 is the oldest postponed weight gradient, the rest come last."""
+    """Add the number of the microbatch to each ``(kind, flow)`` of ``steps``, counting each flow by itself.
+
+    A W of flow -1 stands for the oldest postponed weight gradient. Weight gradients that are left come at the end.
+    """
     done: Counter[tuple[str, int]] = Counter()
     kept: list[tuple[int, int]] = []
     order: list[Entry] = []

@@ -34,7 +34,10 @@ class Pattern:
 def repeat(
     pattern: Pattern, ranks: int, microbatches: int, times: Times
 ) -> list[Order]:
-    """Repeat the pattern for every microbatch; of several fillings return the best for these times."""
+    """Return the order of each rank where every microbatch follows ``pattern``.
+
+    Idle times are filled in several ways, of which the fastest for ``times`` is returned.
+    """
     (f0, f1, i1, i0), last = pattern.steps, ranks - 1
     spans = (
         last * step + turn
