@@ -56,10 +56,10 @@ BACKLOG = 256
 
 
 class Dialler(Protocol):
-    """Way between endpoints other than TCP, for addresses that begin with :data:`PEER`."""
+    """Interface for connecting endpoints in another way than TCP, for addresses that begin with :data:`PEER`."""
 
     def expose(self, port: int) -> str:
-        """Make the endpoint that listens at this port reachable for others; return the host of its address."""
+        """Make the endpoint that listens at ``port`` reachable for other endpoints; return the new host."""
 
     def connect(self, address: Address) -> socket.socket:
         """Return a socket to another endpoint without waiting. The socket ends if the endpoint cannot be reached."""
@@ -113,7 +113,7 @@ class Endpoint:
         self._thread.start()
 
     def check(self, addresses: Iterable[Address]) -> None:
-        """Raise :class:`UsageError` if a connection with one of these addresses must be encrypted and cannot be."""
+        """Raise :class:`UsageError` if a connection to any of ``addresses`` must be encrypted and cannot be."""
         if any(self.encrypts(address) for address in addresses):
             require_cipher()
 
@@ -122,7 +122,11 @@ class Endpoint:
         return encrypts(self.encrypt, address[0], self.address[0])
 
     def open(self, name: str, secret: str, serve: Serve) -> "Channel":
-        """Open a channel; ``serve`` is called for each connection that names the channel and knows its secret."""
+        """Open a channel with this ``name``.
+
+        ``serve`` is called, in a thread of its own, for each connection that names the channel and knows its
+        ``secret``.
+        """
         with self._lock:
             if name in self._channels:
                 raise ValueError(f"the channel {name} is open already")
@@ -150,7 +154,10 @@ class Endpoint:
         self.close_sockets()
 
     def close_sockets(self) -> None:
-        """Close all sockets; a forked child does so too, so that it keeps no connections of its parent open."""
+        """Close all sockets of the endpoint without any message to the other ends.
+
+        A forked child calls this too, so that it keeps no connections of its parent open.
+        """
         with suppress(OSError):
             self._listener.close()
         for stranger in list(self._strangers):
@@ -237,7 +244,8 @@ class Channel:
     ) -> SealedConnection:
         """Connect with the endpoint at ``address`` within ``limit`` seconds. Raises OSError.
 
-        ``name``: the channel's name there, by default the name of this channel.
+        ``hello``: what this end says about itself; ``stall``: seconds that each record of a frame may take; ``name``:
+        the channel's name at the other endpoint, by default the name of this channel.
         """
         sock = self._socket(address)
         deadline = time.monotonic() + limit
@@ -268,8 +276,10 @@ class Channel:
     def dial_polled(
         self, address: Address, hello: Head, poller: Poller
     ) -> PolledConnection:
-        """Begin to connect; frames sent meanwhile are queued. Raises OSError if it is known at once that nobody listens
-        there.
+        """Begin to connect with the endpoint at ``address``, and return the connection, which ``poller`` watches.
+
+        Frames sent before the connection is complete are queued. ``hello``: what this end says about itself. Raises
+        OSError if it is known at once that nobody listens there.
         """
         sock = self._socket(address)
         sock.setblocking(False)
@@ -288,7 +298,7 @@ class Channel:
         return connection
 
     def take_in(self, sock: socket.socket, session: Session) -> None:
-        """Hand a connection that was dialled elsewhere to the server of this channel."""
+        """Pass a connected socket, whose handshake has led to ``session``, to the server of this channel."""
         try:
             self._adopt(sock)
         except OSError:
@@ -349,8 +359,10 @@ def process_endpoint(
     encrypt: Encryption = "auto",
     dialler: Dialler | None = None,
 ) -> Endpoint:
-    """Return the endpoint of this process. The first call decides where it listens, by default at
-    :func:`own_address`.
+    """Return the endpoint of this process; the first call creates it with these arguments.
+
+    ``host`` and ``port``: where it listens, by default at :func:`own_address` and any free port; ``encrypt`` and
+    ``dialler``: see :class:`Endpoint`.
     """
     pid = os.getpid()
     if pid not in _own or _own[pid].closed:

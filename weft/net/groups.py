@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 
 def limit() -> timedelta | None:
-    """Return how long ranks wait for each other in the default process group; None for a group that moves nothing
-    (``fake``).
+    """Return how long ranks wait for each other in the default process group.
+
+    Returns None for a simulated group, which moves nothing (backend ``fake``).
     """
     assert dist.group.WORLD is not None
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -21,7 +22,10 @@ def limit() -> timedelta | None:
 
 
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """Create the group of these world ranks. These ranks call this, and no others."""
+    """Create the process group of these world ranks, described by ``name``.
+
+    Exactly these ranks call this function.
+    """
     group = dist.new_group(
         list(ranks), limit(), use_local_synchronization=True, group_desc=name
     )
@@ -30,8 +34,10 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
 
 
 def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
-    """Return this rank's group along one axis of a table of ranks. All ranks of the table call this and create all
-    groups.
+    """Return this rank's process group along one ``axis`` of ``ranks``, a table of world ranks.
+
+    All ranks of the table call this function and create all groups along the axis. ``name``: the axis's name, for the
+    groups' descriptions.
     """
     own, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
@@ -45,9 +51,10 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
 
 
 def enter_group(ranks: Sequence[int], name: str) -> dist.Store:
-    """Replace the default process group by a group of these ranks only, which all call this.
+    """Replace the default process group by a group of these world ranks only, which all call this function.
 
-    Returns the store of the old group, the only way to tell the other ranks anything.
+    ``name``: tells the group from others. Returns the store of the old group, the only way to tell the other ranks
+    anything.
     """
     # PyTorch has no public way to ask for the store of a group.
     whole, rank, backend = (

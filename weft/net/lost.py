@@ -39,8 +39,9 @@ def peer_lost(
 ) -> PeerLost | None:
     """Return the error that names the rank that made a wait fail with ``error``; None if the rank cannot be found.
 
-    ``waits_for``: the world rank from which this rank needs something; ``doing``: the purpose. ``seconds``: the limit
-    of the wait, by default that of the default process group. Takes about :data:`PATIENCE_S` seconds at most.
+    ``waits_for``: the world rank from which this rank needs something; ``doing``: what this rank waited for, in words.
+    ``seconds``: the limit of the wait, by default that of the default process group. Takes about :data:`PATIENCE_S`
+    seconds at most.
     """
     if watch:
         return PeerLost(watch[-1]() or str(error))
@@ -95,7 +96,10 @@ def _place(error: BaseException) -> str:
 
 
 def stopped_ranks() -> list[int]:
-    """Return the ranks on this machine that a signal or a debugger has stopped (children of this rank's parent)."""
+    """Return the ranks on this machine that a signal or a debugger has stopped.
+
+    Only ranks with the same parent process as this rank are looked at.
+    """
     stopped = []
     forks = os.environ.get(PIDS, "").split(",")
     with suppress(psutil.Error):

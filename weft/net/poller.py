@@ -20,7 +20,10 @@ from weft.net.wire import (
 
 
 class Poller:
-    """A selector of sockets, each with an object that it stands for. Other threads can wake the waiting thread."""
+    """Waits for many sockets at once. Each watched socket has an object that :meth:`wait` returns for it.
+
+    Other threads can wake the waiting thread.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -70,9 +73,9 @@ class Poller:
 
 
 class PolledConnection:
-    """A connection of a thread with a :class:`Poller`. Frames sent before its handshake is over are queued.
+    """A connection of a thread that waits for many connections with a :class:`Poller`.
 
-    ``address``: the endpoint of the process at its other end.
+    Frames sent before the handshake is over are queued. ``address``: the endpoint of the process at the other end.
     """
 
     def __init__(
@@ -99,11 +102,15 @@ class PolledConnection:
         return bool(self._out or self._early)
 
     def put(self, data: bytes) -> None:
-        """Send bytes of the handshake."""
+        """Queue bytes of the handshake to be sent."""
         self._out += data
 
     def send(self, head: Head) -> None:
-        """Send a frame without payload, now or later. Raises OSError."""
+        """Send a frame with this ``head`` and no payload, or queue it until the handshake is over.
+
+        The frame is dropped if the other end does not read any more. Raises OSError if the connection was refused or
+        lost.
+        """
         if self._session is None:
             self._early.append(head)
         elif len(self._out) < LONGEST_HEAD:  # else the other end does not read any more
@@ -111,7 +118,10 @@ class PolledConnection:
             self.flush()
 
     def flush(self) -> None:
-        """Send what can be sent. Raises OSError if a connection was refused or lost."""
+        """Send as many queued bytes as the socket takes without waiting.
+
+        Raises OSError if the connection was refused or lost.
+        """
         if error := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(error, os.strerror(error))
         with suppress(BlockingIOError, InterruptedError):

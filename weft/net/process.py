@@ -12,10 +12,10 @@ PIDS = "WEFT_RANK_PIDS"
 
 
 def machine_id(*namespaces: str) -> str:
-    """Return a text that identifies one boot of one machine and the Linux namespaces of this process.
+    """Return a text that identifies one boot of this machine, and the Linux ``namespaces`` of this process.
 
-    Processes in the same ``pid`` namespace see each other by process number. Processes in the same ``net`` namespace
-    reach each other without any network.
+    ``namespaces``: their kinds. Processes in the same ``pid`` namespace see each other by process number. Processes in
+    the same ``net`` namespace reach each other without any network.
     """
     parts = [platform.node()]
     with suppress(OSError):
@@ -38,7 +38,10 @@ class ProcessSight(NamedTuple):
 
 
 def started_at(pid: int) -> float:
-    """Return when process ``pid`` started, in the form that :func:`look_at` compares; 0 if there is no such process."""
+    """Return when process ``pid`` started, in a unit of the system that only :func:`look_at` compares.
+
+    Returns 0 if there is no such process.
+    """
     try:
         return _stat(pid).started
     except OSError:
@@ -46,9 +49,10 @@ def started_at(pid: int) -> float:
 
 
 def look_at(pid: int, started: float | None = None, ticks: int = -1) -> ProcessSight:
-    """Return the state of a process of this machine. ``ticks``: its processor time at the last look.
+    """Return the state of the process with number ``pid`` on this machine.
 
-    ``started``: the result of :func:`started_at` in that process; another process with the same number counts as gone.
+    ``started``: the result of :func:`started_at` for it; another process with the same number counts as gone.
+    ``ticks``: its processor time at the last look.
     """
     try:
         now = _stat(pid)

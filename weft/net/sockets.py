@@ -10,7 +10,7 @@ DATAGRAM = socket.SOCK_DGRAM
 
 
 def socket_pair() -> tuple[Socket, Socket]:
-    """Return two connected sockets of this machine."""
+    """Return two sockets of this process that are connected with each other."""
     return socket.socketpair()
 
 
@@ -31,7 +31,10 @@ def connect_socket(host: str, port: int) -> Socket:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Return the family of a numeric address, or of a host's name, which is looked up as IPv4."""
+    """Return the address family of ``host``.
+
+    A numeric address has its own family; the name of a host is looked up as IPv4.
+    """
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -48,7 +51,7 @@ def end_connection(connection: socket.socket) -> None:
 
 
 def own_address(peer: str = "") -> str:
-    """Return this machine's address in the network in which it reaches the host ``peer``.
+    """Return the address of this machine in the network over which it reaches the host ``peer``.
 
     ``peer``: by default the host where the ranks of this run meet (``MASTER_ADDR``).
     """

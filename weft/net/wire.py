@@ -86,7 +86,8 @@ def key_of(secret: str) -> bytes:
 def encrypts(how: Encryption, host: str, own: str) -> bool:
     """Return whether a connection between this process, at address ``own``, and address ``host`` is encrypted.
 
-    With "auto" it is encrypted if ``host`` is neither this machine nor in a private network.
+    ``how``: "always", "never" or "auto". With "auto" it is encrypted if ``host`` is neither this machine nor in a
+    private network.
     """
     if how != "auto":
         return how == "always"
@@ -110,7 +111,10 @@ class _Cipher(NamedTuple):
 
 
 def require_cipher() -> _Cipher:
-    """Return the cipher. Raises :class:`CipherMissing` if its package is not installed."""
+    """Return the parts of the package ``cryptography`` that encryption uses.
+
+    Raises :class:`CipherMissing` if the package is not installed.
+    """
     try:
         from cryptography.hazmat.primitives.asymmetric import x25519
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -189,7 +193,10 @@ class _Records:
 
 @dataclass
 class Session:
-    """Keys of a connection, on which both ends agree, and ``hello``, what the dialler says about itself."""
+    """Keys of one connection, on which both ends agree: for ``outgoing`` and for ``incoming`` records.
+
+    ``hello``: what the dialler says about itself.
+    """
 
     outgoing: _Records
     incoming: _Records
@@ -198,7 +205,7 @@ class Session:
     def encode(
         self, head: Head, payload: Sequence[memoryview] = ()
     ) -> Iterator[Buffer]:
-        """Yield the pieces in which a frame is sent."""
+        """Yield the sealed or encrypted buffers to send for a frame of ``head`` and ``payload``."""
         text = json.dumps(head, separators=(",", ":")).encode()
         fixed = _FRAME.pack(len(text), sum(view.nbytes for view in payload))
         yield b"".join([fixed, *self.outgoing.seal([text], fixed)])
@@ -206,7 +213,10 @@ class Session:
             yield from self.outgoing.seal(piece, b"")
 
     def decode(self, place: Place | None = None) -> Steps[Frame]:
-        """Read the next frame. ``place`` returns the memory for its payload; by default new memory is allocated."""
+        """Read the next frame, as a generator that yields the memory to be filled with received bytes.
+
+        ``place`` returns the memory for the frame's payload; by default new memory is allocated.
+        """
         yield (fixed := memoryview(bytearray(_FRAME.size)))
         length, size = _FRAME.unpack(fixed)
         if length > LONGEST_HEAD or size > LONGEST:
@@ -259,10 +269,10 @@ def greet(
     allows: Callable[[bool], bool],
     send: Callable[[bytes], object],
 ) -> Steps[tuple[str, Session]]:
-    """Run the listening end of the handshake; return the channel and the session. Raises :class:`WireForged`.
+    """Run the listening end of the handshake; return the name of the channel and the session.
 
-    ``key_for(channel)`` is None if there is no such channel; ``allows(encrypted)``: whether such a connection is
-    allowed.
+    ``key_for(channel)`` returns a channel's key, or None if there is no such channel; ``allows(encrypted)`` returns
+    whether such a connection is allowed; ``send`` sends bytes. Raises :class:`WireForged`.
     """
     challenge = bytearray(secrets.token_bytes(NONCE))
     # the last bit says whether this end has the cipher; it is part of what is proved
@@ -299,7 +309,11 @@ def introduce(
     encrypted: bool,
     send: Callable[[bytes], object],
 ) -> Steps[Session]:
-    """Run the dialling end of the handshake. Raises :class:`WireForged` if the other end does not know the key."""
+    """Run the dialling end of the handshake for ``channel``, whose key is ``key``; return the session.
+
+    ``hello``: what this end says about itself; ``send`` sends bytes. Raises :class:`WireForged` if the other end does
+    not know the key.
+    """
     name, words = channel.encode(), json.dumps(hello).encode()
     private = require_cipher().private_key.generate() if encrypted else None
     nonce = (
@@ -353,7 +367,10 @@ def _session(secret: bytes, mode: _Mode, hello: Head, dials: bool) -> Session:
 
 
 class Incoming(Generic[R]):
-    """Reads from a non-blocking socket into the memory that ``steps`` asks for."""
+    """Runs ``steps``, a generator that yields memory to be filled, with the bytes that a non-blocking socket receives.
+
+    ``result``: what the generator returns at its end.
+    """
 
     def __init__(self, steps: Steps[R]) -> None:
         self._steps, self._left = steps, next(steps)
@@ -362,8 +379,9 @@ class Incoming(Generic[R]):
         self.result: R | None = None
 
     def take(self, sock: socket.socket) -> bool:
-        """Read what has arrived; return whether ``result`` is complete. Raises OSError, also when the
-        connection ends.
+        """Read what the socket has received, without waiting; return whether ``result`` is complete.
+
+        Raises OSError, also when the connection ends.
         """
         while True:
             while len(self._left):
@@ -407,8 +425,10 @@ class SealedConnection:
         return count
 
     def receive(self, place: Place | None = None, limit: float = math.inf) -> Frame:
-        """Return the next frame. Raises TimeoutError if none begins within ``limit`` seconds, and OSError as
-        :meth:`send` does.
+        """Return the next frame. Raises TimeoutError if none begins within ``limit`` seconds.
+
+        ``place`` returns the memory for the frame's payload, by default new memory. Raises OSError if the connection is
+        broken.
         """
         return read_steps(self.socket, self.session.decode(place), limit, self.stall)
 
@@ -422,7 +442,10 @@ class SealedConnection:
 
 
 def await_ready(sock: socket.socket, limit: float, writing: bool = False) -> bool:
-    """Wait until a socket is readable or writable, or has ended; return False after ``limit`` seconds."""
+    """Wait until a socket is readable (or writable, with ``writing``), or has ended; return whether it is.
+
+    Returns False after ``limit`` seconds.
+    """
     waiting = select.poll()
     try:
         waiting.register(sock, select.POLLOUT if writing else select.POLLIN)
@@ -445,7 +468,10 @@ def send_all(sock: socket.socket, buffer: Buffer, stall: float) -> None:
 
 
 def read_steps(sock: socket.socket, steps: Steps[R], limit: float, stall: float) -> R:
-    """Fill the memory that ``steps`` asks for: wait ``limit`` seconds for the first byte, then ``stall`` per piece."""
+    """Run ``steps``, a generator that yields memory to be filled, with the bytes of a socket; return its result.
+
+    Waits ``limit`` seconds for the first byte, then ``stall`` seconds for each piece of memory.
+    """
     incoming, begun, filled = Incoming(steps), False, 0
     deadline = time.monotonic() + limit
     while not incoming.take(sock):

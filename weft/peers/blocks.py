@@ -31,7 +31,7 @@ class Shared(NamedTuple):
 
 
 def shared_from(said: Any) -> Shared | None:
-    """Parse a file's announcement by another peer; return None if it is malformed."""
+    """Parse ``said``, a file's announcement by another peer as JSON; return None if it is malformed."""
     match said:
         case [int(size), str(root)] if size >= 0 and re.fullmatch("[0-9a-f]{64}", root):
             return Shared(size, root)
@@ -50,7 +50,10 @@ def is_inside(path: str) -> bool:
 
 
 class BlockShelf:
-    """Index of the blocks of all files in some folders. A file's path begins with the name of its folder."""
+    """Finds the blocks of all files in some folders by their names, to serve them to other peers.
+
+    A file's path begins with the name of its folder.
+    """
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders, self.files = folders, dict[str, Shared]()
@@ -60,7 +63,7 @@ class BlockShelf:
         self._indices: dict[bytes, bytes] = {}
 
     def scan(self) -> None:
-        """Update ``files``; changed files are read and hashed."""
+        """Update ``files`` from the folders: read and hash new and changed files, and drop deleted ones."""
         files = dict(self._walk())
         for path in self.files.keys() - files.keys():
             del self.files[path], self._seen[path]
@@ -72,7 +75,10 @@ class BlockShelf:
                     self.files[path], self._seen[path] = self._hash(file), seen
 
     def read(self, name: bytes) -> bytes | None:
-        """Return a block, or None. The receiver checks it, as the file may have changed since it was hashed."""
+        """Return the block with this name (the hash of its bytes), or None if no file has it.
+
+        The receiver checks the hash, as the file may have changed since it was hashed.
+        """
         if name in self._indices:
             return self._indices[name]
         if name in self._where:

@@ -15,10 +15,10 @@ def download(
     folder: Path,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, int]:
-    """Fetch a file, or all files under ``path``, into ``folder``; return how many bytes of each were fetched.
+    """Fetch a file, or all files under ``path``, from other peers into ``folder``; return the bytes fetched, by file.
 
     Interrupted downloads continue: an incomplete file has the ending ``.part``, and its blocks count only if their
-    hashes are right. ``progress`` is called as bytes arrive.
+    hashes are right. ``progress`` is called with the number of new bytes as blocks arrive.
     """
     files = {
         p: s for p, s in peer.files().items() if p == path or p.startswith(f"{path}/")

@@ -33,14 +33,16 @@ class Invitation:
 
     @property
     def token(self) -> str:
-        """Token that shows the relay that a peer is invited. The secret cannot be derived from it, so a relay cannot
-        join.
+        """Token by which a peer shows the relay that it is invited.
+
+        The secret cannot be derived from the token, so a relay cannot join as a peer.
         """
         return self._keyed("relay").hex()
 
     def proof(self, prover: str, to: str) -> bytes:
-        """Return a proof for the peer ``to`` that ``prover`` knows the secret; it is useless to other peers. Both are
-        public keys.
+        """Return a proof that the peer ``prover`` knows the secret, which is valid for the peer ``to`` only.
+
+        Both arguments are public keys.
         """
         return self._keyed(f"{prover} to {to}")
 
@@ -64,7 +66,7 @@ class Ticket:
 
 
 def invite(where: str) -> tuple[Ticket, Invitation]:
-    """Create an invitation: the ticket of a relay that will be at ``host:port``, and the line for its peers."""
+    """Create an invitation: the ticket for running a relay at ``where`` (``host:port``), and the data for its peers."""
     from weft.peers.transport import public_key
 
     if not (
@@ -81,7 +83,10 @@ def invite(where: str) -> tuple[Ticket, Invitation]:
 
 
 def read_invitation(text: str | None = None) -> Invitation:
-    """Read an invitation from the line itself, from the file that ``text`` names, or else from ``WEFT_INVITATION``."""
+    """Read an invitation from ``text``, which is the line itself or the path of a file with the line.
+
+    Without ``text``, ``WEFT_INVITATION`` holds the line or the path.
+    """
     secret, host, port, relay = _match(
         text or os.environ.get(VARIABLE, ""), "weft-peer", "an invitation"
     ).groups()
@@ -89,7 +94,7 @@ def read_invitation(text: str | None = None) -> Invitation:
 
 
 def read_ticket(text: str) -> Ticket:
-    """Read a ticket from the line itself, or from the file that ``text`` names."""
+    """Read a relay's ticket from ``text``, which is the line itself or the path of a file with the line."""
     token, host, port, key = _match(text, "weft-relay", "a relay's ticket").groups()
     return Ticket(host, int(port), bytes.fromhex(key), token)
 

@@ -155,7 +155,10 @@ class Peer:
         }
 
     def holders(self, root: str) -> list[str]:
-        """Return the names of the connected peers that have the file with this root, this peer included."""
+        """Return the names of the connected peers that have the file with this ``root`` (the hash of its index).
+
+        This peer is included if it has the file.
+        """
         return [
             self._name(peer)
             for peer, _ in self.table.under(f"has/{root}/")
@@ -163,11 +166,17 @@ class Peer:
         ]
 
     def settle(self, limit: float = 2 * DIAL) -> None:
-        """Wait until all peers that the relay knows are connected. Raises :class:`PeerError` if there are none."""
+        """Wait until all peers that the relay knows are connected, for at most ``limit`` seconds.
+
+        Raises :class:`PeerError` if there are none.
+        """
         self._run(self._settle(), limit)
 
     def find(self, who: str, limit: float = 2 * DIAL) -> str:
-        """Return the public key of the peer with this name or key prefix. Waits until it is connected."""
+        """Return the public key of the peer ``who``, a name or the beginning of a public key.
+
+        Waits at most ``limit`` seconds until the peer is connected.
+        """
         until = time.monotonic() + limit
         while True:
             links = {
@@ -194,12 +203,13 @@ class Peer:
     # Byte streams.
 
     def expose(self, service: str, port: int, host: str = "127.0.0.1") -> None:
-        """Let others connect to a port of this machine under the name ``service``."""
+        """Let other peers connect to ``port`` at ``host``, by default this machine, under the name ``service``."""
         self._exposed[service] = host, port
 
     def reach(self, who: str, service: str, port: int = 0) -> int:
-        """Return a loopback port of this machine whose connections lead to the ``service`` that peer ``who``
-        exposes.
+        """Return a loopback port of this machine whose connections lead to the ``service`` that peer ``who`` exposes.
+
+        ``port``: the wanted port; 0 for any free one.
         """
 
         async def listen() -> int:
@@ -229,7 +239,10 @@ class Peer:
         return ours
 
     def lead(self, who: str, service: str) -> Socket:
-        """Return the socket of :meth:`connect` without waiting; the socket ends if the service cannot be reached."""
+        """Return a socket that leads to the ``service`` that peer ``who`` exposes, without waiting for the connection.
+
+        The socket ends if the service cannot be reached.
+        """
         ours, theirs = socket_pair()
 
         async def open_() -> None:
@@ -270,7 +283,7 @@ class Peer:
         return self._run(all_(), SLOWEST * waves * max(1, len(holders)))
 
     def index(self, path: str, shared: Shared) -> list[bytes]:
-        """Fetch the names of a file's blocks."""
+        """Fetch the names of the blocks of the file at ``path``, which a peer has announced as ``shared``."""
         (index,) = self.fetch(
             [bytes.fromhex(shared.root)], self.having(path, shared), LONGEST
         )
@@ -282,8 +295,9 @@ class Peer:
         return names
 
     def having(self, path: str, shared: Shared) -> list[str]:
-        """Return the public keys of the connected peers that have a file. If there are none, :class:`PeerError` says
-        who has it.
+        """Return the public keys of the connected peers that have the file at ``path``, announced as ``shared``.
+
+        If there are none, :class:`PeerError` names the peers that have it but cannot be reached.
         """
         all_ = [peer for peer, _ in self.table.under(f"has/{shared.root}/")]
         there = [peer for peer in all_ if peer in self._links]

@@ -44,10 +44,10 @@ class PeerDialler:
 
 
 def meet_over_peers(encrypt: Encryption = "auto", port: int = 0) -> None:
-    """Make this rank a peer and let its endpoint work over peers; the store is then at ``MASTER_ADDR`` as usual.
+    """Make this rank a peer whose endpoint is reached over peers; the store is then at ``MASTER_ADDR`` as usual.
 
-    ``port``: where the endpoint listens on this machine, as in :func:`process_endpoint`. Raises :class:`PeerError`,
-    also if the first rank does not come.
+    ``encrypt`` and ``port``: as in :func:`process_endpoint`. Raises :class:`PeerError`, also if the first rank does not
+    come.
     """
     name, rank = os.environ["MASTER_ADDR"].removeprefix(SCHEME), os.environ["RANK"]
     if not name:
@@ -68,7 +68,10 @@ def meet_over_peers(encrypt: Encryption = "auto", port: int = 0) -> None:
 
 
 def join_peers(encrypt: Encryption = "auto", port: int = 0, name: str = "") -> Peer:
-    """Make this process a peer until it ends, and let its endpoint work over peers."""
+    """Make this process a peer until it ends, and let its endpoint be reached over peers; return the peer.
+
+    ``encrypt`` and ``port``: as in :func:`process_endpoint`; ``name``: by which others may address this peer.
+    """
     peer = Peer(read_invitation(), name or f"{platform.node()}-{os.getpid()}")
     peer.__enter__()
     atexit.register(peer.close)

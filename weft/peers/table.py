@@ -59,19 +59,19 @@ class SharedTable:
             self._put(key, Entry(stamp, value))
 
     def merge(self, entries: Mapping[str, Entry]) -> None:
-        """Take over the entries that are newer than this table's."""
+        """Replace this table's entries by those of ``entries``, by key, whose stamps are greater, and add new keys."""
         for key, entry in entries.items():
             if key not in self.entries or self.entries[key].rank < entry.rank:
                 self._put(key, entry)
 
     def since(self, changes: int) -> dict[str, Entry]:
-        """Return the entries that have changed in this table after its first ``changes`` changes."""
+        """Return the entries, by key, that this table has added or replaced after its first ``changes`` changes."""
         return {
             key: self.entries[key] for key, at in self._changed.items() if at > changes
         }
 
     def under(self, prefix: str) -> Iterator[tuple[str, Any]]:
-        """Yield each present key that begins with ``prefix``, without the prefix, and its value."""
+        """Yield the rest of each key that begins with ``prefix``, and the value. Removed entries are left out."""
         for key, entry in self.entries.items():
             if key.startswith(prefix) and entry.value is not None:
                 yield key[len(prefix) :], entry.value

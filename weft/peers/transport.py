@@ -56,7 +56,11 @@ def public_key(private: bytes) -> str:
 async def bind(
     protocol: bytes, relay: str, key: bytes | None = None, address: str | None = None
 ) -> Any:
-    """Return an endpoint that knows one relay, ours, and contacts no other server."""
+    """Return an iroh endpoint that uses one relay, ours, and contacts no other server.
+
+    ``protocol``: the name of the protocol that it speaks; ``relay``: the relay's URL; ``key``: 32 bytes of a private
+    key, by default a new one; ``address``: where it listens.
+    """
     api = iroh()
     mode = api.RelayMode.custom_from_urls([relay])
     options = {"preset": api.preset_minimal(), "relay_mode": mode, "alpns": [protocol]}
@@ -71,7 +75,7 @@ async def bind(
 
 
 def cause(error: BaseException) -> str:
-    """Describe an error in one line."""
+    """Return the cause of a failed connection in one line, without the nesting of iroh's errors."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     text = " ".join(
@@ -87,8 +91,9 @@ def cause(error: BaseException) -> str:
 
 
 async def within(limit: float, awaitable: Awaitable[T]) -> T:
-    """Await ``awaitable`` and return its result. Raises :class:`PeerError` after ``limit`` seconds, or if iroh gives
-    up.
+    """Await ``awaitable`` and return its result.
+
+    Raises :class:`PeerError` if this takes more than ``limit`` seconds, or if iroh fails.
     """
     try:
         return await asyncio.wait_for(awaitable, limit)
@@ -109,8 +114,9 @@ async def send(
 async def receive(
     stream: Any, body: int = 0, head: int = HEAD
 ) -> tuple[dict[str, Any], bytes]:
-    """Receive the next message, with at most ``body`` and ``head`` bytes in its parts. Raises :class:`PeerError` for
-    others.
+    """Receive the next message from ``stream``: its head and its body.
+
+    ``body`` and ``head``: most bytes of each. Raises :class:`PeerError` for longer or malformed messages.
     """
     (length,) = struct.unpack("!I", await _read(stream, 4))
     if length > head:

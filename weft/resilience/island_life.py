@@ -87,9 +87,10 @@ class IslandRank:
 
 
 def start_island(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
-    """Train as one of the ranks that were started together.
+    """Train as one of the ranks of an island that were started together.
 
-    An island may be restarted while the store of its first start still runs. Its ranks then ask to join the run.
+    ``out``: the run folder, None for the default; ``resume``: "auto", a run or a checkpoint. An island may be restarted
+    while the store of its first start still runs. Its ranks then ask to join the run.
     """
     store, rank, world = next(
         dist.rendezvous("env://", timeout=timedelta(seconds=recipe.train.timeout))
@@ -130,7 +131,10 @@ def start_island(recipe: Recipe, out: Path | None, resume: str | None) -> Ending
 
 
 def return_island(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
-    """Train as a rank of the island in ``folder``, which joins its run again."""
+    """Train as a rank of the island in ``folder``, which joins its run again.
+
+    ``roster``: the members of the run.
+    """
     if roster.members[0].host.startswith(PEER):
         from weft.peers.rendezvous import join_peers
 

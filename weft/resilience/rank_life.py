@@ -57,7 +57,10 @@ LEAVE = signal.SIGUSR2
 
 
 def start_rank(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
-    """Train as one of the ranks that were started together."""
+    """Train as one of the ranks that were started together, in a run that survives the loss of ranks.
+
+    ``out``: the run folder, None for the default; ``resume``: "auto", a run or a checkpoint.
+    """
     with noted(recipe) as received:
         limit = timedelta(seconds=recipe.train.timeout)
         store, rank, world = next(dist.rendezvous("env://", timeout=limit))
@@ -81,7 +84,7 @@ def start_rank(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
 
 
 def join_rank(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
-    """Train as one more rank of the run in ``folder``."""
+    """Train as one more rank of the run in ``folder``, whose members are listed in ``roster``."""
     with noted(recipe) as received:
         if "RANK" in os.environ:  # the launcher is to see that this rank is there
             store, rank, _ = next(

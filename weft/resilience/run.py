@@ -8,7 +8,10 @@ from weft.train.training import Ending
 
 
 def survive(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
-    """Train as one of the ranks that were started together."""
+    """Train as one of the ranks that were started together, in a run that survives the loss of ranks or islands.
+
+    ``out``: the run folder, None for the default; ``resume``: "auto", a run or a checkpoint.
+    """
     if recipe.islands_come_and_go:
         from weft.resilience.island_life import start_island
 

@@ -37,7 +37,10 @@ class Grade(IntEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank ended. The root cause is the failure with the lowest grade, then the earliest."""
+    """Record of why one rank ended. The root cause is the failure with the lowest ``grade``, of several the earliest.
+
+    ``when``: seconds since the epoch; ``trace``: the traceback.
+    """
 
     rank: int
     message: str
@@ -204,8 +207,10 @@ def leave(code: int, at_once: bool = False) -> None:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how often the kernel has killed for lack of memory in this process's group, else on the machine; None if
-    unknown.
+    """Return how many processes the kernel has killed for lack of memory.
+
+    The count is that of this process's control group if it is known, otherwise that of the machine; None if neither is
+    known. ``root``: the root of the file system.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -64,7 +64,7 @@ def fork_ranks(
 ) -> list[ForkedRank]:
     """Import ``modules`` and fork ``ranks`` processes that will run ``weft *argv``; return none if a fork is not safe.
 
-    It is safe on Linux, in a process of Weft's own command, without a GPU, without plugins (which may look at their
+    A fork is safe on Linux, in a process of Weft's own command, without a GPU, without plugins (which may look at their
     rank as they are imported), and with one thread.
     """
     import torch

@@ -70,11 +70,11 @@ def launch(
     argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0, survive: bool = False,
     patience: float = math.inf, shared: Sequence[str] = (),
 ) -> int:  # fmt: skip
-    """Run ``weft *argv`` (or ``command``) as ``ranks`` local processes, print why they failed, and return the exit
-    code.
+    """Run ``weft *argv`` as ``ranks`` local processes, print why they failed, and return the exit code.
 
-    See :func:`run_ranks`. Ranks that share imports with this process (:mod:`weft.run.forked`) have the modules
-    ``shared`` imported already. After a signal it also prints what the ranks could not say themselves.
+    ``command`` replaces ``weft *argv``. ``shared``: modules that this process imports before it forks the ranks
+    (:mod:`weft.run.forked`). The other arguments are those of :func:`run_ranks`. After a signal it also prints what the
+    ranks could not say themselves.
     """
     ended = run_ranks(
         command or [sys.executable, "-m", "weft", *argv],
@@ -92,7 +92,10 @@ def launch(
 
 
 class RanksEnded(NamedTuple):
-    """End of a launch: the exit code, the failure if there was one, and the lines that a signal has left unsaid."""
+    """End of a launch: the exit code, and the failure that caused it, if any.
+
+    ``unsaid``: the lines about a received signal that the ranks could not print themselves.
+    """
 
     code: int
     cause: Failure | None = None

@@ -20,8 +20,9 @@ LEFT_OUT = 75
 
 
 def in_ranks() -> bool:
-    """Return whether this process is a rank of Weft's, torchrun's or Slurm's launcher; for Slurm, set the variables of
-    ``torch``.
+    """Return whether this process is a rank of Weft's, torchrun's or Slurm's launcher.
+
+    For Slurm, also set the environment variables of ``torch.distributed``.
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         os.environ.update(slurm_ranks(os.environ))
@@ -29,8 +30,9 @@ def in_ranks() -> bool:
 
 
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``torch.distributed``'s variables from those of a Slurm job step. A batch script, not a step, is
-    no rank.
+    """Return ``torch.distributed``'s environment variables, derived from those of a Slurm job step in ``env``.
+
+    Returns none in a batch script, which is not a job step and no rank.
     """
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2 or "SLURM_PROCID" not in env:
         return {}
@@ -56,7 +58,10 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_per_rank(requested: int, local_world: int) -> int:
-    """Return ``requested`` threads, or for 0 one rank's share of the cores that this process may use."""
+    """Return the number of threads of a rank: ``requested``, or for 0 an equal share of this process's cores.
+
+    ``local_world``: the number of ranks on this machine, which share the cores.
+    """
     cores = (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -66,8 +71,9 @@ def threads_per_rank(requested: int, local_world: int) -> int:
 
 
 def backend_of(device: str) -> "tuple[str, torch.device | None]":
-    """Return the backend of ``"cpu"`` or ``"cuda"``, and for the latter this rank's GPU, which becomes the
-    current one.
+    """Return the process group backend for ``device`` ("cpu" or "cuda"), and this rank's GPU, None for "cpu".
+
+    The GPU becomes the current device.
     """
     import torch
 
@@ -88,7 +94,8 @@ def backend_of(device: str) -> "tuple[str, torch.device | None]":
 def init_ranks(device: str, timeout_s: int) -> None:
     """Join the default process group: gloo on ``"cpu"``, NCCL on ``"cuda"`` with one GPU per local rank.
 
-    A process that nobody has started as a rank is a world of one.
+    ``timeout_s``: seconds that ranks wait for each other. A process that nobody has started as a rank is a world of
+    one.
     """
     import torch.distributed as dist
 
@@ -111,7 +118,10 @@ def init_ranks(device: str, timeout_s: int) -> None:
 
 
 def settle_in(device: str, threads: int = 0) -> None:
-    """Prepare this process to be a rank that trains: set its ``threads`` (:func:`threads_per_rank`) and its memory."""
+    """Prepare this process to be a training rank: set its number of threads (:func:`threads_per_rank`).
+
+    On ``"cpu"`` also let its heap keep freed memory.
+    """
     import torch
 
     torch.set_num_threads(
@@ -122,7 +132,7 @@ def settle_in(device: str, threads: int = 0) -> None:
 
 
 def own_device(device: str) -> str:
-    """Return the device on which this rank trains, once it has joined the others."""
+    """Return the PyTorch device on which this rank trains: ``"cpu"``, or the current GPU for ``"cuda"``."""
     import torch
 
     return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
@@ -130,9 +140,10 @@ def own_device(device: str) -> str:
 
 @contextlib.contextmanager
 def rank_process(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
-    """Make this process one of the started ranks in the context, with its ``threads`` (see :func:`threads_per_rank`).
+    """Make this process one of the started ranks in the context.
 
-    At the end all ranks wait for each other before any leaves, so that none loses another while it still works.
+    ``timeout_s``: seconds that ranks wait for each other; ``threads``: see :func:`threads_per_rank`. At the end all
+    ranks wait for each other before any leaves, so that none loses another while it still works.
     """
     import torch.distributed as dist
 

@@ -38,7 +38,7 @@ def what_is_saved(folder: Path) -> str:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """Return the steps in the last records of a run."""
+    """Return the numbers of the steps in the last records of the run in ``folder``."""
     steps: list[int] = []
     with suppress(OSError), (folder / FILE).open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - TAIL))

@@ -28,8 +28,9 @@ class Stopped(KeyboardInterrupt):
 
 
 class ArrivalTimes:
-    """Arrival times of signals after the first. Python's handlers may run late, as they wait for PyTorch's next
-    operation.
+    """Records when signals after the first arrive, in a thread of its own.
+
+    Python's handlers may run late, as they wait for PyTorch's present operation.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class ArrivalTimes:
         self._begun = False
 
     def begin(self) -> None:
-        """Record arrivals in a thread from now on, unless an event loop already does."""
+        """Start the thread that records when signals arrive. Do nothing if an event loop already receives them."""
         if self._begun or threading.current_thread() is not threading.main_thread():
             return
         reading, writing = os.pipe()
@@ -56,7 +57,7 @@ class ArrivalTimes:
         threading.Thread(target=note, name="weft-signals", daemon=True).start()
 
     def take(self, number: int, now: float) -> float:
-        """Return when the signal that is being handled arrived; ``now`` if that is not known."""
+        """Return when signal ``number``, which is being handled, arrived; ``now`` if that is not known."""
         if self._begun:
             time.sleep(STAMP_S)
         return self._seconds.pop(number, now)
@@ -123,7 +124,7 @@ class StopRequests:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal."""
+        """Handle signal ``number``, a first request to stop, a repetition, or a later signal."""
         now = self.clock()
         arrived = min(now, stamps.take(number, now)) if self.asked else now
         if not self.asked:
@@ -146,8 +147,9 @@ class StopRequests:
             self.again(number)
 
     def end_process(self) -> None:
-        """Print why, and end the process: an exception in an import of PyTorch's would be swallowed or abort the
-        process.
+        """Print why this process ends, and end it at once without an exception.
+
+        An exception in an import of PyTorch's would be swallowed, or abort the process.
         """
         # of several ranks, the first
         if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:
@@ -155,7 +157,10 @@ class StopRequests:
         os._exit(self.code)
 
     def open_run(self, folder: Path | None) -> None:
-        """Record which run this process trains, also for its launcher. None: the run's end has been reported."""
+        """Record ``folder``, the folder of the run that this process trains, also for its launcher.
+
+        None: the end of the run has been reported.
+        """
         self.run = folder
         if file := os.environ.get(RUN_FILE):
             with contextlib.suppress(OSError):  # the run matters more
@@ -214,10 +219,11 @@ def stop_signals() -> tuple[int, ...]:
 def noted_signals(
     numbers: Sequence[int], again: Callable[[int], None] = _stop
 ) -> Iterator[list[int]]:
-    """Note these signals in the context: the first one, and later ones after :data:`REPEAT_S`, which call ``again``.
+    """Note the signals ``numbers`` in the context; yield the list of those received.
 
-    An earlier signal counts as well if the interrupted code has swallowed its exception, as imports may. Only the main
-    thread can handle signals; in other threads nothing is noted.
+    The first signal is noted, and so are later ones after :data:`REPEAT_S`, which call ``again(number)``. An earlier
+    signal counts as well if the interrupted code has swallowed its exception, as imports may. Only the main thread can
+    handle signals; in other threads nothing is noted.
     """
     if threading.current_thread() is not threading.main_thread():
         yield []

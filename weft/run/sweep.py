@@ -50,10 +50,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """State of a run of a sweep.
+    """State of one run of a sweep. ``steps``: how many were trained; ``loss``: that of the last step.
 
-    ``loss``: of its last step; ``validation``: the lowest, and the step after which it was measured; ``problem``: why
-    the run failed.
+    ``validation``: the lowest validation loss; ``step``: the step after which it was measured; ``problem``: why the run
+    failed, empty otherwise.
     """
 
     trial: Trial
@@ -192,7 +192,7 @@ def run_sweep(
 
 
 def trial_result(trial: Trial, problem: str = "") -> TrialResult:
-    """Return the state of a trial from the records of its run."""
+    """Return the state of a trial from the records of its run. ``problem``: why the run failed; empty otherwise."""
     if not (trial.folder / METRICS).is_file():
         return TrialResult(trial, problem=problem)
     try:
