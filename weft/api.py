@@ -53,10 +53,11 @@ def _start(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
 
 
 def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
-    """Return ``recipe`` with the planner's layout if it names none, and this layout as words for the command lines of
-    the ranks.
+    """Return ``recipe`` with a layout that the planner chooses for it, and this layout as overrides of a command line.
 
-    The number of ranks is that of the started ranks, else ``ranks``, else one per GPU, and one on a CPU.
+    The number of ranks is that of the ranks that torchrun or Slurm started, else ``ranks``, else one per GPU (one on a
+    CPU). With one rank the recipe is returned as it is, without overrides. Raises :class:`UsageError` if ``ranks`` is
+    not the number of started ranks.
     """
     from weft.observe.measured import FILE
     from weft.planner.choose import choose_layout
@@ -103,8 +104,9 @@ def be_rank(
     resume: str | None,
     conclude: Callable[[Recipe, Outcome], object],
 ) -> Outcome | None:
-    """Train as one rank of the run. At the end the first rank calls ``conclude``, after the others have left.
+    """Train as one rank of the run, in the folder ``out``, from the run or checkpoint ``resume`` if given.
 
+    At the end, after the other ranks have left, the first rank calls ``conclude`` with the recipe and the outcome.
     Returns how the run ended; None if other ranks have finished the run without this one.
     """
     recipe = as_recorded(recipe, out, resume)
@@ -165,7 +167,7 @@ def _live(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
 
 @dataclass(frozen=True)
 class Finished:
-    """Results of a run: its page, the export for other programs, and the file of measured runs."""
+    """Paths that :func:`finish_run` has written: report page, export for other programs, and file of measured runs."""
 
     report: Path
     export: Path | None
@@ -173,7 +175,10 @@ class Finished:
 
 
 def finish_run(recipe: Recipe, outcome: Outcome) -> Finished:
-    """Export a run's last checkpoint if the recipe asks for it, write its report, and add it to the measured runs."""
+    """Write a run's report, add the run to the measured runs and, if the recipe asks for it, export a checkpoint.
+
+    The best checkpoint is exported if the run has marked one, else the last. An interrupted run exports none.
+    """
     from weft.observe.measured import append
     from weft.observe.run_page import write_report
 
@@ -257,10 +262,10 @@ def _outcome_of(words: dict[str, Any]) -> Outcome:
 
 
 def run_as_rank(task: str, done: str) -> int:
-    """Train as one rank of a run in ranks of its own; return the exit code.
+    """Train as one rank of a run whose ranks were started as processes of their own; return the exit code.
 
-    ``task``: file with the recipe, the folder and the checkpoint to resume; ``done``: file for the first rank's
-    outcome. Both are JSON.
+    ``task``: path of a JSON file with the recipe, the run folder and the checkpoint to resume. ``done``: path of the
+    JSON file into which the first rank writes the outcome.
     """
     from weft.run.failure import leave, report_failure
 

@@ -27,7 +27,7 @@ class Interrupted(Exception):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return the phrase for an error line: the closest choice if there is one, else all of them."""
+    """Return the end of an error line for an unknown ``word``: the closest of ``choices``, or all if none is close."""
     choices = list(choices)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     return (

@@ -10,15 +10,16 @@ from weft.errors import WeftError
 
 
 def check_new(folder: Path, option: str = "--out") -> None:
-    """Refuse an ``option`` that names something that exists, before anything is read for it."""
+    """Raise :class:`WeftError` if ``folder``, which the command's ``option`` names, exists already."""
     if folder.exists():
         raise WeftError(f"{option} {folder} exists already; choose another folder")
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a draft folder to write into, which becomes ``folder`` at the end. Raises :class:`WeftError` if
-    that fails.
+    """Yield a draft folder beside ``folder``, and rename it to ``folder`` when the context ends without an error.
+
+    Raises :class:`WeftError` if ``folder`` has files already, or cannot be written.
     """
     folder = folder.absolute()
     if folder.is_dir() and any(folder.iterdir()):

@@ -31,7 +31,10 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before the work for it begins; leave no file behind."""
+    """Raise :class:`WeftError` if the file ``path``, which the command's ``option`` names, cannot be written.
+
+    Called before the work whose result goes there; creates missing folders, and leaves no empty file behind.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
@@ -45,8 +48,9 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write(path: Path, page: str, option: str) -> Path:
-    """Write ``page`` to ``path`` and create missing folders. ``option``: the option that named the path, for
-    the error.
+    """Write the text ``page`` to the file ``path``, and create missing folders.
+
+    ``option``: the command's option that names the file, for the error line.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

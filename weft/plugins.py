@@ -38,7 +38,7 @@ HOOKS: dict[str, tuple[str, ...]] = {
 
 
 class Callback:
-    """A callback that does nothing: a base for one of your own, which has the methods that it needs.
+    """Base for callbacks of a plugin: each method does nothing, and a subclass overrides those that it needs.
 
     ``after_step`` is called after every ``every``-th step. ``run`` is a :class:`weft.train.callbacks.Running`.
     """
@@ -63,12 +63,15 @@ class PluginError(Exception):
 
 
 def call(technique: Registered, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the technique's implementation with its ``settings`` bound; its errors name the plugin."""
+    """Return the implementation of a plugin's technique with ``settings`` bound as keyword arguments.
+
+    Errors that the returned function raises name the plugin.
+    """
     return blaming(technique, partial(technique.implementation, **settings))
 
 
 def blaming(technique: Registered, work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``work`` with errors that name the plugin."""
+    """Return the function ``work``, changed so that its errors name the plugin that registered ``technique``."""
 
     def called(*given: Any) -> Any:
         with blame_plugin(str(technique)):
@@ -78,7 +81,10 @@ def blaming(technique: Registered, work: Callable[..., Any]) -> Callable[..., An
 
 
 def build_plugin_model(name: str, settings: Mapping[str, Any], vocab: int) -> Any:
-    """Build a plugin's ``torch.nn.Module``. Raises :class:`WeftError` if the module cannot be trained."""
+    """Build the ``torch.nn.Module`` that a plugin registered as ``name``, for a vocabulary of ``vocab`` tokens.
+
+    ``settings`` are passed as keyword arguments. Raises :class:`WeftError` if the module cannot be trained.
+    """
     who = find("model", name)
     model = call(who, settings)(vocab)
     if not hasattr(model, "named_parameters"):
@@ -96,9 +102,9 @@ def build_plugin_model(name: str, settings: Mapping[str, Any], vocab: int) -> An
 
 
 def check_plugin(kind: str, name: str, settings: Mapping[str, Any] = {}) -> None:
-    """Refuse an unknown name for a setting, and settings with which the plugin of this name cannot be called.
+    """Check that a technique of ``kind`` has this ``name`` and, if it is a plugin's, can be called with ``settings``.
 
-    Raises :class:`ValueError`, as validators of recipes do.
+    Raises :class:`ValueError` otherwise, as validators of recipes do.
     """
     what = KINDS[kind]
     choices = list(filter(None, setting_values(what.setting)))
@@ -168,9 +174,10 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def load_plugins_of(recipe: Mapping[str, Any]) -> None:
-    """Import the modules in ``plugins`` of a recipe's sections, before sections name their techniques.
+    """Import the modules that ``plugins`` of a recipe, a dictionary not yet validated, lists.
 
-    Does nothing if ``plugins`` is no list of names, which validation refuses.
+    Called before validation, as sections may name techniques of these modules. Does nothing if ``plugins`` is no list
+    of names, which validation refuses.
     """
     modules = recipe.get("plugins", ())
     if isinstance(modules, list | tuple) and all(isinstance(m, str) for m in modules):
@@ -198,7 +205,10 @@ def _why_not(module: str, error: BaseException) -> str:
 
 @contextmanager
 def blame_plugin(who: str) -> Iterator[None]:
-    """Turn errors raised in this context into :class:`PluginError`; errors of Weft's own pass through."""
+    """Turn errors raised in this context into a :class:`PluginError` that names the plugin ``who``.
+
+    Errors of Weft's own and lack of GPU memory are raised as they are.
+    """
     try:
         yield
     except (WeftError, PluginError):

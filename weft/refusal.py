@@ -18,7 +18,10 @@ else:
 
 
 class Conflict(UsageError, ValueError):
-    """A refusal by the rule with the name ``rule``; a :class:`ValueError` too, as validators must raise."""
+    """A refusal of a request by the rule with the name ``rule``.
+
+    Also a :class:`ValueError`, as pydantic's validators must raise one.
+    """
 
     def __init__(self, message: str, rule: str) -> None:
         super().__init__(message, rule)
@@ -29,9 +32,10 @@ class Conflict(UsageError, ValueError):
 
 
 class Asked:
-    """Settings that rules read, as attributes; settings that are not known yet have no attribute.
+    """Base of classes whose attributes are the settings that rules read.
 
-    Subclasses declare the settings, and add properties that conditions and texts of rules need.
+    A setting that is not known yet has no attribute. Subclasses declare the settings, and add properties that
+    conditions and texts of rules need.
     """
 
     def __init__(self, **known: Any) -> None:
@@ -40,9 +44,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Rule(Generic[A]):
-    """A rule that refuses a request with ``why`` and ``remedy`` if ``meets`` is true.
+    """A rule that refuses a request if the condition ``meets`` is true.
 
-    ``needs``: the attributes that ``meets`` reads. In the texts ``{0}`` stands for the argument of ``meets``.
+    ``meets`` is called with the settings, and ``needs`` names those attributes that it reads. ``why`` and ``remedy``
+    make the error line, in which ``{0}`` stands for the settings.
     """
 
     name: str
@@ -53,7 +58,10 @@ class Rule(Generic[A]):
 
 
 def refuse(asked: A, rules: Iterable[Rule[A]]) -> None:
-    """Raise :class:`Conflict` for the first rule whose condition holds; rules about unknown settings are skipped."""
+    """Raise :class:`Conflict` for the first of ``rules`` whose condition holds for the settings ``asked``.
+
+    Rules that read settings which ``asked`` does not have are skipped.
+    """
     for rule in rules:
         if set(rule.needs.split()) <= vars(asked).keys() and rule.meets(asked):
             raise Conflict(f"{rule.why}; {rule.remedy}".format(asked), rule.name)

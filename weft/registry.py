@@ -63,7 +63,10 @@ class TechniqueKind:
     plain: tuple[str, ...] = ()
 
     def choices(self, names: Sequence[str]) -> list[str]:
-        """Return all values of the setting, given the ``names`` of its techniques."""
+        """Return all values that the recipe's setting for this kind can have.
+
+        ``names``: the names of this kind's techniques.
+        """
         return [*self.plain, *(name for name in names if name not in self.plain)]
 
 
@@ -191,7 +194,10 @@ def names(kind: str) -> list[str]:
 
 
 def setting_values(setting: str) -> list[str]:
-    """Return all values of a setting that names a technique: the techniques' names and the words of the core."""
+    """Return all values of a ``setting`` (``section.key``) that names techniques.
+
+    These are the techniques' names, and the values that the core handles itself.
+    """
     kinds = [kind for kind, what in KINDS.items() if what.setting == setting]
     values = [value for kind in kinds for value in KINDS[kind].choices(names(kind))]
     return list(dict.fromkeys(values))
@@ -221,7 +227,7 @@ def find(kind: str, name: str, setting: str = "") -> Registered:
 
 
 def check_name(kind: str, name: object) -> None:
-    """Refuse a name that no technique of a kind has, in the form of pydantic's refusal of an unknown choice."""
+    """Raise pydantic's error for an unknown choice if no technique of ``kind`` is called ``name``."""
     choices = KINDS[kind].choices(names(kind))
     if name not in choices:
         expected = ", ".join(map(repr, choices))
@@ -229,7 +235,7 @@ def check_name(kind: str, name: object) -> None:
 
 
 def declared(kind: str) -> Iterator[Registered]:
-    """Yield every technique of a kind whose file can be imported."""
+    """Yield every technique of a kind; those whose file cannot be imported are left out."""
     for name in names(kind):
         try:
             yield find(kind, name)

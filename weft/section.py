@@ -55,7 +55,10 @@ class Section(BaseModel, metaclass=OneLine):
 
 
 def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
-    """Validate ``values`` as a ``model``. Raises :class:`UsageError` with one line that begins with ``origin``."""
+    """Validate ``values`` as an instance of the section class ``model``.
+
+    Raises :class:`UsageError` with one line that begins with ``origin``, the name of the values' source.
+    """
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -70,7 +73,10 @@ def _refusal(error: ValidationError, model: type[BaseModel], origin: str) -> Usa
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first problem of a pydantic error as one line: key, cause, remedy."""
+    """Return the first problem of a pydantic error as one line: key, cause, remedy.
+
+    ``model``: the class of the section that was validated.
+    """
     first = error.errors()[0]
     path = _path(first)
     key = ".".join(path)
@@ -136,7 +142,10 @@ def _path(error: ErrorDetails) -> list[str]:
 
 
 def fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Return the field names of the section at ``path``, including settings of its techniques."""
+    """Return the keys of a section of ``model``, with the settings of techniques that the section could name.
+
+    ``path``: the names that lead from ``model`` to this section; empty for ``model`` itself.
+    """
     for part in path:
         model = _section_at(model, part)
     own = [field.alias or name for name, field in model.model_fields.items()]
@@ -145,7 +154,7 @@ def fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def sections_of(model: type[BaseModel]) -> list[str]:
-    """Return the names of those fields that hold a section, not a value."""
+    """Return the names of those fields of ``model`` that hold a section, not a value."""
     return [
         name for name in model.model_fields if _section_at(model, name) is not model
     ]

@@ -13,7 +13,7 @@ MEMORY = "memory"
 
 
 class Level(Section):
-    """One place for checkpoints, with its own interval."""
+    """One place where checkpoints are saved, with an interval of its own."""
 
     to: str = Field(
         "",

@@ -10,7 +10,10 @@ NONE = "none"
 
 
 def technique_of(word: str) -> Registered | None:
-    """Return the compressor technique that ``word`` names, ignoring its strength; None if there is none."""
+    """Return the compressor technique that ``word`` names, such as ``topk:0.01``; None if there is none.
+
+    The strength after the name (a number of bits, or what follows the colon) is not checked.
+    """
     name = word.strip().partition(":")[0]
     stem = name.rstrip("0123456789")
     for known in (name, stem):
@@ -26,9 +29,10 @@ def _words(technique: Registered) -> tuple[str, ...]:
 
 
 def compressor_of(word: str) -> Any:
-    """Return the compressor (:class:`weft.sync.compressor.Compressor`) that ``word`` names; None for ``none``.
+    """Return the compressor that ``word`` names, such as ``topk:0.01``; None for the word ``none``.
 
-    Raises :class:`UsageError` for an unknown compressor or a wrong strength.
+    The compressor is a :class:`weft.sync.compressor.Compressor`. Raises :class:`UsageError` for an unknown name or a
+    wrong strength.
     """
     name, colon, argument = word.strip().partition(":")
     if word.strip() == NONE:

@@ -26,8 +26,9 @@ from weft.registry import KINDS, declared, find, names
 
 
 class AskedRecipe(AskedStep):
-    """The settings to check for conflicts. ``shape``: the complete model; ``staged``: a schedule is needed even for one
-    rank.
+    """Recipe settings that the rules against conflicts read.
+
+    ``shape``: the complete model, with what ``model`` leaves out. ``staged``: a schedule is needed even for one rank.
     """
 
     model: ModelShape
@@ -43,7 +44,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def ranks_in_node(self) -> int:
-        """Number of ranks of ``ep`` that share a node; 0 if unknown or not the same everywhere."""
+        """Number of a node's ranks along ``ep``; 0 if ``layout.node`` is unknown or nodes differ in this number."""
         # with NumPy, which a command that only reads a recipe does without
         from weft.layout.placement import experts_per_node
 
@@ -51,7 +52,10 @@ class AskedRecipe(AskedStep):
 
     @property
     def widths(self) -> list[int]:
-        """The hidden widths of the model's feed-forwards."""
+        """Hidden widths of the feed-forwards that ``tp`` cuts.
+
+        These are the width of dense layers, and that of experts unless ``ep`` includes ``tp``.
+        """
         of_experts = (
             self.shape.expert_ffn
             if self.shape.mixtures and not self.layout.folds_tp
@@ -65,7 +69,10 @@ class AskedRecipe(AskedStep):
 
     @property
     def narrowest_expert(self) -> int:
-        """The fewest hidden units that a rank has of an expert; 0 if ``ep`` does not divide some layer's experts."""
+        """The fewest hidden units that a rank has of an expert.
+
+        0 if some layer has fewer experts than ``ep`` and their number does not divide ``ep``.
+        """
         widths = [self.shape.expert_ffn or 0] if self.shape.mixtures else [1]
         for count in self.shape.mixtures.values():
             pieces, rest = divmod(self.layout.ep, count)
@@ -76,14 +83,14 @@ class AskedRecipe(AskedStep):
 
     @property
     def odd_width(self) -> int | None:
-        """The first of :attr:`widths` that ``tp`` cuts at an odd column; None if it cuts none there."""
+        """The first hidden width in :attr:`widths` that ``tp`` cuts at an odd column; None if all cuts are even."""
         tp = self.layout.tp
         odd = (w for w in self.widths for i in range(tp) if part(w, tp, i)[0] % 2)
         return next(odd, None)
 
     @property
     def learns_loads(self) -> bool:
-        """Whether routers learn from how often each expert was chosen."""
+        """Whether routers are adjusted by how often each expert was chosen in a step."""
         shape = self.shape
         moves = shape.router == "sigmoid" and shape.bias_rate > 0
         return bool(shape.mixtures) and (moves or shape.balance == "step")
@@ -98,7 +105,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def chunks(self) -> int:
-        """Stages that a rank holds for a microbatch."""
+        """Number of pipeline stages that a rank holds: ``layout.virtual``, or the schedule's own number."""
         return int(self.layout.virtual or self.builder.chunks)
 
     @property
@@ -107,14 +114,20 @@ class AskedRecipe(AskedStep):
 
     @property
     def least_layers(self) -> int:
-        """The fewest layers that fill all stages; embedding and output layer count as layers where stages hold them."""
+        """The fewest layers with which no pipeline stage is empty.
+
+        Embedding and output layer fill a stage each, unless ``layout.vocab_barriers`` or ``layout.overlap`` is set.
+        """
         return self.stages - (
             0 if self.layout.vocab_barriers or self.layout.overlap else 2
         )
 
     @property
     def most_skipped(self) -> float:
-        """The largest share of stages that can be skipped: two thirds of those between the first and the last."""
+        """The largest share of pipeline stages that may be skipped.
+
+        Two thirds of the stages between the first and the last may be, as a share of all stages.
+        """
         return max(0, self.layout.pp - 2) * 2 / 3 / self.layout.pp
 
     @property
@@ -396,7 +409,7 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
 
 
 def links_all(edges: Sequence[tuple[int, int]], count: int) -> bool:
-    """Return whether these pairs link all of ``count`` islands, numbered from 0, and no others."""
+    """Return whether the pairs ``edges`` connect all islands ``0`` to ``count - 1``, and name no other island."""
     reached = {0}
     for _ in range(count):
         reached |= {island for edge in edges if reached & {*edge} for island in edge}
@@ -405,7 +418,7 @@ def links_all(edges: Sequence[tuple[int, int]], count: int) -> bool:
 
 
 def every_rule() -> list[Rule]:
-    """Return the rules of the table, and those that techniques declare."""
+    """Return the rules of :data:`RULES`, and those that techniques declare."""
     declared_rules = [
         rule
         for kind in KINDS
@@ -426,9 +439,10 @@ def _declared_rules(asked: AskedRecipe) -> Iterator[Rule]:
 
 
 def refuse_conflicts(asked: AskedRecipe) -> None:
-    """Raise a conflict for the first rule that ``asked`` breaks; rules about unknown settings are skipped.
+    """Raise :class:`Conflict` for the first rule that the settings ``asked`` break.
 
-    Two techniques for one phase of a step are refused before rules are checked.
+    Rules that read settings which ``asked`` does not have are skipped. Two techniques for one phase of a step are
+    refused before rules are checked.
     """
     refuse_filled_twice(asked, asked_techniques(asked))
     refuse(asked, (*RULES, *_declared_rules(asked)))

@@ -14,7 +14,8 @@ from pathlib import Path
 class Equivalent:
     """A setting of Weft's (``section.key``, a section, or an option of a command) and its names in other programs.
 
-    ``trl`` has the words of transformers, PEFT and TRL, which share their arguments. ``note`` says how it differs.
+    ``trl`` has the names in transformers, PEFT and TRL, which share their arguments. ``note`` says how Weft's setting
+    differs.
     """
 
     weft: str
@@ -35,13 +36,13 @@ class Equivalent:
 
 @cache
 def equivalents() -> tuple[Equivalent, ...]:
-    """Return all known equivalents (``elsewhere.toml``), in the order of the page."""
+    """Return all known equivalents of settings (file ``elsewhere.toml``), in the order in which the page lists them."""
     known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     return tuple(Equivalent(weft, **words) for weft, words in known.items())
 
 
 def here_called(word: str) -> Equivalent | None:
-    """Return Weft's equivalent of another program's setting ``word``, with or without its section; None if unknown."""
+    """Return the entry for another program's setting ``word``, given with or without its section; None if unknown."""
     plain = word.strip("-").replace("-", "_")
     last = plain.rpartition(".")[2]
     for wanted in dict.fromkeys((plain, last)):
@@ -52,7 +53,10 @@ def here_called(word: str) -> Equivalent | None:
 
 
 def here_it_is(word: str, as_option: bool = False) -> str:
-    """Say what another program's setting is called in Weft, ``as_option`` on a command line; empty if unknown."""
+    """Return a phrase that says what another program's setting ``word`` is called in Weft; empty if unknown.
+
+    ``as_option``: name a recipe's key as an option of the command line (``--set section.key=...``).
+    """
     equivalent = here_called(word)
     if equivalent is None:
         return ""

@@ -34,7 +34,10 @@ class HostSection(Section):
 
     @classmethod
     def with_settings(cls, values: Mapping[str, Any]) -> type[Self]:
-        """Return the class of a section with these values: this one, with the settings of each technique named."""
+        """Return the subclass of this section that also has the fields of the techniques that ``values`` name.
+
+        ``values``: the section's settings by key. Returns this class if no named technique has settings of its own.
+        """
         bases: list[type[Section]] = []
         for name, kind in cls.hosts.items():
             value = values.get(name, cls.model_fields[name].default)
@@ -46,7 +49,11 @@ class HostSection(Section):
 
     @classmethod
     def split(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Divide values into settings of the named techniques, and settings of techniques that are not named."""
+        """Divide ``values``, settings by key, into ``(used, unused)``.
+
+        ``unused`` has the settings that belong only to techniques that ``values`` do not name. ``used`` has the others,
+        unknown keys too.
+        """
         fields = cls.with_settings(values).model_fields
         known = {*fields, *(field.alias for field in fields.values())}
         others = {key: value for key, value in values.items() if key not in known}
@@ -72,7 +79,7 @@ class HostSection(Section):
                     yield technique, technique.settings
 
     def own(self, settings: type[S]) -> S:
-        """Return this section, typed as the settings of the technique that it names."""
+        """Return this section, typed as ``settings``, the class of settings of a technique that the section names."""
         assert isinstance(self, settings)
         return self
 
@@ -88,7 +95,7 @@ class HostSection(Section):
 
     @classmethod
     def hosting(cls) -> type[HostSection]:
-        """Return the section's class without settings of techniques."""
+        """Return the section's class as declared, without the settings of techniques."""
         return next(base for base in cls.__mro__ if "hosts" in vars(base))
 
 
@@ -100,9 +107,10 @@ def _combined(section: Any, settings: tuple[type[Section], ...]) -> Any:
 
 
 def section_of(section: type[HostSection], values: Any) -> Any:
-    """Validate a dictionary as the section with the settings of the techniques that it names; pass on anything else.
+    """Validate ``values`` as a ``section`` with the settings of the techniques that they name.
 
-    Settings of techniques that are not named are left out: :func:`unused_settings` tells which.
+    Returns anything but a dictionary unchanged. Settings of techniques that are not named are left out;
+    :func:`unused_settings` lists those.
     """
     if not isinstance(values, Mapping):
         return values
@@ -118,7 +126,10 @@ def with_techniques(section: type[HostSection]) -> BeforeValidator:
 def unused_settings(
     name: str, section: type[HostSection], values: Mapping[str, Any]
 ) -> list[str]:
-    """Return a line for each setting whose technique is not named and which would otherwise have an effect."""
+    """Return a line for each setting in ``values`` that belongs only to techniques that ``values`` do not name.
+
+    ``name``: the section's name for these lines. Settings at their default values are not reported.
+    """
     lines = []
     for key, value in section.split(values)[1].items():
         owners = section.owners(key)

@@ -59,7 +59,10 @@ class Loss(HostSection):
 
     @property
     def pair_loss(self) -> Any:
-        """Return the class (:class:`weft.models.pair_loss.PairLoss`) of a preference loss; None for another loss."""
+        """Return the class of a loss on pairs of answers; None for other losses.
+
+        The class derives from :class:`weft.models.pair_loss.PairLoss`.
+        """
         return find("pair-loss", self.kind).implementation if self.of_pairs else None
 
     @property
@@ -73,5 +76,5 @@ class Loss(HostSection):
 
     @property
     def is_own(self) -> bool:
-        """Whether the loss is a plugin's."""
+        """Whether the loss is registered by a plugin."""
         return self.kind != "cross-entropy" and not self.of_pairs

@@ -77,7 +77,10 @@ class Memory(Section):
     )
 
     def place_of(self, kind: str) -> str:
-        """Return where tensors of a kind are kept: ``weights``, ``gradients``, ``moments`` or ``activations``."""
+        """Return where tensors of a kind are kept: ``device``, ``host`` or ``file``.
+
+        ``kind``: ``weights``, ``gradients``, ``moments`` or ``activations``.
+        """
         return getattr(self, kind) or self.weights
 
     def distance(self, kind: str) -> int:
@@ -85,7 +88,7 @@ class Memory(Section):
 
     @property
     def away(self) -> dict[str, str]:
-        """Return the place of each kind of tensor that is not kept on the device."""
+        """Return the place (``host`` or ``file``) of each kind of tensor that is not kept on the device, by kind."""
         kinds = ("weights", "gradients", "moments", "activations")
         return {kind: self.place_of(kind) for kind in kinds if self.distance(kind)}
 
@@ -111,7 +114,7 @@ class Memory(Section):
 
 
 class AskedMemory(Asked):
-    """The section ``[memory]``, as conditions of rules read it."""
+    """The section ``[memory]``, as an attribute that conditions of rules read."""
 
     memory: Memory
 

@@ -372,7 +372,7 @@ class ModelShape(Section):
 
     @property
     def mixtures(self) -> dict[int, int]:
-        """Return the number of experts of each layer that has experts, by layer."""
+        """Return the number of experts by layer, for those layers that have experts."""
         return {
             layer: count
             for layer in range(self.layers)
@@ -386,7 +386,7 @@ class ModelShape(Section):
 
     @property
     def score_width(self) -> int:
-        """Return the width of each head's queries and keys."""
+        """Return the number of elements of each head's queries and keys, over which scores are summed."""
         return (
             (self.head_dim or 0) + self.rope_dim if self.kv_rank else self.head_dim or 0
         )

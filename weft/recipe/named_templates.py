@@ -19,10 +19,10 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 
 def with_named_templates(files: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
-    """Return ``files`` of ``folder`` with the chat templates of its subfolder listed in ``tokenizer_config.json``.
+    """Return ``files`` of ``folder`` with the named chat templates of its subfolder put into ``tokenizer_config.json``.
 
-    So a whole tokenizer consists of files without subfolders, which every checkpoint can hold. Raises
-    :class:`WeftError` if a file cannot be read.
+    ``files``: contents by file name. Afterwards a tokenizer is complete without subfolders, so that every checkpoint
+    can hold it. Raises :class:`WeftError` if a file cannot be read.
     """
     named = sorted((folder / NAMED_FOLDER).glob("*.jinja"))
     if not named:
@@ -46,12 +46,15 @@ def with_named_templates(files: Mapping[str, bytes], folder: Path) -> dict[str, 
 
 
 def listed(templates: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return chat templates in the form of ``tokenizer_config.json``."""
+    """Return chat templates, given by name, in the list form of ``tokenizer_config.json``."""
     return [{"name": name, "template": text} for name, text in templates.items()]
 
 
 def templates_of(config: Mapping[str, Any], file: bytes | None) -> dict[str, str]:
-    """Return the chat templates by name: that of ``file`` if given, else those of the tokenizer's ``config``."""
+    """Return the chat templates of a tokenizer by name: that of ``file`` if given, else those of ``config``.
+
+    ``config``: the parsed ``tokenizer_config.json``; ``file``: the content of a template file.
+    """
     given = config.get("chat_template")
     if file is not None:
         return {DEFAULT: file.decode()}

@@ -162,7 +162,7 @@ class Optimizer(HostSection):
 
     @property
     def elementwise(self) -> bool:
-        """Whether each rank can update its part of a parameter without other ranks."""
+        """Whether a rank can update its part of a parameter without data of other ranks."""
         return bool(getattr(self.update_rule, "elementwise", False))
 
     @field_validator("warmup")

@@ -96,12 +96,18 @@ def load_recipe(
 
 
 def build_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
-    """Validate a nested dictionary into a :class:`Recipe`; one line per :class:`UsageError`."""
+    """Validate a nested dictionary, ``tree``, into a :class:`Recipe`.
+
+    Raises :class:`UsageError` with one line that begins with ``origin`` (for example the file's name).
+    """
     return validated(Recipe, tree, origin)
 
 
 def settings_without_use(tree: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Return the settings of a recipe that no named technique reads."""
+    """Return a line for each setting in ``tree`` that has no effect, as ``recipe`` does not name its technique.
+
+    ``tree``: the recipe as a nested dictionary, from which ``recipe`` was validated.
+    """
     lines = []
     for name in Recipe.model_fields:
         section, values = getattr(recipe, name), tree.get(name)

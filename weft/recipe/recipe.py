@@ -31,7 +31,10 @@ RUNS = Path("runs")
 
 
 class Use(Section):
-    """A plugin's registration by name, with the ``settings`` that it is called with; a text is the name alone."""
+    """A plugin's technique by ``name``, with the ``settings`` that it is called with.
+
+    In a recipe a plain text stands for a name without settings.
+    """
 
     name: str = Field(
         description="Name under which the plugin registered the callback."
@@ -182,7 +185,7 @@ class Recipe(Section):
 
     @property
     def survives(self) -> bool:
-        """Whether the run goes on when ranks are lost."""
+        """Whether a run of one island goes on when ranks are lost."""
         return (
             self.resilience.survive
             and self.layout.world > 1
@@ -191,7 +194,7 @@ class Recipe(Section):
 
     @property
     def islands_come_and_go(self) -> bool:
-        """Whether the run goes on when islands are lost; not if their gradients become one in every step."""
+        """Whether the run goes on when islands are lost. False if islands average gradients in every step."""
         return (
             self.resilience.survive
             and self.layout.island > 1
@@ -199,7 +202,10 @@ class Recipe(Section):
         )
 
     def batch_layout(self, layout: Layout) -> Layout:
-        """Return the layout that divides sequences: with ``optimizer.pairs``, two ranks share the same sequences."""
+        """Return ``layout`` with ``dp`` as the number of data parallel ranks with different sequences.
+
+        With ``optimizer.pairs`` two ranks get the same sequences, so that ``dp`` is halved.
+        """
         paired = self.optimizer.pairs and layout.dp > 1
         return layout.model_copy(update={"dp": layout.dp // 2}) if paired else layout
 
@@ -252,7 +258,10 @@ class Recipe(Section):
             )
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
-        """Return ``(rows, passes)``: sequences per rank and pass, and gradient accumulation passes per step."""
+        """Return ``(rows, passes)`` of a rank: sequences in each forward and backward pass, and passes in each step.
+
+        Passes of one step accumulate gradients.
+        """
         ranks = self.batch_layout(layout).size(*BATCH_AXES)
         per_rank = -(-self.train.batch // ranks)
         # A pipeline wants microbatches, about twice as many as it has ranks.

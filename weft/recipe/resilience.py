@@ -97,7 +97,7 @@ class Resilience(HostSection):
 
     @property
     def replicas_needed(self) -> int:
-        """Return the fewest data parallel ranks for which the aggregation rule tolerates ``faulty`` ones."""
+        """Return the fewest data parallel ranks with which the aggregation rule tolerates ``faulty`` of them."""
         if self.aggregate == "mean":
             return 1
         rule: Any = find("aggregator", self.aggregate).implementation
@@ -105,5 +105,5 @@ class Resilience(HostSection):
 
     @property
     def combines(self) -> bool:
-        """Whether gradients of data parallel ranks are combined otherwise than by a plain sum."""
+        """Whether an aggregation rule or a gradient code replaces the plain sum of data parallel ranks' gradients."""
         return self.aggregate != "mean" or bool(self.code)

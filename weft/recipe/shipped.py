@@ -6,7 +6,7 @@ from weft.errors import WeftError
 
 
 def shipped(folder: str) -> Path:
-    """Return the folder of the shipped ``recipes`` or ``docs``."""
+    """Return the path of ``recipes`` or ``docs`` (``folder``), as installed with Weft."""
     package = Path(__file__).parents[1]
     installed = package / "shipped_files" / folder
     return installed if installed.is_dir() else package.parent / folder

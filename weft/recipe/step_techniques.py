@@ -21,7 +21,7 @@ from weft.registry import Registered, find
 
 
 class AskedStep(AskedLayout, AskedMemory):
-    """Settings that may ask for a technique of the step."""
+    """Settings from which :func:`asked_techniques` finds the techniques that change a training step."""
 
     optimizer: Optimizer
     resilience: Resilience
@@ -30,14 +30,20 @@ class AskedStep(AskedLayout, AskedMemory):
 
 
 class AskedTechnique(NamedTuple):
-    """A technique that is asked for: its declaration, and the :class:`weft.train.step_technique.StepTechnique`."""
+    """A technique of the training step that a recipe asks for.
+
+    ``declared``: its entry in the registry. ``technique``: the :class:`weft.train.step_technique.StepTechnique`.
+    """
 
     declared: Registered
     technique: Any
 
 
 def asked_techniques(asked: AskedStep) -> Iterator[AskedTechnique]:
-    """Return the techniques that are asked for, as far as ``asked`` knows the settings."""
+    """Yield the techniques of the training step that the settings in ``asked`` ask for.
+
+    Settings that ``asked`` does not have yet ask for none.
+    """
     known = vars(asked)
     for key, section in known.items():
         for setting, name in getattr(section, "asks", {}).items():
@@ -58,7 +64,10 @@ def _asked(name: str, setting: str) -> AskedTechnique:
 
 
 def refuse_filled_twice(asked: AskedStep, techniques: Iterable[AskedTechnique]) -> None:
-    """Raise :class:`Conflict` if two of these ``techniques`` fill one phase of a step."""
+    """Raise :class:`Conflict` if two of these ``techniques`` implement the same phase of a step.
+
+    ``asked``: the settings that the error line quotes.
+    """
     for (first, a), (second, b) in combinations(techniques, 2):
         if shared := a.fills & b.fills:
             line = (

@@ -104,7 +104,10 @@ class Sync(HostSection):
 
     @property
     def compressors(self) -> tuple[Any, Any]:
-        """Return the compressors of sent and of returned messages; None where messages are not compressed."""
+        """Return the compressors of the messages that islands send, and of those that they receive.
+
+        Each is None if these messages are not compressed.
+        """
         back = self.compress_back or self.compress
         return compressor_of(self.compress), compressor_of(back)
 
@@ -115,7 +118,7 @@ class Sync(HostSection):
 
     @property
     def partnership(self) -> str:
-        """Return the value of ``partner``, or ``pairs`` where the method only works in pairs."""
+        """Return which islands average with each other: ``pairs`` if the method needs pairs, else ``partner``."""
         return "pairs" if self.method.in_pairs else self.partner
 
     @property
@@ -126,6 +129,6 @@ class Sync(HostSection):
 
     @property
     def in_ring(self) -> bool:
-        """Whether islands add up their messages around a ring."""
+        """Whether islands sum their messages by passing partial sums around a ring."""
         compressor = self.compressors[0]
         return self.partnership == "all" and (not compressor or compressor.in_rings)

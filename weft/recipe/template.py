@@ -29,9 +29,10 @@ def starter() -> str:
 
 
 def template(text: str, file: str, with_all: bool = True) -> str:
-    """Return the TOML recipe ``text``, to be written to ``file``, with the meaning of each setting as a comment.
+    """Return ``text``, a recipe in TOML, with the meaning of each setting as a comment above it.
 
-    ``with_all``: also with every setting that ``text`` leaves out, as a comment at its default.
+    ``file``: the name under which the recipe will be saved, for its head. ``with_all``: also add every setting that
+    ``text`` leaves out, as a comment with its default.
     """
     given = tomllib.loads(text)
     recipe = build_recipe(given)

@@ -10,7 +10,7 @@ from weft.errors import UsageError, WeftError
 
 
 def read_toml(path: Path, name: str = "") -> dict[str, Any]:
-    """Read a TOML file in UTF-8, with or without a byte order mark; errors call the file ``name``."""
+    """Read a TOML file in UTF-8, with or without a byte order mark; error lines call the file ``name``."""
     name = name or str(path)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -31,7 +31,7 @@ def write_toml(tree: dict[str, Any], digits: int | None = None) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return one value as TOML on one line."""
+    """Return ``value`` as it stands in TOML behind ``key =``, on one line."""
     # within two lists even a table is written as a value
     text = tomli_w.dumps({"": [[value]]}, indent=0)
     return _lists_on_a_line(text).removeprefix('"" = [[').removesuffix("]]\n")

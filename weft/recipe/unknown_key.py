@@ -10,7 +10,11 @@ from weft.section import fields_at, sections_of
 
 
 def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:
-    """Return the error line for an unknown key at ``path`` of ``model``, with the nearest valid key."""
+    """Return the error line for an unknown key, with the nearest valid key.
+
+    ``path``: the names of its sections and the key itself; ``value``: what it is set to; ``model``: the class of the
+    outermost section.
+    """
     key, last = ".".join(path), path[-1]
     below = value if isinstance(value, dict) else {}
     # of an unknown section also what stands in it
@@ -32,9 +36,9 @@ def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:
 
 
 def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str]:
-    """Return all settings (``section.key``) of a recipe, or of another ``model``, whose key is ``name``.
+    """Return all settings (``section.key``) of ``model`` (default: :class:`Recipe`) whose key is ``name``.
 
-    Settings of islands, as ``sync.lr``, are left out where a plain run has one of that name.
+    A setting of ``sync`` is left out where another section has a key with this name.
     """
     if model is None:
         from weft.recipe.recipe import Recipe

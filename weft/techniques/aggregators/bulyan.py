@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     figure="as Krum's, where 1 of 7 sends garbage",
 )
 class Bulyan(Aggregator):
-    """Applies Krum repeatedly and takes, in each coordinate, the mean of the chosen values nearest to their median."""
+    """Selects gradients by repeated Krum; in each coordinate takes the mean of those nearest to their median."""
 
     each = 4
     more = 3

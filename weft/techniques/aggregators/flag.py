@@ -72,10 +72,11 @@ class Flag(Aggregator):
 
 
 def subspace(inner: torch.Tensor, spread: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return an orthonormal basis of the subspace on which vectors with these ``inner`` products agree.
+    """Return an orthonormal basis of the subspace of dimension ``rank`` on which most of the given vectors agree.
 
-    With the vectors as columns of ``X`` the basis is the first ``rank`` left singular vectors of ``X C``, where
-    ``spread`` is ``C C^T``. It is returned as coefficients of the vectors, ``[vectors, rank]``.
+    ``inner``: the vectors' inner products, ``[vectors, vectors]``. With the vectors as columns of ``X`` the basis is
+    the first ``rank`` left singular vectors of ``X C``, where ``spread`` is ``C C^T``. It is returned as coefficients
+    of the vectors, ``[vectors, rank]``.
     """
     import torch
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     ),
 )
 class Krum(Aggregator):
-    """Takes the gradient with the least sum of squared distances to its nearest neighbours."""
+    """Takes the one gradient whose squared distances to its nearest neighbours have the least sum."""
 
     more = 3
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     figure="as Krum's",
 )
 class TrimmedMean(Aggregator):
-    """Takes in each coordinate the mean without the ``faulty`` largest and smallest values."""
+    """Takes the mean in each coordinate, without the ``faulty`` largest and the ``faulty`` smallest values."""
 
     def combined(
         self, chunks: torch.Tensor, gram: torch.Tensor, faulty: int

@@ -24,5 +24,5 @@ if TYPE_CHECKING:
     ),
 )
 def gradient(settings: Resilience, ranks: int) -> GradientCode:
-    """Encodes every job by a gradient code of its own."""
+    """Return a gradient code for ``ranks`` data parallel ranks, which encodes each job separately."""
     return GradientCode(ranks, settings.stragglers, settings.jobs)

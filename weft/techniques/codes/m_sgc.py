@@ -33,11 +33,11 @@ SHORT_BURSTS = Rule(
 
 @dataclass(frozen=True)
 class Multiplexed(Code):
-    """M-SGC: most parts belong to one rank and are not coded; only the parts that are computed last are coded.
+    """M-SGC: each rank computes most of its parts of a job uncoded; only the last parts of a job are coded.
 
     In a round a rank computes a small task of each of ``window - 1 + burst`` jobs. The first ``window - 1`` tasks of a
-    job are the rank's own parts. Then the rank repeats its late parts; without late parts it sends its sum for the
-    next of ``burst`` groups of parts, each of which has a gradient code of its own.
+    job are the rank's own parts. In the last ``burst`` rounds of a job the rank repeats own tasks that arrived late. If
+    there are none, it sends its sum over a group of coded parts; each of these rounds has its own group and code.
     """
 
     burst: int = 1
@@ -49,7 +49,7 @@ class Multiplexed(Code):
 
     @property
     def own(self) -> int:
-        """Return the number of parts in a rank's own task, as many as in one of its coded sums."""
+        """Return the number of parts in an uncoded task of a rank, which is also that in a coded task."""
         return self.stragglers + 1
 
     @property
@@ -58,7 +58,7 @@ class Multiplexed(Code):
 
     @cached_property
     def code(self) -> GradientCode:
-        """Return the gradient code of a group of parts."""
+        """Return the gradient code by which each group of coded parts is encoded."""
         return GradientCode(self.ranks, self.stragglers)
 
     def own_task(self, rank: int, job: int, which: int) -> CodedTask:
@@ -76,7 +76,10 @@ class Multiplexed(Code):
         return tuple(part for task in tasks for part in task.parts)
 
     def slots(self, rank: int, job: int, arrived: Arrived) -> list[int | None]:
-        """Return for each round of a job the number of the rank's own task; None for the round's coded task."""
+        """Return what ``rank`` computes in each round of a job: the number of an uncoded task, or None for a coded one.
+
+        ``arrived``: by round, the ranks whose results arrived in time.
+        """
         jobs: list[int | None] = list(range(self.window - 1))
         done = {
             which
@@ -148,6 +151,6 @@ def in_time(rank: int, number: int, arrived: Arrived) -> bool:
     ),
 )
 def multiplexed(settings: Resilience, ranks: int) -> Multiplexed:
-    """Multiplexes as many jobs as the rounds of a window and a burst."""
+    """Return the code M-SGC for ``ranks`` data parallel ranks, with the settings of ``[resilience]``."""
     own = settings.own(SequentialSettings)
     return Multiplexed(ranks, settings.stragglers, settings.jobs, own.burst, own.window)

@@ -30,10 +30,11 @@ WHOLE_BURSTS = Rule(
 
 @dataclass(frozen=True)
 class SelectiveRepetition(GradientCode):
-    """SR-SGC: a weaker gradient code; some ranks send missing results ``burst`` rounds later, instead of new ones.
+    """SR-SGC: a gradient code that tolerates fewer late ranks in a round, as missing results are computed again.
 
-    The code tolerates at most ``ranks_late`` different late ranks in any ``window`` rounds, each late for at most
-    ``burst`` of them; ``stragglers`` follows from these.
+    In each round some ranks repeat their job of ``burst`` rounds before instead of computing a new one. At most
+    ``ranks_late`` different ranks may be late in any ``window`` rounds, each in at most ``burst`` of them;
+    ``stragglers`` follows from these.
     """
 
     burst: int = 1
@@ -45,12 +46,18 @@ class SelectiveRepetition(GradientCode):
         return self.burst
 
     def first(self, job: int, arrived: Arrived) -> list[Result]:
-        """Return the results of a job that arrived in its first round."""
+        """Return the results of ``job`` that arrived in round ``job``, before any rank repeats its own.
+
+        ``arrived``: by round, the ranks whose results arrived in time.
+        """
         late = self.repeating_ranks(job, arrived)
         return [Result(rank, job) for rank in arrived[job] if rank not in late]
 
     def repeating_ranks(self, number: int, arrived: Arrived) -> list[int]:
-        """Return the ranks that repeat in round ``number`` their result for the job of ``burst`` rounds before."""
+        """Return the ranks that in round ``number`` compute the job of ``burst`` rounds before instead of a new one.
+
+        ``arrived``: by round, the ranks whose results arrived in time.
+        """
         return self._repeating_ranks(number, tuple(map(frozenset, arrived[:number])))
 
     @lru_cache(4096)  # noqa: B019 - codes are few
@@ -108,7 +115,7 @@ class SelectiveRepetition(GradientCode):
     ),
 )
 def selective_repetition(settings: Resilience, ranks: int) -> SelectiveRepetition:
-    """Builds the weakest code that tolerates bursts within a window."""
+    """Return the weakest SR-SGC code for ``ranks`` data parallel ranks that tolerates the configured bursts."""
     own, late = settings.own(SequentialSettings), settings.stragglers
     weaker = ceil(own.burst * late / (own.window - 1 + own.burst))
     return SelectiveRepetition(

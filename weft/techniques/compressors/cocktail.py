@@ -41,9 +41,9 @@ ROUNDS, SHARE = 10, 0.2
 )
 @dataclass(frozen=True)
 class Cocktail(Compressor):
-    """Sends a tenth of the elements by a random mask, of these the largest fifth, in 4 bits each.
+    """Sends a random tenth of the elements, and of this tenth only the largest fifth, in 4 bits each.
 
-    Within ten successive seeds every element is in a mask.
+    The masks of ten successive seeds together contain every element.
     """
 
     unbiased: bool = False

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     ),
 )
 class Integers(Rounded):
-    """Sends each element as an integer with as many bits as the word ends with."""
+    """Sends each element as an integer; the number at the end of the word (``int8``) is its number of bits."""
 
     words = ("int8", "int7", "int6", "int5", "int4")
     planned = ("int8", "int4")

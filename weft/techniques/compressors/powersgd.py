@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 class PowerSGD(Compressor):
     """Sends a matrix as a product of two thin matrices, by one iteration of the power method.
 
-    With ``M`` the matrix of a tensor ``[m, ...]`` it is ``P (M^T P)^T``, ``P`` an orthonormal basis of ``M Q``. ``Q``
-    is what ``M^T P`` was in the last round, or random. The means over islands of ``M Q`` and ``M^T P``
-    are those of the mean matrix, so that two sums of thin matrices around the ring suffice. A tensor that would not
-    become smaller (a vector) is sent unchanged. :meth:`error` assumes a random ``Q``; the last round's ``Q`` is better
-    if the matrices of successive rounds are similar.
+    With ``M`` the matrix of a tensor ``[m, ...]`` the product is ``P (M^T P)^T``, where ``P`` is an orthonormal basis
+    of ``M Q``. ``Q`` is ``M^T P`` of the last round, or random in the first. The means over islands of ``M Q`` and
+    ``M^T P`` are those of the mean matrix, so that two sums of thin matrices around the ring suffice. A tensor that
+    would not become smaller (a vector) is sent unchanged. :meth:`error` assumes a random ``Q``, which is worse than the
+    last round's if the matrices of successive rounds are similar.
     """
 
     unbiased: bool = False
@@ -123,7 +123,7 @@ class PowerSGD(Compressor):
 
 
 def orthonormal(x: T) -> T:
-    """Return an orthonormal basis ``[m, r]`` of a space that contains the columns of ``x [m, r]``."""
+    """Return an orthonormal basis, ``[m, r]``, of a space that contains the columns of ``x``, ``[m, r]``."""
     import torch
 
     return torch.linalg.qr(x).Q.contiguous()

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class RandomK(KeptShare):
-    """Sends random elements, which the seed chooses on all islands alike, scaled so that their mean is unbiased."""
+    """Sends a random subset of the elements, the same on all islands, as the seed selects it.
+
+    With ``unbiased`` the elements are scaled so that the expected result is the tensor itself.
+    """
 
     def specs(self, shape: Sequence[int], dtype: torch.dtype) -> list[Spec]:
         return [((kept_of(prod(shape), self.share),), dtype)]

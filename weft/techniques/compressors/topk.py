@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class TopK(KeptShare):
-    """Sends the largest elements and their positions: as numbers, or as a bit per element where that is smaller."""
+    """Sends the elements of largest magnitude and their positions.
+
+    Positions are indices, or one bit for each element of the tensor where that takes fewer bytes.
+    """
 
     unbiased: bool = False
     example = "0.01"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     ),
 )
 class Gather(AttentionScheme):
-    """Computes a rank's own tiles first, then all others."""
+    """Fetches all keys and values at once: a rank computes the tiles of its own keys first, then all others."""
 
     paired = True
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     figure="critical path P/2 at odd P, half a tile more at even P",
 )
 class LightSeq(AttentionScheme):
-    """In ``ranks // 2 + 1`` steps. An even number of ranks leaves half of them idle in the last one."""
+    """Lets idle ranks compute tiles of later ranks, so that causal attention takes ``ranks // 2 + 1`` steps.
+
+    If the number of ranks is even, half of them are idle in the last step.
+    """
 
     def table(self, ranks: int) -> TileTable:
         from weft.parallel.context.tables import (

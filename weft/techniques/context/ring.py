@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     ),
 )
 class RingAttention(AttentionScheme):
-    """Sends keys and values around a ring of ranks; only the last rank computes in every step."""
+    """Sends keys and values around a ring of ranks; with causal attention only the last rank has work in all steps."""
 
     def table(self, ranks: int) -> TileTable:
         from weft.parallel.context.tables import circle, contiguous_owners

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     figure="critical path P/2; bytes as the formula",
 )
 class TokenRing(AttentionScheme):
-    """Sends queries around the zigzag ring instead of keys and values."""
+    """Sends queries around the ring instead of keys and values; ranks own the same blocks as in :class:`Zigzag`."""
 
     paired = True
 

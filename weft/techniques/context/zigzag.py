@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     ),
 )
 class Zigzag(AttentionScheme):
-    """Balances causal attention: every rank computes two tiles in each step."""
+    """Balances causal attention: each rank owns an early and a late block, and so computes two tiles in each step."""
 
     paired = True
 

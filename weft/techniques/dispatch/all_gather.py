@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class AllTokensToAll(DispatchWay):
-    """Sends every token to every rank: ``T (P - 1)`` rows for each rank and direction."""
+    """Sends each of ``T`` tokens to all ``P`` ranks: each rank sends ``T (P - 1)`` rows in each direction."""
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import AllGather

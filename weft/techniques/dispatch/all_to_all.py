@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class RowForEachChoice(DispatchWay):
-    """Sends a row for each choice: about ``T k (P - 1) / P`` rows for each rank and direction."""
+    """Sends a token once for each of its ``k`` experts: about ``T k (P - 1) / P`` rows per rank and direction.
+
+    ``T``: tokens of a rank; ``P``: ranks.
+    """
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import AllToAll

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     figure="bytes inside and between nodes as the formulas",
 )
 class CopyForEachNode(DispatchWay):
-    """Sends a token once over the links between two nodes."""
+    """Sends a token at most once to each node, however many of its experts are there."""
 
     by_node = True
 

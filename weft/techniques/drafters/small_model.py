@@ -33,7 +33,7 @@ Text = tuple[int, ...]
 
 
 class Guessed(NamedTuple):
-    """The small model's continuation of a text."""
+    """The small model's continuation of a text: its tokens, their distributions, and likely other tokens."""
 
     path: list[int]
     # [vocab] each, by which the path was drawn; none of greedy requests
@@ -59,10 +59,11 @@ class Guessed(NamedTuple):
     ),
 )
 class DraftModel(Drafter):
-    """Guesses of up to ``most`` tokens by ``model``, which must have the large model's vocabulary.
+    """Guesses up to ``most`` tokens with ``model``, a small model with the vocabulary of the large one.
 
-    ``ahead``: other tokens at each position, behind which a thread guesses while guesses are checked; 0: no thread.
-    ``tokens``: size of the small model's cache; longer texts get no guesses.
+    While the large model checks guesses, a thread guesses what follows each likely outcome of the check. ``ahead``: how
+    many other tokens at each position count as likely; 0: no thread. ``tokens``: size of the small model's cache;
+    longer texts get no guesses.
     """
 
     looks_ahead = True

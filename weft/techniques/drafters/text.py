@@ -21,4 +21,4 @@ from weft.registry import register
     ),
 )
 class OwnText(Lookup):
-    """Guesses what followed the text's last tokens when they appeared before."""
+    """Finds an earlier place of the text's last tokens in the same text, and guesses the tokens that followed there."""

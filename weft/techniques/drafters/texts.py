@@ -25,7 +25,7 @@ SHARED = 2**18
     figure="the tokens and log-probabilities without guesses, also of drawn texts",
 )
 class AllTexts(Lookup):
-    """Guesses what mostly followed the text's last tokens in the texts of all requests of its tenant."""
+    """Guesses the tokens that most often followed the text's last tokens in all texts of the same tenant."""
 
     @classmethod
     def open(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class InBfloat16:
     """Stores moments in bfloat16 with stochastic rounding, so that small changes are not lost.
 
-    The noise is a function of parameter, element, update and moment, so that every layout draws the same.
+    The random bits are a function of parameter, element, update and moment, so that every layout rounds alike.
     """
 
     def slots(self, held: Held) -> dict[str, Part]:

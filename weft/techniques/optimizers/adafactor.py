@@ -37,7 +37,7 @@ DECAY, LEAST, CLIP = -0.8, 1e-3, 1.0
     ),
 )
 class Adafactor(UpdateRule):
-    """Adafactor as in PyTorch: steps are relative to the parameter's magnitude, without a first moment."""
+    """Adafactor as in PyTorch: updates are scaled by the parameter's magnitude, and there is no first moment."""
 
     def __init__(self, settings: Optimizer, ranks: RankSums) -> None:
         self.ranks = ranks

@@ -60,7 +60,11 @@ class AdamW(UpdateRule):
         lr: float,
         decay: float,
     ) -> None:
-        """Update once, and change these moments in place."""
+        """Apply AdamW once to the parts of parameters ``held``, with their gradients ``grads``, in place.
+
+        ``averages``, ``squares``: their first and second moments, changed in place. ``lr``: learning rate; ``decay``:
+        weight decay.
+        """
         from torch.optim.adamw import adamw
 
         if not held:

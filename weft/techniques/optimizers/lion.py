@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     ),
 )
 class Lion(UpdateRule):
-    """Updates by the sign of an average of this gradient and the past ones."""
+    """Updates parameters by the sign of an average of the gradient and the momentum."""
 
     elementwise = True
     kept = 1.0

@@ -48,9 +48,9 @@ class MuonSettings(Section):
     figure="4.5 bytes per parameter, loss 2.182 (AdamW 2.292) (`bench/optimizers.py`)",
 )
 class Muon(UpdateRule):
-    """Orthogonalises the momentum of each matrix, also in stacks (experts).
+    """Orthogonalises the momentum of each matrix; of a stack of matrices (experts), each by itself.
 
-    Every rank gathers the whole matrix, computes its update and takes its own part, which is exact.
+    Every rank gathers the whole matrix, computes its update and takes its own part, so that the result is exact.
     """
 
     for_matrices = True
@@ -96,7 +96,7 @@ class Muon(UpdateRule):
 
 
 def orthogonal(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the singular vectors of ``x [m, n]`` and singular values near one."""
+    """Return a matrix with the singular vectors of ``x [m, n]`` and with all singular values near one."""
     import torch
 
     y = x.mT if x.size(0) > x.size(1) else x

@@ -40,7 +40,7 @@ class NaturalGaLoreSettings(GaLoreSettings):
     ),
 )
 class NaturalGaLore(GaLore):
-    """GaLore with an empirical Fisher matrix of the last few gradients."""
+    """GaLore that multiplies projected gradients by an inverse empirical Fisher matrix of the last few gradients."""
 
     shaping = ("rank", "history")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     ),
 )
 class DPO(PairLoss):
-    """The logistic loss of the margin between the rewards of chosen and rejected answer."""
+    """The logistic loss of the margin: reward of the chosen answer minus reward of the rejected answer."""
 
     def of(self, gap: T, margin: T) -> T:
         return self.smoothed(self.beta * gap)

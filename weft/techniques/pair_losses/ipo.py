@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class IPO(PairLoss):
-    """The squared distance of the margin between the answers from a target that ``beta`` sets."""
+    """The squared difference between a target, set by ``beta``, and the margin of chosen and rejected answer."""
 
     averaged = True
     smooths = False

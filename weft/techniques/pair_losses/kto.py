@@ -46,11 +46,11 @@ class KTOSettings(Section):
     ),
 )
 class KTO(PairLoss):
-    """The loss of answers that are each judged good or bad; the first answers of the pairs are the judged ones.
+    """The loss of single answers that are judged good or bad; the judged answer is the first of each pair.
 
-    The reward of an answer is ``beta`` times the logarithm of its probability over that by the reference model. Rewards
-    are compared with ``point``, the mean reward of the second answers of all pairs of a step, which belong to other
-    prompts; it has no gradient.
+    The reward of an answer is ``beta`` times the log ratio of its probability to that by the reference model. It is
+    compared with ``point``, the mean reward of the pairs' second answers in a step, which belong to other prompts; no
+    gradient flows through ``point``.
     """
 
     smooths = False

@@ -36,7 +36,7 @@ class ORPO(PairLoss):
 
 
 def log_odds(mean: T) -> T:
-    """Return the log odds of a log-probability."""
+    """Return the log odds, ``log(p / (1 - p))``, of probabilities given as logarithms (``mean``)."""
     import torch
 
     return mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class RobustDPO(PairLoss):
-    """DPO that is unbiased under flipped labels. It may be negative."""
+    """DPO whose expectation stays the same if labels are flipped at random. The loss may be negative."""
 
     def of(self, gap: T, margin: T) -> T:
         from torch.nn.functional import logsigmoid

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @register("phases", "separate-islands")
 class SeparateIslandsTechnique(StepTechnique):
-    """Exchanges parameters between steps, by the method that ``sync.update`` names."""
+    """Lets islands train apart, and exchanges their parameters between steps by the method of ``sync.update``."""
 
     fills = Phase.AFTER
     does = "islands exchange parameters between steps"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class OneForwardOneBackward(ScheduleBuilder):
-    """Alternates forward and backward; a rank holds as many microbatches as there are ranks from it to the last."""
+    """Alternates forward and backward; rank ``r`` of ``P`` holds the activations of up to ``P - r`` microbatches."""
 
     about = "forward and backward in turn, peak P"
     paper = "2104.04473"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     figure="one gather per chunk and direction",
 )
 class BreadthFirst(ScheduleBuilder):
-    """Every microbatch passes a chunk before any enters the next chunk."""
+    """Runs all microbatches through one chunk of layers before any enters the next chunk."""
 
     about = "GPipe over v chunks per rank"
     paper = "2211.05953"

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     figure="bubble P/2-1 at unit cost, peak P+1",
 )
 class DualPipe(ScheduleBuilder):
-    """``ranks`` stages, each on two ranks; the second half of the microbatches enters at the last rank.
+    """Runs a pipeline in both directions: there are ``ranks`` stages, each on two ranks.
 
-    Peak ``ranks + 1``. The paper's order wants ``2 * ranks`` microbatches, in pairs; what is missing is left out of it.
+    The first half of the microbatches enters at the first rank, the second half at the last. A rank holds at most
+    ``ranks + 1`` microbatches. The paper's order is for at least ``2 * ranks`` microbatches, in pairs; with fewer, the
+    missing ones are left out of it.
     """
 
     about = "two flows from both ends, parameters twice"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="bubble P/2-1 at unit cost, peak P+1",
 )
 class DualPipeV(ScheduleBuilder):
-    """A microbatch goes down the ranks (flow 0) and up again (flow 1)."""
+    """Gives each rank two stages: microbatches pass all ranks from first to last (flow 0) and back (flow 1)."""
 
     about = "DualPipe folded: two chunks per rank"
     paper = "2412.19437"

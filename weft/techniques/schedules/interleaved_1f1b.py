@@ -23,15 +23,17 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class Interleaved(ScheduleBuilder):
-    """Rank ``r`` holds the stages ``r``, ``r + P``, ``r + 2P`` and so on, and a microbatch goes round ``chunks`` times.
+    """1F1B with several stages (chunks) per rank: rank ``r`` of ``P`` holds stages ``r``, ``r + P``, ``r + 2P``, ...
 
-    Microbatches go round in groups of ``ranks``. Megatron wants whole groups; here the missing microbatches of the last
-    group are left out, which cannot block: what remains keeps its order and depends on nothing that was removed.
+    A microbatch passes all ranks once for each chunk, and microbatches go in groups of ``P``. Megatron requires whole
+    groups. Here the missing microbatches of the last group are left out, which cannot block: the rest keeps its order
+    and depends on nothing that was removed.
 
-    Moves cost ``2 v P - 2`` of their time on the critical path: groups of exactly ``P`` leave nothing to hide them
-    behind when the last group's backward changes chunks. Where moves take time, one backward of the group before is
-    kept for that moment, which saves ``P`` moves and holds one chunk more. These are the figures that 2401.10241 states
-    for 1F1B-I (where a chunk is one layer: v = 3 for 1.5B, 4 for 6.2B on 8 ranks), to four decimals.
+    With ``v`` chunks, messages add ``2 v P - 2`` times their duration to the critical path: a group of exactly ``P``
+    has no work to hide them behind when the last group's backward changes chunks. Where messages take time, one
+    backward of the group before is kept for that moment, which saves ``P`` messages and holds one chunk more. These are
+    the figures that 2401.10241 states for 1F1B-I (where a chunk is one layer: v = 3 for 1.5B, 4 for 6.2B on 8 ranks),
+    to four decimals.
     """
 
     about = "1F1B over v chunks per rank, depth first"

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     figure="peak P/2+1",
 )
 class VHalf(ScheduleBuilder):
-    """Has less than half of 1F1B's bubble; its peak is ``ranks / 2 + 1`` microbatches, ``(ranks + 3) / 2`` if odd."""
+    """Holds about half the microbatches of 1F1B, with less than half of its bubble.
+
+    Its peak is ``ranks / 2 + 1`` microbatches if ``ranks`` is even, else ``(ranks + 3) / 2``.
+    """
 
     about = "half of 1F1B's peak and bubble"
     paper = "2405.15362"

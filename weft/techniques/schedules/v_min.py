@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="peak at most (P+4)/3",
 )
 class VMin(ScheduleBuilder):
-    """Has a peak of at most ``(ranks + 4) / 3`` microbatches."""
+    """Holds about a third of the microbatches of 1F1B: at most ``(ranks + 4) / 3``."""
 
     about = "a third of 1F1B's peak, two thirds of its bubble"
     paper = "2405.15362"

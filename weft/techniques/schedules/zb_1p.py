@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="within 0.0014 of the published bubbles, four of six below",
 )
 class ZeroBubble1P(ScheduleBuilder):
-    """Builds the automatic schedule within the memory of ``ranks`` microbatches."""
+    """Chooses the order by the times of the passes; a rank holds at most ``ranks`` microbatches, as in 1F1B."""
 
     about = "list-scheduled by the times, peak P"
     paper = "2401.10241"

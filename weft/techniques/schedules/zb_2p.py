@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="within 0.0014 of the published bubbles, four of six below",
 )
 class ZeroBubble2P(ScheduleBuilder):
-    """Builds the automatic schedule with twice the memory, which leaves almost no bubble."""
+    """Chooses the order by the times of the passes; twice the memory of 1F1B leaves almost no bubble."""
 
     about = "the same in the memory of 2P"
     paper = "2401.10241"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class ZeroBubbleH1(ScheduleBuilder):
-    """Delays ``r`` weight gradients on rank ``r``, which fill the end of the step."""
+    """Delays the weight gradients of ``r`` microbatches on rank ``r``, so that they fill the bubble at the end."""
 
     about = "1F1B with weight gradients kept back, peak P"
     paper = "2401.10241"

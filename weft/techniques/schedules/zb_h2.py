@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class ZeroBubbleH2(ScheduleBuilder):
-    """Fills the start of the step with forwards; its peak is ``2 * ranks - 1`` microbatches."""
+    """Fills the bubble at the start of a step with more forwards; its peak is ``2 * ranks - 1`` microbatches."""
 
     about = "no bubble if F=B=W, peak 2P-1"
     paper = "2401.10241"

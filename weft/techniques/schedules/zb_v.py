@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     figure="peak P",
 )
 class ZeroBubbleV(ScheduleBuilder):
-    """Has no bubble if F = I = W; its peak is ``ranks`` microbatches."""
+    """Has no bubble if forward, input gradients and weight gradients take equal time.
+
+    Its peak is ``ranks`` microbatches, as that of 1F1B.
+    """
 
     about = "no bubble if F=B=W, peak P, two chunks per rank"
     paper = "2401.10241"

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     figure="equal to a simulation to 1e-10; bytes as the formula",
 )
 class Average(SyncMethod):
-    """Takes the mean of the parameters of all islands, or of each island's partners (gossip, without an anchor)."""
+    """Takes the mean of all islands' parameters.
+
+    If ``sync.partner`` is not ``all``, each island averages only with its partners (gossip), without an anchor.
+    """
 
     partners = ("all", "ring", "pairs", "graph")
     is_mean = True
@@ -66,6 +69,9 @@ class Average(SyncMethod):
                 island.kept["anchor"].copy_(island.now)
 
     def weight(self, i: int, j: int) -> float:
-        """Island ``j``'s weight in the average of island ``i`` (Metropolis): one over the larger degree plus one."""
+        """Return the weight of island ``j`` in the average of its neighbour ``i`` (Metropolis).
+
+        It is one over one plus the larger number of edges that either island has in ``sync.graph``.
+        """
         edges = {frozenset(edge) for edge in self.settings.graph}
         return 1 / max(sum(k in edge for edge in edges) + 1 for k in (i, j))

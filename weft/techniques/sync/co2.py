@@ -54,7 +54,10 @@ class CO2Settings(OuterSettings):
     ),
 )
 class CO2(OuterMomentum):
-    """Applies momentum to the last round's differences, divided by a penalty for their staleness, and clips it."""
+    """Applies momentum to the islands' mean difference of the last round, divided by a penalty for its staleness.
+
+    The momentum is clipped in each element.
+    """
 
     late = True
 

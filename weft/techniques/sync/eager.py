@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     figure="equal to a simulation to 1e-10; bytes as the formula",
 )
 class Eager(OuterMomentum):
-    """Applies Nesterov's momentum to the island's own difference of this round and the others' of the last."""
+    """Applies Nesterov's momentum to a mean of differences: the island's own of this round, the others' of the last."""
 
     slots = ("anchor", "outer", "own")
     shared = ()

@@ -46,7 +46,7 @@ class NoLoCoSettings(OuterSettings):
     ),
 )
 class NoLoCo(OuterMomentum):
-    """Applies momentum to the mean difference of two islands, and draws their anchors together."""
+    """Applies momentum to the mean parameter difference of two islands, and moves their anchors towards each other."""
 
     shared = ()
     partners = ("all", "pairs")

@@ -48,7 +48,10 @@ class StreamingSettings(OuterSettings):
     ),
 )
 class Streaming(OuterMomentum):
-    """Applies Nesterov's momentum to a fragment, and mixes the result with what the island learned meanwhile."""
+    """Synchronises one fragment of the parameters at a time, by Nesterov's momentum, while training goes on.
+
+    The result is mixed with what the island has learned in the meantime.
+    """
 
     in_fragments = True
 

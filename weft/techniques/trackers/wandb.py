@@ -12,7 +12,10 @@ from weft.registry import register
 
 @register("tracker", "wandb")
 class WandB:
-    """Sends records to Weights & Biases, as its ``WANDB_*`` variables say (``WANDB_MODE=offline`` sends nothing)."""
+    """Sends records to Weights & Biases, configured by its ``WANDB_*`` variables.
+
+    With ``WANDB_MODE=offline`` nothing is sent.
+    """
 
     def __init__(self, run: Path) -> None:
         import wandb

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     ),
 )
 class RingSelfAttention(AttentionScheme):
-    """Computes whole rows of scores without online softmax. All later schemes compare with it."""
+    """Computes whole rows of scores before their softmax (no online softmax), with keys and values in a ring.
+
+    This is the baseline that later schemes are compared with.
+    """
 
     def table(self, ranks: int) -> TileTable:
         from weft.parallel.context.tables import circle, contiguous_owners

@@ -18,7 +18,11 @@ T = torch.Tensor
 
 
 class Spot(NamedTuple):
-    """A rectangle of scores. ``q``, ``k``: flattened tokens of the two blocks. ``at``: place in the matrix."""
+    """A rectangle of attention scores, of one block of queries and one of keys.
+
+    ``q``, ``k``: its rows among the block's flattened tokens. ``at``: its place in the matrix of scores,
+    ``[batch, heads, seq held, seq]``.
+    """
 
     q: slice
     k: slice
@@ -101,9 +105,10 @@ def ring_self_attention(
     lengths: Sequence[int],
     window: int = 0,
 ) -> tuple[T, T]:
-    """Compute attention. Arguments: see :func:`weft.parallel.context.tile_attention.tile_attention`; blocks contiguous.
+    """Compute attention of this rank's queries with the keys and values of all ranks, whose blocks are contiguous.
 
-    Returns ``out`` like ``q`` and the softmax of the scores, ``[batch, heads, seq held, seq]``.
+    Arguments: see :func:`weft.parallel.context.tile_attention.tile_attention`. Returns ``out`` with the shape of ``q``,
+    and the softmax of the scores, ``[batch, heads, seq held, seq]``.
     """
     trip, high = (
         trip_of(q, cu_seqlens, "rsa", peers, index, lengths, window),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     ),
 )
 class LeastBytes(DispatchWay):
-    """Counts the numbers that each option sends, and takes the option with the fewest."""
+    """Counts in every pass the elements that each way to exchange tokens or weights sends; takes the cheapest."""
 
     copies = True
 

@@ -27,10 +27,11 @@ T = torch.Tensor
 
 
 class Option(NamedTuple):
-    """A dispatcher for tokens, within blocks of ranks that have each other's expert weights.
+    """A way to bring tokens and experts together: a dispatcher of tokens and a block of ranks that share weights.
 
-    ``joined``: pieces of an expert that a block has together. ``weights``: numbers that all ranks send to share these
-    weights, forward and backward. ``stacks`` builds the block's stacks of weights from a rank's own.
+    Ranks of a block hold each other's expert weights during a pass. ``joined``: how many pieces of an expert a block
+    holds together. ``weights``: number of elements that all ranks send to share these weights, forward and backward.
+    ``stacks`` builds the block's stacked weights from those of a rank.
     """
 
     way: Dispatcher
@@ -40,7 +41,7 @@ class Option(NamedTuple):
 
 
 class Adaptive:
-    """Counts the numbers that each option sends, and takes the option with the fewest."""
+    """Dispatches each pass by the option for which all ranks together send the fewest elements."""
 
     def __init__(self, ranks: ExpertRanks) -> None:
         self.ranks, self.options, self.levels = (
@@ -99,7 +100,7 @@ class Adaptive:
         return arrived
 
     def best(self, numbers: T) -> int:
-        """Return the option for which all ranks together send the fewest ``numbers``."""
+        """Return the index of the smallest of ``numbers``, the elements that all ranks send with each option."""
         return int(numbers.argmin()) if has_numbers(numbers) else 0
 
     def combine(self, rows: T, meta: Any) -> Awaited:
@@ -108,7 +109,7 @@ class Adaptive:
 
 
 def part_of(choice: Choice, joined: int) -> Choice:
-    """Return the choice with each group of ``joined`` neighbouring slots, pieces of one expert, as one slot."""
+    """Return ``choice`` with the ``joined`` neighbouring slots that are pieces of one expert merged into one slot."""
     return (
         choice
         if joined == 1
@@ -117,9 +118,10 @@ def part_of(choice: Choice, joined: int) -> Choice:
 
 
 def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
-    """Return how many numbers ranks send to share their stacks in blocks of ``ranks``, forward and backward.
+    """Return how many elements all ranks send, forward and backward, to share expert weights within blocks.
 
-    ``stacks``: each rank's experts, their width and the model's. Messages are as long as for the largest of a block.
+    ``block``: ranks of a block. ``stacks``: for each rank its number of experts, their width and the model's. All ranks
+    of a block send messages of the size of the largest.
     """
     blocks = [stacks[start : start + block] for start in range(0, len(stacks), block)]
     return sum(
@@ -129,10 +131,12 @@ def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
 
 
 def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
-    """Return how many numbers each way sends for these tokens to other members, forward and backward: int64 ``[ways]``.
+    """Return how many elements this rank sends with each dispatcher, forward and backward: int64, ``[dispatchers]``.
 
-    Rows go there and back, twice. Where results are added up elsewhere, weights and ids go along, and the weights'
-    gradients come back. Where every rank has all experts there is one way, and none of these numbers.
+    ``choice``: the experts of this rank's tokens; ``width``: elements of a token. The dispatchers are a row for each
+    choice, a copy for each rank, and all tokens to all ranks. The latter two also send weights and identifiers of the
+    choices, and gradients of the weights. With ``members`` None every rank has all experts: one dispatcher that sends
+    nothing.
     """
     tokens, k = choice.ids.shape
     if members is None:
@@ -150,10 +154,10 @@ def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
 def stacks_of_block(
     *weights: T, parts: Sequence[tuple[int, ...]], joined: int, members: Members
 ) -> tuple[T, ...]:
-    """Return the stacks of all experts of a block, from this rank's ``gate``, ``up`` and ``down``.
+    """Gather the stacked weights of all experts of a block from this rank's stacks ``weights`` (gate, up and down).
 
-    ``parts``: how many experts each rank has, and how wide. In backward each rank gets the sum of all gradients of its
-    own.
+    ``parts``: for each rank its number of experts, their width and the model's. ``joined``: pieces of an expert in the
+    block. In backward each rank gets the sum of all gradients of its own experts.
     """
     experts, hidden, _ = map(max, zip(*parts, strict=True))
     waiting = []

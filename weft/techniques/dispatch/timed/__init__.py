@@ -42,7 +42,7 @@ RECOMPUTED = Rule(
     ),
 )
 class FastestInTrials(DispatchWay):
-    """Times every option in the first passes and from time to time later, and takes the fastest."""
+    """Times each way to exchange tokens or weights in some passes, and uses the fastest in the passes between."""
 
     copies = True
 

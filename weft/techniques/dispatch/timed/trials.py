@@ -33,9 +33,10 @@ MARGIN = 0.05
 
 @dataclass
 class OptionTimes:
-    """Seconds of passes of one size with each option, on this rank, and the option that all ranks have chosen.
+    """Measured seconds of each option in passes of one size on this rank, and the option that all ranks have chosen.
 
-    A *round* of trials is :data:`TRIALS` passes with each option, in turn; ``passes`` counts from its beginning.
+    A *round* of trials is :data:`TRIALS` passes with each option, in turn. ``passes`` counts all passes since the round
+    began.
     """
 
     options: int
@@ -51,14 +52,17 @@ class OptionTimes:
         return TRIALS * self.options
 
     def next(self) -> tuple[int, bool]:
-        """Return the option of the next pass, and whether to time it."""
+        """Count a pass; return the index of the option for it, and whether to time it."""
         trial = self.passes < self.round_length
         option = self.passes % self.options if trial else self.chosen
         self.passes += 1
         return option, trial
 
     def decide(self, seconds: list[float]) -> None:
-        """Choose an option by the ``seconds`` that each option takes on its slowest rank."""
+        """Choose the fastest option; ``seconds``: of each option, on its slowest rank.
+
+        The present choice is kept unless another option is faster by :data:`MARGIN`.
+        """
         fastest = min(range(self.options), key=seconds.__getitem__)
         if self.chosen < 0 or seconds[fastest] < (1 - MARGIN) * seconds[self.chosen]:
             self.chosen = fastest
@@ -95,11 +99,11 @@ class TimedDispatch(Adaptive):
         return self._by(option, x, choice, trials if timed else None)
 
     def size(self, x: T) -> int:
-        """Return the number of bits of the most tokens that a rank has in this pass."""
+        """Return the size class of a pass: the bit length of the largest number of tokens that a rank has in it."""
         return (self.ranks.most(len(x)) if self.uneven else len(x)).bit_length()
 
     def agree(self, trials: OptionTimes, device: torch.device) -> None:
-        """Choose an option with the other ranks. Collective."""
+        """Choose the option whose slowest rank was fastest in ``trials``. Collective."""
         slowest = torch.tensor(trials.seconds, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)
         trials.decide(slowest.tolist())

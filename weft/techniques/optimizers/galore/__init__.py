@@ -65,7 +65,7 @@ class GaLoreSettings(Section):
     ),
 )
 class GaLore(UpdateRule):
-    """Adam on projected gradients (:mod:`weft.techniques.optimizers.galore.projection`)."""
+    """Adam on gradients projected onto their first singular vectors."""
 
     for_matrices = True
     for_stacks = False
@@ -90,7 +90,10 @@ class GaLore(UpdateRule):
         self.adam.update(held, grads, lr, decay)
 
     def rare_seconds(self, held: Sequence[Held], timed: Timer) -> float:
-        """Estimate the seconds per update of the singular vectors, which are computed every ``refresh`` updates."""
+        """Estimate the seconds per update for the singular vectors of ``held``, computed every ``refresh`` updates.
+
+        ``timed``: measures the seconds of a function.
+        """
         import torch
 
         from weft.techniques.optimizers.galore.projection import singular_directions

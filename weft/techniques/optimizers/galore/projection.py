@@ -24,7 +24,8 @@ class ProjectedAdam:
     """Adam on gradients that are projected onto a few directions.
 
     With ``history`` above 0 the projected gradients are first multiplied by the inverse of an empirical Fisher matrix
-    of the last ``history`` of them (Natural GaLore). Each takes as much memory as a moment.
+    (Natural GaLore). This matrix is computed from the last ``history`` projected gradients, each of which takes as much
+    memory as a moment.
     """
 
     def __init__(
@@ -112,11 +113,11 @@ class ProjectedAdam:
 
 
 def singular_directions(grad: T, side: int, rank: int) -> T:
-    """Return the first singular vectors of ``grad [m, n]`` on one side, ``[rank, size of the side]``.
+    """Return the first ``rank`` singular vectors of ``grad [m, n]``: ``[rank, m]`` or ``[rank, n]``.
 
-    The entry of largest magnitude of each vector is positive, as libraries choose signs differently; of entries that
-    are equal up to rounding, the first. Where the gradient has a smaller rank (a step of a few tokens) the other
-    vectors are zero, as rounding would choose them.
+    ``side``: 0 for left singular vectors, 1 for right ones. The entry of largest magnitude of each vector is made
+    positive (the first, if several are equal up to rounding), as libraries choose signs differently. Where the gradient
+    has a smaller rank (a step of a few tokens) the other vectors are zero, as rounding would choose them.
     """
     left, sizes, right = torch.linalg.svd(grad, full_matrices=False)
     directions = right[:rank] if side == 1 else left[:, :rank].mT

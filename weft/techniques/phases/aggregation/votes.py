@@ -29,10 +29,10 @@ T = torch.Tensor
 
 
 class Voting(PhaseFiller):
-    """Aggregates the replicas' gradients, each the mean over the replica's own tokens, with one vote per replica.
+    """Aggregates the replicas' gradients with one vote per replica, whatever its number of tokens.
 
-    A replica without tokens, or whose gradient is not finite, takes no part in the step nor in its loss. The losses of
-    the others are weighted by tokens.
+    A replica's gradient is the mean over its own tokens. A replica without tokens, or whose gradient is not finite, is
+    left out of the step and of its loss. The losses of the others are weighted by tokens.
     """
 
     def __init__(self, context: StepContext, resilience: Resilience) -> None:
@@ -42,7 +42,7 @@ class Voting(PhaseFiller):
         )
 
     def own_weight(self, batches: Sequence[Batch]) -> T:
-        """Return the weight of this replica's labels. Scalar, float64."""
+        """Return the sum of the label weights in this replica's ``batches``. Scalar, float64."""
         return torch.tensor(
             sum(b.label_weight for b in batches),
             dtype=torch.float64,

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class Alternation(PhaseFiller):
-    """Updates a ``share`` of the units on the device while the host updates the others."""
+    """Updates some units on the device while the host updates the others.
+
+    ``share``: the part of the units that the device updates, or a word for a measured choice.
+    """
 
     def __init__(self, context: StepContext, share: float | str) -> None:
         self.context = context

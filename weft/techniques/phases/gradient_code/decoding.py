@@ -35,12 +35,12 @@ ROUNDING = 1e-7
 
 
 class Coding(PhaseFiller):
-    """Ends a step as soon as the answers of enough ranks have arrived to decode its gradient.
+    """Ends a step as soon as enough ranks' sums of gradients have arrived to decode the step's gradient.
 
     A step consists of jobs, and a job of parts, each computed by several ranks. ``batches`` of a step are those of all
     parts that this rank may have to compute, job after job. Nothing in a step waits for all ranks: loss, tokens and
-    requests to stop come with the gradients. The step's gradient is the sum over its jobs, which are all computed with
-    the same parameters; the update waits for the last one.
+    requests to stop come with the gradients. The step's gradient is the sum over its jobs, all computed with the same
+    parameters; the update waits until the last job is decoded.
     """
 
     def __init__(self, context: StepContext, resilience: Resilience) -> None:
@@ -63,11 +63,11 @@ class Coding(PhaseFiller):
         )
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Compute nothing yet: the answers that arrive decide which parts this rank computes."""
+        """Compute no gradients: :meth:`agree` does, as arriving results decide which parts this rank computes."""
         return torch.zeros(())
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
-        """Compute parts and send their sums until the step's gradient can be decoded."""
+        """Compute parts, and send weighted sums of their gradients, until the step's gradient can be decoded."""
         model, state = self.context.model, self.context.state
         parts = self.code.parts_of(self.rank)
         places = [(job, part) for job in range(self.code.jobs) for part in parts]

@@ -54,7 +54,7 @@ class InBackward(PhaseFiller):
         self.square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Run the passes, and update units meanwhile."""
+        """Run forward and backward passes, and update each unit as soon as its gradients are complete."""
         self.lr = given.lr
         self.square.zero_()
         context = self.context

@@ -55,7 +55,10 @@ if TYPE_CHECKING:
     figure="the same to the last bit",
 )
 class PostValidationTechnique(StepTechnique):
-    """Updates every stage at once, and undoes that if the norm then says so (Qi et al. 2023, section 4)."""
+    """Updates each pipeline stage without waiting for the gradient norm (Qi et al. 2023, section 4).
+
+    An update is undone if the norm turns out to be above the clipping threshold or not finite.
+    """
 
     fills = STEP
     does = "optimizer.post_validation updates before the norm is known"

@@ -45,9 +45,10 @@ class PendingUpdate(NamedTuple):
 
 
 class PostValidation(PhaseFiller):
-    """Updates a pipelined model before the norm is known; each result is that of the plain step, one step later.
+    """Updates a pipelined model before the gradient norm is known, and undoes an update that should have been clipped.
 
-    Holds a copy of parameters and optimizer state. ``repeated`` counts the steps that had to be run again.
+    Results equal those of the plain step, and are returned one step later. Holds a copy of parameters and optimizer
+    state. ``repeated`` counts the steps whose passes had to be run again.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -73,7 +74,7 @@ class PostValidation(PhaseFiller):
         return self._run(given)
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
-        """Complete the previous step. If its update was wrong, run this step's passes again."""
+        """Complete the previous step. If its update was wrong, mend it and run the passes of this step again."""
         context, loss = self.context, shares
         context.before_update()
         self.final, right = self._finish_pending()
@@ -92,7 +93,7 @@ class PostValidation(PhaseFiller):
         return Agreed(grads, lambda: step_result(sums()))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Update as if nothing were to be clipped. Return the previous step's result, or nothing in the first step."""
+        """Update without clipping. Return the previous step's result, or nothing in the first step."""
         context = self.context
         with record_function("weft:optimizer"):
             if self.changing:  # there may be nothing on this rank that learns

@@ -9,7 +9,11 @@ BACKWARD = {"none": 2.0, "selective": 2.0, "full": 3.0}
 
 
 def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
-    """Return the units to update early. Logical sizes decide, so that all ranks with parts of a unit choose alike."""
+    """Return the units that are updated during backward, by ``memory.speculate``.
+
+    ``recompute``: the setting ``train.recompute``. The choice uses sizes of whole parameters, so that all ranks with
+    parts of a unit choose alike.
+    """
     if memory.speculate == "none":
         return []
     # Gradients that several pipeline stages share are summed at the end of a step: too late for these units.
@@ -32,7 +36,10 @@ def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
 
 
 def sizes(unit: Unit, memory: Memory, free: bool) -> Sizes:
-    """Return how many bytes of the unit, over all ranks, rest in files."""
+    """Return how many bytes of weights, gradients and moments of a unit, over all ranks, are kept in files.
+
+    ``free``: whether the unit may be updated early.
+    """
     learning = [h for h in unit.held if h.learns]
     moments = [part.tensor for h in learning for part in h.slots.values()]
     every = {

@@ -40,11 +40,11 @@ T = torch.Tensor
 
 
 class Speculation(PhaseFiller):
-    """Updates the ``early`` units during backward; the results equal those of the plain step.
+    """Updates the units ``early`` during backward; the results equal those of the plain step.
 
-    Units in files are updated where the schedule completes their gradients. Other units are updated in a thread that
-    copies them during forward. The thread is left out if the update rule needs other ranks (it is not ``elementwise``).
-    ``undone`` counts the steps whose early updates were undone.
+    Units kept in files are updated where the schedule completes their gradients. Other units are updated in a thread,
+    which copies them during forward so that their update can be undone. There is no thread if the update rule needs
+    other ranks (it is not ``elementwise``). ``undone`` counts the steps whose early updates were undone.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Speculation(PhaseFiller):
         self.steps = self.undone = 0
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Run the passes of the plain step; early units are updated meanwhile."""
+        """Run forward and backward passes, and update early units meanwhile."""
         self.lr, self.begun, self.steps = given.lr, False, self.steps + 1
         context = self.context
         with self._restoring(), self._watching():

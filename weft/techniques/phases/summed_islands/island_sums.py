@@ -38,7 +38,7 @@ OWN = [SQUARE_NORM, SAMPLES, MARKS]
 
 
 class SummedIslands(PhaseFiller):
-    """Sums gradients, and a step's loss and counts, over all islands."""
+    """Sums gradients over all islands, and a step's loss and counts of tokens."""
 
     def __init__(self, context: StepContext, streams: Streams) -> None:
         self.context, self.streams = context, streams
@@ -58,7 +58,7 @@ class SummedIslands(PhaseFiller):
         return Agreed(grads, partial(step_result, sums))
 
     def beyond(self, number: T) -> T:
-        """Return the elementwise sum of the tensor ``number`` over all islands."""
+        """Return the elementwise sum over all islands of ``number``, a tensor of the step's loss and counts."""
         own = number.detach().reshape(-1).cpu()
         islands = range(self.context.mesh.islands)
         tag = f"numbers of step {self.steps}"
@@ -66,7 +66,7 @@ class SummedIslands(PhaseFiller):
         return torch.stack(every).sum(0).view_as(number).to(number.device)
 
     def summed(self, grads: Mapping[str, T]) -> dict[str, T]:
-        """Return the sums of the gradients of all islands."""
+        """Return the sums over all islands of this island's gradients ``grads``, by parameter name."""
         if not grads:
             return {}
         tag = f"gradients of step {self.steps}"

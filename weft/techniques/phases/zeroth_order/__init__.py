@@ -54,7 +54,10 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; no gradients, no moments",
 )
 class ZerothOrderTechnique(StepTechnique):
-    """Estimates gradients from the losses at two points: MeZO (Malladi et al. 2023)."""
+    """Estimates gradients from two losses, with parameters moved both ways along a random direction.
+
+    MeZO (Malladi et al. 2023).
+    """
 
     fills = STEP
     does = "optimizer.estimate = 'zeroth-order' estimates gradients from losses"
@@ -65,7 +68,10 @@ class ZerothOrderTechnique(StepTechnique):
         return ZerothOrder(context, recipe.optimizer)
 
     def direction(self, held: Held, number: int) -> torch.Tensor:
-        """Return this rank's part of the random direction of step ``number``; a rehearsal times it."""
+        """Return this rank's part of the random direction of a parameter in step ``number``.
+
+        A rehearsal calls it to measure its time.
+        """
         from weft.techniques.phases.zeroth_order.two_points import direction
 
         return direction(held, number)

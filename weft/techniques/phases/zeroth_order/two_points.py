@@ -44,7 +44,7 @@ ROWS_OF = 1 << 16
 
 
 class ZerothOrder(PhaseFiller):
-    """Estimates the gradient from the losses at two points, without backward.
+    """Estimates the gradient, without backward, from the losses with parameters moved both ways along a direction.
 
     The gradient norm of a step's result is the magnitude of the slope; nothing is clipped. Parameters are copied before
     they are perturbed, or their gathered copies are perturbed: adding and subtracting in place would let parameters
@@ -58,7 +58,10 @@ class ZerothOrder(PhaseFiller):
 
     @torch.no_grad()
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Return this rank's shares of loss and weight at both points, of tokens and of stops. Float64 ``[3, 2]``."""
+        """Return this rank's shares of the step's sums, float64 ``[3, 2]``.
+
+        Rows: loss and weight of labels at the upper point, both at the lower point, and tokens and requests to stop.
+        """
         self.context.before_update()
         stops = own_share(given.stop, self.mesh, **OWN)
         tokens = share_of_tokens(given.batches, self.mesh)
@@ -161,7 +164,10 @@ class ZerothOrder(PhaseFiller):
 
 
 def direction(held: Held, number: int) -> T:
-    """Return this rank's part of the standard normal direction of step ``number``, drawn some rows at a time."""
+    """Return this rank's part of a parameter's random direction in step ``number``: standard normal values.
+
+    They are drawn some rows at a time, to save memory.
+    """
     drawn, seed = torch.empty_like(held.local), crc32(held.name.encode()) << 32 | number
     rows = max(1, ROWS_OF // max(1, drawn[:1].numel()))
     for first in range(0, len(drawn), rows):
