@@ -27,7 +27,10 @@ class Best:
 
 
 def read_best(run: Path) -> Best:
-    """Read the best validation loss from a run's folder. Raises :class:`WeftError` if its file is damaged."""
+    """Read the best validation loss of a run from its folder ``run``.
+
+    Raises :class:`WeftError` if its file is damaged.
+    """
     try:
         return Best(**json.loads((run / FILE).read_text()))
     except FileNotFoundError:
@@ -45,7 +48,10 @@ def best_checkpoint(run: Path) -> str:
 
 
 def write_best(run: Path, best: Best) -> None:
-    """Write ``best`` to a run's folder, and link its checkpoint if that is local. Raises :class:`OSError`."""
+    """Write ``best`` to the folder of the run ``run``, and link its checkpoint there if the checkpoint is local.
+
+    Raises :class:`OSError`.
+    """
     local = bool(best.checkpoint) and "://" not in best.checkpoint
     if local:
         with suppress(ValueError):  # so that the run's folder can be moved

@@ -26,7 +26,7 @@ class DamagedCheckpoint(WeftError):
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """Return the hexadecimal xxh3-128 of ``data``."""
+    """Return the xxh3-128 digest of ``data`` as hexadecimal text."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -46,10 +46,11 @@ def intersection(a: Box, b: Box) -> Box | None:
 def replica_share(
     box: Box, itemsize: int, replica: int, replicas: int, key: int
 ) -> Box | None:
-    """Return the rows of ``box`` that replica number ``replica`` of ``replicas`` writes, so that each is written once.
+    """Return the part of ``box`` that this replica writes, so that all replicas together write each element once.
 
-    A small box is not divided: one replica writes it, and the others get None. ``key``: a number that is the same on
-    all replicas and spreads small boxes over them. ``itemsize``: bytes of an element.
+    ``replica``: number of this replica among ``replicas``. A large box is divided by rows. A small box is written by
+    one replica, and the others get None; ``key`` (equal on all replicas, such as a hash of the name) spreads small
+    boxes over the replicas. ``itemsize``: bytes of an element.
     """
     if not volume(box):
         return None

@@ -16,7 +16,11 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Difference of a tensor between two checkpoints."""
+    """Difference between the values of one tensor in two checkpoints.
+
+    ``different``: number of elements that differ; ``max``: largest absolute difference; ``relative``: 2-norm of the
+    difference, divided by that of the tensor in the first checkpoint.
+    """
 
     different: int  # elements
     max: float  # absolute difference
@@ -25,7 +29,12 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of two checkpoints. A pair has the value of the first and that of the second."""
+    """Differences between a first and a second checkpoint.
+
+    Pairs hold the value of the first, then that of the second. ``meta``: fields of the root that differ; ``missing``
+    and ``extra``: tensors that only the first, or only the second, holds; ``changed``: tensors of other dtype or shape;
+    ``values``: tensors of other values.
+    """
 
     meta: dict[str, list[Any]]  # pairs
     missing: list[str]  # in the second
@@ -35,12 +44,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all tensors are equal. Step, layout and progress do not count."""
+        """Whether all tensors are equal. Differences of step, layout and progress do not count."""
         return not (self.missing or self.extra or self.changed or self.values)
 
 
 def compare(left: StoredCheckpoint, right: StoredCheckpoint) -> Comparison:
-    """Compare two checkpoints by reading both from end to end."""
+    """Compare the checkpoints ``left`` (the first) and ``right`` (the second) by reading both from end to end."""
     fields = ("step", "layout", "world", "data", "progress")
     meta = {
         k: [left.meta.get(k), right.meta.get(k)]

@@ -24,9 +24,9 @@ RUN = 512
 
 
 class StoredBlock(NamedTuple):
-    """Block of a checkpoint: elements ``box`` of ``tensor``, row-major, ``size`` bytes at ``offset`` of ``file``.
+    """Block of a checkpoint: the elements ``box`` of ``tensor``, stored row-major in ``file``.
 
-    ``digest``: the xxh3-128 of these bytes.
+    ``size`` and ``offset``: bytes of the block, and where they begin in the file; ``digest``: their xxh3-128.
     """
 
     tensor: str
@@ -38,7 +38,10 @@ class StoredBlock(NamedTuple):
 
 
 def cut_blocks(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Cut ``box`` of a tensor of ``shape`` into blocks: at fixed columns, then by rows to a common size."""
+    """Cut the part ``box`` of a tensor of ``shape`` into blocks of similar size.
+
+    Tensors with long rows are cut at fixed columns first, then all by rows. ``itemsize``: bytes of an element.
+    """
     if not box:
         yield box
         return
@@ -67,14 +70,17 @@ def cut_blocks(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 
 def block_name(name: str, box: Box) -> str:
-    """Return the name of a block inside its safetensors file."""
+    """Return the name under which the block ``box`` of tensor ``name`` stands in its safetensors file."""
     return f"{name}@{','.join(f'{lo}:{hi}' for lo, hi in box)}"
 
 
 def file_head(
     blocks: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the head of a safetensors file with ``blocks`` in this order, and the offset and size of each block."""
+    """Return the head of a safetensors file of ``blocks``, and the offset and size of each block in bytes.
+
+    ``blocks``: name of the tensor and box of each, in the order of the file; ``tensors``: their descriptions by name.
+    """
     table: dict[str, Any] = {"__metadata__": {"format": "pt", "weft": str(FORMAT)}}
     at, spans = 0, []
     for name, box in blocks:
@@ -96,7 +102,10 @@ def file_head(
 def manifest_json(
     file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequence[StoredBlock]
 ) -> bytes:
-    """Return the manifest of one data file as JSON: its tensors, and its blocks as columns."""
+    """Return the manifest of the data file ``file`` of ``size`` bytes as JSON.
+
+    It describes the file's ``tensors`` by name, and has a list for each field of its ``blocks``.
+    """
     names = list(
         dict.fromkeys(
             [b.tensor for b in blocks]
@@ -118,9 +127,10 @@ def manifest_json(
 
 
 class Manifest:
-    """Manifest read from ``data``. ``tensors`` describes its tensors by name; blocks are created on demand.
+    """Manifest of one data file, parsed from ``data``. ``tensors``: descriptions of its tensors, by name.
 
-    Raises :class:`DamagedCheckpoint`, which names ``name``, if ``data`` is no manifest.
+    :class:`StoredBlock` objects are created on demand. Raises :class:`DamagedCheckpoint`, which names the manifest
+    ``name``, if ``data`` is no manifest.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -178,7 +188,7 @@ def _tensor(t: Tensor) -> dict[str, Any]:
 
 
 def read_tensor(tree: Mapping[str, Any]) -> Tensor:
-    """Return the tensor that an entry of a manifest or root describes."""
+    """Return the description of a tensor that ``tree``, an entry of a manifest or root, holds."""
     return Tensor(
         tuple(tree["shape"]),
         tree["dtype"],
@@ -190,10 +200,11 @@ def read_tensor(tree: Mapping[str, Any]) -> Tensor:
 def root_index(
     manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[StoredBlock]]],
 ) -> dict[str, Any]:
-    """Return the root's index: every tensor, and the manifests that describe its parts.
+    """Return the root's index: all tensors, and for each the manifests that describe its blocks.
 
-    Tensors with the same distribution over manifests share one ``place``, a list of ``[manifest, box]``. Raises
-    :class:`DamagedCheckpoint` if the blocks of a tensor do not hold each element exactly once.
+    ``manifests``: tensors and blocks by the manifest's name. Tensors with the same distribution over manifests share
+    one ``place``, a list of ``[manifest, box]``. Raises :class:`DamagedCheckpoint` if the blocks of a tensor do not
+    hold each element exactly once.
     """
     numbers = {name: i for i, name in enumerate(manifests)}
     tensors: dict[str, Tensor] = {}
@@ -268,14 +279,20 @@ def _hull(boxes: Sequence[Box]) -> Box:
 
 
 def seal(root: Mapping[str, Any]) -> bytes:
-    """Return the root file with contents ``root`` and the digest of their canonical text (sorted keys, no spaces)."""
+    """Return the bytes of a root file with the contents ``root`` and their digest.
+
+    The digest is of the contents' canonical text, with sorted keys and without spaces.
+    """
     return json.dumps(
         {"format": FORMAT, "xxh3": _seal(root), "root": root}, indent=1, allow_nan=False
     ).encode()
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:
-    """Return the contents of a root file. Raises :class:`DamagedCheckpoint` if they do not match their digest."""
+    """Return the contents of the root file with the bytes ``data``.
+
+    ``name``: the file, for errors. Raises :class:`DamagedCheckpoint` if the contents do not match their digest.
+    """
     try:
         tree = json.loads(data)
         number = tree["format"]

@@ -39,10 +39,11 @@ VISIBLE_S = 5.0
 
 @dataclass
 class LevelStore:
-    """Level of a run: a place for a checkpoint every ``every`` steps, where the newest ``keep`` stay.
+    """Level of a run: a place that gets a checkpoint every ``every`` steps and keeps the newest ``keep``.
 
-    ``taken``: names of the checkpoints in the place, so that a save need not list it. ``last``: the newest checkpoint;
-    ``step``: its step, -1 if there is none. ``in_memory``: the place is a tmpfs of this host.
+    ``taken``: names of the checkpoints in the place, so that a save need not list them. ``last``: the newest
+    checkpoint; ``step``: the step of that checkpoint, or -1 if there is none. ``in_memory``: whether the place is a
+    tmpfs of this host.
     """
 
     place: Storage
@@ -58,7 +59,7 @@ class LevelStore:
         return bool(self.every) and step % self.every == 0
 
     def next_place(self, step: int) -> Storage:
-        """Return a new place for the checkpoint of ``step``."""
+        """Return an unused place for the checkpoint of ``step``."""
         name = new_name(self.taken, step)
         self.taken.add(name)
         self.last, self.step = self.place / name, step
@@ -75,9 +76,10 @@ def _path(place: Storage) -> Storage | Path:
 
 
 def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelStore]:
-    """Return the recipe's levels, fastest first, for the run in folder ``run``. Nothing is created.
+    """Return the levels that ``settings`` describe, fastest first, for the run in folder ``run``.
 
-    ``apart``: the island's subfolder of places outside the run's folder, which islands share.
+    Nothing is created. ``apart``: subfolder that separates this island's checkpoints from those of other islands in
+    places that they share.
     """
     levels = []
     for level in settings.all_levels:
@@ -95,7 +97,7 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
 
 
 def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
-    """Raise :class:`WeftError` for levels that cannot work, and fill ``taken`` of the others. One rank calls it.
+    """Raise :class:`WeftError` if a level cannot work; fill ``taken`` of each level. Called by one rank.
 
     ``size``: approximate bytes of a checkpoint. ``fresh``: the run does not resume, so levels must hold no checkpoint.
     """
@@ -172,7 +174,10 @@ def _is_visible(place: Storage, name: str) -> bool:
 
 
 def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
-    """Create folders that must exist before the first save, and write the list of places to the run's folder."""
+    """Create folders that must exist before the first save, and write the list of places to the folder ``run``.
+
+    ``fresh``: the run does not resume.
+    """
     for level in levels:
         if level.in_memory:
             if fresh:  # of a run whose folder is gone
@@ -206,10 +211,10 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
 
 
 class Thinning:
-    """Deletion of old checkpoints in a background thread, which may take many requests and may fail without harm.
+    """Deletion of old checkpoints in a background thread, because it may take many requests.
 
-    ``is_own``: whether a checkpoint is of this run's model, asked once for each. Other checkpoints stay, and so do
-    those in ``protected``.
+    Its failure does no harm. ``is_own``: whether a checkpoint is of this run's model; it is called once for each
+    checkpoint. Checkpoints of other models are not deleted, nor are those whose paths are in ``protected``.
     """
 
     def __init__(self, is_own: Callable[[Storage], bool] = lambda place: True) -> None:
@@ -228,7 +233,7 @@ class Thinning:
         )
 
     def problems(self) -> list[str]:
-        """Return lines about deletions that failed since the last call. Does not wait."""
+        """Return a line for each deletion that has failed since the last call. Does not wait."""
         done = [work for work in self._work if work.done()]
         self._work = [work for work in self._work if not work.done()]
         return [

@@ -63,7 +63,7 @@ class StoredCheckpoint:
         return str(self.storage)
 
     def damaged(self, what: str) -> DamagedCheckpoint:
-        """Return the error that says ``what`` is wrong with this checkpoint."""
+        """Return a :class:`DamagedCheckpoint` error for this checkpoint. ``what``: what is wrong with it."""
         return DamagedCheckpoint(f"checkpoint {self} is damaged: {what}")
 
     @cached_property
@@ -105,7 +105,7 @@ class StoredCheckpoint:
         return self._manifests[name]
 
     def file(self, name: str, size: int, xxh3: str) -> bytes:
-        """Read a small file that the root lists, and verify its ``size`` and digest ``xxh3``."""
+        """Read the small file ``name``, and verify it by the ``size`` and digest ``xxh3`` that the root lists."""
         try:
             data = self.storage.read(name)
         except MissingObject:
@@ -120,7 +120,10 @@ class StoredCheckpoint:
             yield from self._manifest(*manifest)
 
     def read_all(self, blocks: Iterable[StoredBlock]) -> Iterator[memoryview]:
-        """Read and verify the bytes of blocks in this order. Blocks that lie side by side are read together."""
+        """Read and verify ``blocks``, and yield the bytes of each in this order.
+
+        Blocks that lie side by side in a file are read together.
+        """
         for group in _side_by_side(blocks, self.storage.granule):
             for _, data in self.read(group):
                 yield data
@@ -131,9 +134,10 @@ class StoredCheckpoint:
         places: Mapping[StoredBlock, memoryview] = MappingProxyType({}),
         scratch: memoryview | None = None,
     ) -> Iterator[tuple[StoredBlock, memoryview]]:
-        """Read and verify the bytes of blocks that lie side by side in one file.
+        """Read and verify a ``group`` of blocks that lie side by side in one file, and yield each with its bytes.
 
-        ``places``: the memory for the bytes of some blocks. The other blocks go to ``scratch``, or to new memory.
+        ``places``: the memory for the bytes of some blocks. The bytes of other blocks go to ``scratch``, by default new
+        memory.
         """
         first, size, at = group[0], sum(b.size for b in group), 0
         begun = time.perf_counter()
@@ -161,7 +165,10 @@ class StoredCheckpoint:
 
     @_no_collection()
     def load(self, locals_: Mapping[str, Part]) -> None:
-        """Fill every part in place. Raises :class:`WeftError` with a table if names or shapes do not match."""
+        """Fill the tensors of all parts in ``locals_`` (by name) from the checkpoint, in place.
+
+        Raises :class:`WeftError` with a table of differences if names or shapes do not match.
+        """
         begun = time.perf_counter()
         self.check_fits(locals_)
         wanted = {
@@ -214,7 +221,10 @@ class StoredCheckpoint:
                 self.seconds["unpack"] += time.perf_counter() - begun
 
     def check_fits(self, locals_: Mapping[str, Part]) -> None:
-        """Raise :class:`WeftError` with a table if the checkpoint lacks a part's tensor or has another shape of it."""
+        """Check that the checkpoint has the tensor of every part in ``locals_`` (by name), with the same shape.
+
+        Raises :class:`WeftError` with a table of differences otherwise.
+        """
         rows = []
         for name, local in locals_.items():
             stored = self.tensors.get(name)

@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 
 class OpenedModel(NamedTuple):
-    """Trained model with its ``files`` beside the weights, and its context ``length`` (see :func:`learned_length`)."""
+    """Trained model, with ``files`` that lie beside its weights (tokenizer, chat template).
+
+    ``length``: the context length in training, in tokens (see :func:`learned_length`).
+    """
 
     model: Transformer
     files: dict[str, bytes]

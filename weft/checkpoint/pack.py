@@ -22,7 +22,7 @@ Elements = NDArray[Any]
 
 
 def index_within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return ``box`` as an index into an array of the elements of ``outer``."""
+    """Return the index that selects ``box`` in an array of the elements of the box ``outer``."""
     return tuple(
         slice(lo - first, hi - first)
         for (lo, hi), (first, _) in zip(box, outer, strict=True)
@@ -35,7 +35,10 @@ def elements(
     itemsize: int,
     offset: int = 0,
 ) -> Elements:
-    """View the elements of ``box`` that lie row-major in ``buffer`` from byte ``offset`` on."""
+    """View part of ``buffer`` as an array: the elements of ``box``, which lie there row-major from byte ``offset`` on.
+
+    ``itemsize``: bytes of an element.
+    """
     flat: Elements = np.frombuffer(buffer, f"u{itemsize}", volume(box), offset)
     return flat.reshape(extents(box))
 
@@ -43,7 +46,10 @@ def elements(
 def copy_common(
     target: Elements, target_box: Box, source: Elements, source_box: Box
 ) -> None:
-    """Copy the elements of the intersection of both boxes from ``source`` to ``target``."""
+    """Copy those elements that two boxes of a tensor share from the array ``source`` to the array ``target``.
+
+    ``target_box`` and ``source_box``: the boxes whose elements the arrays hold.
+    """
     common = intersection(target_box, source_box)
     if common is not None:
         target[index_within(common, target_box)] = source[
@@ -57,9 +63,10 @@ def group_by_bytes(
     size: Callable[[T], int],
     joins: Callable[[T, T], bool] = lambda before, item: True,
 ) -> Iterator[list[T]]:
-    """Group consecutive items into lists of at most ``most`` bytes; a larger item gets a list of its own.
+    """Group consecutive items into lists of at most ``most`` bytes. A larger item gets a list of its own.
 
-    ``size(item)``: its bytes. ``joins(before, item)``: whether an item may follow the item before it in one list.
+    ``size(item)``: bytes of the item. ``joins(before, item)``: whether an item may be in the same list as the item
+    before it.
     """
     group: list[T] = []
     total = 0

@@ -35,8 +35,10 @@ ALIGN = 8
 
 @dataclass(frozen=True)
 class ElementMove:
-    """Move of the elements ``box`` of tensor ``name`` from part ``held`` of rank ``source`` to part ``needed`` of
-    ``target``."""
+    """Transfer of the elements ``box`` of tensor ``name`` from rank ``source`` to rank ``target``.
+
+    ``held``: the box of the part on ``source`` that has the elements; ``needed``: the box of the part on ``target``.
+    """
 
     name: str
     box: Box
@@ -53,10 +55,10 @@ def plan_moves(
     needed: Sequence[Iterable[Box]],
     rank: int,
 ) -> Iterator[ElementMove]:
-    """Plan the sends and receives of ``rank`` for a tensor, when each rank ``r`` has ``held[r]`` and needs
-    ``needed[r]``.
+    """Plan the sends and receives of ``rank`` for the tensor ``name``.
 
-    Raises :class:`WeftError` if the ranks together lack an element, or hold unequal parts that overlap.
+    ``held`` and ``needed``: for each rank the boxes that it has, and those that it needs. Raises :class:`WeftError` if
+    the ranks together lack an element, or hold unequal boxes that overlap.
     """
     holders: dict[Box, list[int]] = {}
     for r, boxes in enumerate(held):
@@ -97,11 +99,11 @@ def redistribute(
     targets: Mapping[str, Part],
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Fill ``targets`` in place with the elements that the ranks of ``group`` (default: all) hold as ``sources``.
+    """Fill ``targets`` in place with the elements that the ranks of ``group`` (default: all) hold in ``sources``.
 
-    Collective. Both are this rank's parts of logical tensors, by name; ``sources`` may have several parts of one name.
-    A rank outside a layout gives none for it. Returns the bytes that this rank sent. Raises :class:`WeftError` on all
-    ranks if shapes or types differ or an element is missing.
+    Collective. Both arguments are this rank's parts of logical tensors, by name; ``sources`` may have several parts of
+    one name. A rank outside the old or the new layout gives no parts for it. Returns the bytes that this rank sent.
+    Raises :class:`WeftError` on all ranks if shapes or types differ or an element is missing.
     """
     rank, world = (
         (dist.get_rank(group), dist.get_world_size(group))
@@ -240,10 +242,10 @@ def load_parts(
     locals_: Mapping[str, Part],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill this rank's parts from a checkpoint. Collective over ``group`` (default: all ranks).
+    """Fill this rank's parts ``locals_`` (by name) from a checkpoint.
 
-    From remote storage each replica reads a different share and passes it on to the other replicas. An error of any
-    rank is raised on all ranks.
+    Collective over ``group`` (default: all ranks). From remote storage each replica reads a different share and passes
+    it on to the other replicas. An error of any rank is raised on all ranks.
     """
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     shared = world > 1 and not isinstance(checkpoint.storage, LocalStorage)

@@ -113,9 +113,9 @@ def check_resumable(
 def other_differences(
     checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint: str
 ) -> list[str]:
-    """Return a line for each allowed difference between ``recipe`` and that of the checkpoint.
+    """Return a line for each allowed difference between ``recipe`` and the recipe in the checkpoint.
 
-    ``fingerprint``: of the recipe's data.
+    ``fingerprint``: digest of the data of ``recipe``.
     """
     stored, present = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
     differences = _differing(
@@ -152,9 +152,9 @@ def _shown(value: Any) -> str:
 
 
 def model_fingerprint(name: str) -> str:
-    """Return a digest that identifies the model called ``name``.
+    """Return a digest that identifies the model called ``name`` (a path or an id).
 
-    It covers the root file of a Weft checkpoint, or samples of foreign files (:data:`PIECES`).
+    For a Weft checkpoint it covers the root file, for other formats samples of the files (:data:`PIECES`).
     """
     where = local_path(name)
     place, path = open_storage(where), Path(where)
@@ -179,9 +179,9 @@ def model_fingerprint(name: str) -> str:
 
 
 def run_base(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
-    """Return the base model of a run's adapter: its name and fingerprint, or the seed of random weights.
+    """Return a description of the base model of a run with an adapter, or None if the run has no adapter.
 
-    Returns None if the run has no adapter.
+    It holds the name and fingerprint of the base model, or the seed if the base has random weights.
     """
     if shape.adapter is None:
         return None
@@ -197,7 +197,10 @@ def run_base(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
 def check_same_base(
     checkpoint: StoredCheckpoint, needed: Mapping[str, Any] | None
 ) -> None:
-    """Raise :class:`WeftError` if the checkpoint's adapter was trained with another base model than ``needed``."""
+    """Raise :class:`WeftError` if the checkpoint's adapter was trained with another base model than ``needed``.
+
+    ``needed``: the description of a base model from :func:`run_base`.
+    """
     stored = checkpoint.meta.get("base")
     if (
         stored is not None

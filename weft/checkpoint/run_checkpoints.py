@@ -21,21 +21,25 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Receiver of a run's events (lines of text) and records (numbers of a kind)."""
+    """Receiver of a run's events (lines of text) and records (named values of one kind)."""
 
     def event(self, text: str) -> None:
         """Record a line of text."""
 
     def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
-        """Record numbers of a kind, by default of the current step."""
+        """Record ``values`` as a record of ``kind``.
+
+        ``step``: the step that it belongs to, by default the current one.
+        """
 
 
 class Checkpoints:
-    """Checkpoints of a run: saves ``state`` and ``progress`` to its levels. Leaving it frees the saver's memory.
+    """Checkpoints of a run: saves ``state`` and ``progress`` to ``levels``.
 
-    ``about`` (recipe, layout, data) and ``files`` (the tokenizer) go into each checkpoint. Checkpoints of another model
-    than ``shape`` are never deleted. ``folder``: the run's folder; ``best``: its lowest validation loss so far. With
-    ``strict`` a save that failed in the background ends the run at the next save.
+    As a context it frees the saver's memory at exit. ``about`` (recipe, layout, data) and ``files`` (the tokenizer) go
+    into each checkpoint. Checkpoints of another model than ``shape`` are never deleted. ``folder``: the run's folder;
+    ``best``: the run's lowest validation loss so far. With ``strict`` a save that failed in the background ends the run
+    at the next save.
     """
 
     def __init__(
@@ -86,11 +90,11 @@ class Checkpoints:
 
     @property
     def last(self) -> Storage | None:
-        """Newest checkpoint in the last level, which outlasts the run."""
+        """Newest checkpoint of the last level, whose checkpoints remain after the run; None if there is none."""
         return self._levels[-1].last
 
     def wait_for_copy(self) -> None:
-        """Wait until the running save has copied the state. The state must not change before."""
+        """Wait until the save under way has copied the state. Until then the state must not change."""
         self._saver.wait_for_copy()
 
     def due(self, step: int) -> list[LevelStore]:
@@ -109,7 +113,10 @@ class Checkpoints:
         self._listener.log("checkpoint", stall_s=waited)
 
     def save_best(self, best: Best) -> None:
-        """Save the state to the last level as the run's best checkpoint, measured as ``best`` says. Collective."""
+        """Save the state to the last level as the checkpoint of the run's best validation loss. Collective.
+
+        ``best``: that loss and its step.
+        """
         last = self._levels[-1]
         if last.step != self._progress.step:
             self.save([last])
@@ -118,7 +125,7 @@ class Checkpoints:
         self._name_best()
 
     def note_best(self, best: Best) -> None:
-        """Write ``best`` to the run's folder. Used where no checkpoint of it is kept."""
+        """Write ``best`` to the run's folder, for a run that keeps no checkpoint of its best validation loss."""
         if not self._mesh.is_main:
             return
         try:
@@ -148,9 +155,9 @@ class Checkpoints:
         self._report_saves()
 
     def finish(self, save: bool) -> None:
-        """End the run's saving: wait for all saves, after saving the final state to the last level if ``save`` is set.
+        """Wait for all saves of the run to end. With ``save``, first save the final state to the last level.
 
-        With ``save``, checkpoints in memory are no longer needed, and the main rank removes them. Collective.
+        Collective. With ``save``, checkpoints in memory are no longer needed, and the main rank removes them.
         """
         if save and self._levels[-1].step != self._progress.step:
             self.save(self._levels[-1:])

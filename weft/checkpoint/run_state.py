@@ -21,7 +21,11 @@ LIKE_PARAMETERS = ("ema", "anchor")
 
 @dataclass
 class Progress:
-    """Progress of a run. ``position`` counts global samples, so it means the same under every layout."""
+    """Progress of a run through steps and data.
+
+    ``position``: number of samples used so far by all ranks together, so that it means the same under every layout.
+    ``tokens``: number of tokens in these samples. ``updates``: number of steps that changed the parameters.
+    """
 
     step: int = 0
     position: int = 0
@@ -29,7 +33,10 @@ class Progress:
     updates: int = 0
 
     def advance(self, samples: int, tokens: int, updated: bool) -> None:
-        """Count one step of ``samples`` samples and ``tokens`` tokens."""
+        """Count one step of ``samples`` samples and ``tokens`` tokens.
+
+        ``updated``: whether it changed the parameters.
+        """
         self.step += 1
         self.position += samples
         self.tokens += tokens
@@ -39,10 +46,10 @@ class Progress:
 def load_state(
     checkpoint: StoredCheckpoint, state: State, group: dist.ProcessGroup | None = None
 ) -> Progress:
-    """Load a saved checkpoint into ``state``, whatever its layout, and return how far the saved run was.
+    """Load a checkpoint into ``state``, whatever layout it was saved from, and return how far the saved run was.
 
-    Slots of :data:`LIKE_PARAMETERS` that the checkpoint lacks start as copies of the parameters. Collective over
-    ``group`` (default: all ranks).
+    Optimizer slots of :data:`LIKE_PARAMETERS` that the checkpoint lacks start as copies of the parameters. Collective
+    over ``group`` (default: all ranks).
     """
     from weft.checkpoint import reshard
 

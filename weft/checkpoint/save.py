@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Saved:
-    """Report of ``rank`` about its part of a save to ``where``, or about the commit if ``report.committed``."""
+    """Report of ``rank`` about its part of a save, or, if ``report.committed``, about the commit of the whole save.
+
+    ``where``: the place of the checkpoint; ``step``: its step.
+    """
 
     rank: int
     step: int
@@ -43,12 +46,13 @@ class Saved:
 
 
 class Saver:
-    """Background saves of one run. A save waits for the one before it, so memory holds at most one copy of the state.
+    """Background saves of one run.
 
-    ``warn`` is called with the problem of a failed save; with ``strict`` the problem is raised instead. ``reports``
-    collects this rank's reports as soon as its writer is done; rank 0 gets those of the other ranks when the next save
-    begins or :meth:`finish` is called. ``timeout``: seconds that the commit waits for the other ranks. ``group``: the
-    ranks that save together (default: all). ``folder``: the folder for the copy, if it is not to be in main memory.
+    A save waits for the previous save, so memory holds at most one copy of the state. ``warn`` is called with the
+    problem of a failed save; with ``strict`` the problem is raised instead. ``reports`` collects this rank's reports as
+    soon as its writer is done; rank 0 gets those of the other ranks when the next save begins or :meth:`finish` is
+    called. ``timeout``: seconds that the commit waits for the other ranks. ``group``: the ranks that save together
+    (default: all). ``folder``: the folder for the copy (default: the copy is in main memory).
     """
 
     def __init__(
@@ -79,7 +83,10 @@ class Saver:
         self._unsent: list[Saved] = []  # reports that rank 0 does not have yet
 
     def prepare(self, locals_: Mapping[str, Part]) -> None:
-        """Allocate the staging memory and start the writer, so that the first save takes no longer than later ones."""
+        """Allocate the staging memory for the parts ``locals_`` and start the writer process.
+
+        Without this call the first save would take longer than later ones.
+        """
         self._stage(locals_)
 
     def save(
@@ -91,10 +98,11 @@ class Saver:
         files: Mapping[str, bytes],
         lazy: bool = False,
     ) -> float:
-        """Copy this rank's share and have it written. Returns the seconds that training waited. Collective.
+        """Copy this rank's share of the state, and let the writer process write it to ``storage``. Collective.
 
         ``locals_``: this rank's parts by name; ``meta`` and ``files``: further contents of the checkpoint. With
-        ``lazy`` the copy goes on after the return; values must not change until :meth:`wait_for_copy` has returned.
+        ``lazy`` the copy continues after the return; values must not change until :meth:`wait_for_copy` has returned.
+        Returns the seconds that training waited.
         """
         begun = time.perf_counter()
         attempt = self._finish_current(

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class SourceFormat:
     """Format of checkpoints that ``weft checkpoint convert`` and ``model.from`` read.
 
-    ``patterns``: globs of which a folder of this format matches at least one; ``suffix``: of a single file of this
-    format. Of several formats that match, the one with the lowest ``place`` is taken.
+    ``patterns``: globs; a folder of this format contains a match of at least one. ``suffix``: name suffix of a
+    checkpoint that is a single file. Of several formats that match, the one with the lowest ``place`` is taken.
     """
 
     patterns: ClassVar[tuple[str, ...]] = ()

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """Part ``box`` of tensor ``name`` that this rank writes: ``size`` bytes at ``offset`` of the staging memory."""
+    """Piece that this rank writes: the elements ``box`` of tensor ``name``.
+
+    In the staging memory it takes ``size`` bytes from byte ``offset`` on.
+    """
 
     name: str
     box: Box
@@ -36,7 +39,7 @@ class SavedPiece:
 
 
 def plan_pieces(locals_: Mapping[str, Part]) -> list[SavedPiece]:
-    """Plan the pieces that this rank writes, in the order in which they lie in the staging memory."""
+    """Plan which pieces of its parts ``locals_`` (by name) this rank writes, in their order in the staging memory."""
     pieces, at = [], 0
     for name in sorted(locals_):
         local = locals_[name]
@@ -55,7 +58,7 @@ def plan_pieces(locals_: Mapping[str, Part]) -> list[SavedPiece]:
 
 
 def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tensor:
-    """View a piece of ``part`` in the staging ``memory`` as a tensor."""
+    """View ``piece``, a piece of ``part``, in the staging ``memory`` as a tensor."""
     dtype = TORCH_DTYPES[part.tensor.dtype]
     flat = torch.frombuffer(
         memory, dtype=dtype, count=volume(piece.box), offset=piece.offset
@@ -64,10 +67,10 @@ def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tenso
 
 
 class WriterProcess:
-    """Process that runs :mod:`.writer`, with ``memory`` of ``size`` bytes that it shares with this rank.
+    """Process that runs :mod:`.writer`, and ``memory`` of ``size`` bytes that it shares with this rank.
 
-    The memory is a nameless file, which vanishes when both processes have ended. ``folder``: the folder for this file,
-    if it is not to be in main memory. ``pinned``: register the memory for direct copies from a GPU.
+    The memory is a nameless file, which vanishes when both processes have ended. ``folder``: the folder for this file
+    (default: the file is in main memory). ``pinned``: register the memory for direct copies from a GPU.
     """
 
     def __init__(self, size: int, pinned: bool, folder: Path | None = None) -> None:
@@ -118,14 +121,14 @@ class WriterProcess:
         return self._open and self.process.poll() is None and size <= self.size
 
     def send(self, task: WriteTask | str) -> None:
-        """Send a task to the process. A text instead of a task gives up the commit under way."""
+        """Send a task to the process. A text in place of a task makes the process give up the commit under way."""
         try:
             self._pipe.send(task)
         except OSError:  # it died, and so will not report
             self._open = False
 
     def has_report(self) -> bool:
-        """Return whether :meth:`report` would return at once."""
+        """Return whether a report has arrived, so that :meth:`report` returns without waiting."""
         return not self._open or self._pipe.poll()
 
     def report(self) -> Report | None:

@@ -33,8 +33,9 @@ class MissingObject(StorageError):
 class Storage(Protocol):
     """Storage of named, immutable objects under one root. Names use ``/``. Failures raise :class:`StorageError`.
 
-    ``place / "name"`` is the storage whose root is the folder ``name``; ``name`` is the last part of the root. Storages
-    of the same root are equal and can be pickled; :func:`weft.checkpoint.address.open_storage` reads their text.
+    ``place / "folder"`` is the storage whose root is that folder of ``place``. :attr:`name` is the last part of the
+    root's path. Storages of the same root are equal and can be pickled; :func:`weft.checkpoint.address.open_storage`
+    opens a storage from its text.
     """
 
     @property
@@ -45,13 +46,14 @@ class Storage(Protocol):
     def __hash__(self) -> int: ...
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """Create an object of the bytes of all chunks on stable storage, and return its size.
+        """Write an object ``name`` that consists of all ``chunks`` to stable storage, and return its size in bytes.
 
-        A chunk may change as soon as the next one is requested. ``chunks`` is iterated again after a failed attempt.
+        The memory of a chunk may change as soon as the next chunk is requested. ``chunks`` is iterated again after a
+        failed attempt.
         """
 
     def create(self, name: str, data: bytes) -> bool:
-        """Create a small object atomically. Returns False if an object of that name exists."""
+        """Create a small object with the bytes ``data`` atomically. Returns False if an object of that name exists."""
 
     def read(self, name: str) -> bytes:
         """Return all bytes of an object."""
@@ -64,13 +66,16 @@ class Storage(Protocol):
         """Number of bytes that are read most efficiently in one request."""
 
     def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
-        """Fill ``buffers`` in turn from byte ``offset`` of an object; :class:`MissingObject` if it is too short."""
+        """Fill ``buffers``, one after another, with the bytes of an object from byte ``offset`` on.
+
+        Raises :class:`MissingObject` if the object is too short.
+        """
 
     def list(self, prefix: str = "") -> dict[str, int]:
         """Return the objects whose names begin with ``prefix``, with their sizes in bytes."""
 
     def folders(self) -> Sequence[str]:
-        """Return the names of the folders directly under the root, if it exists."""
+        """Return the names of the folders directly under the root. If the root does not exist, there are none."""
 
     def modified(self, name: str = "") -> float:
         """Return the Unix time of the last change of an object, or of anything in this storage if ``name`` is empty.

@@ -41,7 +41,10 @@ def open_checkpoint(where: Where) -> StoredCheckpoint:
 
 
 def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
-    """Return the model of a Weft checkpoint. Raises :class:`WeftError` if the checkpoint does not name one."""
+    """Return the shape of the model in a Weft checkpoint.
+
+    Raises :class:`WeftError` if the checkpoint does not describe its model.
+    """
     try:
         shape = ModelShape.model_validate(checkpoint.meta["recipe"]["model"])
         if shape.kind:  # the model is the plugin's
@@ -63,7 +66,10 @@ def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:
 
 
 def learned_length(checkpoint: StoredCheckpoint) -> int | None:
-    """Return the length of sequences in training; None if the checkpoint's run did not start from random weights."""
+    """Return the length of training sequences in tokens.
+
+    Returns None if the checkpoint's run did not start from random weights.
+    """
     recipe = checkpoint.meta.get("recipe", {})
     if "data" not in checkpoint.meta or recipe.get("model", {}).get("from"):
         return None
@@ -139,11 +145,11 @@ def check_files(checkpoint: StoredCheckpoint) -> None:
 def candidates(
     *where: Where, warn: Callable[[str], None] | None = None
 ) -> list[Storage]:
-    """Return the checkpoints that ``where`` may mean, newest first: the one at ``where``, or all of the run there.
+    """Return the checkpoints that can be loaded from ``where``, newest first.
 
-    With several ``where`` (run folders) the checkpoints of all runs are returned. Of two checkpoints of one step the
-    one in the place that is searched first comes first. ``warn``, if given, is called for every place that cannot be
-    read while others can. Raises :class:`WeftError` if there is no checkpoint.
+    Each ``where`` is a checkpoint or the folder of a run, which stands for all its checkpoints. Of two checkpoints of
+    one step the one in the place that is searched first comes first. ``warn``, if given, is called for every place that
+    cannot be read while others can. Raises :class:`WeftError` if there is no checkpoint.
     """
     checkpoints: list[Storage] = []
     problems: list[StorageError] = []
@@ -198,11 +204,11 @@ def load_newest(
     check: Callable[[StoredCheckpoint], object] = lambda checkpoint: None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[StoredCheckpoint, T]:
-    """Return the newest undamaged checkpoint of :func:`candidates`, and the result of ``load`` for it.
+    """Load the newest undamaged checkpoint of :func:`candidates`; return it and the result of ``load`` for it.
 
     Collective over ``group`` (default: all ranks); all ranks get the same checkpoint. If ``load`` raises
     :class:`DamagedCheckpoint` or :class:`StorageError` on any rank, ``warn`` is called with the reason, and all ranks
-    try the previous checkpoint. Other errors are raised. ``check`` is called before ``load`` on the first rank alone;
+    try the next older checkpoint. Other errors are raised. ``check`` is called before ``load`` on the first rank alone;
     its :class:`WeftError` is raised on all ranks.
     """
     main = not dist.is_initialized() or dist.get_rank(group) == 0
@@ -250,9 +256,9 @@ def kept_checkpoints(
 ) -> list[Storage]:
     """Return which of ``checkpoints`` (oldest first) to keep.
 
-    These are the ``last`` ones, one every ``every`` steps, the one with the lowest of ``scores`` (by step), and the one
-    that was committed last, whose step is not the highest after a run has gone back. Of several checkpoints of one step
-    only the newest counts for ``every`` and ``scores``.
+    These are the newest ``last`` ones, one for every ``every`` steps, the one with the lowest of ``scores`` (validation
+    losses by step), and the one that was committed most recently, which has not the highest step after a run has gone
+    back. Of several checkpoints of one step only the newest counts for ``every`` and ``scores``.
     """
     newest = {step_of(p): p for p in checkpoints}
     kept = (
@@ -272,8 +278,9 @@ def kept_checkpoints(
 
 
 class Pruned(NamedTuple):
-    """Result of :func:`prune`: the deleted checkpoints (in a dry run those that would be deleted), and the damaged
-    ones.
+    """Result of :func:`prune`: the ``deleted`` and the ``damaged`` checkpoints.
+
+    In a dry run ``deleted`` holds the checkpoints that would be deleted.
     """
 
     deleted: list[Storage]
@@ -293,10 +300,10 @@ def prune(
 ) -> Pruned:
     """Delete the checkpoints under ``root`` that :func:`kept_checkpoints` does not keep; with ``keep`` 0 delete none.
 
-    The newest undamaged checkpoint is never deleted. ``check`` raises :class:`WeftError` for a damaged one; by default
-    it verifies everything but the tensors' values. If all are damaged, nothing is deleted. Checkpoints for which
-    ``is_own`` is false are neither deleted nor counted. Folders of saves that were never committed are deleted, too.
-    The root file is deleted first, so that no half-deleted checkpoint looks whole.
+    The newest undamaged checkpoint is never deleted. ``check`` raises :class:`WeftError` for a damaged checkpoint; by
+    default it verifies everything but the tensors' values. If all are damaged, nothing is deleted. Checkpoints for
+    which ``is_own`` is false are neither deleted nor counted. Folders of saves that were never committed are deleted,
+    too. The root file is deleted first, so that no half-deleted checkpoint looks whole.
     """
     place = open_storage(root)
     there = committed_checkpoints(place)
@@ -387,7 +394,7 @@ def _check_head(
 
 
 def rewrite(source: StoredCheckpoint, target: Storage) -> None:
-    """Write a copy of a checkpoint with a single data file, as one rank would save it. Each block is verified."""
+    """Write a copy of the checkpoint ``source`` to ``target`` with a single data file, and verify each block."""
     from weft.checkpoint.writer import write_whole
 
     blocks = sorted(source.all_blocks(), key=lambda b: (b.tensor, b.box))
@@ -410,5 +417,8 @@ def rewrite(source: StoredCheckpoint, target: Storage) -> None:
 
 
 def first_problem(problem: str, group: dist.ProcessGroup | None = None) -> str:
-    """Return, on all ranks of ``group``, the problem of the first rank that has one, or "". Collective."""
+    """Return on all ranks of ``group`` the ``problem`` of the first rank whose ``problem`` is not empty, or "".
+
+    Collective.
+    """
     return next(filter(None, from_all(problem, group)), "")

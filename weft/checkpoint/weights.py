@@ -37,9 +37,9 @@ AVERAGE = "optimizer.ema."
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Opened model of ``model.from``: its shape, the ``values`` of its parameters, and ``files`` beside the weights.
+    """Opened model that ``model.from`` names: its shape, its parameters, and ``files`` beside the weights.
 
-    ``values`` is None if ``name`` is a ``config.json`` alone.
+    ``values``: the parameters' values, or None if ``name`` is a ``config.json`` alone.
     """
 
     name: str
@@ -107,7 +107,7 @@ def base_name(name: Where) -> str | None:
 
 
 def shape_named(name: str) -> ModelShape:
-    """Return the shape of the model called ``name``. Of a model of the hub only ``config.json`` is downloaded."""
+    """Return the shape of the model called ``name``. For a model of the hub only ``config.json`` is downloaded."""
     path = Path(local_path(f"{name}/config.json" if is_of_hub(name) else name))
     return (
         shape_from_config(path)
@@ -144,7 +144,10 @@ def _with_new_head(base: Values, seed: int) -> Values:
 
 
 def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> str:
-    """Return a checkpoint's name for a parameter, or with ``ema`` for its average, which frozen parameters lack."""
+    """Return the name of the tensor that holds parameter ``name`` in a checkpoint.
+
+    With ``ema`` it is the tensor of the parameter's average, unless the parameter is frozen and has none.
+    """
     average = AVERAGE + name
     return average if ema and average in checkpoint.tensors else f"model.{name}"
 
@@ -154,7 +157,7 @@ def open_trained(
 ) -> Pretrained:
     """Open the model of a Weft checkpoint. A checkpoint of an adapter is joined with its base model.
 
-    ``ema``: take the averages of the parameters.
+    ``ema``: take the averages of the parameters. ``name``: what messages call the model.
     """
     shape, base = model_of(checkpoint), checkpoint.meta.get("base")
 

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Commit:
-    """Commit of a save: the root file is created when all ``manifests`` are in storage, within ``timeout`` seconds."""
+    """Commit of a save: creation of the root file once all ``manifests`` are in storage.
+
+    It fails after ``timeout`` seconds. ``meta``: contents of the root; ``files``: other files of the checkpoint by
+    name.
+    """
 
     manifests: tuple[str, ...]
     meta: Mapping[str, Any]  # the root's contents beside the index of tensors
@@ -23,9 +27,11 @@ class Commit:
 
 @dataclass(frozen=True)
 class WriteTask:
-    """Task to write one rank's part of a save, and on rank 0 to commit.
+    """Task to write one rank's part of a save, and on rank 0 to ``commit`` the save.
 
-    The rank's memory holds ``shares`` (name of a tensor and box) one after another, each row-major.
+    ``file`` and ``manifest``: names of the data file and its manifest in ``storage``; ``tensors``: descriptions by
+    name; ``shares``: name of tensor and box of each piece, in the order in which they lie in the rank's memory, each
+    row-major.
     """
 
     storage: Storage
@@ -38,7 +44,10 @@ class WriteTask:
 
 @dataclass
 class Report:
-    """Result of a task: seconds of each stage, bytes written, and the problem (empty: none)."""
+    """Result of writing a rank's part, or of a commit: ``seconds`` of each stage, and ``bytes`` written.
+
+    ``committed``: whether the whole save was committed; ``problem``: why the work failed, or empty.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     bytes: int = 0

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 
 def run_writer(pipe_handle: int, memory_handle: int) -> None:
-    """Run the tasks that arrive through the pipe until it is closed. Their data are in the memory before they arrive.
+    """Run the tasks that arrive through the pipe, until the pipe is closed.
 
-    ``pipe_handle``, ``memory_handle``: inherited file descriptors.
+    ``pipe_handle`` and ``memory_handle``: inherited file descriptors of the pipe and of the memory shared with the
+    rank. The data of a task are in that memory before the task arrives.
     """
     # Ctrl-C is for the rank, which then waits for this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,9 +56,10 @@ def run_writer(pipe_handle: int, memory_handle: int) -> None:
 
 
 class DataFile:
-    """Chunks of a data file: its head, then the bytes of ``boxes`` (tensor and box), which are hashed on the way.
+    """Data file to be written, iterable as chunks: the head, then the bytes of ``boxes``, which are hashed on the way.
 
-    ``contents()`` yields these bytes box by box; it is called again if the first attempt to write fails.
+    ``boxes``: pairs of a tensor's name and a box; ``tensors``: descriptions of the tensors by name. ``contents()``
+    yields the bytes box by box; it is called again if the first attempt to write fails.
     """
 
     def __init__(
@@ -92,7 +94,10 @@ class DataFile:
             yield data
 
     def write(self, storage: Storage, manifest: str) -> int:
-        """Write the file, then its manifest under the name ``manifest``. Returns the size of the file in bytes."""
+        """Write the file to ``storage``, then its manifest under the name ``manifest``.
+
+        Returns the file's size in bytes.
+        """
         size = storage.write(self.name, self)
         storage.write(
             manifest, [layout.manifest_json(self.name, size, self.tensors, self.blocks)]
@@ -108,9 +113,10 @@ def write_whole(
     meta: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> None:
-    """Write a checkpoint with a single data file (see :class:`DataFile`) to the new place ``storage``.
+    """Write a checkpoint with a single data file to the new place ``storage``.
 
-    If anything interrupts the writing, even Ctrl-C, ``storage`` is cleared.
+    ``boxes``, ``tensors`` and ``contents``: see :class:`DataFile`; ``meta``: contents of the root; ``files``: other
+    files by name. If anything interrupts the writing, even Ctrl-C, ``storage`` is cleared.
     """
     attempt = secrets.token_hex(6)
     manifest, named = (
@@ -128,7 +134,10 @@ def write_whole(
 
 
 def write_share(task: WriteTask, memory: mmap.mmap) -> Report:
-    """Write one rank's data file and manifest, and return a report."""
+    """Write the data file and the manifest of one rank, and return a report.
+
+    ``memory``: holds the shares of ``task``.
+    """
     begun = time.perf_counter()
     with _caught(Report()) as report:
         shares = [(name, box, task.tensors[name]) for name, box in task.shares]
@@ -178,7 +187,7 @@ def _blocks(
 def commit_report(
     storage: Storage, wanted: Commit, abandoned: Callable[[], bool]
 ) -> Report:
-    """Run :func:`commit` and return a report."""
+    """Run :func:`commit`, and return a report with its duration or its problem."""
     begun = time.perf_counter()
     with _caught(Report()) as report:
         commit(storage, wanted, abandoned)
@@ -202,7 +211,7 @@ def _caught(report: Report) -> Iterator[Report]:
 def commit(
     storage: Storage, wanted: Commit, abandoned: Callable[[], bool] = lambda: False
 ) -> None:
-    """Create the root as soon as every manifest is in storage.
+    """Create the root file of the checkpoint in ``storage`` as soon as every manifest of ``wanted`` is there.
 
     Raises :class:`WeftError` if a manifest is late or ``abandoned()`` becomes true.
     """

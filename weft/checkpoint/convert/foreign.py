@@ -21,11 +21,12 @@ Stores = dict[str, Sequence[Shard]]
 
 @dataclass
 class Foreign:
-    """Open checkpoint of another program (or of Weft, to convert).
+    """Open checkpoint of another program (or of Weft, to convert it).
 
-    ``sources``: the source of each parameter; ``moments``: the same for each moment of the optimizer, if stored;
-    ``step``: number of updates; ``files``: files beside the weights; ``length``: ``data.seq_len`` of a Weft run that
-    started from random weights. Raises :class:`WeftError` if parameters are missing or unknown.
+    ``kind``: its format. ``sources``: the source of each parameter, by name; ``moments``: such sources for each moment
+    of the optimizer that is stored; ``step``: number of updates; ``files``: files beside the weights; ``length``:
+    ``data.seq_len`` of a Weft run that started from random weights. Raises :class:`WeftError` if parameters are missing
+    or unknown.
     """
 
     kind: str
@@ -55,7 +56,10 @@ class Foreign:
     def read(
         self, name: str, dtype: torch.dtype | None = None, moment: str = ""
     ) -> torch.Tensor:
-        """Read the whole parameter ``name``, or its ``moment``, and convert it to ``dtype`` if that is given."""
+        """Read the whole parameter ``name``, or with ``moment`` that moment of it.
+
+        ``dtype``: the type to convert to, if given.
+        """
         sources = self.moments[moment] if moment else self.sources
         try:
             return logical_tensor(
@@ -66,7 +70,7 @@ class Foreign:
 
 
 def naming(path: object, error: WeftError) -> WeftError:
-    """Return ``error`` with ``path`` before its message, unless the message names the path."""
+    """Return ``error`` with ``path`` put before its message, unless the message already names the path."""
     return error if str(path) in str(error) else WeftError(f"{path}: {error}")
 
 
@@ -84,7 +88,7 @@ def _config(path: Path, config: Path | None) -> Path:
 
 
 def shape_beside(path: Path, config: Path | None) -> ModelShape:
-    """Read the shape of the model at ``path``. ``config``: its ``config.json``, if it lies elsewhere."""
+    """Read the shape of the model at ``path`` from its ``config.json``. ``config``: that file, if it lies elsewhere."""
     return shape_from_config(_config(path, config))
 
 

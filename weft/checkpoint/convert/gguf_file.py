@@ -44,7 +44,7 @@ LLAMA3 = "weft.rope_scaling"
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
-    """Read the fields and the tensors of a GGUF file by name. Values of tensors are not read yet."""
+    """Return the fields and the tensors of a GGUF file, each by name. Values of tensors are read later, on demand."""
     try:
         import gguf
 
@@ -77,7 +77,10 @@ def _value(field: Any) -> Any:
 def gguf_shape(
     file: Path, fields: Mapping[str, Any], tensors: Mapping[str, list[Shard]]
 ) -> ModelShape:
-    """Return the model that the fields of a GGUF file describe. Raises :class:`WeftError` if Weft lacks it."""
+    """Return the shape of the model that the ``fields`` and ``tensors`` of a GGUF file describe.
+
+    Raises :class:`WeftError` if Weft does not support the model.
+    """
     arch = str(fields.get("general.architecture"))
     about = {
         name.removeprefix(f"{arch}."): value

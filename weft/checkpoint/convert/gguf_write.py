@@ -48,11 +48,11 @@ def export_gguf(
     get: Callable[[str], torch.Tensor], shape: ModelShape, out: Path, kind: str, files: Mapping[str, bytes],
     length: int | None = None,
 ) -> Path:  # fmt: skip
-    """Write the model to the GGUF file ``out``, or into the new folder ``out``, and return the file.
+    """Write the model of ``shape`` to the GGUF file, or into the new folder, ``out``. Returns the file.
 
-    ``get`` returns whole tensors by Weft's names; ``kind``: type of the weights, of :data:`KINDS`. ``files``: files
-    beside the weights; ``length``: context length, used if ``files`` give none. Raises :class:`WeftError` for a model
-    or a tokenizer that GGUF cannot describe.
+    ``get`` returns the whole tensor of a given Weft name; ``kind``: type of the weights, one of :data:`KINDS`.
+    ``files``: files beside the weights; ``length``: context length, used if ``files`` give none. Raises
+    :class:`WeftError` for a model or a tokenizer that GGUF cannot describe.
     """
     try:
         import gguf

@@ -193,7 +193,10 @@ class PeftAdapter:
 
     @property
     def vocab(self) -> int:
-        """Least size of the vocabulary: rows of weights that are saved whole, or the highest trained token plus 1."""
+        """Least size of the vocabulary with which the adapter can be used.
+
+        It is the larger of two numbers: the rows of weights that are saved whole, and the highest trained token plus 1.
+        """
         sizes = [
             self.sizes[peft_name(VOCABULARY[name])][0] for name in self.adapter.whole
         ]
@@ -211,7 +214,10 @@ class PeftAdapter:
         return stored[self.orders[name]] if name in self.orders else stored
 
     def values(self, shape: ModelShape) -> Values:
-        """Return the values of the adapter's parameters. Raises :class:`WeftError` if ``shape`` is another model."""
+        """Return the values of the adapter's parameters for a model of ``shape``.
+
+        Raises :class:`WeftError` if the adapter does not fit that model.
+        """
         table = whole_table(shape)
         wanted = {name: row for name, row in table.items() if of_adapter(name, shape)}
         named = {peft_name(name): name for name in wanted}
@@ -284,9 +290,10 @@ def write_adapter(
     tensors: Mapping[str, torch.Tensor], shape: ModelShape, base: str | None, folder: Path,
     files: Mapping[str, bytes] | None = None,
 ) -> None:  # fmt: skip
-    """Write the adapter's ``tensors`` (by Weft's names) and the tokenizer's ``files`` in PEFT's format to ``folder``.
+    """Write an adapter in PEFT's format to ``folder``.
 
-    ``base``: the name of the base model.
+    ``tensors``: its parameters by Weft's names; ``shape``: the model with the adapter; ``base``: the name of the base
+    model; ``files``: the tokenizer's files.
     """
     adapter = shape.adapter
     assert adapter is not None

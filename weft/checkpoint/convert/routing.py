@@ -30,7 +30,10 @@ TOKENS = 512
 
 @torch.inference_mode()
 def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
-    """Return, for each layer with experts, the experts that each token of a text chooses: ``[tokens, k]``."""
+    """Return the experts to which a text's tokens are routed, for each layer with experts: ``[tokens, k]``.
+
+    ``ids``: the tokens of the text.
+    """
     chosen: dict[int, list[T]] = defaultdict(list)
 
     def keep(router: Router, given: object, choice: Choice) -> None:
@@ -55,7 +58,10 @@ def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
 def most_chosen(
     chosen: Sequence[np.ndarray], shape: ModelShape, keep: int
 ) -> tuple[list[list[int]], str]:
-    """Return the ``keep`` most chosen experts of each layer in ascending order, and a line about the lost choices."""
+    """Return the numbers of each layer's ``keep`` most chosen experts, ascending, and a line about routings lost.
+
+    ``chosen``: the experts of each token, by layer (:func:`chosen_experts`).
+    """
     counts = list(shape.mixtures.values())
     if not shape.experts_per_token <= keep <= min(counts):
         raise UsageError(f"--keep {keep} is not possible: layers have {min(counts)} experts, of which a token chooses "
@@ -80,9 +86,10 @@ def most_chosen(
 def best_order(
     chosen: Sequence[np.ndarray], shape: ModelShape, ranks: int, level: float
 ) -> tuple[list[list[int]], str]:
-    """Return an order of each layer's experts in which few tokens move between ``ranks``, and a line about its effect.
+    """Return an order of each layer's experts in which few tokens move between ranks, and a line about its effect.
 
-    ``level``: see :func:`weft.parallel.experts.affinity.place_experts`.
+    ``chosen``: the experts of each token, by layer (:func:`chosen_experts`); ``ranks``: number of ranks. ``level``: see
+    :func:`weft.parallel.experts.affinity.place_experts`.
     """
     counts = list(shape.mixtures.values())
     if ranks > min(counts):
@@ -108,7 +115,10 @@ def best_order(
 def with_experts(
     values: Mapping[str, T], experts: Mapping[int, Sequence[int]]
 ) -> dict[str, T]:
-    """Return the parameters ``values`` with only the given ``experts`` of each layer, in the given order."""
+    """Return the parameters ``values`` (by name) with only the given ``experts`` of each layer, in the given order.
+
+    ``experts``: the numbers of experts, by layer.
+    """
     reordered = dict(values)
     for layer, ids in experts.items():
         for name in values:
@@ -123,11 +133,11 @@ def export_for_texts(
     checkpoint: str, out: Path, texts: Path, warn: Callable[[str], None], ema: bool = False, keep: int = 0,
     ranks: int = 0, level: float = 0.0, dtype: str | None = None,
 ) -> str:  # fmt: skip
-    """Export a Hugging Face model with its experts chosen or ordered for texts like those in the file ``texts``.
+    """Export a Hugging Face model whose experts are selected, or reordered, for texts like those in the file ``texts``.
 
-    It keeps the ``keep`` most chosen experts of each layer, or all experts in the best order for ``ranks`` ranks
-    (``level``: see :func:`best_order`). Adapters are merged. ``ema`` and ``dtype``: see
-    :func:`weft.checkpoint.model.export_model`. Returns a line about the choice.
+    With ``keep`` only the ``keep`` most chosen experts of each layer are exported, otherwise all, in the best order for
+    ``ranks`` ranks (``level``: see :func:`best_order`). Adapters are merged. ``ema`` and ``dtype``: see
+    :func:`weft.checkpoint.model.export_model`. Returns a line about the effect.
     """
     check_new(out)
     if bool(keep) == bool(ranks):

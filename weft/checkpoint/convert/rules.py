@@ -27,7 +27,7 @@ CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a tensor that one rank stored. ``read(lo, hi)`` reads rows ``lo:hi`` on demand."""
+    """Part of a tensor that one rank stored. ``read(lo, hi)`` reads its rows ``lo:hi`` on demand."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class RowsCopy:
-    """Copy of rows ``lo:hi`` of shard number ``shard`` to the elements ``to`` of the logical tensor."""
+    """Copy of rows ``lo:hi`` of shard number ``shard`` to the region ``to`` (an index) of the logical tensor."""
 
     shard: int
     lo: int
@@ -60,7 +60,7 @@ def averaged(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def column_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Concatenate the ranks' rows (the weight of a column-parallel layer)."""
+    """Concatenate the shards along rows, as for the weight of a column-parallel layer."""
     at = 0
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (slice(at, at + size[0]),))
@@ -68,7 +68,7 @@ def column_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Row
 
 
 def row_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Concatenate the ranks' columns (the weight of a row-parallel layer)."""
+    """Concatenate the shards along columns, as for the weight of a row-parallel layer."""
     at = 0
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (slice(None), slice(at, at + size[1])))
@@ -76,7 +76,10 @@ def row_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCo
 
 
 def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Copy rows as :func:`column_parallel` does, without padding rows after the end of the vocabulary."""
+    """Concatenate the shards along rows as :func:`column_parallel` does, without rows of padding.
+
+    Padding are the rows after the last row of the vocabulary.
+    """
     at = 0
     for i, size in enumerate(shards):
         rows = max(0, min(size[0], shape.vocab - at))
@@ -87,7 +90,7 @@ def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
     """Copy part 0, 1 or 2 (q, k or v) of Megatron's fused weight.
 
-    Its rows are, for each key/value head, those of its query heads, of its key, and of its value.
+    The fused weight has, for each key/value head, the rows of its query heads, then of its key, then of its value.
     """
     assert shape.kv_heads and shape.head_dim
     group = shape.heads // shape.kv_heads
@@ -109,7 +112,7 @@ def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Copy part 0 or 1 (gate or up) of a fused weight whose shards hold a share of gate, then a share of up."""
+    """Copy part 0 or 1 (gate or up) of a fused weight. Each shard holds rows of gate, then as many of up."""
     at = 0
     for i, size in enumerate(shards):
         half = size[0] // 2
@@ -118,22 +121,23 @@ def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def stacked_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Stack shards that are one expert each to ``[experts, ...]``."""
+    """Stack shards, each the weight of one expert, to a tensor ``[experts, ...]``."""
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (i,))
 
 
 def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Copy a tensor of all experts of a layer with gate and up fused, as transformers 5 holds it in memory."""
+    """Copy a whole tensor of all experts of a layer with gate and up fused, as transformers 5 holds it in memory."""
     return replicated(shards, shape, part)
 
 
 @dataclass(frozen=True)
 class NameRule:
-    """Rule for reading a foreign tensor: the ``names`` of the Weft tensors in it, and the ``layout`` of its shards.
+    """Rule for reading a foreign tensor.
 
-    ``pairs``: rows of q or k are in Meta's order, where elements that rotate together are neighbours. In the order of
-    Hugging Face and Weft they are half a head apart.
+    ``names``: the Weft tensors that it holds; ``layout``: how its shards form them. ``pairs``: rows of q or k are in
+    Meta's order, where elements that rotate together are neighbours. In the order of Hugging Face and Weft such
+    elements are half a head apart.
     """
 
     names: tuple[str, ...]
@@ -194,12 +198,15 @@ class TensorSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the stored elements."""
+        """Type of the stored elements, that of the first shard."""
         return self.shards[0].dtype
 
 
 def rule_and_names(name: str) -> tuple[NameRule, tuple[str, ...]] | None:
-    """Return the rule for a foreign name and its Weft names, or None for a tensor that holds no weights."""
+    """Return the rule for the foreign tensor ``name`` and the Weft names of its parts.
+
+    Returns None for a tensor that holds no weights. Raises :class:`WeftError` for an unknown one.
+    """
     if re.fullmatch(DERIVED, name):
         return None
     layer, inside = inside_layer(name)
@@ -284,7 +291,11 @@ def logical_tensor(
     shape: ModelShape,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Read the logical tensor of ``size``. Raises :class:`WeftError` if the shards do not form it exactly."""
+    """Read the whole logical tensor from ``source``.
+
+    ``size``: its shape; ``shape``: the model; ``dtype``: the type to convert to, if given. Raises :class:`WeftError` if
+    the shards do not form the tensor exactly.
+    """
     sizes = [shard.shape for shard in source.shards]
     copies = list(source.rule.layout(sizes, shape, source.part))
     out = torch.empty(*size, dtype=dtype or source.dtype)

@@ -34,7 +34,7 @@ class ByteRun:
 
 @dataclass(frozen=True)
 class StoredShard(Shard):
-    """Contiguous tensor whose bytes are the concatenation of ``runs``."""
+    """Shard of a tensor, contiguous, whose bytes are the concatenation of ``runs`` of files."""
 
     runs: tuple[ByteRun, ...]
 
@@ -42,7 +42,7 @@ class StoredShard(Shard):
 def stored_shard(
     name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[ByteRun, ...]
 ) -> StoredShard:
-    """Return the shard of tensor ``name`` whose bytes are ``runs``."""
+    """Return the shard of tensor ``name`` whose bytes are the concatenation of ``runs``."""
 
     def read(lo: int, hi: int) -> torch.Tensor:
         out = blank_tensor((hi - lo, *shape[1:]), dtype)
@@ -65,7 +65,10 @@ def blank_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]:
-    """Return bytes ``lo:hi`` of the concatenation of ``runs``. Raises :class:`WeftError` if it is shorter."""
+    """Return the runs that make up bytes ``lo:hi`` of the concatenation of ``runs``.
+
+    Raises :class:`WeftError` if the concatenation is shorter.
+    """
     pieces, at = [], 0
     for run in runs:
         first, last = max(lo - at, 0), min(hi - at, run.size)
@@ -80,7 +83,7 @@ def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]
 
 
 def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
-    """Fill the contiguous tensor ``out`` with the bytes of ``runs``; errors name the tensor ``name``."""
+    """Fill the contiguous tensor ``out`` with the bytes of ``runs``. ``name``: the tensor, for error messages."""
     view, at = memoryview(out.view(-1).view(torch.uint8).numpy().data), 0
     for run in runs:
         try:
@@ -163,7 +166,10 @@ def load_tree(file: Path) -> Any:
 
 
 def as_stored(name: str, fake: torch.Tensor, file: Path, base: int = 0) -> StoredShard:
-    """Return a tensor of :func:`load_tree` as a shard that knows where its bytes are."""
+    """Return the tensor ``fake`` of :func:`load_tree` as a shard that reads its bytes from ``file`` on demand.
+
+    ``name``: the tensor, for error messages; ``base``: the byte of ``file`` from which the offsets of ``fake`` count.
+    """
     offset = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
     if offset is None or not fake.is_contiguous():
         why = (
@@ -203,7 +209,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader without its unrestricted ``pickle.load``."""
+    """Reader of DCP checkpoints that replaces PyTorch's, whose ``pickle.load`` could run code of the file."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         file = Path(self.path) / ".metadata"

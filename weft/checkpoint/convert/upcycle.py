@@ -77,7 +77,10 @@ def upcycled_shape(dense: ModelShape, text: str) -> ModelShape:
 
 
 def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
-    """Return ``foreign`` with its feed-forwards replaced by experts (``text``: settings), without optimizer state."""
+    """Return ``foreign`` with its dense feed-forwards replaced by experts, and without optimizer state.
+
+    ``text``: the experts' settings, see :func:`upcycled_shape`; ``seed``: of the random rows of the routers.
+    """
     shape = upcycled_shape(foreign.model, text)
     assert shape.ffn and shape.expert_ffn
     parts, width = shape.ffn // shape.expert_ffn, shape.expert_ffn
@@ -116,7 +119,11 @@ ROUTER = NameRule((), replicated)
 
 
 def down_scale(shape: ModelShape, count: int) -> float:
-    """Return the factor for ``down`` that corrects for router weights that do not add up to 1 per dense copy."""
+    """Return the factor for the experts' ``down`` weights after which their weighted sum is the dense layer's output.
+
+    ``count``: number of experts of the layer. The factor is exact if router weights add up to one, else right on
+    average.
+    """
     assert shape.ffn and shape.expert_ffn
     k = shape.experts_per_token
     if shape.router == "post-softmax" or shape.router_norm:

@@ -90,7 +90,10 @@ def _plan(
 def write_weft(
     foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimizer: bool
 ) -> None:
-    """Write a Weft checkpoint with one data file."""
+    """Write ``foreign`` as a Weft checkpoint with one data file.
+
+    ``dtype``: type of the weights (None keeps theirs); ``optimizer``: whether to write moments.
+    """
     wanted = _plan(foreign, dtype, optimizer)
     tensors = {name: output.about for name, output in sorted(wanted.items())}
     boxes = [(name, box) for name, t in tensors.items() if t.numel
@@ -135,7 +138,7 @@ def _meta(foreign: Foreign, out: Storage) -> dict[str, Any]:
 def write_hf(
     foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool
 ) -> None:
-    """Write a Hugging Face folder, which has no optimizer state."""
+    """Write ``foreign`` as a Hugging Face folder. ``optimizer`` has no effect, as the format has no optimizer state."""
     if foreign.kind == "weft" or "quantization_config" in carried_config(foreign.files):
         # A run keeps float32 of what began in 16 bits, and 8 bits are read as float32.
         dtype = dtype or exported_dtype(None, foreign.files)
@@ -253,7 +256,7 @@ def export_dcp(
 def write_gguf(
     foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool
 ) -> None:
-    """Write a GGUF file, or a folder with one."""
+    """Write ``foreign`` as a GGUF file, or as a folder that holds one. ``optimizer`` has no effect."""
     kept = str(
         dtype or exported_dtype(None, foreign.files) or foreign.sources[TYPICAL].dtype
     ).removeprefix("torch.")
