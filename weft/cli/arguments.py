@@ -106,7 +106,10 @@ Spread = Annotated[str | None, typer.Option("--layout", help=_spread)]
 
 
 def import_plugins(modules: Sequence[str] | None) -> None:
-    """Import the modules of ``--plugin``. Raises :class:`UsageError` that names the module that cannot be imported."""
+    """Import the modules that ``--plugin`` names.
+
+    Raises :class:`UsageError`, which names the module that cannot be imported.
+    """
     if not modules:
         return
     from weft.plugins import load_plugins
@@ -119,7 +122,7 @@ def import_plugins(modules: Sequence[str] | None) -> None:
 
 
 def read_keys(file: Path) -> list[str]:
-    """Return the keys of ``--api-key``, one per line."""
+    """Return the API keys in ``file``, the file of ``--api-key``, which has one key per line."""
     try:
         keys = [line.strip() for line in file.read_text().splitlines() if line.strip()]
     except OSError as error:

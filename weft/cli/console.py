@@ -8,7 +8,10 @@ from rich.table import Table
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print columns side by side, folded to the terminal's width; into a pipe or a file, a line per row with tabs."""
+    """Print ``rows`` under their column names, folded to the terminal's width.
+
+    If the output is a pipe or a file, each row is a line with tabs between its values.
+    """
     if not sys.stdout.isatty():
         for row in (columns, *rows):
             print("\t".join(row))
@@ -26,8 +29,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> Table:
-    """Return an empty table without lines. Columns named in ``left`` are left-aligned, the others, which hold numbers,
-    right-aligned.
+    """Return an empty table without lines, to which rows are added.
+
+    Columns named in ``left`` are left-aligned, the others, which hold numbers, right-aligned. ``wrap``: whether long
+    cells are wrapped.
     """
     table = Table(header_style="bold", box=None, padding=(0, 2, 0, 0))
     for name in columns:
@@ -45,5 +50,5 @@ def plain_console(width: int = 0) -> Console:
 
 
 def warn(text: str) -> None:
-    """Print a line on the error stream, beside the output proper."""
+    """Print ``text`` as a line on the error stream, apart from the command's output."""
     print(f"weft: {text}", file=sys.stderr)

@@ -258,7 +258,11 @@ def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
 
 
 def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
-    """Print a trained model's samples, beside those of ``model.from`` if asked for; return prompts and texts."""
+    """Print the texts that a trained model writes for the prompts of ``recipe.generate``, and return prompts and texts.
+
+    If the recipe asks for it, the texts of the model that training started from (``model.from``) are printed beside
+    them.
+    """
     from weft.serve.text_requests import samples
 
     settings, origin = recipe.generate, recipe.model.origin

@@ -31,7 +31,12 @@ def show_schedule(
     files: Mapping[str, Path | None],
     as_json: bool,
 ) -> int:
-    """Simulate a schedule, print its figures and draw it into ``files``. ``milliseconds``: times by their option."""
+    """Simulate the pipeline schedule ``name``, print its figures and draw it into ``files``.
+
+    ``stages``: number of pipeline ranks; ``virtual``: stages per rank. ``milliseconds``: times of a stage's work by
+    option of the command. ``layers``: layers with experts per stage. ``files``: paths to write by kind of drawing, None
+    for kinds that are not wanted.
+    """
     for option, value in milliseconds.items():
         if not math.isfinite(value):
             raise UsageError(f"--{option} {value} is not possible; give a time in ms")

@@ -121,7 +121,11 @@ def sweep_command(
     asked: list[str], load: "Callable[[list[str]], Recipe]", out: Path | None, resume: str | None, ranks: int | None,
     cluster: str | None,
 ) -> int:  # fmt: skip
-    """Run a sweep, and print one table about its runs."""
+    """Run the sweep that ``--sweep`` asks for, and print one table about its runs.
+
+    ``asked``: values of ``--sweep``. ``load``: the function that returns the recipe with further overrides. Other
+    arguments are options of ``weft train``.
+    """
     from weft.api import with_planned_layout
     from weft.data.source_check import check_sources
     from weft.observe.display import compact
@@ -182,8 +186,9 @@ def sweep_command(
 def probed_choice(
     recipe: "Recipe", ranks: int | None, file: str
 ) -> "tuple[Recipe, list[str]]":
-    """Return a recipe with the best layout for the machine of ``file``, and this layout as words for the command lines
-    of the ranks.
+    """Choose the best layout for the machine that the cluster file ``file`` describes.
+
+    Returns the recipe with this layout, and the overrides that set the layout on the command lines of the ranks.
     """
     from weft.planner.machine import load_cluster
     from weft.rehearse.local_choice import choose_here

@@ -18,7 +18,10 @@ _SPLIT, _DOCUMENTS, _ROWS, _BLOCK = range(4)
 
 
 def hash_keys(*keys: int | np.ndarray) -> np.ndarray:
-    """Return 64 pseudo-random bits per element of the last key (SplitMix64, Steele et al. 2014)."""
+    """Hash ``keys`` to 64 pseudo-random bits per element of the last key, as uint64 ``[elements]``.
+
+    The function is SplitMix64 (Steele et al. 2014), applied to each key in turn.
+    """
     state = np.zeros(1, np.uint64)
     for key in keys:
         state = state ^ (
@@ -34,7 +37,10 @@ def hash_keys(*keys: int | np.ndarray) -> np.ndarray:
 
 
 def sample_hashes(samples: Sequence[int]) -> np.ndarray:
-    """Return 32 pseudo-random bits per sample number. Their sum identifies a set of samples almost surely."""
+    """Return 32 pseudo-random bits for each sample number.
+
+    The sum of these bits over a set of samples identifies the set almost surely.
+    """
     return hash_keys(0, np.asarray(samples, np.uint64)) >> np.uint64(32)
 
 
@@ -87,9 +93,11 @@ def pack_documents(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.n
 
 
 class Row(NamedTuple):
-    """Row of a batch. ``tokens`` and ``labels``: int64 ``[n <= seq_len]``; ``starts``: first positions of documents.
+    """One packed row of tokens.
 
-    ``weights``: float32 ``[n]``, weight of each label; None if all are 1. ``pairs``: pairs of successive documents.
+    ``tokens`` and ``labels``: int64 ``[n]`` with ``n <= seq_len``. ``starts``: index of each document's first token in
+    the row. ``weights``: float32 ``[n]``, weight of each label; None if all are 1. ``pairs``: the pairs of successive
+    documents of the row, None if documents form no pairs.
     """
 
     tokens: np.ndarray
@@ -101,7 +109,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RowList:
-    """Fixed list of rows, each read once, with the interface of :class:`Order`."""
+    """Fixed list of rows with the interface of :class:`Order`. Each row is one sample."""
 
     rows: Sequence[Row]
 
@@ -135,12 +143,13 @@ class _Epoch(NamedTuple):
 class Stream:
     """Documents of one source in rows, whose order is shuffled in every epoch.
 
-    ``rows_of``: rows of "tokens" are cut from the documents, which are shuffled and joined in every epoch. No label is
-    lost: the last row of an epoch may be short, and a cut document goes on in another row. Rows of "documents" hold as
-    many whole documents as fit (none is longer than ``seq_len``), rows of "one" hold one document each.
+    ``rows_of``: how documents fill rows. Rows of "tokens" are cut from the documents, which are shuffled and joined in
+    every epoch. No label is lost: the last row of an epoch may be short, and a cut document goes on in another row.
+    Rows of "documents" hold as many whole documents as fit (none is longer than ``seq_len``), rows of "one" hold one
+    document each.
 
-    ``weights``: weight of each token as a label; ``alike``: all weights are 0 or 1. ``pairs``: pairs of successive
-    documents, which rows then hold whole.
+    ``weights``: weight of each token as a label; ``alike``: whether all weights are 0 or 1. ``pairs``: the pairs that
+    successive documents form, None if they form none; the documents of a pair stay in one row.
     """
 
     ids: np.ndarray  # [tokens]
@@ -160,7 +169,7 @@ class Stream:
 
     @property
     def rows(self) -> int:
-        """Rows per epoch. The very last token of an epoch has no label and needs no row of its own."""
+        """Number of rows per epoch. The very last token of an epoch has no label and needs no row of its own."""
         if self.rows_of != "tokens":
             return len(self._packed[1])
         return max(1, -(-(self.tokens - 1) // self.seq_len))
@@ -203,13 +212,13 @@ class Stream:
         )
 
     def row_length(self, index: int) -> int:
-        """Return the number of tokens of row ``index``."""
+        """Return the number of tokens of row ``index``, which is counted over all epochs."""
         epoch, index = divmod(index, self.rows)
         _, _, firsts, lasts = self._epoch(epoch)
         return int(lasts[index] - firsts[index])
 
     def row(self, index: int) -> Row:
-        """Return row ``index``, counted over all epochs."""
+        """Return row ``index``, which is counted over all epochs."""
         epoch, index = divmod(index, self.rows)
         ends, shift, firsts, lasts = self._epoch(epoch)
         lo, hi = int(firsts[index]), int(lasts[index])
@@ -242,10 +251,11 @@ class Stream:
 
 @dataclass(frozen=True)
 class Order:
-    """Samples of one or several streams, mixed in proportion to ``weights``.
+    """Order of the samples of one or several streams, mixed in proportion to ``weights``.
 
-    With ``epochs = 0`` the order never ends; otherwise it ends before any stream would begin another epoch. After every
-    block of samples, each stream's count is within one sample of its weight's share.
+    With ``epochs = 0`` the order never ends; otherwise it ends before any stream would begin an epoch beyond that
+    number. After every block of samples, the number of samples from each stream is within one of the stream's share by
+    weight.
     """
 
     streams: tuple[Stream, ...]
@@ -266,13 +276,16 @@ class Order:
 
     @cached_property
     def block(self) -> int:
-        """Samples per block, 1,024 or more: every stream is in every block, so that :meth:`_samples_drawn` rises."""
+        """Number of samples per block, at least 1,024.
+
+        It is large enough that every block has samples of every stream.
+        """
         least = -(-self._edges[-1] // Fraction(min(self.weights)))
         return max(1024, 1 << (least - 1).bit_length())
 
     @cached_property
     def total(self) -> int | None:
-        """Number of samples, None if there is no end."""
+        """Number of samples of the whole order, or None if the order never ends."""
         if not self.epochs:
             return None
         limits = [stream.rows * self.epochs for stream in self.streams]
@@ -313,18 +326,18 @@ class Order:
         return source, index
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return the stream of a global sample, and its index within that stream."""
+        """Return which stream global sample ``sample`` comes from, and the sample's index within that stream."""
         if len(self.streams) == 1:  # saves the shuffle
             return 0, sample
         source, index = self._block(sample // self.block)
         return int(source[sample % self.block]), int(index[sample % self.block])
 
     def row(self, sample: int) -> Row:
-        """Return the row of a global sample."""
+        """Return the row that global sample ``sample`` stands for."""
         source, index = self.locate(sample)
         return self.streams[source].row(index)
 
     def row_length(self, sample: int) -> int:
-        """Return the number of tokens in the row of a global sample."""
+        """Return the number of tokens in the row that global sample ``sample`` stands for."""
         source, index = self.locate(sample)
         return self.streams[source].row_length(index)

@@ -27,7 +27,10 @@ _BEGINNINGS = {
 
 @contextmanager
 def reading(path: Path, kind: str) -> Iterator[None]:
-    """Convert errors of reading ``path`` in the context to a :class:`WeftError` of one line with cause and remedy."""
+    """Convert errors of reading ``path`` inside the context to a :class:`WeftError` of one line with cause and remedy.
+
+    ``kind``: what the error calls the format of the file.
+    """
     try:
         yield
     except ImportError as error:
@@ -60,7 +63,10 @@ def open_file(file: Path) -> IO[bytes]:
 
 
 def kind_by_content(file: Path) -> str | None:
-    """Detect the kind of a file by its first bytes; None if it seems to be text or its suffix says the kind."""
+    """Detect what a file is by its first bytes, and return this as a clause for an error message.
+
+    Returns None if the file seems to be text, or if its suffix already says what it is.
+    """
     if file.suffix.lower() in (".parquet", ".arrow", *PACKED):
         return None
     try:

@@ -17,7 +17,7 @@ FIRST = 16
 
 
 def check_sources(data: Data) -> None:
-    """Raise :class:`WeftError` for a source that is missing, of another kind, empty, or begins with an error.
+    """Raise :class:`WeftError` for a source that is missing, empty, of another kind, or begins with a malformed record.
 
     Data sets of plugins are not checked, as reading them may take long.
     """

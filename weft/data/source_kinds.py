@@ -56,7 +56,10 @@ def documents_of(source: Source) -> Selection:
 
 
 def check_kind(source: Source) -> None:
-    """Raise :class:`UsageError`, which names the right kind, if a source's kind does not read its file of records."""
+    """Raise :class:`UsageError` if the source's kind cannot read its file of records.
+
+    The error names the right kind.
+    """
     readable = {"parquet": ".parquet", "huggingface": "", "tokens": ".bin"}.get(
         source.kind
     )
@@ -74,7 +77,7 @@ def check_kind(source: Source) -> None:
 
 
 def right_kind(file: Path) -> str:
-    """Return the settings of ``[data]`` that read a file of records."""
+    """Return the settings of ``[data]`` that read ``file``, a file of records."""
     from weft.data.chat.forms import read_record
     from weft.data.chat.pairs import read_pair
 

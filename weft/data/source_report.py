@@ -13,9 +13,10 @@ _LISTED = 8
 class SourceReport:
     """Counts of the records of a source.
 
-    ``unread``: number of records with each unused field. ``left``: files, or splits of a data set, that are not read.
-    ``skipped``: records that could not be read; ``first``: the error of the first. ``empty``: records without text.
-    ``turns``: number of turns by role that the data marks as learned and the recipe does not learn from.
+    ``unread``: number of records by name of an unused field. ``left``: files, or splits of a data set, that are not
+    read. ``skipped``: number of records that could not be read; ``first``: error of the first skipped record.
+    ``empty``: number of records without text. ``turns``: number of turns, by role, that the data marks as learned
+    although the recipe does not learn from them.
     """
 
     records: int = 0
@@ -42,7 +43,7 @@ class SourceReport:
         self.skip(error)
 
     def leave_out(self, read: Callable[[str], bool]) -> None:
-        """Remove the unread fields for which ``read`` is true."""
+        """Remove those fields from ``unread`` for whose names ``read`` returns true."""
         self.unread = Counter(
             {name: count for name, count in self.unread.items() if not read(name)}
         )

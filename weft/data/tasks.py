@@ -28,14 +28,17 @@ LISTS = {"messages", "choices"}
 
 
 class Text(NamedTuple):
-    """Ids of a prompt, at least one, and ids of a continuation."""
+    """Token ids of a prompt (``given``, at least one) and of its continuation (``following``)."""
 
     given: Sequence[int]
     following: Sequence[int]
 
 
 class Score(NamedTuple):
-    """Score of a continuation: its ``log_probability``, and whether greedy decoding would write it."""
+    """Score of a continuation.
+
+    ``log_probability``: sum over its tokens. ``greedy``: whether greedy decoding would write the continuation.
+    """
 
     log_probability: float
     greedy: bool
@@ -43,9 +46,10 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """A question with possible ``answers``; number ``right`` is the right one.
+    """A question with possible ``answers``; ``right`` is the index of the right answer.
 
-    A single answer is to be written by the model itself. ``place``: file and line, for errors.
+    A question with a single answer is open: the model has to write the answer itself. ``place``: file and line, for
+    errors.
     """
 
     place: str
@@ -55,7 +59,7 @@ class Question:
 
 
 def read_questions(path: str | Path, limit: int = 0) -> list[Question]:
-    """Read the questions of a file, at most ``limit`` if that is above 0.
+    """Read the questions of the file ``path``. If ``limit`` is above 0, at most ``limit`` questions are read.
 
     Raises :class:`WeftError`, which names the line of the first malformed question.
     """
@@ -139,10 +143,10 @@ def _question(record: Any, place: str) -> Question:
 def question_texts(
     question: Question, tokenizer: Tokenizer, encoder: ChatEncoder | None
 ) -> tuple[Text, ...]:
-    """Return the ids of the prompt and of each answer.
+    """Return the token ids of the question's prompt with each of its answers.
 
-    With ``encoder``, which learns the last turn, the prompt is a turn of the user, and the answer a turn of the
-    assistant up to the token that ends it.
+    Without ``encoder`` they are tokenized as plain text. With ``encoder``, which must learn the last turn, the prompt
+    is a turn of the user, and each answer is a turn of the assistant up to the token that ends it.
     """
     try:
         texts = tuple(
@@ -161,9 +165,9 @@ def question_texts(
 
 
 def plain_text(prompt: str | Messages, answer: str, tokenizer: Tokenizer) -> Text:
-    """Tokenize prompt and answer jointly, and return their ids separately.
+    """Tokenize prompt and answer as one text, and return the ids of each.
 
-    Trailing blanks of the prompt belong to the answer, as tokenizers join them to its first word.
+    Trailing blanks of the prompt belong to the answer, as tokenizers join them to the answer's first word.
     """
     if not isinstance(prompt, str):
         raise WeftError(
@@ -192,7 +196,11 @@ def _turn(question: Question, answer: str, encoder: ChatEncoder) -> Text:
 
 @dataclass(frozen=True)
 class Answered:
-    """Result of a task: number of ``questions`` and of ``right`` answers, and mean loss per token of right answers."""
+    """Result of a task.
+
+    ``questions``: number of questions; ``right``: number of those that were answered right. ``loss``: mean
+    cross-entropy per token of the right answers.
+    """
 
     questions: int
     right: int
@@ -206,7 +214,11 @@ class Answered:
 
 @dataclass(frozen=True)
 class OpenTask:
-    """Task with its questions, and the ids of every answer."""
+    """Task whose questions are read and tokenized.
+
+    ``every``: number of steps between evaluations, as in the recipe. ``texts``: for each question, the ids of the
+    prompt with each answer.
+    """
 
     name: str
     every: int
@@ -216,9 +228,10 @@ class OpenTask:
     def answered(
         self, scores: Callable[[Sequence[Text]], list[Score]]
     ) -> Answered | None:
-        """Return the result of a model that ``scores`` texts, or None on ranks where it returns no scores.
+        """Return the result of a model, or None on ranks where ``scores`` returns an empty list.
 
-        Of several choices the likeliest is the model's answer. A single answer is right if greedy decoding writes it.
+        ``scores``: the function by which the model scores texts. For a question with choices, the model's answer is the
+        most probable choice. A single answer counts as right if greedy decoding writes it.
         """
         scored = scores([text for texts in self.texts for text in texts])
         if not scored:
@@ -234,7 +247,7 @@ class OpenTask:
 
 
 def open_task(task: Task, tokenizer: Tokenizer, name: str) -> OpenTask:
-    """Read and tokenize the questions of a task; errors call the tokenizer's model ``name``."""
+    """Read and tokenize the questions of a task. ``name``: what errors call the tokenizer's model."""
     questions = read_questions(task.path, task.limit)
     encoder = own_encoder(tokenizer, name, "last") if task.chat else None
     texts = tuple(question_texts(q, tokenizer, encoder) for q in questions)
@@ -246,7 +259,10 @@ def open_task(task: Task, tokenizer: Tokenizer, name: str) -> OpenTask:
 def open_tasks(
     tasks: Sequence[Task], tokenizer: Tokenizer, name: str
 ) -> tuple[OpenTask, ...]:
-    """Open the tasks of a recipe. Raises :class:`WeftError` if two tasks share a name."""
+    """Open the tasks of a recipe. ``name``: what errors call the tokenizer's model.
+
+    Raises :class:`WeftError` if two tasks share a name.
+    """
     opened = [open_task(task, tokenizer, name) for task in tasks]
     names = [task.name for task in opened]
     if twice := sorted({name for name in names if names.count(name) > 1}):

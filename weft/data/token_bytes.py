@@ -66,7 +66,10 @@ class TokenBytes:
         )
 
     def text(self, token: int) -> str:
-        """Return a token as OpenAI writes it: its text, or ``bytes:`` and its bytes if these are no valid UTF-8."""
+        """Return the text of a token as OpenAI's API writes it.
+
+        If the token's bytes are not valid UTF-8, the text is ``bytes:`` followed by their hexadecimal escapes.
+        """
         data = self.bytes_of(token)
         try:
             return data.decode()
@@ -74,7 +77,10 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def names(self, chances: Mapping[int, float]) -> dict[int, str]:
-        """Return a unique name for each token: its text, or ``token_id:N`` if a likelier token has the same text."""
+        """Return a unique name for each token of ``chances``, which maps tokens to their probabilities.
+
+        The name is the token's text, or ``token_id:N`` if a more probable token has the same text.
+        """
         named: dict[int, str] = {}
         taken: set[str] = set()
         for token in sorted(chances, key=lambda i: -chances[i]):
@@ -86,7 +92,7 @@ class TokenBytes:
 
 @lru_cache(8)
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
-    """Return the :class:`TokenBytes` of ``tokenizer``, made once."""
+    """Return the :class:`TokenBytes` of ``tokenizer``, which is cached."""
     return TokenBytes(tokenizer)
 
 

@@ -86,7 +86,7 @@ class Tokenizer:
         }
 
     def name_of(self, token: int | None) -> str | None:
-        """Return the name of a token in chat templates, such as ``<|im_end|>``."""
+        """Return the name of token id ``token``, such as ``<|im_end|>``, or None if the id has no name."""
         if self.model is not None:
             return None if token is None else self.model.id_to_token(token)
         return _EOS[0] if token == self.eos else None
@@ -94,12 +94,12 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> np.ndarray:
         """Return the int64 ids of ``text``, without ``eos``.
 
-        Names of special tokens in ``text`` are plain text, or with ``special`` the tokens themselves.
+        Names of special tokens in ``text`` are encoded as plain text, or with ``special`` as the special tokens.
         """
         return self.encode_many([text], special)[0]
 
     def encode_many(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """Encode several texts like :meth:`encode`, on all cores."""
+        """Encode several texts in parallel on all cores, each as :meth:`encode` does."""
         # a command line may have bytes that are no UTF-8
         texts = [encodable(text) for text in texts]
         if self.model is None:
@@ -118,7 +118,7 @@ class Tokenizer:
         )
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Return the ids of a prompt text with :attr:`opening`, or ``eos`` if both are empty."""
+        """Return the ids of a prompt: :attr:`opening` and the text, or ``eos`` alone if both are empty."""
         return self.opening + [int(i) for i in self.encode(text)] or [self.closing]
 
     @cached_property
@@ -151,7 +151,7 @@ class Tokenizer:
         return self.model.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def files(self) -> dict[str, bytes]:
-        """Return the files that :func:`load_tokenizer` and transformers read, by name."""
+        """Return the tokenizer as files that :func:`load_tokenizer` and transformers read: contents by file name."""
         template = (
             {TEMPLATE_FILE: self.chat_template.encode()} if self.chat_template else {}
         )

@@ -50,7 +50,7 @@ class Tokens:
     notes: tuple[str, ...] = ()
 
     def place(self, document: int) -> str:
-        """Return the file and line of a document, or its number, for errors."""
+        """Return where a document comes from, for errors: its file and line if they are known, else its number."""
         if self.lines is None:
             return f"document {document}"
         file, line = self.lines[document].tolist()
@@ -60,7 +60,10 @@ class Tokens:
 def write_tokens(
     folder: str | Path, docs: Iterable[np.ndarray], vocab: int, eos: int
 ) -> None:
-    """Write documents (ids below ``vocab``) to a new ``folder``, with ``eos`` after each; empty ones are skipped."""
+    """Write documents as token files to a new ``folder``. Empty documents are skipped.
+
+    ``docs``: arrays of token ids below ``vocab``. ``eos``: id that is written after each document.
+    """
     if Path(folder).exists():
         raise WeftError(f"{folder} exists already; remove it or choose another folder")
     build_once(
@@ -70,9 +73,10 @@ def write_tokens(
 
 
 def read_tokens(path: str | Path) -> Tokens:
-    """Open a folder of :func:`write_tokens`, or a file ``X.bin`` beside ``X.offsets.npy`` or ``offsets.npy``.
+    """Open token files: a folder that :func:`write_tokens` wrote, or a file of ids with a file of offsets.
 
-    Raises :class:`WeftError`, which names the missing or damaged file.
+    The offsets of a file ``X.bin`` are in ``X.offsets.npy`` or ``offsets.npy`` beside it. Raises :class:`WeftError`,
+    which names the missing or damaged file.
     """
     path = Path(path).expanduser()
     binary = path / "tokens.bin" if path.is_dir() else path
@@ -188,9 +192,11 @@ def write_documents(
     folder: Path, docs: Iterable[np.ndarray], vocab: int, eos: int, name: str, close: bool = True,
     opening: Sequence[int] = (),
 ) -> None:  # fmt: skip
-    """Write documents to an existing ``folder``. With ``close`` each ends with ``eos``, and empty ones are skipped.
+    """Write documents as token files to an existing ``folder``.
 
-    ``name``: the source's name in errors. ``opening``: ids that are written before each document.
+    ``docs``: arrays of token ids below ``vocab``. ``close``: whether each document ends with ``eos`` and empty
+    documents are skipped. ``name``: what errors call the source. ``opening``: ids that are written before each
+    document.
     """
     dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
     offsets, content = array("q", [0]), hashlib.sha256()

@@ -19,7 +19,8 @@ KIND_OF_FORMAT = {
 def validation_source(data: Data) -> Source | None:
     """Return the source of validation documents, or None if validation is a share of the training data.
 
-    Its files are read with the settings of the first source. Raises :class:`UsageError` if a file is also trained on.
+    The files of validation are read with the settings of the first training source. Raises :class:`UsageError` if a
+    file is also trained on.
     """
     if not isinstance(data.validation, str):
         return None

@@ -65,7 +65,10 @@ def gather_vocab(logits: T, sizes: list[int], mesh: Mesh) -> T:
 
 
 def own(weight: T, start: int, stop: int, mesh: Mesh) -> T:
-    """Return rows ``start:stop`` of a parameter that ``tp`` ranks hold whole; its gradient is a sum over ``tp``."""
+    """Return rows ``start:stop`` of the parameter ``weight``, of which every ``tp`` rank holds a full copy.
+
+    Each rank reads other rows, and the gradient of ``weight`` is summed over ``tp``.
+    """
     if mesh.size("tp") == 1:
         return weight[start:stop]
     # "expert mode": every rank reading its own rows of one copy is what is wanted here.
@@ -75,9 +78,10 @@ def own(weight: T, start: int, stop: int, mesh: Mesh) -> T:
 
 
 def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
-    """Turn ``x`` into a pending sum over all axes that counts nothing twice.
+    """Convert ``x`` to type P (pending sum) on the given axes, so that the sum counts every value once.
 
-    ``types``: the type of ``x`` per axis. Where ranks hold the same value (R or I), all but the first contribute zero.
+    ``types``: the type of ``x`` per axis. Along an axis where ranks hold the same value (R or I), all ranks but the
+    first contribute zero.
     """
     for axis, kind in types.items():
         if mesh.size(axis) > 1 and kind is not P:
@@ -90,17 +94,17 @@ def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
 
 
 def step_sum(x: T, mesh: Mesh) -> T:
-    """Finish a sum that is pending over all axes, in one all-reduce over the ranks that take the step together."""
+    """Complete a sum that is pending over all axes, by one all-reduce over the ranks of the step group."""
     return spmd.all_reduce(x, mesh.step_group, dst=R) if mesh.layout.world > 1 else x
 
 
 def sum_over(axis: str, x: T, mesh: Mesh) -> T:
-    """Finish a sum that is pending over ``axis``; the result is invariant: every rank may keep it."""
+    """Complete a sum that is pending over ``axis``, by an all-reduce. The result is invariant (I)."""
     return spmd.all_reduce(x, mesh.group(axis), dst=I) if mesh.size(axis) > 1 else x
 
 
 def total_of_shares(x: T, axes: Iterable[str], mesh: Mesh) -> T:
-    """Sum the ranks' shares over ``axes``; the result is replicated: every rank may compute with it."""
+    """Sum ``x``, which varies over ``axes``, by an all-reduce along each axis. The result is replicated (R)."""
     for axis in axes:
         x = spmd.all_reduce(share_of_sum(x, mesh, **{axis: V}), mesh.group(axis), dst=R)
     return x
@@ -125,34 +129,44 @@ def _types(logical: Logical, uncut: Kind) -> dict[str, Kind]:
 
 
 def parameter_types(logical: Logical) -> dict[str, Kind]:
-    """Return the type of a full parameter, as compute sees it."""
+    """Return the type per axis of a parameter in forward: varying over axes that cut it, else replicated."""
     return _types(logical, R)
 
 
 def gradient_types(logical: Logical) -> dict[str, Kind]:
-    """Return the type of a full parameter's gradient after backward: a partial sum over axes that do not cut it."""
+    """Return the type per axis of a parameter's gradient after backward.
+
+    It varies over axes that cut the parameter, and is a partial sum over the others.
+    """
     return _types(logical, P)
 
 
 def state_types(logical: Logical) -> dict[str, Kind]:
-    """Return the type of a rank's rows of a parameter or of its reduced gradient; every replica has the same."""
+    """Return the type per axis of the rows that a rank holds of a parameter, or of its reduced gradient.
+
+    The rows vary over ``pp``, ``shard``, ``cp`` and the axes that cut the parameter. Over other axes they are
+    invariant.
+    """
     return _types(logical, I) | {"pp": V, "shard": V, "cp": V}
 
 
 def own_number(value: float, mesh: Mesh, **types: Kind) -> T:
-    """Make a float64 scalar from a number that only this rank knows. ``types``: its type per axis."""
+    """Return ``value``, which this rank has computed, as a float64 scalar tensor. ``types``: its type per axis."""
     with untyped():
         x = torch.tensor(value, dtype=torch.float64, device=mesh.device)
     return declare(x, mesh, **types)
 
 
 def own_share(value: float, mesh: Mesh, **types: Kind) -> T:
-    """Return this rank's share of a sum over all ranks: a pending float64 scalar that counts nothing twice."""
+    """Return ``value`` as this rank's share of a pending sum that counts every value once: a float64 scalar.
+
+    ``types``: the type of ``value`` per axis, as in :func:`share_of_sum`.
+    """
     return share_of_sum(own_number(value, mesh, **types), mesh, **types)
 
 
 def declare(x: T, mesh: Mesh, **types: Kind) -> T:
-    """State the type of ``x`` per axis. It is checked under ``weft verify --types`` and costs nothing otherwise."""
+    """Declare the type of ``x`` per axis. ``weft verify --types`` checks it; otherwise the call does nothing."""
     if spmd.TYPE_CHECKING:
         live = [axis for axis in LIVE_AXES if mesh.size(axis) > 1 and axis in types]
         spmd.assert_type(x, {mesh.group(axis): types[axis] for axis in live})

@@ -16,24 +16,30 @@ def extents(box: Box) -> tuple[int, ...]:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box of all elements of a tensor of this shape."""
+    """Return the box that covers a whole tensor of this shape."""
     return tuple((0, size) for size in shape)
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Return a box as an index into an array of the whole tensor."""
+    """Return a box as a tuple of slices, to index an array of the whole tensor."""
     return tuple(slice(lo, hi) for lo, hi in box)
 
 
 def part(count: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the range of share ``index`` of ``count`` things in ``parts``: contiguous, sizes differ by at most one."""
+    """Return the range ``(start, stop)`` of share ``index`` if ``count`` elements are cut into ``parts`` shares.
+
+    Shares are contiguous, and their sizes differ by at most one.
+    """
     base, extra = divmod(count, parts)
     start = index * base + min(index, extra)
     return start, start + base + (index < extra)
 
 
 def ceil_part(count: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the range of share ``index`` as :func:`torch.chunk` cuts it: full shares, a short one, then empty ones."""
+    """Return the range ``(start, stop)`` of chunk ``index`` of ``count`` elements, as :func:`torch.chunk` cuts them.
+
+    ``parts``: number of chunks. Full chunks come first, then a shorter one, then empty ones.
+    """
     size = -(-count // parts)
     return min(index * size, count), min((index + 1) * size, count)
 
@@ -43,8 +49,9 @@ class Logical:
     """A parameter as one device sees it, and the part of it that this rank computes with.
 
     ``dims``: its named dimensions. ``std``: its initial standard deviation (``None``: all ones, 0: all zeros).
-    ``cuts``: for each dimension, the mesh axes that cut it. ``box``: the elements at this rank's place. ``everywhere``:
-    every rank holds its whole part as state, whose rows are not cut further.
+    ``cuts``: for each dimension, the mesh axes that cut it. ``box``: the range of elements, per dimension, that this
+    rank computes with. ``everywhere``: whether every rank keeps all rows of ``box`` as its state, instead of a range of
+    them.
     """
 
     dims: tuple[Dim, ...]
@@ -55,12 +62,12 @@ class Logical:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of the whole parameter."""
+        """Shape of the whole parameter."""
         return tuple(d.size for d in self.dims)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Sizes of the part at this rank's place."""
+        """Shape of the part that this rank computes with."""
         return extents(self.box)
 
     @property
@@ -69,11 +76,11 @@ class Logical:
         return prod(self.shape)
 
     def cut_by(self, axis: str) -> bool:
-        """Return whether ranks along ``axis`` hold different parts."""
+        """Return whether ``axis`` cuts the parameter, so that ranks along it compute with different parts."""
         return any(axis in axes for axes in self.cuts)
 
     def rows(self, lo: int, hi: int) -> Box:
-        """Return the box of local rows ``lo:hi``: a further cut of dimension 0."""
+        """Return the box of rows ``lo:hi`` of the local part, as a box of the whole parameter."""
         start = self.box[0][0]
         return ((start + lo, start + hi), *self.box[1:])
 
@@ -93,7 +100,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A logical tensor. ``dims``: names of its dimensions; ``tied``: the name of the tensor whose values it shares."""
+    """Shape and type of a logical tensor.
+
+    ``dims``: names of its dimensions; ``tied``: the name of the tensor whose values it shares, None if it has its own.
+    """
 
     shape: tuple[int, ...]
     dtype: str

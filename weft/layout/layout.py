@@ -15,11 +15,11 @@ from weft.section import Section, validated
 
 
 class Layout(Section):
-    """Ranks per mesh axis.
+    """Number of ranks along each mesh axis, and how these ranks work together.
 
-    ZeRO (Rajbhandari et al. 2020), ZeRO++ hpZ (Wang et al. 2023; Frontier, Dash et al. 2023). Attention schemes are in
-    :mod:`weft.parallel.context.tables`, dispatchers in :mod:`weft.parallel.experts.dispatch`. With ``lsh`` a run
-    computes something else than one device.
+    References: ZeRO (Rajbhandari et al. 2020), ZeRO++ hpZ (Wang et al. 2023; Frontier, Dash et al. 2023). Attention
+    schemes are in :mod:`weft.parallel.context.tables`, dispatchers in :mod:`weft.parallel.experts.dispatch`. With
+    ``lsh`` a run computes something else than one device.
     """
 
     dp: int = Field(
@@ -240,7 +240,10 @@ class Layout(Section):
         return re.findall(r"\w+", self.order)
 
     def named(self) -> Iterator[Registered]:
-        """Yield the techniques that this layout uses: those whose axis has more than one rank."""
+        """Yield the registered schedule, attention scheme and dispatcher that this layout uses.
+
+        Only those are used whose axis (``pp``, ``cp`` or ``ep``) has more than one rank.
+        """
         uses = {
             "schedule": (self.schedule, self.pp),
             "context": (self.context, self.cp),
@@ -252,18 +255,25 @@ class Layout(Section):
 
     @property
     def axis_order(self) -> tuple[str, ...]:
-        """All axes from the slowest-varying to the fastest; axes that the order leaves out come first."""
+        """All axes from the slowest-varying to the fastest. Axes that ``order`` does not name come first."""
         named = self._named_axes
         return (*(axis for axis in AXES if axis not in named), *named)
 
     def size(self, *axes: str) -> int:
-        """Return the number of ranks along ``axes`` together. Of ``ep``, only data ranks count."""
+        """Return the product of the numbers of ranks along ``axes``.
+
+        For ``ep`` this is the number of data ranks over which experts are spread, without the ranks of ``tp``.
+        """
         return prod(
             self.fold if axis == FOLDED else getattr(self, axis) for axis in axes
         )
 
     def folds(self, count: int) -> bool:
-        """Return whether ``count`` divides the data ranks, and divides the ranks that share the state evenly."""
+        """Return whether experts can be spread over ``count`` neighbouring data ranks.
+
+        ``count`` must divide the number of data ranks. It must also divide the number of ranks that share the state, or
+        be a multiple of that number.
+        """
         state, data = self.size("shard", "cp"), self.size("dp", "shard", "cp")
         return data % count == 0 and (state % count == 0 or count % state == 0)
 
@@ -278,7 +288,7 @@ class Layout(Section):
 
     @property
     def fold(self) -> int:
-        """Number of data ranks over which experts are spread."""
+        """Number of data ranks over which experts are spread: ``ep``, divided by ``tp`` if :attr:`folds_tp`."""
         return self.ep // self.tp if self.folds_tp else self.ep
 
     @property
@@ -288,7 +298,7 @@ class Layout(Section):
 
     @property
     def inside(self) -> Self:
-        """The layout of one island."""
+        """Layout of a single island: this layout with ``island = 1``."""
         order = " ".join(axis for axis in self.axis_order if axis != "island")
         return self.model_copy(
             update={"island": 1, "order": order if self.order else ""}
@@ -296,14 +306,15 @@ class Layout(Section):
 
     @property
     def head_ranks(self) -> int:
-        """Number of neighbours along ``cp`` that exchange heads for tokens around attention."""
+        """Number of neighbours along ``cp`` that exchange tokens for heads before attention, and back after it."""
         return self.cp if self.context == "ulysses" else min(self.ulysses, self.cp)
 
     @classmethod
     def parse(cls, text: str, base: dict[str, Any] | None = None) -> Self:
-        """Read a layout such as ``"shard=2,tp=2"``. Axes that are not named are 1; other fields come from ``base``.
+        """Read a layout such as ``"shard=2,tp=2"``. Axes that are not named have size 1.
 
-        Raises :class:`UsageError` for an unknown axis, an axis that is named twice, or a value that is no number.
+        ``base``: values of the fields that are neither axes nor ``order``, as a layout's dictionary. Raises
+        :class:`UsageError` for an unknown axis, an axis that is named twice, or a value that is no number.
         """
         values: dict[str, Any] = {
             k: v for k, v in (base or {}).items() if k not in (*AXES, FOLDED, "order")
@@ -333,20 +344,20 @@ class Layout(Section):
 
 
 class AskedLayout(Asked):
-    """A layout that a recipe asks for, as rules see it."""
+    """Layout of a recipe that is checked against the rules."""
 
     layout: Layout
 
     @property
     def nearby(self) -> str:
-        """The possible values of ``layout.secondary``, as a remedy."""
+        """Remedy for an impossible ``layout.secondary``: a text that lists its possible values."""
         state = self.layout.size("shard", "cp")
         fit = [n for n in range(2, state) if state % n == 0]
         return f"use one of {', '.join(map(str, fit))}" if fit else "leave it out"
 
     @property
     def folding(self) -> list[int]:
-        """The possible values of ``layout.ep``: numbers of neighbouring data ranks, also times ``tp``."""
+        """Possible values of ``layout.ep``: numbers of data ranks that can share experts, and ``tp`` times those."""
         numbers = range(1, self.layout.size("dp", "shard", "cp") + 1)
         data = list(filter(self.layout.folds, numbers))
         return sorted({*data, *(self.layout.tp * n for n in data)})

@@ -7,7 +7,10 @@ from weft.layout.layout import Layout
 
 
 def layout_legend(texts: Iterable[object]) -> dict[str, str]:
-    """Return the meaning of each word such as ``shard`` in layouts written as ``shard=2,tp=2``, in a fixed order."""
+    """Return the meaning of every layout field, such as ``shard``, that is named in ``texts``, in a fixed order.
+
+    ``texts``: layouts, written as ``shard=2,tp=2``.
+    """
     words = {word for text in texts for word in re.findall(r"(\w+)=", str(text))}
     return {
         name: field.description or ""

@@ -70,7 +70,10 @@ class Mesh:
     def single(
         cls, device: torch.device | str = "cpu", layout: Layout | None = None
     ) -> Mesh:
-        """Return the mesh of one device without a process group: every boundary is the identity."""
+        """Return the mesh of a single device, without process groups. Collectives return their input.
+
+        ``layout``: a layout of one rank, which may set other fields than axes; by default that of :class:`Layout`.
+        """
         layout = layout or Layout()
         return cls(layout, torch.device(device), Place.of(layout, 0))
 
@@ -150,7 +153,10 @@ class Mesh:
         )
 
     def size(self, *axes: str) -> int:
-        """Return the number of places along ``axes`` together. ``torch.compile`` can read its plain integers."""
+        """Return the number of ranks along ``axes`` together.
+
+        It is a product of plain integers, which ``torch.compile`` can trace.
+        """
         product = 1
         for axis in axes:
             product *= self._size[axis]
@@ -161,8 +167,9 @@ class Mesh:
         return self.place.rank(axis)
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the first rank of the step group; every rank returns its result or raises its error.
-        Collective.
+        """Run ``work`` on the first rank of the step group only. Every rank returns its result or raises its error.
+
+        Collective over the step group.
         """
         done: list[T | WeftError | None] = [None]
         if self.step_group is None or self.step_group.rank() == 0:
@@ -177,23 +184,26 @@ class Mesh:
         return done[0]  # type: ignore[return-value]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group of an axis, or of another name in :class:`Mesh`."""
+        """Return the process group of an axis, or of one of the other group names that :class:`Mesh` lists."""
         return self._group[axis]
 
     def sharing(self, logical: Logical) -> tuple[str, str]:
-        """Return the names of the groups of replicas and of shards of a parameter's state."""
+        """Return the names of two groups: the ranks with replicas of a parameter's state, and the ranks that shard it.
+
+        They are groups of experts if ``ep`` cuts the parameter, else ``dp`` and ``state``.
+        """
         if logical.cut_by(FOLDED):
             return ("expert_dp", "expert_state")
         return ("dp", "state")
 
     @property
     def batch_rank(self) -> int:
-        """Coordinate among the ranks over which the sequences of a step are distributed."""
+        """Coordinate of this rank among the ranks over which the sequences of a step are distributed."""
         return self.place.along(*BATCH_AXES)
 
     @property
     def data_ranks(self) -> list[int]:
-        """Ranks that compute this rank's part of the model on the step's data, itself included, ``dp`` slowest."""
+        """Ranks of all ``dp``, ``shard`` and ``cp`` coordinates at this rank's ``pp`` and ``tp``, ``dp`` slowest."""
         if self.device_mesh is None:
             return [0]
         here = self.device_mesh.mesh[self.rank("pp"), ..., self.rank("tp")]
@@ -212,7 +222,10 @@ class Mesh:
 
 
 def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather ``value`` of every rank of ``group`` (default: all ranks), in rank order. Collective."""
+    """Gather the ``value`` of every rank of ``group`` into a list in rank order. Collective.
+
+    ``group``: the process group, by default that of all ranks.
+    """
     values = [value]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         values *= dist.get_world_size(group)

@@ -19,10 +19,11 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Part:
-    """The elements ``box`` of a logical ``tensor``, with their ``values``.
+    """Part of a logical tensor with its values.
 
-    ``replica`` numbers this copy among the ``replicas`` ranks that hold the same elements. ``rows``: the rows of
-    dimension 0 that ``values`` has, where these are not those of the box.
+    ``box``: the range of elements per dimension; ``tensor``: shape and type of the whole tensor. ``replica``: index of
+    this copy among the ``replicas`` ranks that hold the same elements. ``rows``: the indices along dimension 0 that
+    ``values`` has, if they are not all those of ``box``.
     """
 
     values: torch.Tensor
@@ -45,7 +46,7 @@ class Part:
 
     @property
     def index(self) -> tuple[list[int] | slice, ...]:
-        """Index of the values in the logical tensor."""
+        """Index that selects the elements of ``values`` in an array of the logical tensor."""
         slices_of_box = slices(self.box)
         if self.rows is None:
             return slices_of_box

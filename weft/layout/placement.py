@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """The part of a parameter's state that a rank holds; ``replica`` is its number among the ``replicas`` holders of
-    it.
+    """The part of a parameter's state that a rank holds.
+
+    ``box``: the range of elements per dimension. ``replica``: index of this rank among the ``replicas`` ranks that hold
+    the same elements.
     """
 
     box: Box
@@ -32,7 +34,7 @@ class Placement:
 
     @property
     def counted(self) -> bool:
-        """Whether this rank counts the elements in the norm of the gradients: the first of their holders does."""
+        """Whether this rank counts these elements in the norm of the gradients. The first of their holders does."""
         return self.replica == 0
 
 
@@ -51,7 +53,7 @@ class Place:
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Place:
-        """Return the place of world rank ``rank``."""
+        """Return the coordinates of world rank ``rank`` in ``layout``."""
         ranks = rank_table(layout)
         where = dict(zip(AXES, np.argwhere(ranks == rank)[0].tolist(), strict=True))
         sharing = [
@@ -70,7 +72,7 @@ class Place:
         return self.coordinates[axis]
 
     def along(self, *axes: str) -> int:
-        """Return the coordinate along ``axes`` together, the last varying fastest."""
+        """Return the coordinate along several axes as one index, in which the last of ``axes`` varies fastest."""
         index = 0
         for axis in axes:
             index = index * self.layout.size(axis) + self.rank(axis)
@@ -83,10 +85,11 @@ class Place:
         whole: bool = False,
         everywhere: bool = False,
     ) -> Logical:
-        """Describe the parameter with these dimensions, and the part of it that this place computes with.
+        """Describe the parameter with dimensions ``dims``, and the part of it that this place computes with.
 
-        ``whole``: no axis that shares the work cuts it, although its dimensions could be cut (fewer key/value heads
-        than ranks, a router's row for each expert). ``everywhere``: see :class:`Logical`.
+        ``std``: initial standard deviation. ``whole``: whether ranks that share the work all compute with the whole
+        parameter, although its dimensions could be cut (fewer key/value heads than ranks, a router's row for each
+        expert). ``everywhere``: see :class:`Logical`.
         """
         cuts = cut_axes(dims, self.layout, whole)
         box = tuple(
@@ -119,9 +122,10 @@ class Place:
         return tuple(box)
 
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
-        """Return the rows of ``logical`` that this rank holds as state: a range of the rows with which it computes.
+        """Return the range of rows of ``logical`` that this rank holds as state, out of the rows that it computes with.
 
-        ``stages``: the coordinates along ``pp`` of all ranks that compute with the same part (a tied embedding's, say).
+        ``stages``: the coordinates along ``pp`` of all ranks that compute with the same part. There are several for a
+        tied embedding, for example.
         """
         layout = self.layout
         # ranks that cut the rows, and copies of these
@@ -144,23 +148,24 @@ class Place:
 
 
 def island_ranks(layout: Layout, rank: int) -> tuple[int, list[int]]:
-    """Return the island of world rank ``rank``, and all ranks of the island in their order."""
+    """Return the index of the island that world rank ``rank`` is in, and the world ranks of this island in order."""
     table = rank_table(layout)
     island = int(np.nonzero(table == rank)[0][0])
     return island, sorted(table[island].flatten().tolist())
 
 
 def rank_table(layout: Layout) -> np.ndarray:
-    """Return the rank at every place, with one dimension per axis of :data:`AXES`."""
+    """Return the world rank at every place, as an int array with one dimension per axis of :data:`AXES`."""
     order = layout.axis_order
     ranks = np.arange(layout.world).reshape([layout.size(axis) for axis in order])
     return ranks.transpose([order.index(axis) for axis in AXES])
 
 
 class ExpertSizes(NamedTuple):
-    """Numbers of data ranks for experts: replicas, ranks that share the state of an expert, and ranks of other experts.
+    """Sizes of the three axes into which the data ranks fall for experts.
 
-    The names of the fields are those of axes.
+    ``expert_dp``: replicas of an expert's state. ``expert_state``: ranks that share the state of an expert. ``ep``:
+    ranks that hold different experts.
     """
 
     expert_dp: int
@@ -169,14 +174,14 @@ class ExpertSizes(NamedTuple):
 
 
 def expert_sizes(layout: Layout) -> ExpertSizes:
-    """Return how the data ranks of ``layout`` fall into axes for experts."""
+    """Return the sizes of the axes into which the data ranks of ``layout`` fall for experts."""
     state = layout.size("shard", "cp")
     replicas = layout.dp // max(1, layout.fold // state)
     return ExpertSizes(replicas, max(1, state // layout.fold), layout.fold)
 
 
 def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """Arrange the ranks of :func:`rank_table` as ``[island, pp, expert_dp, expert_state, ep, tp]``."""
+    """Rearrange the ranks of :func:`rank_table` as ``[island, pp, expert_dp, expert_state, ep, tp]``."""
     # [island, pp, dp, state, tp]
     by_state = np.sort(ranks.reshape(*ranks.shape[:3], -1, layout.tp), axis=3)
     folded = by_state.reshape(*ranks.shape[:2], *expert_sizes(layout), layout.tp)
@@ -184,9 +189,9 @@ def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
 
 
 def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """Arrange the ranks of :func:`rank_table` as ``[island, pp, ..., ep]``.
+    """Rearrange the ranks of :func:`rank_table` as ``[island, pp, ..., ep]``.
 
-    The last dimension lists the ranks that have all experts of a layer together.
+    The ranks along the last dimension hold all experts of a layer together, and exchange tokens among them.
     """
     folded = expert_table(layout, ranks)
     if layout.folds_tp:
@@ -195,7 +200,7 @@ def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
 
 
 def experts_per_node(layout: Layout) -> int:
-    """Return how many of the ranks that have all experts together share a node; 0 if nodes differ in that."""
+    """Return how many of the ranks that together hold all experts share a node; 0 if nodes differ in that."""
     ranks = exchange_table(layout, rank_table(layout)).reshape(-1, layout.ep)
     nodes = ranks // (layout.node or layout.world)
     counts = {count for row in nodes.tolist() for count in Counter(row).values()}
@@ -203,7 +208,10 @@ def experts_per_node(layout: Layout) -> int:
 
 
 def expert_blocks(layout: Layout) -> list[int]:
-    """Return the sizes of blocks of neighbours that exchange rows or experts, besides the exchange among all ranks."""
+    """Return the sizes of the blocks of neighbours in which the dispatcher exchanges rows or experts.
+
+    The exchange among all ranks of ``ep`` is not in the list.
+    """
     if layout.dispatch in ("two-level", "per-node"):
         return [experts_per_node(layout)]
     if layout.dispatch in ("adaptive", "timed"):
@@ -214,10 +222,11 @@ def expert_blocks(layout: Layout) -> list[int]:
 def cut_axes(
     dims: Sequence[Dim], layout: Layout, whole: bool = False
 ) -> tuple[tuple[str, ...], ...]:
-    """Return, for each dimension, the axes larger than one that cut it (:data:`CUTS`); no axis cuts a parameter twice.
+    """Return, for each dimension, the axes larger than one that cut it (:data:`CUTS`).
 
-    With vocabulary passes, stages cut the vocabulary too. ``tp`` may cut experts, and ``ep`` cuts their width too where
-    there are fewer experts than ranks of ``ep``.
+    ``whole``: as in :meth:`Place.logical`. With vocabulary passes, pipeline stages cut the vocabulary too. ``tp`` may
+    cut experts. An axis cuts one dimension only, with one exception: if there are fewer experts than ranks of ``ep``,
+    the axes that cut the experts also cut their width.
     """
     cuts: list[tuple[str, ...]] = []
     taken: set[str] = {*MODEL_AXES, FOLDED} if whole else set()
@@ -240,7 +249,11 @@ def cut_axes(
 def pieces_of_experts(
     dims: Sequence[Dim], cuts: Sequence[Sequence[str]], layout: Layout
 ) -> int:
-    """Return in how many pieces each expert of a stack is cut; 0 if ranks along ``ep`` do not outnumber experts."""
+    """Return into how many pieces each expert of a stacked parameter is cut.
+
+    ``cuts``: the axes that cut each dimension. The number is 0 if there are at least as many experts as ranks of
+    ``ep``.
+    """
     if not dims or dims[0].name != "expert" or _width(dims[1:]) < 0:
         return 0
     pieces, rest = divmod(layout.size(*cuts[0]), dims[0].count)

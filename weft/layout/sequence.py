@@ -5,7 +5,7 @@ from weft.registry import find
 
 
 def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
-    """Return, for each ``cp`` rank, the chunks of the sequence that it owns, in the order in which it holds them.
+    """Return, for each ``cp`` rank, the indices of the sequence's chunks that it owns, in the order it holds them.
 
     Most attention schemes pair an early block with a late one (zigzag), so that causal work is even. Ranks that
     exchange heads hold consecutive parts of their block, which the all-to-all joins in rank order.
@@ -24,14 +24,14 @@ def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
 
 
 def padded_length(seq_len: int, layout: Layout) -> int:
-    """Round ``seq_len`` up until every rank owns equally many tokens in every region."""
+    """Round ``seq_len`` up to a length of which every rank of ``cp`` and ``tp`` owns equally many tokens."""
     chunks = sum(len(owned) for owned in chunk_owners(layout))
     multiple = chunks * layout.tp
     return -(-seq_len // multiple) * multiple
 
 
 def owned_ranges(length: int, layout: Layout, rank: int) -> list[tuple[int, int]]:
-    """Return the half-open token ranges of a row of ``length`` (padded) tokens that ``cp`` rank ``rank`` holds."""
+    """Return the half-open token ranges that ``cp`` rank ``rank`` holds of a row of ``length`` padded tokens."""
     owners = chunk_owners(layout)
     size = length // sum(len(owned) for owned in owners)
     return [(c * size, (c + 1) * size) for c in owners[rank]]
