@@ -178,7 +178,8 @@ def vote(
     engine: Engine, prompt: Sequence[int], count: int, how: Sampling, n: int, answer: Callable[[list[int]], Hashable],
     stops: Collection[int] = (),
 ) -> tuple[Hashable, Counter[Hashable]]:  # fmt: skip
-    """Return the answer that most of ``n`` texts give, and a count of every answer (Wang et al. 2022, 2203.11171).
+    """Generate ``n`` texts and return the most frequent answer and a count of every answer (self-consistency; Wang et
+    al. 2022, 2203.11171).
 
     ``answer`` extracts the answer from the ids of a text, None if there is none. Texts that can no longer change the
     result are cancelled.

@@ -12,8 +12,8 @@ from itertools import takewhile
 
 
 class BlockPool:
-    """A pool of cache ``blocks`` of ``size`` tokens each. ``states``: the blocks hold recurrent states, from which a
-    token cannot be removed.
+    """A pool of ``blocks`` cache blocks of ``size`` tokens each. ``states``: the blocks hold recurrent states, from
+    which a token cannot be removed.
     """
 
     def __init__(self, blocks: int, size: int, states: bool = False) -> None:

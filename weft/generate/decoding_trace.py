@@ -11,8 +11,8 @@ from weft.observe.time_split import quiet_profile
 def trace_decoding(
     model: Transformer, batch: int, prompt: int, steps: int, folder: Path
 ) -> Path:
-    """Write a Chrome trace of ``steps`` decoding steps of ``batch`` texts, without the steps of the prompt and first
-    tokens.
+    """Write a Chrome trace of ``steps`` decoding steps to ``folder``, for ``batch`` texts behind prompts of ``prompt``
+    tokens. The steps of the prompts and of the first tokens are left out.
     """
     engine = Engine(model, budget=max(512, batch), limit=batch)
     texts = [

@@ -17,7 +17,9 @@ SMALL_MODEL = "small-model"
 
 
 class Drafter:
-    """Proposes draft tokens for requests. ``looks_ahead``: the drafter uses ``--ahead``."""
+    """Base class of drafters, which propose draft tokens for requests. ``looks_ahead``: the drafter uses the option
+    ``--ahead``.
+    """
 
     looks_ahead: ClassVar[bool] = False
 

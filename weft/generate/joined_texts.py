@@ -20,7 +20,7 @@ from weft.models.paged import KeyValuePages
 
 
 def check_streams(engine: Engine, ids: Sequence[int]) -> None:
-    """Raise :class:`UsageError` if texts of this engine cannot attend to each other, or the model cannot read
+    """Raise :class:`UsageError` if texts of this engine cannot attend to each other, or if the model cannot continue
     ``ids``.
     """
     check_prompt(engine.model, ids)
@@ -77,7 +77,9 @@ def hogwild(
 
 
 class Tags(NamedTuple):
-    """The tokens by which a model forks its text: one before each path's outline, then ``split``."""
+    """The tokens by which a model marks how its text forks: ``outline`` before each path's outline, ``split`` before
+    the paths, ``path`` and ``path_end`` around a path, ``conclusion`` before the text that follows all paths.
+    """
 
     outline: int
     split: int  # the paths begin behind it
@@ -180,7 +182,7 @@ def multiverse(
 
 
 def outlines_of(piece: Generation, tags: Tags) -> list[list[int]]:
-    """Return the tokens of each outline in the text of ``piece``."""
+    """Return the tokens of each outline that ``piece`` contains, one list per path."""
     written = piece.written[:-1]
     places = [i for i, token in enumerate(written) if token == tags.outline]
     return [

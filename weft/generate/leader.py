@@ -48,8 +48,8 @@ SENDS = ("all-to-all", "per-rank")
 
 
 def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
-    """Raise :class:`UsageError` if a layout cannot generate with a model. ``shape`` None: the model is not
-    known yet.
+    """Raise :class:`UsageError` if generation is not possible with a layout. ``shape``: shape of the model, or None if
+    it is not known yet.
     """
     for name, usual in Layout():
         if name not in READ and getattr(layout, name) != usual:
@@ -289,7 +289,7 @@ class Leader(RankReader):
 
 @contextmanager
 def naming_lost_rank() -> Iterator[None]:
-    """Convert a failed wait for another rank into an error that names the rank."""
+    """Convert a failed wait for another rank, within this context, into an error that names the rank."""
     try:
         yield
     except RuntimeError as error:
@@ -299,7 +299,8 @@ def naming_lost_rank() -> Iterator[None]:
 
 
 def follow_leader(model: Transformer) -> RankReader:
-    """Follow the first rank's engine until it ends, on every other rank; return this rank's reader.
+    """Compute this rank's part of the first rank's steps until the first rank's engine ends; return this rank's reader.
+    Called on every other rank.
 
     Ctrl-C is left to the first rank, which may have answers to finish.
     """

@@ -128,10 +128,11 @@ class Trust:
 
 
 class Lookup(Drafter):
-    """Drafts from texts: a request's own, and the last ``shared`` tokens that other requests of its tenant wrote.
+    """Drafter that copies from earlier text: the request's own text, and the last ``shared`` tokens that other requests
+    of its tenant wrote.
 
-    A path is the continuation of an earlier occurrence of the text's last tokens, at least ``least`` of them, and is no
-    longer than this match. ``width``: most paths per request, which begin with different tokens.
+    A path is the continuation of an earlier occurrence of the text's last tokens. At least ``least`` tokens must match,
+    and the path is no longer than the match. ``width``: most paths per request; they begin with different tokens.
     """
 
     def __init__(self, least: int = 2, shared: int = 0, width: int = 1) -> None:

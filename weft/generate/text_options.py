@@ -80,8 +80,8 @@ class TextOptions:
         self, engine: Engine, tokenizer: Tokenizer, ids: Sequence[int], count: int, how: Sampling,
         until: Sequence[str],
     ) -> Iterator[tuple[str, str]]:  # fmt: skip
-        """Yield texts of up to ``count`` tokens behind ``ids``, each below a heading and up to one of the strings
-        ``until``.
+        """Yield pairs of a heading and a text of up to ``count`` tokens behind ``ids``. Each text is cut at the first
+        of the strings ``until``.
         """
 
         def text_of(written: Sequence[int]) -> str:

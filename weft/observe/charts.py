@@ -178,8 +178,8 @@ def expert_loads(records: list[Record]) -> list[Record]:
 
 
 def saved_activations(records: list[Record]) -> list[Record]:
-    """Draw the predicted seconds of a step over the bytes of activations saved by blocks, for every number of blocks
-    offloaded or recomputed.
+    """Draw the predicted seconds of a step over the bytes of activations that the blocks save. Each point is a number
+    of blocks that are offloaded, or recomputed.
     """
     if not records:
         return []
@@ -204,7 +204,7 @@ def saved_activations(records: list[Record]) -> list[Record]:
 
 
 def membership(records: Records) -> list[Record]:
-    """Draw loss and number of ranks over time, for a run that has lost or gained ranks."""
+    """Draw the loss and the number of ranks over time. The list is empty unless ranks have left or joined the run."""
     views, trained = records.get("view", []), records.get("train", [])
     if len(views) < 2 or not trained:
         return []
@@ -410,8 +410,8 @@ def thin(steps: Sequence[float], values: list[float]) -> Record:
 
 
 def step_times(runs: Sequence[RecordedRun]) -> list[Record]:
-    """Draw stacked bars of the last sixty profiled steps of a run, or of the mean profiled step of each of several
-    runs.
+    """Draw a bar per profiled step, stacked by what its time is spent on: the last sixty steps of one run, or the mean
+    step of each of several runs.
     """
     split = runs[0].records.get("split", [])[-60:]
     bars = [(str(r["step"]), r) for r in split]

@@ -73,7 +73,7 @@ def work(seconds: Mapping[str, float]) -> float:
 
 def ratio(seconds: float, middle: float, whole: float) -> float:
     """Return ``seconds`` divided by the median ``middle``. Where both are a small part of the ``whole`` seconds of a
-    save, the ratio is drawn towards 1, so that a difference of 1 ms does not look like a slow rank.
+    save or load, the ratio is drawn towards 1, so that a difference of 1 ms does not look like a slow rank.
     """
     damp = NOISE * whole or 1e-9
     return (seconds + damp) / (middle + damp)

@@ -30,7 +30,8 @@ MANY = ("saved", "loaded")
 
 
 class Metrics:
-    """Appends records to ``run/metrics.jsonl``, one flushed line each; with ``run = None`` (other ranks) does nothing.
+    """Appends records to ``run/metrics.jsonl``, one flushed line each. With ``run = None``, on other ranks than the
+    first, nothing is written.
 
     ``trackers``: names of the trackers that get the records as well, see :mod:`weft.observe.trackers`.
 

@@ -31,9 +31,10 @@ class ReportRow(NamedTuple):
 
 
 def write_report(*folders: Path, out: Path | None = None) -> Path:
-    """Write the page about the runs in ``folders`` and return its path; a run that is still going is fine.
+    """Write the HTML page about the runs in ``folders`` and return the page's path. The runs may still be going on.
 
-    It is ``report.html`` in the run's folder, or ``compare.html`` in the first one's, unless ``out`` is given.
+    The page is ``report.html`` in the folder of a single run, ``compare.html`` in the first of several, or ``out`` if
+    that is given.
     """
     if len(folders) > len(RUNS):
         raise UsageError(
@@ -110,7 +111,7 @@ def page_of(run: RecordedRun) -> str:
 
 
 def unfinished_in_words(run: RecordedRun) -> str:
-    """Say how far an unfinished run came; empty for a finished run."""
+    """Return a sentence about how far an unfinished run came, or an empty text for a finished run."""
     planned = planned_steps(run)
     done = max((row["step"] for row in run.records.get("train", [])), default=0)
     if not planned or done >= planned:
@@ -228,7 +229,7 @@ def headline_numbers(records: Records) -> list[tuple[str, str, str]]:
 
 
 def run_facts(run: RecordedRun) -> dict[str, str]:
-    """Return the facts of a run by name: layout, device, size, progress, machine."""
+    """Return facts about a run by name: layout, device, size, progress and machine."""
     records, head = run.records, run.head
     runs, train = records.get("run", []), records.get("train", [])
     every = [r["time"] for kind in records.values() for r in kind if "time" in r]
@@ -269,7 +270,7 @@ def run_facts(run: RecordedRun) -> dict[str, str]:
 
 
 def checkpoint_card(records: Records) -> Record:
-    """Return the values of the card about checkpoints; empty if the run has none."""
+    """Return the values for the page's card about checkpoints; empty if the run has no records of checkpoints."""
     saved, loaded, checkpoints = (
         records.get(kind, []) for kind in ("saved", "loaded", "checkpoint")
     )

@@ -41,7 +41,8 @@ class TraceEvent:
 
 
 def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
-    """Run ``fn`` under :mod:`torch.profiler`; return its result and the split of its time.
+    """Run ``fn``, which takes one training step, under :mod:`torch.profiler`. Return its result and the split of the
+    step's time.
 
     All ranks must run it at the same time, and not inside another profiler. ``fn`` marks its phases with
     ``record_function("weft:data")`` and ``record_function("weft:optimizer")``.
@@ -120,7 +121,8 @@ def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
 
 @contextmanager
 def trace(path: Path, steps: int) -> Iterator[Callable[[], bool]]:
-    """Write a Chrome/Perfetto trace of ``steps`` steps; the body calls the yielded function after every step.
+    """Write a Chrome/Perfetto trace of ``steps`` steps to ``path``. The body of the context calls the yielded function
+    after every step.
 
     The yielded function returns True as long as the trace records; until then :func:`profile_step` must not run. The
     first step is skipped as warm-up. A run that ends early writes the steps that it has.

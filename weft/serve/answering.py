@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 
 class AnswerForm(NamedTuple):
-    """Allowed parts of an answer beside text: calls of the tools ``names``, with a largest number, and reasoning."""
+    """The parts that an answer may have beside text. ``calls``: how tool calls are written, at most ``most`` calls of
+    the tools ``names``; ``thoughts``: the tags of its reasoning.
+    """
 
     calls: CallForm | None = None
     names: Collection[str] = ()
@@ -38,7 +40,7 @@ PLAIN = AnswerForm()
 
 
 class AnswerReader:
-    """Reads one answer from its tokens: reasoning, text and calls of tools."""
+    """Converts the tokens of one answer to reasoning, text and tool calls."""
 
     def __init__(
         self, asked: SamplingRequest, tokenizer: Tokenizer, form: AnswerForm
@@ -53,8 +55,8 @@ class AnswerReader:
         self.count = self.thinking = 0  # tokens so far, and those of reasoning
 
     def read(self, event: TokenEvent) -> Answer:
-        """Return the new part of the answer. Its ``finish`` says whether the answer has ended, even if the engine goes
-        on.
+        """Return the part by which ``event`` makes the answer grow. Its ``finish`` is set once the answer has ended,
+        even if the engine still generates tokens.
         """
         if self.asked.most == 0:  # its token is drawn only to have the prompt read
             return Answer("", [], [], "length")
@@ -109,7 +111,9 @@ class Answering:
         self.replies = replies_to(asked, model, tokenizer, prompt)
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
-        """Return the HTTP response with the answers of ``context`` (:meth:`Service.answers`), ``n`` to each prompt."""
+        """Return the HTTP response with ``n`` answers to each prompt. ``context``: the context manager of
+        :meth:`Service.answers` that yields them.
+        """
         self.n = n
         answers = await entered(
             context, self.asked.NAMES.get("max_completion_tokens", "max_tokens")
@@ -218,7 +222,9 @@ class Answering:
 def replies_to(
     asked: SamplingRequest, model: str, tokenizer: Tokenizer, prompt: int
 ) -> Replies | ResponseReplies | MessageReplies:
-    """Return the writer of answers for the interface of the request: OpenAI's, Responses or Anthropic's."""
+    """Return the writer of answers for the API that the request ``asked`` belongs to: OpenAI's chat and completions,
+    OpenAI's Responses, or Anthropic's. ``prompt``: number of prompt tokens.
+    """
     if isinstance(asked, ResponsesRequest):
         return ResponseReplies(asked, model)
     return (

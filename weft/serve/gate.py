@@ -42,8 +42,8 @@ class GateRules:
     origins: Sequence[str] = ()
 
     def takes_host(self, header: str, address: str) -> bool:
-        """Return whether a request with this ``Host`` is accepted; ``address``: the server's own address that it
-        reached.
+        """Return whether a request with the ``Host`` header ``header`` is accepted. ``address``: the server's own
+        address at which the request arrived.
         """
         if "*" in self.hosts or not (self.loopback or self.hosts):
             return True
@@ -74,9 +74,10 @@ class GateRules:
 def gate_rules(
     address: str, hosts: Sequence[str] = (), origins: Sequence[str] = ()
 ) -> GateRules:
-    """Return the rules for a server that listens at ``address``, with the words of ``--allowed-hosts`` and ``--cors``.
+    """Return the rules for a server that listens at ``address``. ``hosts``, ``origins``: the values of
+    ``--allowed-hosts`` and ``--cors``.
 
-    Each word may have several values with commas between them. Raises :class:`UsageError` for what no request can have.
+    Each value may be several, separated by commas. Raises :class:`UsageError` for a value that no request can have.
     """
     names, sites = (
         [value.strip().lower() for word in words for value in word.split(",")]

@@ -33,10 +33,12 @@ Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model("weft")
 class WeftLM(TemplateLM):
-    """``pretrained``: a run, a checkpoint, a Hugging Face folder, a GGUF file or an id of the hub.
+    """A model for EleutherAI's evaluation harness. ``pretrained``: a run, a checkpoint, a Hugging Face folder, a GGUF
+    file or an id of the hub.
 
-    ``max_length``: tokens that the model reads at most; ``ema``: the averages of its parameters. ``batch_size`` is how
-    many texts are scored or written together; they are packed into rows, so that short ones cost no padding.
+    ``max_length``: largest number of tokens that the model reads. ``ema``: use the moving averages of the model's
+    parameters. ``batch_size``: number of texts that are scored or written together; they are packed into rows, so that
+    short ones cost no padding.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class WeftLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the ids of a text, in which names of special tokens are these tokens, as chat templates write them."""
+        """Return the token ids of a text. Names of special tokens in the text become these tokens, as chat templates
+        need.
+        """
         ids = [int(i) for i in self.own.encode(string, special=True)]
         opening = self.own.opening if add_special_tokens is not False else []
         return ids if ids[: len(opening)] == opening else opening + ids

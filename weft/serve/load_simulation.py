@@ -104,7 +104,9 @@ def simulate_load(
     load: Sequence[TimedRequest],
     curve: Callable[[ScheduledStep], float],
 ) -> list[RequestOutcome]:
-    """Simulate ``load`` on an engine with this scheduler, whose steps take the seconds that ``curve`` returns."""
+    """Simulate ``load`` on an engine with this scheduler, without a model. ``curve``: returns the seconds of a step.
+    Return the outcome of each request.
+    """
     numbers: dict[Request, int] = {}
 
     def add(i: int) -> None:

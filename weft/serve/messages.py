@@ -122,7 +122,9 @@ def _calls(calls: Any, name: str) -> list[Message]:
 
 
 def arguments_of(given: Any) -> Any:
-    """Return arguments as an object if they are one or the JSON of one (perhaps encoded twice), else unchanged."""
+    """Convert the arguments of a tool call to an object, also from JSON that is encoded twice. Arguments that are no
+    object stay unchanged.
+    """
     value = given
     for _ in range(3):
         if not isinstance(value, str):

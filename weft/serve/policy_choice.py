@@ -100,9 +100,11 @@ def compare_policies(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> list[Candidate]:
-    """Return the candidates, best first: by requests per second within all limits, then by the mean time of an answer.
+    """Simulate ``load`` with all candidate policies and budgets. Return them by requests per second within all limits,
+    best first, then by the mean time of an answer.
 
-    Of candidates with equal results only that with the smallest budget is kept.
+    Of candidates with equal results only that with the smallest budget is kept. ``limits``: largest milliseconds by
+    metric.
     """
     candidates: list[Candidate] = []
     for policy, budget in product(compared_policies(), BUDGETS):

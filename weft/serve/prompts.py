@@ -41,7 +41,9 @@ class ChatPrompt(NamedTuple):
 
 
 class PromptEncoder:
-    """Encodes prompts of a model called ``name`` in errors, in a thread of its own: tokenizers are not thread-safe."""
+    """Encodes prompts in a thread of its own, as tokenizers are not thread-safe. ``name``: the model's name in error
+    messages.
+    """
 
     def __init__(self, tokenizer: Tokenizer, name: str, copied: bool = False) -> None:
         self._given, self.name, self.copied = tokenizer, name, copied
@@ -74,9 +76,10 @@ class PromptEncoder:
 
 
 class Prompts:
-    """Encodes prompts and compiles grammars for a model with ``vocab`` ids, called ``name`` in errors.
+    """Encodes prompts and compiles grammars for a model with ``vocab`` ids. ``name``: the model's name in error
+    messages.
 
-    Long prompts are encoded in another thread than short ones, which do not wait for them; a third one compiles
+    Long prompts are encoded in another thread than short ones, which do not wait for them; a third thread compiles
     grammars.
     """
 

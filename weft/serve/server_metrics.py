@@ -82,7 +82,9 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
     def counting(self, app: Any) -> Any:
-        """Return the ASGI application ``app``, with answers counted by path and status, and ``scope["began"]`` set."""
+        """Wrap the ASGI application ``app`` to count answers by path and status. The wrapper sets ``scope["began"]`` to
+        the time of arrival.
+        """
 
         async def counted(scope: Any, receive: Any, send: Any) -> None:
             async def watched(message: Any) -> None:
