@@ -80,7 +80,7 @@ class Stages(Protocol):
     def evaluate_at(
         self, points: Sequence[Callable[..., T]], batches: Sequence[Batch]
     ) -> list[T]:
-        """Return what :meth:`evaluate` returns, for several sets of parameters.
+        """Return what :meth:`evaluate` returns, once for each of ``points``.
 
-        ``points``: functions, one per set, that return a parameter's rows in place of its own.
+        A point is a function from a parameter to the values that replace this rank's part of it.
         """

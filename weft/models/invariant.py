@@ -32,7 +32,10 @@ _on: ContextVar[bool] = ContextVar("invariant", default=False)
 
 @contextmanager
 def invariant(on: bool = True) -> Iterator[None]:
-    """Return a context in which results are the same in any batch; the tokens of a row must be a multiple of TILE."""
+    """Return a context in which a token's results are bitwise the same in whatever batch it is computed.
+
+    The number of tokens of a row must be a multiple of :data:`TILE`. ``on`` False: switch this off inside the context.
+    """
     token = _on.set(on)
     try:
         yield
@@ -46,7 +49,7 @@ def is_invariant() -> bool:
 
 
 def check_invariant(shape: ModelShape, mesh: Mesh) -> None:
-    """Raise :class:`UsageError` if a model on ``mesh`` cannot be computed alike in every batch."""
+    """Raise :class:`UsageError` if a model of ``shape`` on ``mesh`` cannot be computed bitwise alike in every batch."""
     dense = not (shape.kv_rank or shape.mixtures or shape.kind or (shape.ffn or 0) % 2)
     softmax = {*map(shape.mixer_of, range(shape.layers))} == {"softmax"}
     one_cpu = mesh.layout.world == 1 and mesh.device.type == "cpu"
@@ -56,7 +59,10 @@ def check_invariant(shape: ModelShape, mesh: Mesh) -> None:
 
 
 def by_tiles(product: Callable[[T], T], x: T) -> T:
-    """Apply ``product`` to ``[rows, in]``, :data:`TILE` rows at a time."""
+    """Apply ``product`` to ``x`` ``[rows, in]`` in tiles of :data:`TILE` rows, the last one padded.
+
+    Every row then goes through a kernel of the same size, however many rows there are.
+    """
     rows = len(x)
     if rows % TILE:
         x = F.pad(x, (0, 0, 0, -rows % TILE))
@@ -64,7 +70,10 @@ def by_tiles(product: Callable[[T], T], x: T) -> T:
 
 
 class Reach(NamedTuple):
-    """Queries at positions ``first:last`` of a text whose keys are cut alike: they attend to keys ``low:high``."""
+    """Neighbouring queries of a text for which the same range of keys is read.
+
+    ``first:last``: positions of the queries; ``low:high``: positions of the keys, multiples of :data:`KEYS`.
+    """
 
     first: int
     last: int
@@ -73,8 +82,9 @@ class Reach(NamedTuple):
 
 
 def reaches(first: int, last: int, window: int) -> Iterator[Reach]:
-    """Group the queries at positions ``first:last`` by the cut of their keys: all keys up to each, or those in its
-    window.
+    """Group the queries at positions ``first:last`` of a text by the range of keys that is read for them.
+
+    ``window``: the number of tokens that a token sees, itself included; 0: all earlier ones.
     """
 
     def keys(at: int) -> tuple[int, int]:
@@ -87,22 +97,31 @@ def reaches(first: int, last: int, window: int) -> Iterator[Reach]:
 
 
 def bias_of(reach: Reach, window: int, group: int, like: T) -> T:
-    """Return 0 for keys that a query sees and -inf for others: ``[queries, 1, group, keys]``."""
+    """Return the attention bias of the queries of ``reach``: 0 for a key that the query sees, -inf for others.
+
+    The shape is ``[queries, 1, group, keys]``, and the type that of ``like``. ``window``: as for :func:`reaches`;
+    ``group``: query heads per key head.
+    """
     at = torch.arange(reach.first, reach.last, device=like.device)[:, None]
     keys = torch.arange(reach.low, reach.high, device=like.device)
     return hiding_bias(at, keys, window, like)[:, None, None].expand(-1, 1, group, -1)
 
 
 def hiding_bias(at: T, keys: T, window: int, like: T) -> T:
-    """Return 0 where a query at position ``at`` sees a key, and -inf elsewhere; the shapes are broadcast."""
+    """Return an attention bias: 0 where the query sees the key, and -inf elsewhere.
+
+    ``at`` and ``keys``: positions of queries and of keys, broadcast to the result's shape. ``window``: as for
+    :func:`reaches`; ``like``: a tensor of the result's type.
+    """
     hidden = (keys > at) | (keys <= at - window) if window else keys > at
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
 def attend_each(q: T, k: T, v: T, bias: T) -> tuple[T, T]:
-    """Attend with every query by itself. Returns ``[queries, heads, width]`` and log-sum-exps ``[queries, heads]``.
+    """Attend with every query of ``q`` ``[queries, heads, width]`` as a batch entry of its own.
 
-    ``k, v``: of all queries, or of each, ``[1 or queries, keys, kv_heads, width]``.
+    ``k, v``: ``[1, keys, kv_heads, width]`` if all queries share them, else ``[queries, keys, kv_heads, width]``.
+    ``bias``: from :func:`bias_of`. Returns outputs like ``q`` and log-sum-exps ``[queries, heads]``.
     """
     k, v = (each.transpose(1, 2).expand(len(q), -1, -1, -1) for each in (k, v))
     shared = q.unflatten(1, (k.shape[1], -1))  # [queries, kv_heads, group, width]
@@ -113,10 +132,10 @@ def attend_each(q: T, k: T, v: T, bias: T) -> tuple[T, T]:
 
 
 def attend_documents(q: T, k: T, v: T, bounds: list[int], window: int) -> tuple[T, T]:
-    """Compute causal attention of documents that begin at ``bounds``. ``q, k, v``: ``[tokens, heads or kv_heads,
-    width]``.
+    """Compute causal attention within each document, bitwise alike in every batch.
 
-    Returns ``out`` like ``q`` and log-sum-exps ``[tokens, heads]``.
+    ``q, k, v``: ``[tokens, heads or kv_heads, width]``; ``bounds``: where documents begin, and the end of the last one.
+    ``window``: as for :func:`reaches`. Returns ``out`` like ``q`` and log-sum-exps ``[tokens, heads]``.
     """
     out = torch.zeros_like(q)
     lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))

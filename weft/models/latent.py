@@ -27,21 +27,22 @@ EPS = 1e-6
 
 @runtime_checkable
 class Latents(Protocol):
-    """An attention that caches latent vectors; ``tokens``: how many it holds so far."""
+    """An attention function that caches the latent vectors of earlier tokens; ``tokens``: how many it holds."""
 
     tokens: int
 
     def keep(self, latents: T) -> None:
-        """Cache ``latents``, ``[rows, new tokens, 1, kv_rank + rope_dim]``, of the first tokens."""
+        """Cache the latent vectors of the first tokens of a text: ``[rows, new tokens, 1, kv_rank + rope_dim]``."""
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T: ...
 
 
 class LatentAttention(Projections):
-    """Attention whose keys and values are made from ``kv_rank`` numbers and a rotated key that all heads share.
+    """Multi-head latent attention (DeepSeek-V2).
 
-    Weights that make the latent vectors are whole on every rank of ``tp``; weights that read them are cut by heads, and
-    so are the outputs.
+    Keys and values are computed from a latent vector of ``kv_rank`` elements per token, and from a rotated key that all
+    heads share. Weights that make the latent vectors are whole on every rank of ``tp``; weights that read them are cut
+    by heads.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:

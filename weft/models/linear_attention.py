@@ -41,7 +41,10 @@ CHUNK = 64
 
 
 def log_decay(mixer: str, heads: int) -> list[float]:
-    """Return the logarithm of every head's decay; retention's decays are 1 - 2^-5, 1 - 2^-6, ..."""
+    """Return the logarithm of the decay per token of each of ``heads`` heads.
+
+    ``mixer``: ``linear`` has no decay (0.0); for retention the decays are 1 - 2^-5, 1 - 2^-6, ...
+    """
     if mixer == "linear":
         return [0.0] * heads
     return torch.log1p(
@@ -50,28 +53,40 @@ def log_decay(mixer: str, heads: int) -> list[float]:
 
 
 def state_to_tokens(positions: T, decay: T) -> T:
-    """Return the factor of the state before the stretch in each token's output: ``[rows, heads, tokens, 1]``."""
+    """Return the factor with which the state before a stretch enters each token's output: ``[rows, heads, tokens, 1]``.
+
+    It is 0 for tokens of documents that begin in the stretch. ``positions``: of the stretch's tokens in their
+    documents, ``[rows, tokens]``; ``decay``: logarithms ``[heads]``.
+    """
     i = torch.arange(positions.shape[1], device=positions.device)
     began_before = (positions > i)[:, None]
     return ((decay[:, None] * (i + 1)).exp() * began_before)[..., None]
 
 
 def tokens_to_state(positions: T, decay: T) -> T:
-    """Return the factor of each token in the state after the stretch: ``[rows, heads, tokens, 1]``."""
+    """Return the factor with which each token enters the state after the stretch: ``[rows, heads, tokens, 1]``.
+
+    It is 0 for tokens of other documents than the stretch's last one. Arguments as of :func:`state_to_tokens`.
+    """
     after = torch.arange(positions.shape[1] - 1, -1, -1, device=positions.device)
     same_document = (after <= positions[:, -1:])[:, None]
     return ((decay[:, None] * after).exp() * same_document)[..., None]
 
 
 def state_to_state(positions: T, decay: T) -> T:
-    """Return the factor of the state before the stretch in the state after it: ``[rows, heads, 1, 1]``."""
+    """Return the factor with which the state before a stretch enters the state after it: ``[rows, heads, 1, 1]``.
+
+    It is 0 where a document begins in the stretch. Arguments as of :func:`state_to_tokens`.
+    """
     tokens = positions.shape[1]
     return ((decay * tokens).exp() * (positions[:, -1:] >= tokens))[..., None, None]
 
 
 def tokens_to_tokens(positions: T, decay: T) -> T:
-    """Return the factor of each token in the output of every other token of its chunk: ``[rows, heads, tokens,
-    tokens]``.
+    """Return the factor with which each token enters the output of every later token: ``[rows, heads, later,
+    earlier]``.
+
+    It is 0 between documents. Arguments as of :func:`state_to_tokens`.
     """
     i = torch.arange(positions.shape[1], device=positions.device)
     apart = i[:, None] - i
@@ -85,12 +100,19 @@ def _chunks(positions: T, size: int) -> Iterator[tuple[slice, T]]:
 
 
 def local_state(k: T, v: T, positions: T, decay: T) -> T:
-    """Return the state after a stretch that begins with an empty state."""
+    """Return the state after a stretch if the state before it is zero: ``[rows, heads, dk, dv]``.
+
+    ``k, v``: ``[rows, heads, tokens, dk or dv]``; ``positions`` and ``decay`` as for :func:`state_to_tokens`.
+    """
     return (k * tokens_to_state(positions, decay)).mT @ v
 
 
 def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
-    """Return the outputs of a stretch that begins with an empty state: ``[rows, heads, tokens, dv]``."""
+    """Return the outputs of a stretch if the state before it is zero: ``[rows, heads, tokens, dv]``.
+
+    ``q, k, v``: ``[rows, heads, tokens, dk or dv]``; ``positions`` and ``decay`` as for :func:`state_to_tokens`.
+    ``size``: tokens of a chunk, within which attention is computed with a matrix of scores.
+    """
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     state: T | None = None
     for at, here in _chunks(positions, size):
@@ -109,7 +131,11 @@ def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
 def backward(
     grad: T, q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK
 ) -> QkvGradients:
-    """Return the gradients of q, k and v, by the gradient of the outputs of :func:`forward`."""
+    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`forward`.
+
+    ``grad``: the gradient of its outputs, ``[rows, heads, tokens, dv]``; the other arguments are those of
+    :func:`forward`.
+    """
     dq = torch.empty_like(q)
     dk = torch.empty_like(k)
     dv = torch.empty_like(v)
@@ -137,8 +163,9 @@ def backward(
 
 
 def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
-    """Return the positions in their documents of tokens ``lo:hi`` of every row of ``row`` tokens: ``[rows, hi -
-    lo]``.
+    """Return the positions, in their documents, of the tokens ``lo:hi`` of every row: ``[rows, hi - lo]``.
+
+    ``cu_seqlens``: where documents begin in the batch's flattened rows; ``row``: tokens of a row.
     """
     starts = torch.zeros(cu_seqlens[-1], dtype=torch.int64)
     for a, b in pairwise(cu_seqlens):
@@ -148,7 +175,7 @@ def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
 
 
 class Cut(NamedTuple):
-    """The cut of rows into stretches over the ranks, and the tensors that depend only on it."""
+    """How rows are cut into stretches that ranks hold, and the tensors that depend on nothing else."""
 
     places: StretchOwners
     size: int  # tokens of a stretch
@@ -226,11 +253,12 @@ def linear_attention(
     group: str,
     routine: str,
 ) -> tuple[T, T]:
-    """Linear attention over packed documents. ``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]``.
+    """Compute linear attention over packed documents, whose rows are cut into stretches over the ranks of ``group``.
 
-    ``decay``: logarithms, one per head. ``owner[s]``: the rank of ``group`` that holds stretch ``s`` of every row.
-    ``cu_seqlens`` as in :class:`weft.data.batch.Batch`. Returns ``out`` like ``q``, and the states before own
-    stretches.
+    ``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]``; ``cu_seqlens`` as in
+    :class:`weft.data.batch.Batch`; ``decay``: logarithms, one per head. ``owner[s]``: the rank that holds stretch ``s``
+    of every row; ``index``: this rank. ``routine``: how ranks exchange states (:func:`weft.models.prefix.prefixes`).
+    Returns ``out`` like ``q``, and the states before this rank's stretches.
     """
     cut, (qs, ks, vs) = _prepare(
         q * q.shape[-1] ** -0.5, k, v, cu_seqlens, decay, owner, index
@@ -256,7 +284,11 @@ def linear_attention_backward(
     grad: T, q: T, k: T, v: T, before: T, cu_seqlens: T, decay: Sequence[float], owner: Sequence[int], index: int,
     group: str, routine: str,
 ) -> QkvGradients:  # fmt: skip
-    """Return the gradients of q, k and v of :func:`linear_attention`; ``before``: the states before own stretches."""
+    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`linear_attention`.
+
+    ``grad``: the gradient of ``out``; ``before``: the states before this rank's stretches, from the forward pass. The
+    other arguments are those of the forward pass.
+    """
     scale = q.shape[-1] ** -0.5
     cut, (qs, ks, vs) = _prepare(q * scale, k, v, cu_seqlens, decay, owner, index)
     gs = _stretches(grad, cut, wide(q.dtype))
@@ -303,7 +335,11 @@ set_backward(linear_attention, linear_attention_backward, kept=slice(1, None))
 
 
 def linear_mixer(mesh: Mesh, decay: Sequence[float]) -> Callable[[T, T, T, T], T]:
-    """Return the function that a linear layer calls in place of attention, under the layout's ``cp`` and ``scan``."""
+    """Return the function that a layer of linear attention calls in place of softmax attention.
+
+    ``decay``: logarithms, one per head. The layout of ``mesh`` says how rows are cut (``cp``) and states exchanged
+    (``scan``).
+    """
     layout = mesh.layout
     group = ""
     index = 0

@@ -53,7 +53,10 @@ def vocabulary_group(mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 def scale_of(labels: T, counts: T | None, dtype: torch.dtype) -> T:
-    """Return the factor of each token's loss, ``[tokens, 1]``: 0 where there is no label."""
+    """Return the factor of each token's loss, ``[tokens, 1]``: the token's entry of ``counts``, and 0 without a label.
+
+    ``counts`` None: the factor is 1 for every token with a label.
+    """
     valid = (labels != IGNORE)[:, None]
     if counts is None:
         return valid.to(dtype)
@@ -61,9 +64,10 @@ def scale_of(labels: T, counts: T | None, dtype: torch.dtype) -> T:
 
 
 class SummedLoss(torch.autograd.Function):
-    """A sum of losses of tokens. Subclasses save their gradients by ``hidden`` and ``weight``.
+    """Autograd function of a loss that is summed over tokens.
 
-    ``ctx.rows``: the tokens, among ``ctx.tokens``, that the gradient of ``hidden`` has rows for; None: all.
+    The forward of a subclass computes the gradients of ``hidden`` and ``weight`` and saves them. ``ctx.rows``: indices
+    of the tokens, among all ``ctx.tokens``, for which the saved gradient of ``hidden`` has rows; None: for all.
     """
 
     @staticmethod
@@ -77,7 +81,7 @@ class SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        """Scale the saved gradients by that of the sum."""
+        """Return the saved gradients times ``grad``, the gradient of the summed loss."""
 
         # In at least float32: 1 / tokens rounded to bfloat16 would make every gradient up to 0.4 % too large or small.
         def scaled(d):  # type: ignore[no-untyped-def]
@@ -141,10 +145,11 @@ class _LinearCrossEntropy(SummedLoss):
 
 
 def labelled_rows(labels: T) -> T | None:
-    """Return the indices of the tokens with a label, if computing only these is worth a copy of them; else None.
+    """Return the indices of the tokens with a label; None if few tokens lack one, so that a copy of these rows costs
+    more.
 
-    Prompts that are not learned from, or padding, then cost the output layer nothing. None on a GPU, where the host
-    would have to wait for all queued work to know their number.
+    The output layer then skips prompts and padding. On a GPU the result is None, since to count the labels the host
+    would have to wait for the queued work.
     """
     if labels.device.type != "cpu" or not has_numbers(labels):
         return None
@@ -153,7 +158,11 @@ def labelled_rows(labels: T) -> T | None:
 
 
 def merge(lse: T, target: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Merge the log-sum-exps and target logits of the vocabulary's shares, each ``[chunk, 1]``."""
+    """Merge what the ranks of ``group`` computed for their parts of the vocabulary, for a chunk of tokens.
+
+    ``lse``: log-sum-exp of a rank's logits; ``target``: the label's logit, 0 if another rank has it. Both are ``[chunk,
+    1]``, and so are the two merged results.
+    """
     if group is None:
         return [lse, target]
     both = from_shares(torch.cat((lse, target), dim=1), group)
@@ -161,7 +170,10 @@ def merge(lse: T, target: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def from_shares(share: T, group: dist.ProcessGroup | None) -> T:
-    """Gather ``[chunk, n]`` from the ranks with each share of the vocabulary: ``[tp, chunk, n]``."""
+    """Gather a tensor ``[chunk, n]`` from all ranks of ``group``, which share the vocabulary: ``[tp, chunk, n]``.
+
+    ``group`` None: one rank has all of the vocabulary, and the result is ``[1, chunk, n]``.
+    """
     shares = [share]
     if group is not None:
         shares = [torch.empty_like(share) for _ in range(group.size())]

@@ -51,7 +51,7 @@ def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
 
 @contextmanager
 def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
-    """Return a context in which the layers of ``model`` attend by ``attends``."""
+    """Return a context in which the layers of ``model`` compute attention by ``attends``, a function per layer."""
     layers = attention_layers(model)
     before = [layer.attend for layer in layers]
     try:
@@ -65,7 +65,10 @@ def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
 
 @dataclass
 class Reading:
-    """The spans that layers read in one forward pass; ``batches``: by window, their groups for one call each."""
+    """The spans of tokens that one forward pass of generation computes.
+
+    ``batches``: by attention window, the groups of spans for which attention is one call each.
+    """
 
     spans: Sequence[Span]
     slots: T  # [new tokens], where they go among the tokens of all blocks
@@ -75,7 +78,10 @@ class Reading:
 
 
 class SpanKeys(NamedTuple):
-    """Keys and values of a text, ``[tokens, kv_heads, width]`` each, behind ``before`` tokens that are left out."""
+    """The keys and values that a span sees, ``[tokens, kv_heads, width]`` each.
+
+    ``before``: the number of the text's first tokens that are left out, because no token of the span sees them.
+    """
 
     keys: T
     values: T
@@ -83,7 +89,10 @@ class SpanKeys(NamedTuple):
 
 
 class Pages:
-    """One layer's part of every block: ``[parts, blocks, size, ...]``. Calls read the spans of ``reading``."""
+    """The cache of one layer, in blocks of ``size`` tokens that texts are given: ``[parts, blocks, size, ...]``.
+
+    Parts are keys and values, say. ``reading``: the spans of the forward pass that runs.
+    """
 
     reading: Reading
 
@@ -92,7 +101,9 @@ class Pages:
         self.store: T | None = None
 
     def copy(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Copy the first of each pair of blocks to the second."""
+        """Copy blocks of the cache; each of ``blocks`` is a pair of numbers: the block to copy and the block to
+        overwrite.
+        """
         for old, new in blocks:
             store = self.room(new + 1)
             store[:, new] = store[:, old]
@@ -104,8 +115,10 @@ class Pages:
         parts: int = 0,
         shape: Sequence[int] = (),
     ) -> T:
-        """Return the store with at least ``blocks`` blocks; a new one has the type of ``like``, ``parts`` and blocks of
-        ``shape``.
+        """Return the tensor of the cache, enlarged if it has fewer than ``blocks`` blocks.
+
+        The first call makes it: with the type of ``like``, this number of ``parts`` (keys and values, say), and blocks
+        of ``shape``.
         """
         if self.store is None:
             assert like is not None
@@ -120,7 +133,7 @@ class Pages:
 
 
 class KeyValuePages(Pages):
-    """Softmax attention of each span's tokens to themselves and to all earlier ones of their text.
+    """Cache of softmax attention: each token of a span attends to itself and to the earlier tokens of its text.
 
     ``freq``: frequencies by which keys and queries are rotated.
     """
@@ -135,7 +148,11 @@ class KeyValuePages(Pages):
         return self.attend(q, v.shape[-1], window)
 
     def attend(self, q: T, width: int, window: int) -> T:
-        """Attend with ``q`` to all that is remembered; return the first ``width`` numbers of each result."""
+        """Compute the attention of ``q`` ``[1, tokens, heads, head_dim]`` to the cached keys and values.
+
+        ``width``: how many first elements of each result are returned, as cached rows may be padded. ``window``: the
+        number of tokens that a token sees, itself included; 0: all.
+        """
         assert self.store is not None
         out = q.new_zeros(*q.shape[:3], width)  # a row may be filled up
         if window not in self.reading.batches:
@@ -171,7 +188,10 @@ class KeyValuePages(Pages):
         return pieces
 
     def write(self, *new: T) -> None:
-        """Write ``new`` tensors, ``[1, tokens, kv_heads, width]`` each, into their slots."""
+        """Write tensors of new tokens, keys and values for instance, into the tokens' slots of the cache.
+
+        Each is ``[1, tokens, kv_heads, width]``.
+        """
         slots = self.reading.slots
         first = new[0]
         blocks = max(max(span.table) for span in self.reading.spans) + 1
@@ -180,7 +200,10 @@ class KeyValuePages(Pages):
             kept.flatten(0, 1)[slots] = each[0, : len(slots)]
 
     def gather(self, blocks: T) -> tuple[T, T]:
-        """Gather keys and values of ``blocks`` ``[texts, blocks]``: ``[texts, tokens, kv_heads, width]`` each."""
+        """Return the cached keys and values of several texts: ``[texts, tokens, kv_heads, width]`` each.
+
+        ``blocks``: numbers of the blocks of each text, ``[texts, blocks]``.
+        """
         assert self.store is not None
         # [texts * blocks, size, kv_heads, width]; one part can be both
         parts = [part.index_select(0, blocks.flatten()) for part in self.store]
@@ -188,7 +211,9 @@ class KeyValuePages(Pages):
         return gathered[0], gathered[-1]
 
     def read(self, span: Span, window: int) -> SpanKeys:
-        """Return the keys and values that any token of ``span`` sees."""
+        """Return the keys and values that any token of ``span`` sees, with attention limited to ``window`` tokens (0:
+        no limit).
+        """
         assert self.store is not None
         end, (first, last) = (
             span.past + span.last - span.first,
@@ -205,18 +230,18 @@ class KeyValuePages(Pages):
 
 
 class LatentPages(KeyValuePages):
-    """Pages of latent attention (:mod:`weft.models.latent`): latent vectors, one for all heads."""
+    """Cache of latent attention (:mod:`weft.models.latent`): per token, one latent vector for all heads."""
 
     @property
     def tokens(self) -> int:
-        """The most earlier tokens of any text: none if all spans begin their texts."""
+        """The largest number of cached tokens that a span's text already has: 0 if all spans begin their texts."""
         return max(
             span.past + sum(tile.tokens for tile in span.context)
             for span in self.reading.spans
         )
 
     def keep(self, latents: T) -> None:
-        """Remember ``latents``, ``[1, new tokens, 1, kv_rank + rope_dim]``."""
+        """Write the latent vectors of new tokens into the cache: ``[1, new tokens, 1, kv_rank + rope_dim]``."""
         self.write(latents)
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
@@ -226,9 +251,9 @@ class LatentPages(KeyValuePages):
 
 
 class StatePages(Pages):
-    """Linear attention of each span's tokens after the tokens that the state in the text's last block sums up.
+    """Cache of linear attention: a block of a text holds the recurrent state after the text's last token in this block.
 
-    A block holds the state after its last token (the recurrent form). ``decay``: logarithms, one per head.
+    ``decay``: logarithms, one per head.
     """
 
     def __init__(self, size: int, decay: Sequence[float]) -> None:
@@ -288,7 +313,7 @@ def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePage
 
 
 def slots(spans: Iterable[Span], size: int) -> list[int]:
-    """Return the places of the tokens of ``spans`` among the tokens of all blocks."""
+    """Return the index of each token of ``spans`` in the cache, which has ``size`` tokens per block."""
     return [
         table[at // size] * size + at % size
         for first, last, past, table, _ in spans

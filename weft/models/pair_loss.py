@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class PairLoss:
-    """The loss of pairs of answers (``loss.kind``), by one number per answer. It is made with the section ``[loss]``.
+    """The loss of pairs of answers (``loss.kind``), a function of one value per answer.
 
-    The number is the sum of the log-probabilities of the answer's tokens, in float64. A loss defines :meth:`of`, or
-    :meth:`compared` in its place; all tensors are ``[pairs]``.
+    It is made with the section ``[loss]``. The value is the sum of the log-probabilities of the answer's tokens, in
+    float64. A subclass defines :meth:`of`, or :meth:`compared` in its place; all tensors are ``[pairs]``.
 
-    ``averaged``: the number is the mean over the tokens instead of the sum. ``has_reference``: the number is the
-    difference to that of the reference model. ``scores``: the model has a scalar head, and an answer's number is its
-    score. ``smooths``: the loss uses ``loss.label_smoothing``. ``has_margin``: it uses ``loss.margin``. ``judged``:
-    each pair is an answer that is good or bad (a ``margin`` of 1 or -1), and an answer to another prompt.
-    ``has_point``: ``point`` is set before the passes of a step, to the mean of :meth:`divergence`, and at least 0.
+    ``averaged``: the value is the mean over the tokens instead of the sum. ``has_reference``: the reference model's
+    value is subtracted. ``scores``: the model has a scalar head, and the value of an answer is its score. ``smooths``:
+    the loss uses ``loss.label_smoothing``. ``has_margin``: the loss uses ``loss.margin``. ``judged``: the first answer
+    of each pair is judged as good or bad (a ``margin`` of 1 or -1), and the second belongs to another prompt.
+    ``has_point``: before the passes of a step, ``point`` is set to the mean of :meth:`divergence`, but at least 0.
     """
 
     averaged: ClassVar[bool] = False
@@ -54,16 +54,23 @@ class PairLoss:
         return self.compared(sums[:, 0], sums[:, 1], margin)
 
     def compared(self, chosen: T, rejected: T, margin: T) -> T:
-        """Return the losses of pairs by the numbers of both answers."""
+        """Return the loss of each pair, from the values of its chosen and its rejected answer; all are ``[pairs]``.
+
+        ``margin``: by how much the chosen answer's value should be larger.
+        """
         return self.of(chosen - rejected, margin)
 
     def of(self, gap: T, margin: T) -> T:
-        """Return the losses of pairs whose chosen answer is ahead by ``gap``; it should be ahead by ``margin``."""
+        """Return the loss of each pair.
+
+        ``gap``: the chosen answer's value minus the rejected one's; ``margin``: the gap that the pair should have.
+        """
         raise NotImplementedError
 
     def smoothed(self, gap: T) -> T:
-        """Return the logistic loss of comparisons; a share ``loss.label_smoothing`` of them counts in the other
-        direction.
+        """Return the logistic loss of each ``gap`` between a chosen and a rejected answer, with smoothed labels.
+
+        A share ``loss.label_smoothing`` of the loss is that of the opposite label.
         """
         from torch.nn.functional import logsigmoid
 
@@ -71,7 +78,10 @@ class PairLoss:
         return -(1 - wrong) * logsigmoid(gap) - wrong * logsigmoid(-gap)
 
     def divergence(self, sums: T, lengths: T, pairs: Pairs) -> T:
-        """Return how much likelier each pair's second answer is than under the reference model."""
+        """Return the log-probability of each pair's second answer minus its log-probability under the reference model.
+
+        ``sums`` and ``lengths``: log-probabilities and numbers of tokens of the answers, ``[pairs, 2]``.
+        """
         import torch
 
         return (sums - torch.from_numpy(pairs.reference).to(sums))[:, 1]

@@ -66,7 +66,10 @@ class TokenLoss:
         return (losses * scales).sum()
 
     def losses(self, logits: T, labels: T) -> T:
-        """Return the losses of some tokens in float64, ``[tokens]``. Raises :class:`WeftError` for another shape."""
+        """Return the plugin's loss of each token in float64, ``[tokens]``.
+
+        Raises :class:`WeftError` if the plugin returns another shape.
+        """
         losses = self.of(logits, labels)
         if not isinstance(losses, T) or losses.shape != labels.shape:
             kind = type(losses).__name__

@@ -25,7 +25,7 @@ Objective = Callable[[T, T, Pairs], T]
 
 
 def needs_reference(settings: Loss) -> bool:
-    """Return whether log-probabilities by a reference model are needed."""
+    """Return whether the loss in ``settings`` compares with the log-probabilities of a reference model."""
     return settings.of_pairs and bool(settings.pair_loss.has_reference)
 
 
@@ -44,11 +44,12 @@ def pair_losses(
     mesh: Mesh,
     *axes: str,
 ) -> tuple[T, T]:
-    """Return this rank's share of the loss of the pairs in ``batch``, and its derivative by each of ``values``.
+    """Return this rank's share of the loss ``of`` the pairs in ``batch``, and the loss's derivative by each of
+    ``values``.
 
-    ``values``: a number for every token of this rank; ``counts``: its factor in its answer's sum; both float64.
-    ``documents``: the document of each token. All are ``[tokens]``. ``axes``: axes over whose ranks the tokens of a row
-    are spread.
+    An answer's value is the sum of its tokens' ``values``, each times its factor in ``counts``; both are float64.
+    ``documents``: the number of each token's document. All three are ``[tokens]``, for the tokens of this rank.
+    ``axes``: axes of the mesh over which the tokens of a row are cut.
     """
     rows = batch.paired
     assert rows is not None
@@ -75,10 +76,11 @@ def pair_losses(
 
 
 def weigh(nll: T, batch: Batch, of: Objective | None, mesh: Mesh) -> tuple[T, T]:
-    """Return this rank's share of a batch's loss, and its derivative by every token's ``nll`` (negative
-    log-probability).
+    """Return this rank's share of a batch's loss, and the loss's derivative by each token's ``nll``.
 
-    ``nll``: ``[tokens]``, 0 where there is no label; all tokens of this rank, the same on ``tp``.
+    ``nll``: negative log-probabilities of all tokens of this rank, ``[tokens]``, the same on all ranks of ``tp``; 0
+    where there is no label. ``of``: the loss of pairs; None, or a batch without pairs: the loss is the weighted sum of
+    ``nll``.
     """
     counts = None if batch.weights is None else batch.weights.flatten()
     scale = scale_of(batch.labels.flatten(), counts, nll.dtype)[:, 0]
@@ -100,10 +102,10 @@ def preference_loss(
     of: Objective,
     mesh: Mesh,
 ) -> T:
-    """Return the loss of the pairs in a batch by their log-probabilities, a float64 scalar.
+    """Return the loss ``of`` the pairs in a batch, from the log-probabilities of their answers: a float64 scalar.
 
-    Arguments as of :func:`weft.models.loss.linear_cross_entropy`. The output layer runs once for the log-probabilities,
-    and again for the gradients, when the factor of every token is known.
+    Other arguments as of :func:`weft.models.loss.linear_cross_entropy`. The output layer runs once for the
+    log-probabilities, and again for the gradients, when the factor of every token is known.
     """
     labels = batch.labels.flatten()
     with torch.no_grad(), untyped():
@@ -122,9 +124,10 @@ def preference_loss(
 
 
 def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> T:
-    """Return the loss of the pairs in a batch by the scores at their answers' last tokens, which alone have labels.
+    """Return the loss ``of`` the pairs in a batch, from the score that the model's scalar head gives each answer.
 
-    ``normed``: ``[rows, seq/cp/tp, embed]``; ``head``: ``[1, embed]``.
+    The score is read at the last token of the answer, the only one with a label. ``normed``: outputs of the final norm,
+    ``[rows, seq/cp/tp, embed]``; ``head``: ``[1, embed]``.
     """
     assert batch.documents is not None
     # of the tokens that are here between blocks
@@ -146,7 +149,10 @@ def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> 
 
 
 def with_gradient_of(value: T, weighted: Callable[[], T]) -> T:
-    """Return ``value`` with the gradient of a weighted sum that has the same gradient."""
+    """Return ``value``, whose backward is that of the scalar that ``weighted()`` returns.
+
+    ``weighted`` is not called where no gradient is needed.
+    """
     if not torch.is_grad_enabled():
         return value
     total = weighted()

@@ -18,7 +18,7 @@ PIECES = 4
 
 
 class StretchOwners(NamedTuple):
-    """Owners of stretches: ``owner[s]`` is the rank in the group that holds stretch ``s``; ``rank``: this one."""
+    """The ranks that hold the stretches of a row: ``owner[s]`` holds stretch ``s``; ``rank``: this one."""
 
     owner: tuple[int, ...]
     rank: int
@@ -37,10 +37,13 @@ def prefixes(
     routine: str,
     backward: bool = False,
 ) -> dict[int, T]:
-    """Return the state before every own stretch (``backward``: the gradient of the state after it).
+    """Return, for each stretch of this rank, the state of linear attention before it; the state before the first is
+    zero.
 
-    ``states``: of own stretches, ``[rows, heads, dk, dv]``; ``through[s]``: the factor of an earlier state that remains
-    after stretch ``s``, broadcastable to that. Collective over ``group``, unless one rank has all stretches.
+    ``states``: by stretch of this rank, what it adds to the state, ``[rows, heads, dk, dv]``. ``through[s]``: the
+    factor by which stretch ``s`` multiplies the state before it, broadcastable to that shape. ``backward``: run from
+    the last stretch to the first, for gradients. ``routine``: ``gather`` gathers all states; otherwise each rank passes
+    its state on. Collective over ``group``, unless one rank has all stretches.
     """
     order = range(len(places.owner))[:: -1 if backward else 1]
     if len(set(places.owner)) == 1:

@@ -50,8 +50,10 @@ class Packed(nn.Module):
 
 
 class KernelOfBytes:
-    """oneDNN's product of unsigned bytes, each of which stands for its value minus 128, and signed bytes
-    ``[out, in]``.
+    """oneDNN's product of rows of unsigned bytes, each of which stands for its value minus 128, with a weight of signed
+    bytes.
+
+    ``codes``: the weight, ``[out, in]``.
     """
 
     def __init__(self, codes: T) -> None:
@@ -79,10 +81,11 @@ class KernelOfBytes:
 
 
 def times_codes(rows: T, codes: T) -> T:
-    """Compute the product of :class:`KernelOfBytes` on any CPU: the weight becomes float32 a tile at a time.
+    """Compute what :class:`KernelOfBytes` computes, on any CPU: ``rows`` ``[rows, in]`` times ``codes`` ``[out, in]``.
 
-    Products of two such numbers are below 2^14 and a tile adds up :data:`EXACT` of them, so that each sum is a whole
-    number below 2^24, which float32 holds exactly in any order of additions.
+    Tiles of the weight are converted to float32, one at a time. Products of two bytes are below 2^14, and a tile adds
+    up :data:`EXACT` of them, so that each sum is an integer below 2^24, which float32 holds exactly in any order of
+    additions.
     """
     signed = rows.float().sub_(128)
     sums = torch.empty(len(rows), len(codes))
@@ -98,9 +101,10 @@ def times_codes(rows: T, codes: T) -> T:
 
 @cache
 def has_kernel_of_bytes() -> bool:
-    """Return whether oneDNN multiplies bytes without an overflow here, as it does on a CPU with VNNI.
+    """Return whether oneDNN multiplies bytes without overflow on this machine, as it does on a CPU with VNNI.
 
-    Elsewhere it adds pairs of products in 16 bits, and PyTorch does not know when VNNI is masked: so it is tried.
+    Without VNNI it adds pairs of products in 16 bits. PyTorch does not know whether a virtual machine hides VNNI, so
+    that this function tries a product.
     """
     codes = torch.full((64, 64), 127, dtype=torch.int8)
     codes[1::2] = -127
@@ -118,13 +122,15 @@ def has_kernel_of_bytes() -> bool:
 
 
 class Int8(nn.Module):
-    """A weight as whole numbers up to 127 and one scale per row; each factor is the sum of two such numbers.
+    """A weight whose elements are 8-bit integers with one scale per row; each element of the input is the sum of two
+    integers.
 
-    With one number, as in LLM.int8 and ZeroQuant, the few large numbers of a token leave the others no room:
-    SmolLM2-135M's perplexity grew by 4 %. A second number for the remainder costs a second row, but no second reading
-    of the weight. Sums of whole numbers are exact, so that a row's result does not depend on others. The kernel is not
-    given the scales: for another number of rows another kernel runs, which multiplies by them in another order. A CPU
-    without such a kernel adds up the same whole numbers in float32 (:func:`times_codes`), and gets the same bits.
+    With one integer per input element, as in LLM.int8 and ZeroQuant, a token's few large elements leave the others too
+    few levels: SmolLM2-135M's perplexity grew by 4 %. The second integer, for the remainder, costs a second row, but
+    the weight is read once. Sums of integers are exact, so that a row's result does not depend on other rows. The
+    kernel is not given the scales, because which kernel runs, and in which order it multiplies by them, depends on the
+    number of rows. A CPU without such a kernel adds up the same integers in float32 (:func:`times_codes`), and gets the
+    same bits.
     """
 
     def __init__(self, weight: T) -> None:
@@ -154,7 +160,10 @@ class Int8(nn.Module):
 
 
 class Int4(nn.Module):
-    """A weight in four bits, with a scale and an offset per :data:`GROUP` neighbours, times bfloat16."""
+    """A weight in four bits, with a scale and an offset for each :data:`GROUP` elements of a row.
+
+    Inputs are converted to bfloat16.
+    """
 
     def __init__(self, weight: T) -> None:
         super().__init__()
@@ -188,16 +197,20 @@ FORMS: dict[str, type[Packed | Int8 | Int4]] = {
 
 
 def form_of(word: str, weight: T) -> Packed | Int8 | Int4:
-    """Return ``weight`` in the form ``word``; without change if the kernel for four bits does not take its sizes."""
+    """Return ``weight`` as a module of the kind ``word``: ``float``, ``int8`` or ``int4``.
+
+    With ``int4``, a weight whose sizes the four-bit kernel does not take stays in floating point.
+    """
     fits = weight.shape[0] % 16 == 0 and weight.shape[1] % GROUP == 0
     return FORMS["float" if word == "int4" and not fits else word](weight)
 
 
 def read_only(model: Transformer, word: str = "float") -> int:
-    """Restrict ``model`` to generation, with weights in the form ``word``; return their bytes.
+    """Convert the weights of ``model`` for generation only, to the form ``word``; return their size in bytes.
 
-    These are the weights of attention, dense feed-forwards and the output layer; tables that are read row by row stay.
-    Raises :class:`UsageError` if the model or the device does not support the form.
+    ``word``: ``float``, ``int8`` or ``int4``. The weights are those of attention, dense feed-forwards and the output
+    layer; the embedding stays. Returns 0 where nothing is converted, as on a GPU. Raises :class:`UsageError` if the
+    model or the device does not support the form.
     """
     if word not in FORMS:
         raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")
@@ -234,7 +247,10 @@ def read_only(model: Transformer, word: str = "float") -> int:
 
 
 def multiplied(x: T, product: nn.Module) -> T:
-    """Return ``product`` of ``[..., in]``; row by row alike within :func:`weft.models.invariant.invariant`."""
+    """Return ``product(x)`` for ``x`` ``[..., in]``.
+
+    Within :func:`weft.models.invariant.invariant` it is computed in tiles, so that a row does not depend on the others.
+    """
     if is_invariant():
         return by_tiles(product, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
     y: T = product(x)
@@ -242,5 +258,5 @@ def multiplied(x: T, product: nn.Module) -> T:
 
 
 def split_product(product: nn.Module, sizes: list[int]) -> Products:
-    """Return a function that splits the result of ``product`` in ``sizes`` along the last dimension."""
+    """Return a function of ``x`` that splits ``product(x)`` along the last dimension into parts of these ``sizes``."""
     return lambda x: multiplied(x, product).split(sizes, -1)

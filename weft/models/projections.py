@@ -19,7 +19,7 @@ Products = Callable[[T], tuple[T, ...]]
 
 
 class Projections(Module):
-    """A module of projections, each with an adapter if the model's ``adapter`` targets it."""
+    """A module with linear projections; each has an adapter if the model's ``adapter`` targets it."""
 
     #: Names of the weights that may be one product each time, as they have the same input.
     TOGETHER: tuple[tuple[str, ...], ...] = ()
@@ -39,7 +39,11 @@ class Projections(Module):
             self._adapt, self._adapted_products = adapt, adapted_products
 
     def projection(self, name: str, own_rows: tuple[int, int] | None = None) -> None:
-        """Register the weight ``name``. ``own_rows``: the rank holds it whole, and uses these rows of it."""
+        """Register the weight ``name``.
+
+        ``own_rows``: the range of rows that this rank uses of a weight that every rank holds whole; None: the weight is
+        cut as the parameter table says.
+        """
         whole = own_rows is not None
         if self.inside(name) in self.described:
             self.weight(name, whole)
@@ -56,7 +60,7 @@ class Projections(Module):
             self.quantized._modules.pop(name, None)
 
     def own(self, name: str, values: T) -> T:
-        """Return this rank's rows of ``values``, which has the rows of weight ``name``."""
+        """Return the rows of ``values`` that this rank uses; ``values`` has all rows of the stored weight ``name``."""
         if name in self.own_rows:
             return own(values, *self.own_rows[name], self.mesh)
         return values

@@ -13,9 +13,11 @@ T = torch.Tensor
 
 
 def frequencies(shape: ModelShape) -> T:
-    """Return inverse frequencies ``[bases, rotated / 2]``, float64, scaled if the shape says so.
+    """Return the inverse frequencies of rotary embedding, ``[bases, rotated / 2]`` in float64, with the model's
+    scaling.
 
-    The first are those of layers that see all tokens; windowed layers may have a base of their own (Gemma 3).
+    The first base is that of layers with full attention; a second one exists if windowed layers have their own (Gemma
+    3).
     """
     steps = -torch.arange(0, shape.rotated, 2, dtype=torch.float64) / shape.rotated
     bases = [_scaled(shape.rope_theta**steps, shape.rope_scaling, shape.rope_theta)]
@@ -56,9 +58,11 @@ def _yarn(freq: T, scaling: RopeScaling, theta: float) -> T:
 
 
 def score_scales(shape: ModelShape) -> tuple[float, float]:
-    """Return the factor of scores of all elements of queries and keys, and the further factor of the rotated elements.
+    """Return two factors of attention scores: that of all elements of queries and keys, and a further one of rotated
+    elements.
 
-    In attention that is not latent all elements are rotated, and both factors apply.
+    Outside latent attention all elements are rotated, so that both factors apply to all scores. The second factor is 1
+    except for YaRN.
     """
     width, scaling = shape.query_dim or shape.score_width, shape.rope_scaling
     if scaling is None or scaling.kind != "yarn":
@@ -79,9 +83,10 @@ def score_scales(shape: ModelShape) -> tuple[float, float]:
 def angles(
     positions: T, freq: T, dtype: torch.dtype, draws: T | None = None
 ) -> tuple[T, ...]:
-    """Return cosine and sine ``[bases, batch, seq, 1, rotated / 2]`` for ``positions`` ``[batch, seq]``.
+    """Return the cosines and sines of rotary embedding, ``[bases, batch, seq, 1, rotated / 2]`` each.
 
-    They are followed by the other data of tokens for blocks: ``draws``, if there are any (:mod:`weft.models.dropout`).
+    ``positions``: ``[batch, seq]``; ``freq``: from :func:`frequencies`. ``draws``, if given, follows as a third result:
+    the tokens' random bits for dropout (:mod:`weft.models.dropout`), which blocks need too.
     """
     places, bases = positions[..., None, None], freq[:, None, None, None]
     theta = places.to(wide(dtype)) * bases.to(wide(dtype))
@@ -89,9 +94,11 @@ def angles(
 
 
 def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:
-    """Rotate the pairs ``(x[i], x[i + head_dim / 2])`` of ``[batch, seq, heads, head_dim]``.
+    """Apply rotary embedding to ``x`` ``[batch, seq, heads, head_dim]``: rotate the pairs ``(x[i], x[i + head_dim /
+    2])``.
 
-    ``interleaved``: the pairs ``(x[2i], x[2i + 1])``, which are half a head apart afterwards; scores stay the same.
+    ``interleaved``: rotate the pairs ``(x[2i], x[2i + 1])`` instead; their results lie half a head apart, which does
+    not change the scores.
     """
     if own_gradients_pay(x) and x.dtype == cos.dtype:
         turn = _turned if torch.is_inference_mode_enabled() else _Rotate.apply
@@ -101,7 +108,7 @@ def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:
 
 
 def pairs(x: T, interleaved: bool) -> tuple[T, T]:
-    """Return the first and the second element of each pair, as views."""
+    """Return the first and the second elements of the pairs that :func:`rotate` rotates, as views of ``x``."""
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return a, b
 

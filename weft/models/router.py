@@ -41,9 +41,9 @@ SENT = ("tokens", "copies", "moves")
 
 
 class Choice(NamedTuple):
-    """The experts of each token, ``ids`` int64 ``[tokens, k]``, and their ``weights`` of the same shape.
+    """The experts that each token is routed to: ``ids`` int64 ``[tokens, k]``, and their ``weights`` of the same shape.
 
-    A dropped choice has the id after those of all experts.
+    A route that an expert's capacity drops has an id one above that of the last expert.
     """
 
     weights: T
@@ -76,12 +76,15 @@ class RouterPass:
 
     @property
     def rows(self) -> T:
-        """Row of each token's document in tensors by document, ``[tokens]``; padding has the first row."""
+        """Index of each token's document in tensors that have a row per document, ``[tokens]``; padding has index 0."""
         return self.documents.clamp(min=0)
 
 
 class Loads:
-    """Counts of chosen experts of every layer in a step's passes, and the bytes that this rank has ``sent``."""
+    """Counts of how many tokens of a training step were routed to each expert of every layer.
+
+    ``sent``: the bytes that this rank has sent, by kind (:data:`SENT`).
+    """
 
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
         self.mixtures, self.mesh = shape.mixtures, mesh
@@ -91,13 +94,13 @@ class Loads:
         self.step_tokens: Callable[[], T] = lambda: torch.ones(())
 
     def begin(self, step_tokens: Callable[[], T]) -> None:
-        """Begin a step; ``step_tokens`` returns its number of tokens."""
+        """Begin a training step; ``step_tokens`` returns the step's number of tokens that are not padding."""
         self.passes, self.step_tokens = [], step_tokens
         # of evaluation; moves come between steps
         self.sent["tokens"] = self.sent["copies"] = 0
 
     def seen(self, batch: Batch) -> RouterPass:
-        """Begin a pass over ``batch`` and return its counts."""
+        """Begin a pass over ``batch``, and return the :class:`RouterPass` in which routers record their counts."""
         with untyped():
             documents, lengths = batch.documents, batch.cu_seqlens.diff()
             if documents is None:  # one, for all that is known
@@ -114,10 +117,11 @@ class Loads:
         return self.passes[-1]
 
     def share(self) -> T:
-        """Return this rank's share of the step's choices: of each expert of all layers in turn, ``[all experts]``
+        """Return this rank's share of the step's counts of routed tokens, one for each expert of each layer in turn:
         float64.
 
-        With a capacity, the number of dropped choices of each layer follows.
+        With a capacity, the number of dropped routes of each layer follows. The sum over all ranks is the count of the
+        step.
         """
         with untyped():
             shares = [
@@ -135,8 +139,9 @@ class Loads:
         return share_of_sum(counts, self.mesh, **by_stage)
 
     def share_of_bytes(self) -> T:
-        """Return this rank's share of the bytes sent in the step, by :data:`SENT`; moves are those since the last
-        step.
+        """Return this rank's share of the bytes sent in the step, one element for each kind in :data:`SENT`.
+
+        Moves of experts happen between steps: they count in the step that follows.
         """
         shares = [own_share(self.sent[what], self.mesh, **OWN) for what in SENT]
         self.sent.clear()
@@ -150,14 +155,14 @@ class Loads:
 
 
 def by_token(mesh: Mesh) -> dict[str, Kind]:
-    """Return the types of tensors about tokens' choices."""
+    """Return, by axis of ``mesh``, how tensors with a row per routed token differ between ranks."""
     return BY_DATA | {"tp": V if mesh.layout.folds_tp else R}
 
 
 def by_layer(
     mixtures: Mapping[int, int], loads: Sequence[int]
 ) -> dict[int, Sequence[int]]:
-    """Return how often each expert of every layer was chosen.
+    """Return, for every layer with experts, how many tokens were routed to each of the layer's experts.
 
     ``mixtures``: number of experts by layer; ``loads``: the sum over ranks of :meth:`Loads.share`.
     """
@@ -169,10 +174,10 @@ def by_layer(
 
 
 class Router(Module):
-    """Chooses experts for tokens (see :class:`weft.recipe.ModelShape`), in at least float32.
+    """Routes tokens to experts (see :class:`weft.recipe.ModelShape`), in at least float32.
 
-    ``bias`` is added to the scores by which experts are chosen, and never to weights. ``load``: the experts' shares of
-    the last step's choices. ``own``: each rank of ``tp`` routes its own tokens, and not all of them.
+    ``bias`` is added to the scores by which experts are chosen, but not to the weights of their results. ``load``: each
+    expert's fraction of the routes in the last step. ``own``: each rank of ``tp`` routes only its own tokens.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int, table: Table) -> None:
@@ -187,7 +192,11 @@ class Router(Module):
                 self.weight(statistic)
 
     def forward(self, x: T, seen: RouterPass | None) -> Choice:
-        """Choose experts for ``x`` ``[tokens, embed]``, and count the choices in ``seen``."""
+        """Choose experts for ``x`` ``[tokens, embed]``.
+
+        The counts of chosen experts are recorded in ``seen``; with None nothing is counted, and no balancing loss
+        applies.
+        """
         dtype, kind = wide(x.dtype), self.shape.router
         logits = F.linear(x.to(dtype), self.table.to(dtype))  # [tokens, experts]
         if kind == "sigmoid":
@@ -329,7 +338,10 @@ class Router(Module):
 
     @torch.no_grad()
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Update bias and load by how often each expert was chosen in a whole step, identically on every rank."""
+        """Update ``bias`` and ``load`` after a training step, identically on every rank.
+
+        ``loads``: how many tokens of the whole step were routed to each expert of this layer.
+        """
         counts = torch.tensor(loads, dtype=torch.float64)
         if "bias" in self.logical and self.shape.bias_rate:
             missing = (counts.mean() - counts).sign().to(self.bias)

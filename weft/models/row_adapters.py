@@ -33,8 +33,9 @@ class Factors(NamedTuple):
     first: int
 
     def of(self, numbers: T) -> tuple[T, T]:
-        """Return ``a`` ``[..., rank, into]`` and ``b`` ``[..., out, rank]`` among ``numbers``, ``[..., all of a
-        layer]``.
+        """Return the factors ``a`` ``[..., rank, into]`` and ``b`` ``[..., out, rank]`` as views of ``numbers``.
+
+        ``numbers``: all adapter values of the layer, flat in the last dimension.
         """
         middle = self.first + self.rank * self.into
         last = self.first + self.rank * (self.into + self.out)
@@ -50,14 +51,22 @@ Form = tuple[Factors, ...]
 
 @dataclass(frozen=True)
 class HostAdapter:
-    """An adapter in host memory: the form of every layer, and its numbers one after the other."""
+    """An adapter in host memory.
+
+    ``forms``: for each layer, where the factors are in its tensor of values; ``values``: for each layer, this flat
+    tensor.
+    """
 
     forms: tuple[Form, ...]
     values: tuple[T, ...]
 
 
 class AdapterBatch(NamedTuple):
-    """Texts of equally many tokens with adapters of the same form, which lie in blocks."""
+    """Texts that are multiplied with their adapters together: they have equally many tokens, and adapters of the same
+    form.
+
+    ``tables``: for each text, the cache blocks that hold its adapter.
+    """
 
     forms: tuple[Form, ...]
     rows: T  # [texts, tokens], places in the packed row
@@ -65,7 +74,7 @@ class AdapterBatch(NamedTuple):
 
 
 def layer_modules(model: Transformer) -> list[dict[str, Projections]]:
-    """Return, for every layer of this rank, the modules that an adapter may change, by name."""
+    """Return, for every layer of this rank, the modules that an adapter can change, by their names in the layer."""
     modules_by_layer: dict[str, dict[str, Projections]] = {
         layer: {} for layer in model.blocks
     }
@@ -77,7 +86,10 @@ def layer_modules(model: Transformer) -> list[dict[str, Projections]]:
 
 
 def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
-    """Return the form and the numbers of a layer, from module, name, ``a`` and ``b`` of each adapted weight."""
+    """Return where the factors of a layer's adapters lie in one flat tensor, and this tensor.
+
+    ``factors``: for each adapted weight, the name of its module, its own name, and the factors ``a`` and ``b``.
+    """
     form = list[Factors]()
     numbers = [torch.empty(0)]
     at = 0
@@ -90,10 +102,10 @@ def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
 
 
 def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
-    """Return the part of an adapter that belongs to this rank's part of the model: factors are cut as the weights are.
+    """Return the part of an adapter for the part of the model that this rank holds: factors are cut as the weights are.
 
-    Where a weight is cut by rows, ``b`` is cut, and so is the output; where it is cut by columns, ``a`` is cut, and the
-    output is a share of the same sum as the weight's product.
+    Where a weight is cut by rows, ``b`` and the adapter's output are cut. Where it is cut by columns, ``a`` is cut, and
+    the adapter's output is a summand of the same sum over ranks as the weight's product.
     """
     parts = []
     layers = map(int, model.blocks)
@@ -116,9 +128,10 @@ def adapting(
     groups: Sequence[AdapterBatch],
     read: Callable[[int, T], T],
 ) -> Iterator[None]:
-    """Return a context in which ``layers`` apply to the rows of each of ``groups`` the group's adapters.
+    """Return a context in which the layers add to the tokens of each of ``groups`` the outputs of the group's adapters.
 
-    ``read``: returns the numbers of a layer ``[texts, numbers]`` in the blocks of tables ``[texts, blocks]``.
+    ``layers``: the modules of each layer (:func:`layer_modules`). ``read``: a function from the number of a layer and
+    tables ``[texts, blocks]`` to the adapter values in these cache blocks, ``[texts, values]``.
     """
     held: dict[int, list[T]] = {}  # the numbers of one layer at a time, by group
 

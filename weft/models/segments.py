@@ -14,9 +14,10 @@ SQUARE = 256
 
 
 class Segment(NamedTuple):
-    """A rectangle of attention: queries ``q0:q1`` against keys ``k0:k1`` of flattened token rows.
+    """A rectangle of the attention matrix: queries ``q0:q1`` and keys ``k0:k1``, indices of tokens in the flattened
+    rows.
 
-    ``causal``: only keys up to each query's position count, otherwise all keys.
+    ``causal``: a query sees only the keys up to its own position; otherwise it sees all keys of the rectangle.
     """
 
     q0: int
@@ -36,7 +37,10 @@ def document_segments(cu_seqlens: torch.Tensor, window: int = 0) -> list[Segment
 
 
 def windowed(a: int, b: int, window: int) -> list[Segment]:
-    """Return the segments of causal attention of tokens ``a:b`` to themselves, within a window."""
+    """Return the segments of causal attention among the tokens ``a:b``.
+
+    ``window``: the number of tokens that a token sees, itself included; 0: all.
+    """
     step, segments = window or b - a, []
     for start in range(a, b, step):
         end = min(start + step, b)
@@ -50,8 +54,9 @@ def windowed(a: int, b: int, window: int) -> list[Segment]:
 def earlier_keys(q0: int, q1: int, k0: int, k1: int, window: int) -> list[Segment]:
     """Return the segments of queries ``q0:q1`` against earlier keys ``k0:k1`` (``k1 <= q0``) of the same document.
 
-    Within a window these are a rectangle of the first queries, which see all keys, a triangle of queries that lose a
-    key each, and the rectangle of the keys that all of these see.
+    With a ``window`` there are up to three: a rectangle of the first queries, which see all keys; a triangle of queries
+    each of which sees one key less than the one before; and a rectangle of the keys that all queries of the triangle
+    see.
     """
     if not window:
         return [Segment(q0, q1, k0, k1, False)]
@@ -70,7 +75,10 @@ def earlier_keys(q0: int, q1: int, k0: int, k1: int, window: int) -> list[Segmen
 
 
 def cut(s: Segment, square: int = SQUARE) -> list[Segment]:
-    """Cut a causal square into small causal squares and full rectangles that join their rows; a rectangle stays."""
+    """Cut the causal segment ``s`` into small causal squares, and full rectangles that cover the rest.
+
+    ``square``: the least size of a small square. A segment that is not causal is returned whole.
+    """
     half = (s.q1 - s.q0) // 2
     if not s.causal or half < square:
         return [s]
@@ -82,7 +90,10 @@ def cut(s: Segment, square: int = SQUARE) -> list[Segment]:
 
 
 def uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int] | None:
-    """Return the common size of the segments if they are equal and tile all queries and keys in order; else None."""
+    """Return the common numbers of queries and keys of the segments; None if the segments cannot be one batched call.
+
+    They can if all are of equal size, and together cover the ``queries`` and ``keys`` in order.
+    """
     if not segments:
         return None
     n, m = segments[0].q1 - segments[0].q0, segments[0].k1 - segments[0].k0

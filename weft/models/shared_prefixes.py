@@ -21,7 +21,10 @@ T = torch.Tensor
 
 
 class PrefixReaders(NamedTuple):
-    """The first ``tokens`` tokens of a table, and the queries that see them."""
+    """A prefix that several texts share, and the queries that attend to it.
+
+    The prefix is the first ``tokens`` tokens in the cache blocks of ``table``.
+    """
 
     table: Sequence[int]
     tokens: int
@@ -31,7 +34,7 @@ class PrefixReaders(NamedTuple):
 
 
 class PrefixGroup(NamedTuple):
-    """Spans that see other texts, one after the other, and all tiles that any of the spans sees."""
+    """Spans whose tokens also attend to other cached texts, and the prefixes of those texts that the spans see."""
 
     spans: Sequence[Span]
     rows: T  # [queries], places in the packed row
@@ -39,7 +42,12 @@ class PrefixGroup(NamedTuple):
 
 
 def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGroup:
-    """Return the tiles of ``spans``, each once. ``freq``: rotation of queries; ``like`` has their type."""
+    """Group the queries of ``spans`` by the prefixes of other texts that they attend to, so that each prefix is read
+    once.
+
+    ``freq``: frequencies for the further rotation of queries; None: no rotation. ``like``: a tensor of the queries'
+    type.
+    """
     rows = [list(range(span.first, span.last)) for span in spans]
     viewers = defaultdict[tuple[tuple[int, ...], int], list[tuple[int, int]]](list)
     at = 0
@@ -65,13 +73,20 @@ def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGrou
 
 
 def turned(q: T, cos: T, sin: T) -> T:
-    """Rotate the last elements of ``q`` ``[queries, heads, width]``, which are the rotated ones, further."""
+    """Rotate the queries ``q`` ``[queries, heads, width]`` further, by the angles of ``cos`` and ``sin``.
+
+    Only the last elements of each head are rotated, twice as many as ``cos`` has.
+    """
     width = 2 * cos.shape[-1]
     return torch.cat([q[..., :-width], rotate(q[..., -width:], cos, sin)], -1)
 
 
 def attend_prefixes(q: T, group: PrefixGroup, read: Callable[[Span], tuple[T, T]]) -> T:
-    """Attend with all tokens of ``group``: ``[queries, heads, width]``. ``read`` returns keys and values of a span."""
+    """Compute the attention of all queries of ``group`` to their own texts and to the prefixes: ``[queries, heads,
+    width]``.
+
+    ``read``: a function from a span to the keys and values that its text has in the cache.
+    """
     outs = []
     logs = []
     first = 0

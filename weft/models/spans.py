@@ -29,7 +29,10 @@ PADDED, MOST = 1.5, 1024
 
 
 class PrefixTile(NamedTuple):
-    """The first ``tokens`` tokens of a table; queries of its reader are rotated by ``turn`` positions."""
+    """A prefix of another text that a span attends to: the first ``tokens`` tokens in the cache blocks of ``table``.
+
+    ``turn``: the number of positions by which the span's queries are rotated further when they attend to it.
+    """
 
     table: Sequence[int]
     tokens: int
@@ -37,7 +40,11 @@ class PrefixTile(NamedTuple):
 
 
 class Span(NamedTuple):
-    """New tokens of one text, ``first:last`` of a packed row, after ``past`` tokens in the blocks of its ``table``."""
+    """New tokens of one text: the tokens ``first:last`` of a packed row.
+
+    ``past``: the number of the text's earlier tokens; ``table``: the cache blocks of the text. ``context``: prefixes of
+    other texts that the new tokens also see.
+    """
 
     first: int
     last: int
@@ -47,7 +54,7 @@ class Span(NamedTuple):
 
 
 class SpanBatch(NamedTuple):
-    """Spans of equally many tokens, which one call attends to."""
+    """Spans of equally many tokens whose attention is one call."""
 
     rows: T  # [texts, tokens], places in the packed row
     blocks: T  # [texts, blocks], shorter tables filled up with their last block
@@ -57,7 +64,10 @@ class SpanBatch(NamedTuple):
 
 
 def seen_blocks(span: Span, size: int, window: int) -> tuple[int, int]:
-    """Return the range of blocks in the span's table that any of its tokens sees."""
+    """Return the range of indices in the span's ``table`` of the blocks that any of its tokens sees.
+
+    ``size``: tokens of a block; ``window``: the number of tokens that a token sees, itself included; 0: all.
+    """
     first = max(0, span.past - window + 1) // size if window else 0
     return first, -(-(span.past + span.last - span.first) // size)
 
@@ -65,9 +75,10 @@ def seen_blocks(span: Span, size: int, window: int) -> tuple[int, int]:
 def batch_spans(
     spans: Iterable[Span], size: int, window: int, q: T, group: int
 ) -> list[SpanBatch | Span]:
-    """Group spans by call of attention: short spans of equally many tokens share a call, a long span has its own.
+    """Group spans by call of attention: short spans of equally many tokens share a call, and a long span has its own.
 
-    ``size``: tokens of a block; ``window``: of attention, 0: none; ``group``: query heads of each key/value head.
+    ``size``: tokens of a cache block; ``window``: the number of tokens that a token sees, 0: all; ``q``: a tensor of
+    the queries' type; ``group``: query heads of each key/value head.
     """
     if is_invariant():
         return [*batch_each_query(spans, size, window, q, group)]
@@ -96,7 +107,11 @@ def batch_spans(
 def batch_each_query(
     spans: Iterable[Span], size: int, window: int, q: T, group: int
 ) -> Iterator[SpanBatch]:
-    """Group spans by call where every query attends by itself (:mod:`weft.models.invariant`)."""
+    """Group spans by call of attention where results must not depend on the batch (:mod:`weft.models.invariant`).
+
+    Queries that read equally many keys share a call, in which each attends by itself. Arguments as of
+    :func:`batch_spans`.
+    """
     reaches_by_size: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(
         list
     )
@@ -144,9 +159,10 @@ def _batch(
 
 
 def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
-    """Attend with ``[texts, tokens, heads, width]`` to ``[texts, keys, kv_heads, width]``, the blocks of ``batch``.
+    """Compute the attention of several texts' queries in one call: ``[texts, tokens, heads, width]``.
 
-    Query heads that share a key head count as queries of it, so that its keys are read once for all of them.
+    ``k, v``: keys and values in the cache blocks of ``batch``, ``[texts, keys, kv_heads, width]``. Query heads that
+    share a key head count as further queries of it, so that its keys are read once for all of them.
     """
     if batch.keys is not None:
         attended, _ = attend_each(
@@ -163,7 +179,11 @@ def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
 
 
 def own_segments(tokens: int, past: int, window: int) -> list[Segment]:
-    """Return the segments of a text's last ``tokens`` tokens, with ``past`` keys before them."""
+    """Return the attention segments of a text's last ``tokens`` tokens, which see each other and ``past`` tokens before
+    them.
+
+    ``window``: the number of tokens that a token sees, itself included; 0: all.
+    """
     earlier = earlier_keys(past, past + tokens, 0, past, window) if past else []
     pieces = [
         *windowed(past, past + tokens, window),
@@ -173,7 +193,11 @@ def own_segments(tokens: int, past: int, window: int) -> list[Segment]:
 
 
 def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
-    """Attend with a text's last tokens, ``[tokens, heads or kv_heads, width]``, with ``past`` keys before them."""
+    """Compute the attention of a text's last tokens: ``q`` ``[tokens, heads, width]`` to a result of the same shape.
+
+    ``k, v``: ``[past + tokens, kv_heads, width]``; the first ``past`` keys belong to earlier tokens. ``window``: the
+    number of tokens that a token sees, itself included; 0: all.
+    """
     if len(q) > 1:
         return attend_forward(q, k, v, own_segments(len(q), past, window))[0]
     if window:
@@ -188,9 +212,9 @@ def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
 
 
 def rounds(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Cut spans at the ends of cache blocks of ``size`` tokens; yield equally long pieces of different texts.
+    """Cut spans where cache blocks of ``size`` tokens end, and yield lists of equally long pieces of different texts.
 
-    Pieces of a text are yielded in their order.
+    The pieces of one text are yielded in the order of its tokens.
     """
     pieces: list[tuple[int, Span]] = []
     for span in spans:

@@ -58,18 +58,26 @@ class Embedding(Module):
 
     @property
     def rows(self) -> Any:
-        """Trained rows of some tokens; None if there are none."""
+        """The :class:`weft.models.adapters.TokenRows` that an adapter trains in place of the table's rows; None if
+        there are none.
+        """
         return self.adapters["table"] if len(self.adapters) else None
 
     @property
     def output(self) -> T:
-        """This rank's rows of the table as the weight of an output layer."""
+        """This rank's rows of the table ``[vocab/tp, embed]``, which a model with tied embeddings uses as its output
+        layer.
+
+        Rows that an adapter trains replace the table's own.
+        """
         table: T = self.table if self.rows is None else self.rows.placed(self.table)
         return table
 
     def forward(self, tokens: T) -> T:
-        """Map ids ``[batch, seq]`` to ``[batch, seq/tp, embed]``: ranks look up their own ids, and the sum is
-        scattered.
+        """Map token ids ``[batch, seq]`` to embeddings ``[batch, seq/tp, embed]``.
+
+        If the vocabulary is cut over ``tp``, each rank looks up the ids that it holds, and the sum over ranks is
+        scattered over the tokens.
         """
         if self.last - self.first == self.vocab:
             x = F.embedding(tokens, self.table)
@@ -86,7 +94,11 @@ def token_rows(
     shape: ModelShape, weight: VocabularyWeight, logical: Logical, mesh: Mesh,
     table: Table,
 ) -> nn.ModuleDict:  # fmt: skip
-    """Return the trained rows of ``weight``, by the name of the weight; empty if there are none."""
+    """Return the module of the rows of ``weight`` that an adapter trains for some tokens, in a dict that is empty
+    without one.
+
+    ``logical``: this rank's part of the weight; ``table``: the parameters of the model.
+    """
     tokens, modules = row_tokens(shape, weight), nn.ModuleDict()
     if tokens:
         from weft.models.adapters import TokenRows
@@ -248,7 +260,11 @@ class Block(Module):
     def steps(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
     ) -> Steps:
-        """:meth:`forward` without recomputation, as a generator that yields where a mixture does."""
+        """Compute :meth:`forward` without recomputation, as a generator that yields where a mixture of experts sends
+        rows.
+
+        Without a mixture it never yields. The generator's return value is the block's output.
+        """
         x, early = self._attended(x, rope, cu_seqlens, seen)
         before, normed = current_part(), self.ffn_norm(x)
         if not isinstance(self.ffn, FeedForward):
@@ -415,7 +431,11 @@ class Transformer(Module):
             return block(x, rope, cu_seqlens, seen)
 
     def learn_loads(self, loads: Sequence[int]) -> None:
-        """Let every mixture learn from how often its experts were chosen (:class:`weft.models.router.Loads`)."""
+        """Update the routers of all mixtures after a training step.
+
+        ``loads``: how many tokens were routed to each expert, layer after layer
+        (:meth:`weft.models.router.Loads.share`).
+        """
         if not self.shape.mixtures:
             return
         from weft.models.experts import Mixture
@@ -436,7 +456,7 @@ class Transformer(Module):
 
     @property
     def rows(self) -> Any:
-        """Trained rows of some tokens in an output layer of its own; None if there are none."""
+        """The trained rows of an output layer that is not tied to the embedding; None if an adapter trains none."""
         return self.outputs.adapters["head"] if len(self.outputs.adapters) else None
 
     def loss(self, normed: T, batch: Batch, hooks: Hooks | None = None) -> T:

@@ -24,9 +24,10 @@ def seeded_values(seed: int) -> Values:
 
 
 def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
-    """Return the values of ``shape``: the weights of ``base``, and a new adapter if the shape has one.
+    """Return the initial values of a model of ``shape``: the weights of ``base``, and a new adapter if the shape has
+    one.
 
-    All values are functions of logical tensors, so that every layout begins with the same values.
+    The values do not depend on the layout; random ones depend on ``seed`` alone.
     """
     if shape.adapter is None:
         return base
@@ -59,7 +60,10 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
 def rows_of(
     base: Values, name: str, logical: Logical, rows: Sequence[int], columns: Box
 ) -> T:
-    """Return some rows, in ascending order, of a parameter of ``base``."""
+    """Read the ``rows`` (indices in ascending order) and the range of ``columns`` of the parameter ``name``.
+
+    ``base``: a function that returns the values of a box of a parameter; ``logical``: the parameter's whole tensor.
+    """
     if not rows:
         return torch.empty(0, *extents(columns))
     if rows[-1] - rows[0] + 1 == len(rows):
@@ -72,9 +76,11 @@ READ = 4096
 
 
 def grown(base: Values, small: ModelShape, vocab: int) -> Values:
-    """Return the values of ``base``, a model ``small``, for a larger ``vocab``: new rows are the mean of the old ones.
+    """Return the values of a model with a larger vocabulary of ``vocab`` tokens: each new row is the mean of the old
+    ones.
 
-    New tokens are then as likely as others on average, and every rank that has some of these rows computes the same.
+    ``base``: the values of the model ``small``. New tokens are then about as likely as the average token, and every
+    rank that holds new rows computes the same ones.
     """
     base_shape = small.model_copy(update={"adapter": None})
     described = dict(Transformer(base_shape, Mesh.single()).logical_parameters())

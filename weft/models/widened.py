@@ -108,12 +108,17 @@ def _times_rows(left: T, b: T, plus: T | None, out: T) -> None:
 
 
 def widened(*xs: T) -> tuple[T, ...]:
-    """Convert ``xs`` to the precision in which they are multiplied: float32 where that is faster."""
+    """Convert the tensors ``xs`` to float32 if the CPU multiplies their own type more slowly; else return them
+    unchanged.
+    """
     return tuple(x.float() if is_widened(x) else x for x in xs)
 
 
 def widened_note(dtype: str, device: torch.device) -> str:
-    """Return the note of a run whose products are wider than its numbers; empty if they are not."""
+    """Return the note that a run prints if its products are computed in float32 although its weights have fewer bits.
+
+    Empty if they are not; ``dtype``: type of the weights.
+    """
     if device.type != "cpu" or not multiplies_slowly(getattr(torch, dtype)):
         return ""
     return (

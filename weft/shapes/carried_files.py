@@ -36,10 +36,10 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def context_length(files: Mapping[str, bytes]) -> int | None:
-    """Return the most tokens that a model can see, by the ``config.json`` among its files; None if no file says it.
+    """Return the context length that the ``config.json`` among a model's ``files`` states; None if no file states one.
 
-    None for a model whose weights a run has initialised: rotary embedding sets no limit, and the user must judge how
-    well the model works beyond ``data.seq_len``. Where a configuration names the length before scaling of rotary
+    None also for a model whose weights a run has initialised: rotary embedding sets no limit, and the user must judge
+    how well the model works beyond ``data.seq_len``. Where a configuration names the length before scaling of rotary
     frequencies, the result is longer than ``max_position_embeddings``.
     """
     config = carried_config(files)
@@ -60,7 +60,9 @@ def context_length(files: Mapping[str, bytes]) -> int | None:
 
 
 def carried_dtype(files: Mapping[str, bytes]) -> str | None:
-    """Return the type of the weights (``bfloat16``), by the ``config.json`` among a model's files."""
+    """Return the name of the weights' type (``bfloat16``, say) from the ``config.json`` among a model's files; None
+    without.
+    """
     config = carried_config(files)
     given = next((str(config[name]) for name in DTYPES if config.get(name)), None)
     return None if given is None else given.removeprefix("torch.")
@@ -98,7 +100,7 @@ def _token_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def as_json(content: Any) -> bytes:
-    """Return the content of a JSON file."""
+    """Return ``content`` as the bytes of a JSON file."""
     return (json.dumps(content, indent=2) + "\n").encode()
 
 

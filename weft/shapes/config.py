@@ -86,7 +86,10 @@ LACKING = {
 
 
 def lacking(fields: Mapping[str, Any]) -> str:
-    """Say what Weft lacks for a model with these fields, whose architecture it does not know."""
+    """Return a sentence that says what Weft lacks to train a model of an architecture that it does not know.
+
+    ``fields``: the fields of the model's ``config.json``.
+    """
     lacks = dict.fromkeys(part for field, part in LACKING.items() if fields.get(field))
     if not lacks:
         return "its layers are not among those that Weft has"
@@ -94,10 +97,10 @@ def lacking(fields: Mapping[str, Any]) -> str:
 
 
 def shape_from_config(path: Path, planned: bool = False) -> ModelShape:
-    """Read the model that a ``config.json`` (or its folder) describes.
+    """Read the model that a ``config.json`` describes; ``path``: this file or its folder.
 
-    Raises :class:`WeftError` for a model that Weft would compute differently. With ``planned`` the result is then its
-    sizes, an :class:`UntrainableShape`.
+    Raises :class:`WeftError` for a model that Weft would compute differently. With ``planned`` such a model gives an
+    :class:`UntrainableShape` instead, which has only the sizes that plans need.
     """
     path = path / "config.json" if path.is_dir() else path
     hint = "give a Hugging Face config.json or a folder with one"
@@ -107,7 +110,10 @@ def shape_from_config(path: Path, planned: bool = False) -> ModelShape:
 def shape_from_fields(
     config: Mapping[str, Any], path: Path | str, planned: bool = False
 ) -> ModelShape:
-    """Read the model that fields of a ``config.json`` describe; ``path`` names their file in errors."""
+    """Return the model that ``config``, the fields of a ``config.json``, describes.
+
+    ``path`` names the file in errors; ``planned``: as for :func:`shape_from_config`.
+    """
     fields = ConfigFields(config, path)
     try:
         return _computed(fields)
@@ -230,7 +236,12 @@ def _scaling(config: ConfigFields, rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_blocks(path: Path | str, config: Mapping[str, Any]) -> list[int]:
-    """Return the rows and columns of a block of weights that shares a scale; nothing if weights are not in 8 bits."""
+    """Return the sizes ``[rows, columns]`` of the blocks of a weight that share a scale, if weights are stored in 8
+    bits.
+
+    The list is empty if weights are not quantised; other quantisation raises :class:`WeftError`. ``config``: fields of
+    the ``config.json``; ``path`` names this file in errors.
+    """
     match stored := config.get("quantization_config") or {}:
         case {
             "quant_method": "fp8",
@@ -297,7 +308,10 @@ def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
 
 
 def layer_types(layers: int, full_every: int) -> list[str]:
-    """Return Hugging Face's names for the kinds of the layers of a model with windows."""
+    """Return Hugging Face's ``layer_types``: for each layer, whether its attention is full or windowed.
+
+    ``full_every``: every so many layers one has full attention.
+    """
     kinds = [SLIDING] * layers
     if full_every:
         kinds[full_every - 1 :: full_every] = [FULL] * (layers // full_every)

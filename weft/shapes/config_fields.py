@@ -15,18 +15,26 @@ class ConfigFields(dict[str, Any]):
         self.path = path
 
     def refuse(self, field: str, supported: str, value: Any = None) -> NoReturn:
-        """Raise :class:`WeftError`: ``field`` is not supported. ``value``: its value, if it has another name."""
+        """Raise :class:`WeftError`, which says that Weft does not support the value of ``field``.
+
+        ``supported``: the values that Weft supports, in words; ``value``: the value to report, if it is not that of
+        ``field``.
+        """
         value = self.get(field) if value is None else value
         raise WeftError(
             f"{self.path}: {field} = {str(value)[:60]!r} is not supported; Weft supports {supported}"
         )
 
     def given(self, *names: str) -> Any:
-        """Return the value of the first of ``names`` that has one; None if none has."""
+        """Return the value of the first field among ``names`` that is present and not null; None without one."""
         return next((self[name] for name in names if self.get(name) is not None), None)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the whole number under any of ``names``, or ``default``; raises :class:`WeftError` without one."""
+        """Return the whole number that the fields ``names`` state, which mean the same; ``default`` if none of them has
+        a value.
+
+        Raises :class:`WeftError` if the result would be None, and if the fields differ.
+        """
         given = [name for name in names if self.get(name) is not None]
         name = given[0] if given else names[0]
         value = self[name] if given else default
@@ -38,7 +46,7 @@ class ConfigFields(dict[str, Any]):
         return value
 
     def check_complete(self, missing: list[str]) -> None:
-        """Raise :class:`WeftError` if fields are ``missing``."""
+        """Raise :class:`WeftError` if ``missing``, the names of fields that the file lacks, is not empty."""
         if missing:
             raise WeftError(
                 f"{self.path} has no {', '.join(missing)}; it is not a complete config.json"
@@ -46,7 +54,10 @@ class ConfigFields(dict[str, Any]):
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:
-    """Read the object of a JSON file. Raises :class:`WeftError` with ``hint`` if the file has none."""
+    """Read the object in a JSON file.
+
+    Raises :class:`WeftError` if the file cannot be read or has no object; ``hint``: advice at the end of the message.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dim:
-    """A named dimension: ``count`` units of ``unit`` elements; units (the rows of a head, say) are never cut."""
+    """A named dimension of ``count`` units of ``unit`` elements each.
+
+    Axes cut between units and never inside one, such as the rows of a head.
+    """
 
     name: str
     count: int

@@ -122,7 +122,10 @@ FUSED = {
 
 
 def split_layer(name: str) -> tuple[str, str]:
-    """Split Weft's name of a parameter into the number of its layer (empty if it is in none) and its name there."""
+    """Split Weft's name of a parameter into the number of its layer and its name within the layer.
+
+    The number is an empty string if the parameter is in no layer.
+    """
     if not name.startswith("blocks."):
         return "", name
     layer, _, inside = name.removeprefix("blocks.").partition(".")
@@ -165,7 +168,10 @@ def hf_names(name: str, shape: ModelShape | None = None) -> list[str]:
 
 
 def fused_name(name: str) -> tuple[str, int, int] | None:
-    """Return the fused tensor of all experts that holds the parameter ``name``; None if there is no such tensor."""
+    """Return the fused tensor in which some models store the parameter ``name`` of all experts; None if there is none.
+
+    The result is the tensor's name, the index of the parameter among those that are fused in it, and their number.
+    """
     layer, inside = split_layer(name)
     for whole, parts in FUSED.items():
         if inside in parts and ".experts." in inside:
@@ -174,7 +180,10 @@ def fused_name(name: str) -> tuple[str, int, int] | None:
 
 
 def norm_offset(name: str, shape: ModelShape | None) -> float:
-    """Return what Hugging Face subtracts from the parameter: Gemma 3 stores scales of norms as differences to one."""
+    """Return what must be subtracted from the parameter ``name`` to get the values that Hugging Face stores.
+
+    It is 1 for scales of Gemma 3's norms, which are stored as differences to one; else 0.
+    """
     return 1.0 if shape and shape.norm_after and name.endswith("norm.scale") else 0.0
 
 
@@ -193,7 +202,10 @@ ADAPTED = {
 
 
 def projection_name(path: str) -> str:
-    """Return Hugging Face's name of the weight ``path`` in its module: ``q_proj`` for ``blocks.3.attention.wq``."""
+    """Return Hugging Face's name, in its module, of the weight with Weft's name ``path``.
+
+    For ``blocks.3.attention.wq`` the result is ``q_proj``.
+    """
     return HUGGING_FACE[".".join(path.split(".")[-2:])].split(".")[-2]
 
 
@@ -203,9 +215,10 @@ LAYER = r"(?:layers|blk|blocks)\.(\d+)\."
 
 
 def inside_layer(name: str) -> tuple[str, str]:
-    """Split a foreign ``name``, without wrappers, into the number of its layer (empty if none) and its name there.
+    """Split Hugging Face's name of a tensor into the number of its layer and its name within the layer.
 
-    ``{}`` stands for the number of an expert.
+    ``name`` has no prefixes of wrappers. The number is an empty string if the tensor is in no layer; in the second
+    part, ``{}`` stands for the number of an expert.
     """
     name = re.sub(PREFIX, "", name)
     layer = re.match(LAYER, name)

@@ -35,7 +35,9 @@ LATENT = {
 
 
 def latent_sizes(config: ConfigFields) -> dict[str, int]:
-    """Return the sizes of latent attention (DeepSeek-V2), by fields of :class:`ModelShape`."""
+    """Return the sizes of latent attention (DeepSeek-V2) in a ``config.json``, by the names of the fields of
+    :class:`ModelShape`.
+    """
     return {
         ours: config.number(theirs, default=0 if ours == "q_rank" else None)
         for ours, theirs in LATENT.items()
@@ -43,7 +45,11 @@ def latent_sizes(config: ConfigFields) -> dict[str, int]:
 
 
 def mixture_sizes(config: ConfigFields, layers: int, ffn: int) -> dict[str, Any]:
-    """Return the sizes of experts, by fields of :class:`ModelShape`, of a model of any architecture."""
+    """Return the sizes of experts in a ``config.json`` of any architecture, by the names of the fields of
+    :class:`ModelShape`.
+
+    ``layers``: the model's number of layers; ``ffn``: hidden width of its dense feed-forwards.
+    """
     experts = config.number(*EXPERTS, default=0)
     if not experts:
         return {"experts": 0}
@@ -74,7 +80,11 @@ def _mixed(config: ConfigFields, layers: int) -> list[bool]:
 
 
 def mixture_settings(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
-    """Return the settings of :class:`ModelShape` about experts and latent attention."""
+    """Return the settings about experts and latent attention in a ``config.json``, by the fields of
+    :class:`ModelShape`.
+
+    ``name``: the architecture in the file; ``layers``: the model's number of layers.
+    """
     width = (
         "intermediate_size" if name.startswith("Mixtral") else "moe_intermediate_size"
     )
@@ -158,7 +168,7 @@ def _deepseek(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
 
 
 def mixture_architecture(shape: ModelShape) -> str:
-    """Return the architecture that computes this shape, which has experts or latent attention.
+    """Return the Hugging Face architecture that computes this shape, a model with experts or latent attention.
 
     Raises :class:`WeftError` if no architecture does.
     """

@@ -83,31 +83,31 @@ def _matching(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def adapter_rank(adapter: Adapter, path: str) -> int:
-    """Return the rank of the adapter of the weight ``path``."""
+    """Return the rank of the adapter of the weight ``path``: by the first matching ``rank_pattern``, else ``rank``."""
     return _matching(adapter.rank_pattern, path, adapter.rank)
 
 
 def adapter_alpha(adapter: Adapter, path: str) -> float:
-    """Return the ``alpha`` of the adapter of the weight ``path``."""
+    """Return the ``alpha`` of the weight ``path``: by the first matching ``alpha_pattern``, else ``alpha``."""
     return _matching(adapter.alpha_pattern, path, adapter.alpha)
 
 
 def adapter_scale(adapter: Adapter, path: str) -> float:
-    """Return the factor of the output of the adapter of the weight ``path``."""
+    """Return the factor by which the output of the adapter of the weight ``path`` is multiplied."""
     rank = adapter_rank(adapter, path)
     divisor = rank**0.5 if adapter.rank_stabilised else rank
     return adapter_alpha(adapter, path) / divisor
 
 
 def whole_weights(shape: ModelShape) -> list[str]:
-    """Return the weights with a row per token that are trained whole beside an adapter."""
+    """Return the names of the embedding and the output layer, as far as they are trained whole beside an adapter."""
     return [VOCABULARY[name] for name in shape.adapter.whole] if shape.adapter else []
 
 
 def row_tokens(shape: ModelShape, weight: VocabularyWeight) -> tuple[int, ...]:
-    """Return the tokens whose rows of ``weight`` an adapter trains.
+    """Return the ids of the tokens whose rows of ``weight`` an adapter trains; empty without such rows.
 
-    An output layer that is the embedding has none of its own.
+    An output layer that is tied to the embedding has no rows of its own.
     """
     adapter = shape.adapter
     if adapter is None or adapter.tokens == "new" or weight not in adapter.tokens_of:
@@ -118,7 +118,7 @@ def row_tokens(shape: ModelShape, weight: VocabularyWeight) -> tuple[int, ...]:
 
 
 def of_adapter(name: str, shape: ModelShape) -> bool:
-    """Return whether the parameter ``name`` belongs to the adapter, and not to the base."""
+    """Return whether the parameter ``name`` belongs to the adapter, and not to the base model."""
     return ADAPTERS in name or name in whole_weights(shape)
 
 
@@ -133,7 +133,8 @@ def projections(shape: ModelShape) -> Iterator[str]:
 def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
     """Return whether the parameter ``name`` is trained.
 
-    With an adapter, only the adapter's parameters are. Parameters that match a pattern of ``frozen`` are not.
+    With an adapter, only the adapter's parameters are trained. ``frozen``: patterns of names; a parameter that matches
+    one is not trained.
     """
     if name.endswith(STATISTICS) or (shape.adapter and not of_adapter(name, shape)):
         return False
@@ -347,18 +348,26 @@ class _Rows:
 
 
 def is_turned(out: Dim) -> bool:
-    """Return whether a weight ``[out, in]`` is stored as ``[in, out]``, because no axis cuts ``out``."""
+    """Return whether a weight ``[out, in]`` is quantised as ``[in, out]``, which is so if no axis of the mesh cuts
+    ``out``.
+    """
     return out.name not in CUTS
 
 
 def parameter_count(model: ModelShape, vocab: int) -> int:
-    """Count the parameters without adapters and statistics; a tied embedding counts once."""
+    """Count the parameters without adapters and statistics; a tied embedding counts once.
+
+    ``vocab``: size of the tokenizer, if the model leaves it open.
+    """
     base = parameters(model.model_copy(update={"adapter": None}), vocab)
     return sum(row.numel for row in base if row.kind != "statistic")
 
 
 def learning_count(model: ModelShape, vocab: int, freeze: Sequence[str] = ()) -> int:
-    """Count the parameters that are trained."""
+    """Count the parameters that are trained.
+
+    ``vocab``: size of the tokenizer, if the model leaves it open; ``freeze``: patterns of names that are not trained.
+    """
     return sum(
         p.numel for p in parameters(model, vocab) if learns(p.name, model, freeze)
     )

@@ -86,10 +86,10 @@ class Shape:
         return (self.qk + (self.qk == 0) * self.head_dim + self.head_dim) / 2
 
     def reach(self, seq: Num) -> Num:
-        """Return twice the mean number of tokens that a token attends to, over the layers; ``seq`` if all layers are
-        full.
+        """Return twice the number of tokens that a token attends to, as the mean over tokens and layers.
 
-        A layer of linear attention counts as if a token attended to ``head_dim`` tokens.
+        ``seq``: tokens of a sequence, which is the result if all layers have full causal attention. A layer of linear
+        attention counts as if a token attended to ``head_dim`` tokens.
         """
         short = np.minimum(seq, 2 * self.window)
         return (
@@ -104,21 +104,21 @@ class Shape:
         return 1 - self.moe_layers / self.layers
 
     def inner_width(self, load: Num = 1) -> Num:
-        """Return the hidden units of the feed-forwards that a token goes through, as the mean over the layers.
+        """Return how many hidden units of feed-forwards a token goes through in a layer, as the mean over the layers.
 
-        ``load``: the load of experts, as a multiple of the mean.
+        ``load``: the load of the routed experts, as a multiple of the mean load.
         """
         moe = self.top_k * load * self.expert_ffn + self.shared_ffn
         return self.dense_share * self.ffn + (1 - self.dense_share) * moe
 
     @property
     def active_weights(self) -> Num:
-        """Weights of a layer that a token is multiplied with."""
+        """Number of a layer's weights that a token is multiplied with, as the mean over the layers."""
         return self.dense_weights + self.chosen_weights
 
     @property
     def table(self) -> Num:
-        """Elements of the embedding."""
+        """Number of elements of the embedding."""
         return self.vocab * self.embed
 
     @property
@@ -129,18 +129,21 @@ class Shape:
 
     @property
     def active_parameters(self) -> Num:
-        """Number of the parameters that a token passes through: all but the experts that it does not choose."""
+        """Number of the parameters that a token uses: all but those of the experts that it is not routed to."""
         unused = self.expert_weights - self.chosen_weights
         return self.parameters - self.layers * unused
 
     @property
     def cache_bytes(self) -> Num:
-        """Bytes per token that generation keeps, in two bytes per number."""
+        """Bytes of the generation cache per token, over all layers, with two bytes per element."""
         keys_and_values = (self.cached == 0) * 2 * self.kv_heads * self.head_dim
         return 2 * self.layers * (self.cached + keys_and_values)
 
     def busiest(self, ranks: Num) -> Num:
-        """Return the load of the busiest of ``ranks`` ranks with experts, as a multiple of the mean."""
+        """Return the expected load of the rank that holds the busiest expert, as a multiple of the ranks' mean load.
+
+        ``ranks``: the number of ranks over which the experts are distributed.
+        """
         here = np.maximum(self.experts / ranks, 1)
         others = np.maximum(self.experts - 1, 1)
         return (
@@ -148,12 +151,13 @@ class Shape:
         ) / here
 
     def rows_sent(self, ranks: Num) -> dict[str, Num]:
-        """Return the mean number of rows, as wide as the model, that each kind of ``layout.dispatch`` sends for a
+        """Return, for each kind of ``layout.dispatch``, the mean number of rows of width ``embed`` that are sent for a
         token.
 
-        Combining sends as many rows, and so do both in backward. All choices of experts count as equally likely; a
-        share ``1 / ranks`` of the rows stays on its rank. Dispatchers that add up results on the ranks of the experts
-        also send ids and weights. If there are fewer experts than ranks, experts are cut in pieces.
+        ``ranks``: the number of ranks over which experts are distributed. Returning the results sends as many rows, and
+        so do both exchanges in backward. A token is taken to be routed to all experts with equal probability; a share
+        ``1 / ranks`` of the rows stays on its rank. Dispatchers that add up results on the ranks of the experts also
+        send ids and weights. If there are fewer experts than ranks, each expert is cut in pieces.
         """
         pieces = np.maximum(1, ranks // np.maximum(self.experts, 1))
         experts, k = self.experts * pieces, self.top_k * pieces
@@ -171,14 +175,17 @@ class Shape:
         }
 
     def expert_share(self, seq: Num) -> Num:
-        """Return the share of a layer's forward that the chosen experts compute, as the mean over the layers."""
+        """Return the fraction of a layer's forward flops that routed experts take, as the mean over the layers.
+
+        ``seq``: tokens of a sequence.
+        """
         return 2 * self.chosen_weights / self.forward_flops(seq).layer
 
     def flops_per_token(self, seq: Num, causal: float = 0.5) -> Num:
         """Return the model flops of forward and backward per token: three times the forward's (Chowdhery et al. 2022).
 
-        A causal token sees half of the others on average; ``causal`` 1 counts the masked half too. Recomputation does
-        not count. Frozen weights have no gradient.
+        ``seq``: tokens of a sequence. ``causal``: the share of the attention scores that counts; 0.5 leaves out the
+        masked half, and 1 counts it too. Recomputation does not count. Frozen weights have no gradient.
         """
         attention = 4 * self.heads * self.score_dim * self.reach(seq) * causal
         weights = self.layers * self.active_weights + self.table
@@ -187,9 +194,10 @@ class Shape:
         )
 
     def forward_flops(self, seq: Num) -> ForwardFlops:
-        """Return the flops per token of the forward passes.
+        """Return the flops per token of the forward pass, for sequences of ``seq`` tokens with unmasked and masked
+        scores.
 
-        A look-up of the embedding moves bytes instead: it counts as a few flops per element.
+        A look-up of the embedding has no products, but moves bytes: it counts as 8 flops per element.
         """
         attention = 2 * self.heads * self.score_dim * self.reach(seq)
         layer = 2.0 * self.active_weights + attention
@@ -197,9 +205,9 @@ class Shape:
 
 
 def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
-    """Return the numbers of a recipe's model; ``vocab``: size of the tokenizer, if the model leaves it open.
+    """Return the :class:`Shape` of a recipe's model, from which plans compute memory and time.
 
-    Raises :class:`UsageError` for a plugin's model.
+    ``vocab``: size of the tokenizer, if the model leaves it open. Raises :class:`UsageError` for a plugin's model.
     """
     if model.kind:
         raise UsageError(f"what is inside of a plugin's model ({model.kind!r}) is not known, so it cannot be planned; "
@@ -257,17 +265,21 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
 
 
 def shape_of_sizes(layers: float, **sizes: Any) -> Shape:
-    """Return the numbers of a decoder whose ``layers`` are alike, from fields of :class:`UntrainableShape`."""
+    """Return the :class:`Shape` of a decoder whose layers are all alike.
+
+    ``layers``: the number of layers; ``sizes``: fields of :class:`UntrainableShape`.
+    """
     return replace(shape_of(untrainable(layers=1, **sizes)), layers=layers)
 
 
 def flops_per_token(
     model: ModelShape, vocab: int, seq: int, freeze: Sequence[str] = ()
 ) -> float:
-    """Return the model flops of forward and backward per token, where patterns of ``freeze`` name frozen parameters.
+    """Return the model flops of forward and backward per token for a model with frozen parameters.
 
-    A frozen weight has no gradient, and nothing is propagated below the first parameter that learns. If all parameters
-    learn, the result is :meth:`Shape.flops_per_token`.
+    ``seq``: tokens of a sequence; ``freeze``: patterns of the names of frozen parameters. A frozen weight has no
+    gradient, and nothing is propagated below the first parameter that is trained. If all parameters are trained, the
+    result is :meth:`Shape.flops_per_token`.
     """
     rows = parameters(model, vocab)
     learning = {p.name for p in rows if learns(p.name, model, freeze)}

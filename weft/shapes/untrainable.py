@@ -24,7 +24,7 @@ class UntrainableShape(ModelShape):
 
 
 def has_gate(model: ModelShape) -> bool:
-    """Return whether hidden units are gated, as in all models that Weft trains."""
+    """Return whether hidden units of feed-forwards are multiplied with a gate, as in all models that Weft trains."""
     return not isinstance(model, UntrainableShape) or model.gated
 
 
