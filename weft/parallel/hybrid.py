@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class HybridAttention:
-    """Attention over the ranks of the current pass, ``group``; in unplanned passes ``static``, the layout's own."""
+    """Attention over the ranks of ``group``, which share the current pass by a plan of document lengths.
+
+    Where ``group`` is None, the pass is unplanned and ``static``, the attention of the layout, computes it.
+    """
 
     def __init__(self, mesh: Mesh, static: Attend) -> None:
         self.static, self.scheme = static, mesh.layout.context
@@ -44,7 +47,7 @@ class HybridAttention:
 
 
 def share_pass(model: Transformer, group: PassGroup | None) -> None:
-    """Set the ranks over which attention runs from now on; None: those of the layout."""
+    """Set the ranks over which the model's attention runs from now on; with None those of the layout."""
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if isinstance(block.attention.attend, HybridAttention):
@@ -54,9 +57,9 @@ def share_pass(model: Transformer, group: PassGroup | None) -> None:
 
 @torch.no_grad()
 def check_plan(batches: Sequence[Batch], mesh: Mesh) -> None:
-    """Check that all ranks follow the same plan of a step. Collective.
+    """Check that the ``batches`` of all ranks follow the same plan of a step. Collective.
 
-    Raises :class:`WeftError` on all ranks if plans differ, which would otherwise end in a hang.
+    Raises :class:`WeftError` on all ranks if plans differ, as ranks would otherwise wait for each other for ever.
     """
     group = batches[0].group
     assert group is not None

@@ -27,7 +27,7 @@ TURNS = {"passes": Beside.OTHER_PASS, "pairs": Beside.SAME_PASS}
 
 
 def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return one stage per layer; the first and the last also hold the ends of the model."""
+    """Return one stage per layer; the first also holds the embedding, and the last the norm and the head."""
     layers = [i for stage in stages for i in stage.layers]
     return tuple(
         Stage(range(i, i + 1), i == layers[0], i == layers[-1]) for i in layers
@@ -35,9 +35,10 @@ def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def with_turns(table: Table, stages: Sequence[Stage], layout: Layout) -> Table:
-    """Cut ``table`` of these ``stages`` layer by layer and at the exchanges of experts.
+    """Cut ``table`` layer by layer and at the exchanges of experts, so that passes of two microbatches take turns.
 
-    Passes take turns, unless there are too few microbatches and ranks would wait for each other in a circle.
+    ``stages``: the stages of ``table``. Passes do not take turns where ranks would wait for each other in a circle, as
+    with too few microbatches.
     """
     layers = [len(stage.layers) for stage in stages]
     try:
@@ -95,9 +96,10 @@ class LayerPass:
 def layer_ops(
     begin: Callable[[Action, Sequence[T]], LayerPass], table: Table, rank: int
 ) -> dict[str, Op]:
-    """Return the operations that run the parts of passes; ``begin`` creates the pass of a microbatch through a layer.
+    """Return the operations, by kind of action, that run the parts of passes on ``rank``.
 
-    The pass itself stands for every value but those that leave the rank.
+    ``begin`` creates the pass of a microbatch through a layer. The :class:`LayerPass` stands for every value but those
+    that leave the rank.
     """
     travels = {a.reads[0] for a in table.ranks[rank] if a.kind == SEND}
 

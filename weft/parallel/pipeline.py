@@ -32,7 +32,7 @@ T = torch.Tensor
 class Pipeline:
     """A rank's part of a pipelined model, and its schedules by number of microbatches.
 
-    :meth:`start` comes before all else. ``last``: measurements of the latest pass.
+    Call :meth:`start` before any other method. ``last``: measurements of the latest pass.
     """
 
     def __init__(
@@ -109,7 +109,10 @@ class Pipeline:
         return state
 
     def table(self, microbatches: int, forward_only: bool = False) -> Table:
-        """Return the lowered schedule for this many microbatches, validated once."""
+        """Return the lowered schedule for ``microbatches`` microbatches, built and validated at the first call.
+
+        With ``forward_only`` it is the schedule of evaluation, in which microbatches pass all stages.
+        """
         key = (microbatches, forward_only)
         if key not in self.tables:
             # Evaluation is of the whole model: nothing is skipped.
@@ -131,8 +134,8 @@ class Pipeline:
     ) -> T:
         """Run forward and backward of every microbatch; return this rank's share of the mean loss, equal on ``tp``.
 
-        ``total`` returns the weight of the step's labels, and is called when the first loss is due. ``early``: units
-        to update during backward.
+        ``total`` returns the sum of the weights of the step's labels, and is called when the first loss is computed.
+        ``early``: units to update during backward.
         """
         passed = self._run(self.table(len(batches)), batches, total, early=early)
         rest = [unit for unit in self.here.units if unit not in passed.summed]
@@ -141,15 +144,15 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
-        """Return this rank's share of the summed losses of some microbatches; ``hooks`` replace the model's."""
+        """Return this rank's share of the sum of the losses of ``batches``; ``hooks`` replace those of the model."""
         return self._share(self._evaluated(batches, (), hooks))
 
     @torch.no_grad()
     def evaluate_at(self, points: Sequence[Point], batches: Sequence[Batch]) -> list[T]:
-        """Return this rank's share of the summed losses at each of several points.
+        """Return this rank's share of the summed losses of ``batches`` for each of several points in parameter space.
 
-        A point gives the values that replace every parameter's rows. Weights that rest in a tier are brought in once
-        for all points.
+        A point is a function that gives the values of each parameter's rows. Weights that rest in a tier are brought in
+        once for all points.
         """
         passed = self._evaluated([b for _ in points for b in batches], points)
         count = len(batches)

@@ -98,7 +98,7 @@ class Unit:
 
 
 def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
-    """Group parameters by the number of their block; embedding, norm and head are under ""."""
+    """Group parameters by the number of their block, as text; embedding, norm and head are under ""."""
     units: dict[str, list[Held]] = {}
     for name, h in held.items():
         kind, _, rest = name.partition(".")
@@ -174,7 +174,7 @@ class State:
             unit.gather()
 
     def release(self, drop: bool = True) -> None:
-        """Forget the full parameters of all units."""
+        """Forget the gathered full parameters of all units; ``drop``: free their memory too."""
         for unit in self.units:
             unit.release(drop)
 
@@ -183,9 +183,10 @@ class State:
             unit.begin_pass(last)
 
     def gradients(self, settled: bool = True) -> dict[str, T]:
-        """Return each learning parameter's gradient on this rank; zeros where backward left none.
+        """Return the gradient of each learning parameter on this rank, by name; zeros where backward left none.
 
-        Gradients that rest in a file may only be read if ``settled``, as else they may still be on their way there.
+        With ``settled`` False, gradients that rest in a file may not be read yet, as they may still be on their way
+        there.
         """
         self._make_due()
         if settled:
@@ -288,13 +289,13 @@ class State:
             self.update(unit, grads(unit), lr, scale)
 
     def expose(self) -> None:
-        """Prepare for other code to change the tensors."""
+        """Prepare the tensors of the state for changes by code outside of this class."""
         self.settle()
         self.tiers.forget_sums()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replace the parameters that learn by their averages (``optimizer.ema``) in the context.
+        """Replace the learning parameters by their moving averages (``optimizer.ema``) inside of the ``with`` block.
 
         Nothing may save or update the state meanwhile. Afterwards every bit is as before.
         """
@@ -316,7 +317,7 @@ class State:
 
     @property
     def updates(self) -> int:
-        """The number of updates of the parameters, due updates included."""
+        """The number of updates that the parameters have had, postponed updates included."""
         if not self.learning:
             return 0
         first = self.learning[0]

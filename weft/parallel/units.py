@@ -45,7 +45,7 @@ def exchanged_rows(
 
 
 class Full(NamedTuple):
-    """A whole parameter that this rank computes with, and the placement of the rows that the rank holds."""
+    """A whole parameter that this rank computes with, and the placement of the rows of it that this rank holds."""
 
     name: str
     logical: Logical
@@ -168,7 +168,7 @@ class TableUnit(Unit):
             self.gather()
 
     def show(self, point: int) -> None:
-        """Switch the full parameters to those of ``point``."""
+        """Switch the full parameters to those of the point with index ``point``."""
         for full, values in zip(self.full, self.at[point] if self.at else ()):  # noqa: B905
             full.data = values
 

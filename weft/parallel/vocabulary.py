@@ -19,7 +19,10 @@ T = torch.Tensor
 
 
 class OutputShard:
-    """This rank's rows, from ``first`` on, of output layer and embedding, which are cut over ``pp`` and ``tp``."""
+    """This rank's rows of output layer and embedding, which are cut over ``pp`` and ``tp``.
+
+    ``first``: index of the first row in the vocabulary.
+    """
 
     def __init__(self, model: Transformer, mesh: Mesh) -> None:
         self.model, self.mesh, self.barriers = model, mesh, mesh.layout.vocab_barriers
@@ -34,10 +37,10 @@ class OutputShard:
         losses: dict[int, T],
         objective: Objective | None,
     ) -> dict[str, Op]:
-        """Return the vocabulary passes as operations.
+        """Return the operations of the vocabulary passes, by kind of action.
 
-        ``total`` returns the weight of the step's labels, by which the loss is divided; ``losses`` gets each
-        microbatch's loss. ``objective``: the loss of pairs of answers, if the recipe has one.
+        ``total`` returns the sum of the weights of the step's labels, by which the loss is divided; each microbatch's
+        loss is stored in ``losses``. ``objective``: the loss of pairs of answers, if the recipe has one.
         """
         self.batches, self.total, self.losses = batches, total, losses
         self.objective = objective

@@ -98,8 +98,8 @@ class ProcessPool:
         """Run ``fn(*args)`` on ``world`` ranks; return the results in rank order.
 
         An exception of a rank is raised here, with its traceback as a note. Ranks that do not answer within ``timeout``
-        seconds are killed; :class:`TimeoutError` names them and shows their stacks, or :class:`WorkerDied` if one of
-        them had ended before.
+        seconds are killed, and :class:`TimeoutError` names them and shows their stacks. If a rank's process has ended
+        before, :class:`WorkerDied` is raised instead.
         """
         workers = self._ready(world)
         self._calls += 1

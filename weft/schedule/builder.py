@@ -47,7 +47,8 @@ class ScheduleBuilder:
     ) -> Number:
         """Return the idle time of a rank in a step, in closed form.
 
-        Schedules that fill holes by the clock state it for ``2 * ranks`` microbatches or more only.
+        ``chunks``: stages per rank; ``times``: of a microbatch on a rank. For schedules that fill holes by the clock
+        the result holds only for ``2 * ranks`` microbatches or more.
         """
         raise NotImplementedError
 

@@ -149,7 +149,10 @@ def ticks(end: float) -> list[float]:
 
 
 def summary_line(simulation: Simulation, unit: str = "") -> str:
-    """Return size, bubble and makespan of a simulation in a line; ``unit``: of time."""
+    """Return ranks, microbatches, bubble and makespan of a simulation in one line.
+
+    ``unit``: name of the unit of time.
+    """
     unit = unit and f" {unit}"
     parts = [
         f"P = {len(simulation.timeline)} ranks",

@@ -140,7 +140,7 @@ KINDS: dict[str, Kind] = {}
 
 
 def declare_kind(kind: Kind) -> str:
-    """Register ``kind`` and return its name, by which actions refer to it. Raises ValueError if the name is taken."""
+    """Register ``kind``, and return its name, by which actions refer to it. Raises ValueError if the name is taken."""
     if kind.name in KINDS:
         raise ValueError(
             f"a kind {kind.name!r} is declared already ({KINDS[kind.name].meaning}); choose another name"

@@ -7,9 +7,10 @@ from weft.schedule.simulate import Simulation
 
 
 def text_timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
-    """Return a lane for each rank with the microbatch, or its last digit, in each action; none if it is too wide.
+    """Return a line of text for each rank that shows the microbatch, or its last digit, in each action.
 
-    Without colour every action also shows its kind, and needs more room.
+    The list is empty if a line would be wider than ``width`` characters. Without ``colour`` every action also shows its
+    kind, and needs more room.
     """
     kinds, shades = colours(simulation.table), shades_of(simulation.table)
     gutter = len(f"rank {len(simulation.timeline) - 1}  ")

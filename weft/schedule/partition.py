@@ -20,10 +20,10 @@ class _Split(NamedTuple):
 def partition(
     costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None
 ) -> list[range]:
-    """Cut ``costs`` into contiguous shares, none empty, whose largest time is least; of equals the most even.
+    """Cut the items of ``costs`` into ``parts`` contiguous, non-empty parts, such that the slowest part is fastest.
 
-    ``speeds``: work per time of each part's device. Dynamic programming over (items left, parts left). Raises
-    :class:`UsageError` for fewer costs than parts.
+    Of equal cuts the most even one is returned, as ranges of indices. ``speeds``: work per time of each part's device.
+    Dynamic programming over (items left, parts left). Raises :class:`UsageError` for fewer costs than parts.
     """
     count = len(costs)
     if count < parts:

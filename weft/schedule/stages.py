@@ -68,9 +68,10 @@ def assign_stages(
 def stage_costs(
     times: ModelTimes, stages: Sequence[Stage], kept: float = 1.0, move: float = 0.0
 ) -> Costs:
-    """Return costs of a table with these ``stages``.
+    """Return the costs for simulating a table with these ``stages``.
 
-    ``kept``: memory of a layer's saved activations; ``move``: time from one rank to another.
+    ``times``: times of a microbatch's passes; ``kept``: memory of a layer's saved activations; ``move``: time of a
+    transfer from one rank to another.
     """
 
     def size(value: Value) -> float:
@@ -101,7 +102,11 @@ def modelled_costs(
 def make_table(
     layout: Layout, microbatches: int, shape: ModelShape, seq_len: int
 ) -> Table:
-    """Build the schedule of ``layout``, not lowered. The model's flops decide where vocabulary passes go."""
+    """Build the table of the schedule of ``layout``, not lowered, for ``microbatches`` microbatches.
+
+    The modelled floating-point operations decide where passes over the vocabulary go; ``seq_len``: tokens of a
+    sequence.
+    """
     if layout.skip:
         lengths = stage_lengths(layout.pp, layout.skip)
         costs = Costs(lambda a: lengths[a.stage])  # F, I and W take about the same

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one microbatch on one rank or stage, in any unit; ``move``: from one rank to the next.
+    """Times of one microbatch on one rank or stage, in any unit.
 
-    Builders get the times of a rank, which spends ``forward / v`` on each of its ``v`` stages. ``dispatch`` and
-    ``combine``: moving tokens to the experts of other ranks and back in forward; backward takes ``back`` times as long.
-    ``routed``: the experts' share of the computation.
+    Builders get the times of a rank, which spends ``forward / v`` on each of its ``v`` stages. ``move``: time of a
+    transfer from one rank to the next. ``dispatch`` and ``combine``: moving tokens to the experts of other ranks and
+    back in forward; backward takes ``back`` times as long. ``routed``: the experts' share of the computation.
     """
 
     forward: float = 1.0

@@ -45,7 +45,11 @@ class Move(NamedTuple):
 
 
 class GuestBlock(NamedTuple):
-    """The stay of a block on a rank that does not own it, from its first use there to its last."""
+    """The stay of a block on a rank that does not own it.
+
+    ``kind``: "q" for queries, "kv" for keys and values. The stay lasts from step ``first``, the first that uses the
+    block there, to step ``last``.
+    """
 
     kind: str
     block: int
@@ -99,7 +103,7 @@ class TileTable:
 
     @cached_property
     def visits(self) -> tuple[GuestBlock, ...]:
-        """The stays of blocks on ranks that do not own them."""
+        """The stays of blocks on ranks that do not own them, as :class:`GuestBlock`."""
         used: dict[tuple[str, int, int], list[int]] = defaultdict(list)
         for t in self.tiles:
             for kind, block in (("q", t.q), ("kv", t.k)):

@@ -62,7 +62,7 @@ class Trip:
                 self.ends[visit.last].append(visit)
 
     def tokens(self, block: int) -> int:
-        """Return the tokens of a block in all rows."""
+        """Return the number of tokens of ``block`` in all rows of the batch together."""
         return self.rows * self.lengths[block]
 
     def cut(self, x: T) -> dict[int, T]:

@@ -158,9 +158,10 @@ class Copies:
         return chosen.view_as(ids)
 
     def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
-        """Start to receive the experts that this rank borrows, as rows of each stack of weights ``[experts, ...]``.
+        """Start to receive the weights of the experts that this rank borrows from others.
 
-        Each expert travels as one row with all of its weights. The returned function waits for the rows.
+        ``weights``: stacks ``[experts, ...]`` of this rank's own experts. Each expert travels as one row with all of
+        its weights. The returned function waits for the rows, and returns them for each stack.
         """
         plan = self.plan
         rows = torch.cat([w[plan.lent].flatten(1) for w in weights], 1)

@@ -27,8 +27,9 @@ def loads_of_ranks(loads: Array, copies: Array) -> Array:
 def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
     """Choose the ranks that compute each expert: bool ``[experts, ranks]``.
 
-    ``owners``: the rank that owns each expert; ``spare``: slots of a rank for copies of experts that others own. Owners
-    need no slot for their own expert, and need not compute it. Each copy costs the bytes of an expert.
+    ``loads``: tokens routed to each expert; ``owners``: the rank that owns each expert; ``spare``: slots of a rank for
+    copies of experts that other ranks own. Owners need no slot for their own expert, and need not compute it. Each copy
+    costs the transfer of an expert's weights.
     """
     own = np.eye(ranks, dtype=bool)[owners]
     loads = loads / max(1, loads.sum()) * ranks  # so that a rank has 1 on average
@@ -61,10 +62,11 @@ def halved(loads: Array, own: Array, spare: int) -> Array:
 
 
 def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
-    """Change ``copies`` until the ranks' loads are even; each change is of one expert on the most loaded rank.
+    """Return ``copies`` after changes that even the ranks' loads; each change is of one expert on the most loaded rank.
 
-    The expert gets another copy, is moved, or leaves that rank if there are other copies, whichever gives the least sum
-    of squares of the ranks' loads.
+    That expert gets another copy, is moved, or leaves the rank if it has other copies. The change with the least sum of
+    squares of the ranks' loads is made. ``loads``: of experts; ``own``: the owner of each expert, bool ``[experts,
+    ranks]``; ``spare``: slots of a rank for copies.
     """
     copies, unit = copies.copy(), np.eye(copies.shape[1])
     while True:
@@ -128,11 +130,11 @@ def copies_away(copies: Array, order: Array, sizes: Array) -> int:
 
 
 def divided(counts: T, copies: T, rank: int) -> T:
-    """Divide ``rank``'s choices of each expert among the copies: int64 ``[experts, ranks]``.
+    """Return how many of the tokens that ``rank`` routes to each expert go to each copy: int64 ``[experts, ranks]``.
 
-    ``counts``: each rank's choices, ``[ranks, experts]``; ``copies``: as of :func:`with_copies`. The numbers of choices
-    that the copies of an expert get differ by one at most. A rank's choices go to its own copy first, and then to
-    others with room, rank by rank.
+    ``counts``: tokens that each rank routes to each expert, ``[ranks, experts]``; ``copies``: as of
+    :func:`with_copies`. The numbers of tokens that the copies of an expert get differ by one at most. Tokens go to a
+    copy on their own rank first, and then to copies with room, rank by rank.
     """
     counts = counts.t()
     total, number = counts.sum(1, keepdim=True), copies.sum(1, keepdim=True)

@@ -18,9 +18,9 @@ T = torch.Tensor
 class Members:
     """Ranks of a group that exchange rows of tokens on the way to *slots* of experts.
 
-    ``owner``: the member that has each slot, or leads to it, ``[slots + 1]``; ``count``, one more than the last
-    member's number, stands for nobody. The last slot is that of dropped choices. ``first`` to ``last`` are the slots of
-    this rank. ``sent`` counts the bytes that it sends to others, by :data:`weft.models.router.SENT`.
+    ``owner[s]``: the member that has slot ``s``, or leads to it, ``[slots + 1]``; the value ``count`` (the number of
+    members) stands for no member. The last slot is that of dropped tokens. This rank has the slots from ``first`` up to
+    ``last``. ``sent`` counts the bytes that this rank sends to others, by :data:`weft.models.router.SENT`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Members:
         return none.scatter(1, self.owner[slots], 1)[:, : self.count]
 
     def counts_from_all(self, counts: T) -> T:
-        """Gather the ``counts`` of all members, int64 ``[n]`` of each: ``[members, n]``. Collective."""
+        """Gather the ``counts`` of all members, int64 ``[n]`` on each, to ``[members, n]``. Collective."""
         gathered = counts.new_empty(self.count * len(counts))
         all_gather(gathered, counts, group=self.group)
         return gathered.view(self.count, -1)
@@ -63,15 +63,16 @@ class Members:
         return int(largest) if has_numbers(largest) else number
 
     def declared(self, x: T) -> T:
-        """Declare ``x`` with the type of values that follow from tokens' choices."""
+        """Declare to the type checker that ``x`` follows from the routing of tokens, and return it."""
         return declare(x, self.mesh, **by_token(self.mesh))
 
 
 class Homes(Members):
-    """Members that hold all experts together. Where an expert is cut, its ``pieces`` are placed like experts.
+    """The ranks that hold all experts of a layer together.
 
-    ``items``: the number of experts, or of pieces, on all members together. ``homes``: the items of each member;
-    ``shares``: its range of slots, in which these come first.
+    Where an expert is cut, its ``pieces`` are placed like experts. ``items``: the number of experts, or of pieces, on
+    all ranks together. ``homes[r]``: the experts or pieces of rank ``r``; ``shares[r]``: the range of its slots, which
+    begins with the slots of these.
     """
 
     pieces: int
