@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def spare(*sockets: socket.socket) -> None:
-    """Exclude these sockets from :class:`HangUp`: they belong to no process group."""
+    """Exclude these sockets from :class:`HangUp`, as they belong to no process group."""
     with _lock:
         _spared.update(sockets)
 

@@ -31,8 +31,9 @@ KNOWN = 4
 class IslandParty:
     """One rank's side of its island (:class:`weft.resilience.life.Party`), which follows the views in its own thread.
 
-    ``changed`` guards all following fields and the attendance. ``addresses``: for each island, the endpoint of its rank
-    with this rank's place. ``fatal``: why this process ends. ``known``: addresses of other members.
+    ``changed``: the condition that guards the attendance and all following fields. ``addresses``: for each island, the
+    endpoint of its rank with this rank's place. ``fatal``: why this process ends. ``known``: addresses of other
+    members.
     """
 
     step = 0

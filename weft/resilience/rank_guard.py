@@ -40,11 +40,12 @@ FROM_START = (
 
 
 class RankGuard(Watching):
-    """The hooks of one rank's run, and the data that the rank keeps from view to view.
+    """Hooks around the steps of one rank, and the data that the rank keeps from view to view.
 
-    ``view``: the present view. ``recovery``: the copies from which it continues; None for a checkpoint or the
-    beginning. ``snapshots``: copies of the state; those of the previous view are kept until the present one has its
-    own. ``since``: the end of the previous view; ``seconds``: of each part of the way into the present view.
+    ``view``: the present view. ``recovery``: the copies from which the view continues; None if it continues from a
+    checkpoint or begins. ``snapshots``: copies of the state; those of the previous view are kept until the present one
+    has its own. ``since``: when the previous view ended; ``seconds``: the duration of each part of the way into the
+    present view.
     """
 
     view: View

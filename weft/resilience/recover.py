@@ -25,11 +25,11 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Recovery:
-    """All ranks go back to the state after ``progress.step``, as the view of ``epoch`` (the *old* view) had it.
+    """State to which all ranks go back: that after ``progress.step``, as the view of ``epoch`` (the *old* view) had it.
 
-    ``gives[rank]``: the segments that this rank of the new view gives, as pairs of an owner (a rank of the old view)
-    and a segment's number. ``helpers``: pairs of a new rank and the lost old rank whose parts it gives. ``differing``:
-    new ranks whose copies differ from the majority's copies of the same parts; they are not used.
+    ``gives[rank]``: the segments that this rank of the new view sends, as pairs of an owner (a rank of the old view)
+    and a segment's number. ``helpers``: pairs of a new rank and the lost old rank whose parts it sends. ``differing``:
+    new ranks whose copies differ from the majority's copies of the same parts, and are not used.
     """
 
     epoch: int
@@ -52,9 +52,9 @@ class Recovery:
 def newest_recovery(facts: Sequence[Facts]) -> Recovery | None:
     """Return the newest state that is complete in the copies of all members; None if none is complete.
 
-    ``facts``: of every member, by its rank in the new view. Only the newest view with a complete state counts. If
-    copies of the same elements differ, the version that most owners have counts; without a majority the state counts as
-    incomplete.
+    ``facts``: for each member, by its rank in the new view, which copies it holds. Only the newest view with a complete
+    state counts. If copies of the same elements differ, the version that most owners have counts; without a majority
+    the state counts as incomplete.
     """
     views: dict[int, dict[int, Facts]] = {}
     for rank, fact in enumerate(facts):

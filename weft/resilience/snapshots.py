@@ -48,7 +48,7 @@ Table = Mapping[str, tuple[Tensor, Box, bool]]
 
 
 def why_none(recipe: Recipe) -> str:
-    """Return why the state of this recipe has no copies in memory; "" if it has."""
+    """Return why the run of this recipe keeps no copies of its state in memory; empty if it keeps them."""
     away = [
         kind
         for kind in ("weights", "moments")
@@ -60,11 +60,11 @@ def why_none(recipe: Recipe) -> str:
 
 
 def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]:
-    """Return the buddy of every rank: the rank that keeps a copy of its part. ``machines[rank]``: where each rank runs.
+    """Return the buddy of every rank: the rank that keeps a copy of its part.
 
-    The buddy is on another machine, if there is one: the first rank of a machine has the first rank of the next machine
-    as its buddy, and so on. On a single machine it is the next rank, and a single rank is its own buddy. Ranks that are
-    ``leaving`` are no buddies if others stay.
+    ``machines[rank]``: where each rank runs. The buddy is on another machine, if there is one: the first rank of a
+    machine has the first rank of the next machine as its buddy, and so on. On a single machine it is the next rank, and
+    a single rank is its own buddy. Ranks that are ``leaving`` are no buddies if others stay.
     """
     order = sorted(
         range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank)
@@ -82,7 +82,7 @@ def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]
 
 
 class TensorSlice(NamedTuple):
-    """The elements ``box`` of a tensor; they begin at byte ``start`` of their segment."""
+    """Slice ``box`` of a tensor in a segment. Its elements begin at byte ``start`` of the segment."""
 
     name: str
     box: Box
@@ -271,7 +271,7 @@ class Snapshots:
         )
 
     def begin(self, progress: Progress, now: bool = False) -> None:
-        """Begin to copy the state after step ``progress.step``, if that step is due for a copy, or in any case ``now``.
+        """Begin to copy the state after step ``progress.step``, if a copy is due after that step, or if ``now`` is set.
 
         The state may not change until :meth:`complete` has returned. Call it when that step is over on all ranks.
         """

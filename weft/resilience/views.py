@@ -24,7 +24,7 @@ GONE, LEFT, STOPPED = "is gone", "left", "is stopped"
 
 
 class LeftOut(WeftError):
-    """The others go on without this rank or its island. ``asked``: because this rank was asked to leave."""
+    """The other members go on without this rank or its island. ``asked``: whether this rank was asked to leave."""
 
     exit_code = LEFT_OUT
 
@@ -125,7 +125,10 @@ class View:
 
     @classmethod
     def of(cls, message: dict[str, Any], before: View | None) -> View:
-        """Build a view from :meth:`message`. ``before``: this process's previous view, for the lost members."""
+        """Build a view from ``message``, which :meth:`message` has made.
+
+        ``before``: this process's previous view, from which the lost members follow.
+        """
         reasons = {int(number): why for number, why in message["reasons"].items()}
         members = tuple(Member(**member) for member in message["members"])
         numbers = {member.number for member in members}
@@ -156,10 +159,10 @@ def this_process(number: int, address: Address) -> Member:
 def reach_each_other(
     numbers: Iterable[int], accusations: Iterable[tuple[int, int]]
 ) -> list[int]:
-    """Return the ``numbers`` of members that can go on together, sorted. An accusation (a, b): a does not reach b.
+    """Return the ``numbers`` of members that can go on together, sorted.
 
-    One member of each such pair must go: first the member in most pairs; of several, the one with the highest number,
-    which is the newest.
+    ``accusations``: pairs (a, b) of members, where a does not reach b. One member of each such pair must go: first the
+    member in most pairs; of several, the one with the highest number, which is the newest.
     """
     kept = set(numbers)
     pairs = {frozenset(pair) for pair in accusations if kept.issuperset(pair)}
@@ -177,7 +180,7 @@ def is_quorum(
     excused: Collection[Address],
     stopped: Collection[Address] = (),
 ) -> bool:
-    """Return whether ``kept`` may go on from ``view`` without any risk that other members of it do so too.
+    """Return whether the members ``kept`` may go on from ``view`` without any risk that other members of it do so too.
 
     They must be more than half of those that are not ``excused`` (known not to go on anywhere), or exactly half with
     the lowest number among them. ``stopped`` members may be continued, and then go on with others that are not kept;

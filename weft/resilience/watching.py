@@ -27,7 +27,10 @@ class Watching(Guard):
         self.watch_ranks(mesh, recorder)
 
     def watch_ranks(self, mesh: Mesh, recorder: Recorder, epoch: int = 0) -> None:
-        """Watch the ranks of the view ``epoch`` in the process groups of ``mesh``; a single rank is not watched."""
+        """Trace the collectives in the process groups of ``mesh``, whose ranks are those of the view ``epoch``.
+
+        ``recorder``: records which ranks are slow. A single rank is not watched.
+        """
         self.watch = None
         if mesh.step_group is not None and mesh.layout.world > 1:
             ring = trace.start_tracing(self.folder, mesh.step_group.rank(), epoch)

@@ -122,8 +122,9 @@ class Ended(NamedTuple):
 
 @dataclass
 class Link:
-    """A rank's end of its connection to rank 0. ``limit``: seconds to wait at most; ``step``: the steps taken
-    so far.
+    """A rank's end of its connection to rank 0. ``limit``: seconds to wait at most.
+
+    ``step``: how many training steps this rank has taken.
     """
 
     connection: SealedConnection

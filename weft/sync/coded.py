@@ -51,7 +51,7 @@ class CodedTask(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Identifies a result of a job: the rank that sent it, and the round."""
+    """Identifies one rank's result for a job: the rank that sent the result, and the round in which it was sent."""
 
     rank: int
     round: int
@@ -80,7 +80,7 @@ class Code(ABC):
 
     @abstractmethod
     def parts_of(self, rank: int) -> tuple[int, ...]:
-        """Return all parts of a job that this rank may have to compute."""
+        """Return the numbers of all parts of a job that this rank may have to compute."""
 
     @abstractmethod
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:

@@ -169,9 +169,10 @@ def decode_payload(
     island: int,
     dtype: torch.dtype,
 ) -> T:
-    """Decompress the bytes ``came``, which ``island`` has sent for a tensor of this shape.
+    """Decompress the received bytes ``came``, which ``island`` has sent for a tensor of this ``shape`` and ``dtype``.
 
-    Raises :class:`IslandLost` if the number of bytes does not fit the shape.
+    ``seed``: the one with which the island compressed the tensor. Raises :class:`IslandLost` if the number of bytes
+    does not fit the shape.
     """
     specs = compressor.specs(shape, dtype)
     if came.numel() != (size := compressor.nbytes(shape, dtype)):
@@ -187,7 +188,10 @@ def join_bytes(payload: Payload) -> T:
 
 
 def split_bytes(came: T, specs: Sequence[Spec]) -> Payload:
-    """Split a message back into the payload that :func:`join_bytes` was given."""
+    """Split a message of :func:`join_bytes` into the payload that was joined.
+
+    ``came``: the bytes received; ``specs``: the shape and type of each tensor in the payload.
+    """
     ends = accumulate(
         (prod(shape) * dtype.itemsize for shape, dtype in specs), initial=0
     )

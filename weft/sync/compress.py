@@ -85,11 +85,12 @@ def encode_with_feedback(
     warm: T | None = None,
     average: Average | None = None,
 ) -> tuple[Payload, T | None]:
-    """Compress ``x``; return the payload, and the residual that must be added in the next round.
+    """Compress ``x`` with error feedback; return the payload, and the residual to be added in the next round.
 
-    With a ``residual``, that of the last round is added first (error feedback, Seide et al. 2014, Karimireddy et al.
-    2019). This needs a contractive compressor, which loses less than the whole sum. With ``average``, for linear
-    compressors, the payload is that of the mean over all islands, but the residual is this island's own.
+    ``residual``: that of the last round, added to ``x`` first (Seide et al. 2014, Karimireddy et al. 2019); None: no
+    feedback. Feedback needs a contractive compressor, which loses less than the whole sum. With ``average``, for linear
+    compressors, the payload is that of the mean over all islands, but the residual is this island's own. ``warm``: the
+    warm start from the last round.
     """
     if residual is None:
         payload = (

@@ -70,9 +70,10 @@ class Compressor:
 
     @classmethod
     def of_word(cls, word: str, argument: str | None) -> Self:
-        """Return the compressor that ``word`` names, with the ``argument`` after its colon, if any.
+        """Return the compressor that ``word`` in a recipe names.
 
-        Raises :class:`UsageError` if the compressor has no such argument.
+        ``argument``: the text after the word's colon, None if there is no colon. Raises :class:`UsageError` if the
+        compressor does not accept the argument.
         """
         if argument is not None:
             raise UsageError(
@@ -95,7 +96,7 @@ class Compressor:
         return [(tuple(shape), dtype)]
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> int:
-        """Return the bytes of the payload; ``dtype`` is float32 by default."""
+        """Return the bytes of the payload of a tensor of this ``shape`` and ``dtype`` (default: float32)."""
         import torch
 
         specs = self.specs(shape, dtype or torch.float32)
@@ -145,11 +146,17 @@ class Compressor:
         """Raise :class:`UsageError` if this compressor cannot compress a tensor with this ``name`` and ``shape``."""
 
     def alternatives(self, shape: Sequence[int]) -> list[Compressor]:
-        """Return this compressor and its variants for a tensor of this shape, with other ranks, shares or bits."""
+        """Return this compressor and variants of it among which :mod:`weft.sync.greco` may choose for a tensor of this
+        shape.
+
+        Variants have other low ranks, kept shares or bits.
+        """
         return [self]
 
     def cut(self, part: slice) -> Compressor:
-        """Return the compressor of the elements ``part`` of the flat tensor that this compressor is for."""
+        """Return the compressor for the elements ``part`` of a flat tensor, where this compressor is for the whole
+        tensor.
+        """
         return self
 
     def _checked(self, payload: Payload, shape: Sequence[int]) -> Payload:

@@ -54,7 +54,10 @@ def alternatives_of(default: Compressor, shape: Sequence[int]) -> list[Compresso
 
 
 def squared_error(compressor: Compressor, x: T, seed: int = 0) -> float:
-    """Return the squared error of compressing ``x``; for a compressor with a warm start, that of its second round."""
+    """Return the squared error of compressing ``x`` once, with the random choices of ``seed``.
+
+    For a compressor with a warm start it is the error in the second round.
+    """
     payload = compressor.encode(x, seed)
     if (warm := compressor.warm(payload)) is not None:
         payload = compressor.encode(x, seed, warm)
@@ -71,11 +74,14 @@ def total(table: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
 def smallest(
     errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: float
 ) -> list[int] | None:
-    """Choose an alternative for each tensor: the least sum of ``sizes`` whose ``errors`` add up to at most ``budget``.
+    """Return the index of an alternative for each tensor: those with the least total size within a total error.
 
-    Returns None if no choice is within the budget. Going tensor by tensor, only choices are kept that no other choice
-    beats in both sums (Nemhauser & Ullmann 1969). While these are at most :data:`KEPT`, the result is optimal. Beyond
-    that choices are thinned; their errors stay exact, so thinning costs bytes but never breaks the budget.
+    ``errors`` and ``sizes``: of each alternative of each tensor, ``[tensor][alternative]``; ``budget``: the largest sum
+    of errors. Returns None if no selection is within the budget.
+
+    Going tensor by tensor, only selections are kept that no other selection beats in both sums (Nemhauser & Ullmann
+    1969). While these are at most :data:`KEPT`, the result is optimal. Beyond that selections are thinned; their errors
+    stay exact, so thinning costs bytes but never breaks the budget.
     """
     # by the tensors after each
     least_left = np.cumsum([0.0, *(min(row) for row in errors[:0:-1])])[::-1]

@@ -16,7 +16,7 @@ T = torch.Tensor
 
 
 def hash_tensors(tensors: Iterable[T]) -> T:
-    """Return a 16-byte hash of the bits of these CPU tensors."""
+    """Return a hash of the bits of all these CPU tensors together, as 16 bytes ``[16]``."""
     hasher = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         hasher.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -26,9 +26,10 @@ def hash_tensors(tensors: Iterable[T]) -> T:
 def take_majority(
     streams: Streams, own: Mapping[str, T], members: Sequence[int], tag: str
 ) -> tuple[Mapping[str, T], list[int]]:
-    """Return the version of the tensors by name that most ``members`` hold, and the islands whose version differed.
+    """Return the version of a set of tensors that most islands hold, and the islands whose version differed.
 
-    ``own``: this island's version. In a tie the version of the earlier member counts.
+    ``own``: this island's version, by the name of the tensor; ``members``: the islands that compare; ``tag``: the
+    beginning of the messages' tags. In a tie the version of the earlier member counts.
     """
     hashes = from_islands(
         streams, hash_tensors(own.values()), members, f"{tag}/hash", control=True

@@ -50,7 +50,10 @@ class Replicas:
 
 
 def replicas_of(held: Sequence[Held], mesh: Mesh) -> Replicas:
-    """Return the ranks that share the exchange of these parameters; this rank alone if no other rank holds copies."""
+    """Return the ranks of this island that hold copies of the parameters ``held``, and share their exchange.
+
+    If no other rank holds copies, this is the present rank alone.
+    """
     names = {mesh.sharing(h.logical)[0] for h in held}
     if len(names) != 1 or mesh.size(*names) == 1:
         return Replicas()

@@ -62,9 +62,10 @@ class SyncMethod:
         raise NotImplementedError
 
     def simulate(self, at: Round) -> None:
-        """Change one parameter of all islands as a round does: the reference for ``weft verify``.
+        """Change one parameter of all islands as a round does: the reference against which ``weft verify`` compares.
 
-        It is to be written apart from the other methods, with all islands at hand (:mod:`weft.prove.simulated`).
+        ``at``: the parameter on all islands. The body must not use the method's other code
+        (:mod:`weft.prove.simulated`).
         """
         raise UsageError(
             f"sync.update = {self.settings.update!r} has no SyncMethod.simulate, so that there is nothing to compare "
