@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over the rows of a ``.parquet`` or ``.arrow`` file as objects, with their numbers from 1."""
+    """Iterate over the rows of a ``.parquet`` or ``.arrow`` file as objects. Each comes with its row number, from 1."""
     import pyarrow
 
     records = (

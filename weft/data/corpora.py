@@ -53,10 +53,7 @@ def _plugin(source: Source) -> Iterator[str]:
 
 
 def unread_files(source: Source) -> tuple[str, ...]:
-    """Return one line that names the files in a source's folder that are not read.
-
-    If all are read, the tuple is empty.
-    """
+    """Return a line that names the files in a source's folder that are not read, or an empty tuple if all are read."""
     if source.kind not in SOURCES or source.kind in ("huggingface", "tokens"):
         return ()
     return SourceReport(left=tuple(documents_of(source).left)).lines()

@@ -97,7 +97,7 @@ def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
 
 
 def byte_of_character() -> dict[str, bytes]:
-    """Return the byte of each character of a byte-level vocabulary (GPT-2's table, Radford et al. 2019)."""
+    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2, Radford et al. 2019)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): bytes([byte]) for byte in shown} | {

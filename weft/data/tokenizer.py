@@ -40,12 +40,14 @@ _SAMPLE, _PIECE = 8_000_000, 8192
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Tokenizer. ``vocab``: the largest id plus 1; ``eos``: the id that ends every document, None if there is none.
+    """Tokenizer with its special tokens and chat templates.
 
-    ``bos`` and ``pad``: ids of the tokens that begin a text and fill a row, if there are any. ``ends``: ids at which
-    generation ends. ``chat_template``: the Jinja template that writes a conversation as text (:mod:`weft.data.chat`);
-    ``named_templates``: other templates by name, of which ``tool_use`` is for conversations with tools. ``model`` is
-    None for plain bytes. ``fingerprint`` changes with the ids of any text.
+    ``vocab``: the largest id plus 1. ``eos``: id that ends every document; ``bos`` and ``pad``: ids of the tokens that
+    begin a text and fill a row. These three are None if there is no such token. ``ends``: ids at which generation ends.
+    ``chat_template``: the Jinja template that writes a conversation as text (:mod:`weft.data.chat`);
+    ``named_templates``: other templates by name, of which ``tool_use`` is for conversations with tools. ``model``: the
+    tokenizer of Hugging Face's ``tokenizers``, None for plain bytes. ``fingerprint`` changes whenever a text gets other
+    ids.
     """
 
     vocab: int
@@ -76,7 +78,10 @@ class Tokenizer:
 
     @cached_property
     def specials(self) -> dict[str, int]:
-        """Ids of the special tokens by name, which chat templates write and plain text must not become."""
+        """Ids of the special tokens by name.
+
+        Chat templates write these names; in plain text they are ordinary characters.
+        """
         if self.model is None:
             return {_EOS[0]: self.closing}
         return {
@@ -230,7 +235,10 @@ def load_tokenizer(
 
 
 def tokenizer_from_files(files: Mapping[str, bytes], origin: str) -> Tokenizer:
-    """Build the tokenizer of a folder's ``files`` (contents by name); errors call the folder ``origin``."""
+    """Build a tokenizer from ``files``, the contents of a tokenizer's folder by file name.
+
+    ``origin``: what errors call the folder.
+    """
     if "tokenizer.json" not in files:
         reason = (
             "it has a tokenizer.model, of sentencepiece"
@@ -331,7 +339,10 @@ def _trained(spec: str, sources: Sequence[Source], root: Path) -> Path:
 
 
 def sample_text(sources: Sequence[Source], size: int = _SAMPLE) -> list[str]:
-    """Sample at most ``size`` characters of text in one pass, as pieces evenly spaced over all documents."""
+    """Sample at most ``size`` characters of the sources' text, as pieces evenly spaced over all documents.
+
+    The documents are read once.
+    """
     kept: list[str] = []
     held, stride = 0, 1
     texts = (text for source in sources for text in read_documents(source))

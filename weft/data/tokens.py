@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokenized documents in a folder of token files; ``fingerprint`` changes with the content.
+    """Tokenized documents in a folder of token files. ``fingerprint`` changes with their content.
 
-    Conversations (:mod:`weft.data.chat`) have ``weights``, the weight of each token as a label (``alike``: all are 0 or
-    1), and ``lines``, their file (number in ``files``) and line. Pairs of answers, two documents each, have ``pairs``.
-    ``notes``: lines to print at the start of a run.
+    ``ids``: the ids of all documents; document ``i`` is ``ids[offsets[i] : offsets[i + 1]]``. ``vocab`` and ``eos`` are
+    None if no ``meta.json`` gives them. Conversations (:mod:`weft.data.chat`) have ``weights``, the weight of each
+    token as a label (``alike``: whether all are 0 or 1), and ``lines``, the index in ``files`` and the line of each
+    document. Documents that form pairs of answers have ``pairs``. ``notes``: lines to print at the start of a run.
     """
 
     ids: np.ndarray
@@ -140,10 +141,10 @@ def open_source(
     cache: Path | None = None,
     opening: Sequence[int] = (),
 ) -> Tokens:
-    """Open the tokens of a source. Text is tokenized into the cache on first use, by one process.
+    """Open the tokens of a source. On first use, one process tokenizes text into the cache.
 
-    ``opening``: ids at the beginning of every document of text. Raises :class:`WeftError` if a source of token files
-    was written by another tokenizer.
+    ``opening``: ids that begin every document of text. Raises :class:`WeftError` if a source of token files was written
+    by another tokenizer.
     """
     if source.kind != "tokens":
 

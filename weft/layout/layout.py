@@ -306,7 +306,7 @@ class Layout(Section):
 
     @property
     def head_ranks(self) -> int:
-        """Number of neighbours along ``cp`` that exchange tokens for heads before attention, and back after it."""
+        """Number of neighbouring ``cp`` ranks among which attention divides the heads instead of the tokens."""
         return self.cp if self.context == "ulysses" else min(self.ulysses, self.cp)
 
     @classmethod

@@ -181,11 +181,11 @@ class ChatTemplate:
 
     @property
     def sources(self) -> list[str]:
-        """Texts of the template, and of the template for conversations with tools."""
+        """Jinja text of this template, and that of the separate template for tools if there is one."""
         return [self.source, *([self.tool_use.source] if self.tool_use else [])]
 
     def of(self, tools: Sequence[Mapping[str, Any]] | None) -> "ChatTemplate":
-        """Return the template for conversations with these ``tools``."""
+        """Return the template for conversations with these ``tools``: this one, or a separate one for tools."""
         return self.tool_use if tools and self.tool_use else self
 
     @cached_property
@@ -322,7 +322,11 @@ def template_of(
     now: datetime | None = None,
     control: bool = False,
 ) -> ChatTemplate | None:
-    """Return the chat template of a tokenizer, with its template for tools, or None if it has neither."""
+    """Return the chat template of ``tokenizer``, or None if the tokenizer has none.
+
+    ``variables``: the user's variables for the template. ``now``: time for the template's date, by default the time of
+    rendering. ``control``: whether names of special tokens inside messages become these tokens.
+    """
     default, tool_use = tokenizer.chat_template, tokenizer.named_templates.get(TOOL_USE)
     if not default and not tool_use:
         return None

@@ -124,7 +124,7 @@ def from_text(value: Any) -> Any:
 
 
 def json_excerpt(value: Any) -> str:
-    """Return a JSON value as text of at most 40 characters, for errors."""
+    """Return the JSON of a value, shortened to 40 characters, for error messages."""
     text = (
         "nothing"
         if value is None

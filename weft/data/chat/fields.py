@@ -76,7 +76,10 @@ class Fields:
         )
 
     def empty_name(self, field: str) -> str | None:
-        """Return the name under which ``field`` is null in the record, or None if it has a value or no key."""
+        """Return the key under which ``field`` is null in the record.
+
+        Returns None if the field has a value, or if the record has none of the field's names.
+        """
         names = NAMES.get(field, (field,))
         return (
             None
@@ -125,9 +128,9 @@ class Fields:
 
 
 def messages_of(value: Any) -> Any:
-    """Return a list of turns in any form as a list of objects, and any other value unchanged.
+    """Convert a list of turns in any known form to a list of objects. Any other value is returned unchanged.
 
-    The forms are JSON or Python text, a table of columns, a single turn, and a dialogue of Human and Assistant.
+    The forms are JSON or Python text, a table of columns, a single turn, and a text of turns by Human and Assistant.
     """
     if isinstance(value, str) and value.startswith(_HUMAN):
         return _dialogue(value)
@@ -205,7 +208,7 @@ def build_conversation(
 
 
 def tools_of(fields: Fields) -> Any:
-    """Take the tools of a record, also in the old form ``functions``."""
+    """Take the tools of a record: the value of ``tools``, or of the older field ``functions``, converted to tools."""
     tools, functions = fields.take("tools"), from_text(fields.take("functions"))
     if tools or not functions or not isinstance(functions, list):
         return tools
@@ -213,9 +216,10 @@ def tools_of(fields: Fields) -> Any:
 
 
 def variables_of(fields: Fields) -> dict[str, Any]:
-    """Take a record's variables for its chat template (TRL's ``chat_template_kwargs``), an object or its JSON text.
+    """Take the variables that a record gives its chat template, from TRL's field ``chat_template_kwargs``.
 
-    Raises :class:`ConversationError` for anything else, and for names that are the template's own.
+    Raises :class:`ConversationError` if they are neither an object nor its JSON text, or have a name that the template
+    itself uses.
     """
     given = from_text(fields.take("chat_template_kwargs"))
     if given in (None, "", []):
@@ -234,9 +238,10 @@ def variables_of(fields: Fields) -> dict[str, Any]:
 
 
 def weight_of_record(fields: Fields) -> float:
-    """Take the weight of a record: its weight times its masks, without masks of single messages.
+    """Take the loss weight of a whole record: its ``weight``, or 0 if a mask of the record hides it.
 
-    Raises :class:`ConversationError` for an unknown mask.
+    Masks that are lists apply to single messages and are not read here. Raises :class:`ConversationError` for an
+    unknown mask.
     """
     weight = weight_of(fields.take("weight"), "its 'weight'")
     for key in (*LEARNED, *HIDDEN):
@@ -257,9 +262,9 @@ def weight_of_record(fields: Fields) -> float:
 
 
 def with_system(messages: Any, system: Any) -> Any:
-    """Return ``messages`` with a first turn of the text ``system``, unless they begin with the same.
+    """Put a system message with the text ``system`` before ``messages``, unless they begin with that message.
 
-    Raises :class:`ConversationError` if they begin with another system turn.
+    Raises :class:`ConversationError` if ``messages`` begin with another system message.
     """
     if system in (None, ""):
         return messages

@@ -36,7 +36,7 @@ class Followed:
 
     @cached_property
     def own(self) -> str:
-        """Text in which special tokens inside the words of messages are blanked out."""
+        """Rendered text in which names of special tokens are blanked out where they are plain words of a message."""
         return self.shown.own_text(self.template.ends)
 
     @cached_property

@@ -18,7 +18,11 @@ from weft.errors import nearest
 
 
 class Form(NamedTuple):
-    """Form of records: its ``name``, the fields by which it is recognised, and the function that reads a record."""
+    """Form of records that programs publish.
+
+    It has a ``name``, the fields by which a record of the form is recognised, and the function that reads such a
+    record.
+    """
 
     name: str
     needed: tuple[str, ...]

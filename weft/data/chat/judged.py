@@ -29,7 +29,12 @@ _BAD = {"false", "0", "no", "bad", "undesirable", "down", "thumbs_down", "-1"}
 
 @dataclass(frozen=True)
 class Judgement:
-    """Answer to a prompt, whether it is ``good``, and its ``weight`` in the loss."""
+    """One judged answer to a prompt.
+
+    ``prompt`` and ``answer``: messages. ``good``: whether the answer was judged good. ``weight``: weight in the loss.
+    ``tools``: tools that the assistant may call. ``unread``: names of the record's fields that are not used.
+    ``variables``: variables for the chat template.
+    """
 
     prompt: tuple[Any, ...]
     answer: tuple[Any, ...]
@@ -41,9 +46,9 @@ class Judgement:
 
 
 def read_judgements(record: Any) -> list[Judgement]:
-    """Read the judged answers of ``record``: one with its ``label``, or ``chosen`` and ``rejected``, which are two.
+    """Read the judged answers of ``record``: one with its ``label``, or two, ``chosen`` and ``rejected``.
 
-    An answer is the ``completion`` to a ``prompt``, or the last turns of ``messages`` by the assistant. Raises
+    A labelled answer is the ``completion`` of a ``prompt``, or the assistant's turns at the end of ``messages``. Raises
     :class:`ConversationError`.
     """
     if not isinstance(record, Mapping):

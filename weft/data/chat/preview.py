@@ -90,7 +90,7 @@ class Sample:
 def preview_samples(
     data: Data, tokenizer: Tokenizer, count: int
 ) -> tuple[list[Sample], list[str]]:
-    """Return the first ``count`` conversations of a recipe's sources, and lines of notes about them."""
+    """Return the first ``count`` conversations of the sources in ``data``, and lines with notes about them."""
     sources = [source for source in data.sources if source.kind in CONVERSATIONS]
     if not sources:
         raise UsageError(

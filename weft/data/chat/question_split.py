@@ -42,7 +42,11 @@ def split_at_questions(
 
 
 def questions(talk: Conversation) -> list[range]:
-    """Return the ranges of message numbers before the first question, and from each question to the next question."""
+    """Cut a conversation before each question, and return the ranges of message numbers of the pieces.
+
+    A question is a message of the user that follows no other message of the user. The first range, before the first
+    question, may be empty.
+    """
     roles = [message["role"] for message in talk.messages]
     asked = [
         i

@@ -38,7 +38,10 @@ from weft.recipe import ANSWER_PAIRS, Chat, Source
 
 
 def recipe_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the recipe's chat template, else that of the tokenizer. Raises :class:`WeftError` without either."""
+    """Return the chat template that the recipe's ``settings`` name, or by default that of the tokenizer.
+
+    Raises :class:`WeftError` if there is neither.
+    """
     now = (
         datetime.strptime(settings.date, "%Y-%m-%d")
         if settings.date
@@ -58,7 +61,10 @@ def recipe_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
 def open_chats(
     source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None
 ) -> Tokens:
-    """Open the tokens of a source of conversations. They are written to the cache on first use, by one process."""
+    """Open the tokens of a source of conversations. On first use, one process encodes them into the cache.
+
+    ``settings``: the recipe's section ``data.chat``. ``cache``: as in :func:`weft.data.cache.cache_root`.
+    """
     template = recipe_template(settings, tokenizer)
     encoder = chat_encoder(settings, template)
 
@@ -81,16 +87,17 @@ def open_chats(
 
 
 def chat_encoder(settings: Chat, template: ChatTemplate) -> ChatEncoder:
-    """Return the encoder of conversations with the recipe's settings."""
+    """Return an encoder of conversations with ``template`` and the recipe's section ``data.chat``."""
     return ChatEncoder(template, settings.learn, settings.reasoning)
 
 
 def encoded_records(
     source: Source, report: SourceReport, encoder: ChatEncoder
 ) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair, list[Encoded]]]:
-    """Iterate over the records of a source with their encoded samples; a pair has two, the chosen answer first.
+    """Iterate over the records of a source: place, record as read, and its encoded samples.
 
-    An error names file and line; with ``on_error = "skip"`` the record is skipped, and ``report`` counts it.
+    A pair of answers has two samples, the chosen answer first. Errors name file and line. With ``on_error = "skip"``
+    malformed records are skipped, and ``report`` counts them.
     """
     for place, sample in read_samples(source, report):
         try:
