@@ -79,7 +79,7 @@ class Agreement:
         return self.census.me
 
     def begin(self, view: View) -> None:
-        """Become a member of the run's first view."""
+        """Become a member of ``view``, the first view of the run."""
         self._adopt(view)
         self.seen = view
 
@@ -144,7 +144,9 @@ class Agreement:
                     self.send(member.address, self._propose_message())
 
     def hear(self, address: Address, message: Message, reply: Send) -> None:
-        """Handle a message from ``address``; ``reply`` answers over its connection."""
+        """Handle a message from the member at ``address``. ``reply`` sends an answer over the connection of the
+        message.
+        """
         kind, number, census = message["t"], message["from"], self.census
         if census.view is None:
             census.lost.pop(address, None)

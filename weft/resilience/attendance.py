@@ -56,14 +56,14 @@ class Changes(NamedTuple):
 
 @dataclass
 class Attendance:
-    """The knowledge of one rank about the islands: the rank at ``place``, in one ``start`` of an island with ``ranks``
-    ranks.
+    """What one rank knows about the islands and their exchanges. It is the rank at ``place``, in one ``start`` of an
+    island.
 
-    ``how``: fragments, and steps between rounds. ``members``: numbers of members, by island and place; ``known``: the
-    facts of each member, by its number. ``waiting``: stays of islands that have no state yet; ``giver``: the island
-    that hands them its state. ``begun`` and ``committed``: numbers of the last exchange that has begun here, and that
-    is over. ``pending``: an exchange for which this rank has received everything. ``got``: the exchange after which
-    this rank received its state; None: not yet.
+    ``ranks``: the number of ranks per island. ``how``: the recipe's section ``[sync]``. ``members``: numbers of
+    members, by island and place; ``known``: the facts of each member, by its number. ``waiting``: stays of islands that
+    have no state yet; ``giver``: the island that hands them its state. ``begun``: number of the last exchange that has
+    begun here; ``committed``: that of the last exchange that is over. ``pending``: an exchange for which this rank has
+    received everything. ``got``: the exchange after which this rank received its state; None: not yet.
     """
 
     start: Start

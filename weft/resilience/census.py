@@ -28,7 +28,9 @@ Message = dict[str, Any]
 
 @dataclass
 class OtherMember:
-    """Another process. ``said``: its last ``stand`` message in this view, {} if there was none."""
+    """Another process that is a member or wants to be one. ``said``: its last ``stand`` message in this view, {} if
+    none.
+    """
 
     member: Member
     said: Message = field(default_factory=dict)
@@ -123,10 +125,11 @@ class Census:
     def lose(
         self, address: Address, why: str, proved: bool, witnessed: bool = False
     ) -> None:
-        """Record that the member at ``address`` is lost. ``proved``: it is certainly gone, and not just silent.
+        """Record that the member at ``address`` is lost, for the reason ``why``.
 
-        ``witnessed``: another member was in contact with it to its end. Otherwise the proof does not count if one of
-        the two had considered the other lost before: the lost member may have gone on with others, and died later.
+        ``proved``: the member is certainly gone, and not just silent. ``witnessed``: another member was in contact with
+        it to its end. Without a witness the proof does not count if this member or the lost one had considered the
+        other lost before: the lost member may have gone on with others, and died later.
         """
         peer, known = self.peers[address], self.lost.get(address)
         if known and (known.proved or not witnessed):
@@ -143,7 +146,7 @@ class Census:
             self.break_view(f"rank {self.view.rank(peer.member.number)} {why}")
 
     def lose_absent(self, seconds: float) -> None:
-        """Count members as lost that are alive but have not asked for the next view for ``seconds``."""
+        """Record as lost the members that are alive, but have let ``seconds`` pass without asking for the next view."""
         for peer in self.others():
             if not peer.wants and peer.member.address not in self.lost:
                 self.lose(

@@ -59,9 +59,10 @@ class IslandRank:
     def party(
         self, token: str, number: int, shared: dist.Store | None = None
     ) -> Iterator[IslandParty]:
-        """Start this rank's agent and its streams to other islands for the context, and end them after the run.
+        """Run this rank's agent and its streams to other islands in the context, and end them after the run.
 
-        ``shared``: the store that all islands share, while there is one.
+        ``token``: the run's secret; ``number``: this rank's number as a member; ``shared``: the store that all islands
+        share, while there is one.
         """
         recipe, resilience = self.recipe, self.recipe.resilience
         settle_in(device_type(recipe), recipe.train.threads)

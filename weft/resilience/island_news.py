@@ -80,7 +80,10 @@ class IslandNews:
         return f"weft ranks add {self.folder or 'RUN'}{f'/island-{island}' if island else ''}"
 
     def tell(self, text: str) -> None:
-        """Show a line of text. If the run's first island is away, the first present island prints it."""
+        """Add a line of text for the user.
+
+        If the run's first island is absent, the first present island also prints the line at once.
+        """
         self.lines.append(text)
         first = min((stay.island for stay in self.attendance.present), default=0)
         island, _ = self.attendance.start

@@ -66,7 +66,7 @@ class Life:
     step: int = 0
 
     def advance(self, step: int) -> None:
-        """Record that ``step`` is done; earlier failures no longer count."""
+        """Record that the training step with number ``step`` is done; failures before it no longer count."""
         if step > self.step:
             self.attempts, self.step = 0, step
 
@@ -90,7 +90,7 @@ class Life:
             self.end(LeftOut(entry.unable))
 
     def refuse(self, error: Fatal | LeftOut | TooFew) -> None:
-        """Record why there is no next view."""
+        """Record ``error``, the reason why there is no next view for this rank."""
         if isinstance(error, LeftOut) and not self.of_island:
             self.left_out = True
             if error.asked:

@@ -256,7 +256,7 @@ class Membership:
             return self._census.leaving
 
     def remove(self, number: int) -> None:
-        """Ask the member of this number to leave."""
+        """Ask the member with the given ``number`` to leave."""
         if number == self.me.number:
             self.leave()
         with self._lock:

@@ -322,7 +322,10 @@ class RankParty:
         )
 
     def join_groups(self, world: int, device: str) -> None:
-        """Join the default process group of the present view, as one of its first ``world`` members."""
+        """Join the default process group of the present view, as one of its first ``world`` members.
+
+        ``device``: "cpu" or "cuda".
+        """
         view, store, (backend, index) = self.guard.view, self.store, backend_of(device)
         if not view.first:
             host, port = view.facts[0]["store"]

@@ -173,7 +173,10 @@ def root_cause(
 
 
 def show(failure: Failure, name_rank: bool = True) -> None:
-    """Print the failure's line. Errors that Weft did not foresee also leave their traceback in a file."""
+    """Print the failure's line, which names the failed rank if ``name_rank`` is set.
+
+    Errors that Weft did not foresee also leave their traceback in a file.
+    """
     line = failure.message
     if failure.trace and failure.grade > Grade.WEFT_ERROR:
         with tempfile.NamedTemporaryFile(
@@ -192,10 +195,11 @@ def show(failure: Failure, name_rank: bool = True) -> None:
 
 
 def leave(code: int, at_once: bool = False) -> None:
-    """End this process at once, after flushing output, if it is a rank among others or ``at_once`` is set.
+    """End this process with exit code ``code``, after flushing output.
 
-    Taking the interpreter down beside the threads of process groups can hang or abort. A rank that was started alone is
-    among others, too, if it has joined a run (``weft ranks add``).
+    Return without any effect if the process is not a rank among others, unless ``at_once`` is set. Taking the
+    interpreter down beside the threads of process groups can hang or abort. A rank that was started alone is among
+    others, too, if it has joined a run (``weft ranks add``).
     """
     others = "WEFT_LAUNCHED" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if ("RANK" not in os.environ or not others) and not at_once:

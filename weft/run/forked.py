@@ -36,8 +36,9 @@ GENERATING = ("weft.generate.leader", "torch._dynamo")
 
 
 class ForkedRank(psutil.Process):
-    """A fork that waits for its environment and then becomes a rank. Otherwise it is used like
-    :class:`psutil.Popen`.
+    """A forked process that waits for its environment variables, and then becomes a rank.
+
+    It has the interface of :class:`psutil.Popen`.
     """
 
     returncode: int | None = None
@@ -47,7 +48,7 @@ class ForkedRank(psutil.Process):
         self._environment = environment
 
     def begin(self, environment: Mapping[str, str]) -> None:
-        """Start the rank, with these variables as its environment."""
+        """Let the process become a rank, with ``environment`` as its environment variables."""
         with suppress(BrokenPipeError), os.fdopen(self._environment, "w") as pipe:
             json.dump(dict(environment), pipe)
 

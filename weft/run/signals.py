@@ -67,11 +67,11 @@ stamps = ArrivalTimes()
 
 
 class StopRequests:
-    """Signals that this process has received. ``asked``: the first one, 0 if there was none; ``at_once``: a later one
-    came.
+    """Signals that this process has received. ``asked``: the number of the first, 0 if there was none.
 
-    If nobody notes the signals (:func:`noted_signals`) the first raises :class:`Stopped`. ``run``: the folder of the
-    run that this process trains, from its opening until its end has been reported. ``clock`` returns seconds.
+    ``at_once``: whether a later signal has asked the process to end at once. If nobody notes the signals
+    (:func:`noted_signals`) the first raises :class:`Stopped`. ``run``: the folder of the run that this process trains,
+    from its opening until its end has been reported. ``clock`` returns seconds.
     """
 
     #: What this process runs, if it is a command's own; None in a program of somebody else's.

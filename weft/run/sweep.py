@@ -141,10 +141,11 @@ def check_folder(folder: Path) -> None:
 def run_sweep(
     recipes: Sequence[tuple[Trial, Recipe]], folder: Path, say: Callable[[str], object]
 ) -> tuple[list[TrialResult], int]:
-    """Run every unfinished trial, one after the other. Returns the state of all, and the signal that stopped the sweep.
+    """Run every unfinished trial, one after the other.
 
-    A trial that fails does not stop the others. Raises :class:`UsageError` if a run in the folder was trained with
-    another recipe, as its results say nothing about this one.
+    ``say`` is called with each line of progress. Returns the state of all trials, and the number of the signal that
+    stopped the sweep (0 if none did). A trial that fails does not stop the others. Raises :class:`UsageError` if a run
+    in the folder was trained with another recipe, as its results say nothing about this one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begun, done = _read(folder)
@@ -214,7 +215,7 @@ def trial_result(trial: Trial, problem: str = "") -> TrialResult:
 
 
 def sweep_report(results: Sequence[TrialResult], folder: Path) -> Path | None:
-    """Write the page about the best runs of a sweep; return None if there is nothing to show."""
+    """Write a page about the best runs of a sweep into ``folder``; return its path, or None if no run has any steps."""
     shown = [r.trial.folder for r in sorted(results, key=lambda r: r.rank) if r.steps][
         : len(COLOURS)
     ]

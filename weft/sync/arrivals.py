@@ -203,9 +203,9 @@ def connect_ranks(
 ) -> Link:
     """Connect all ranks of ``group`` with its first rank, and return this rank's link. Collective.
 
-    On the first rank this also starts the threads at the other ends. ``limit``: seconds that any rank waits at most;
-    ``patience`` and ``encrypt``: see :class:`weft.recipe.Resilience`. The threads end when the links are closed or
-    garbage collected.
+    On the first rank this also starts the threads that collect results for ``code``. ``limit``: seconds that any rank
+    waits at most; ``patience`` and ``encrypt``: see :class:`weft.recipe.Resilience`. The threads end when the links are
+    closed or garbage collected.
     """
     rank, endpoint = group.rank(), process_endpoint(encrypt=encrypt)
     given = [(("", 0), "", "")]

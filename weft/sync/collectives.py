@@ -206,11 +206,10 @@ def power_mean(
     streams: Streams, x: T, compressor: Compressor, tag: str, number: int, up: T, warm: T | None,
     members: Sequence[int] = (),
 ) -> Payload:  # fmt: skip
-    """Return the payload of the mean of ``x`` over ``members``, by a linear compressor whose parts are summed over
-    rings.
+    """Return the payload of the mean of ``x`` over ``members``, compressed by a linear compressor.
 
-    ``up``: this island's residual, updated in place; ``warm``: see :mod:`weft.sync.compressor`; the rest is as in
-    :func:`compressed_mean`.
+    The parts of its payload are summed over rings. ``up``: this island's residual, updated in place; ``warm``: see
+    :mod:`weft.sync.compressor`. All other arguments are those of :func:`compressed_mean`.
     """
     turns, every = iter(range(4)), members or range(streams.islands)
 
