@@ -77,5 +77,5 @@ class BlockPool:
             self.known[key], self.keys[block] = block, key
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest known prefix of ``keys``."""
+        """Return the cache blocks of the longest known prefix of ``keys``, the chained keys of a text's blocks."""
         return [self.known[key] for key in takewhile(self.known.__contains__, keys)]

@@ -120,13 +120,15 @@ class Engine:
         top: int | None = None, tenant: str = "", grammar: Grammar | None = None, adapter: str = "", least: int = 0,
         scored: bool = False,
     ) -> list[Generation]:  # fmt: skip
-        """Request up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds.
+        """Request up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds. ``how``: settings of
+        sampling.
 
         A text ends before one of the ids ``stops``, or of the ids that end ``grammar``. These are not allowed before
         ``least`` tokens are written, unless the grammar allows nothing else. The prompt is computed once for all texts.
         ``top``: number of log-probabilities to keep for each token; ``scored``: keep those of the prompt's tokens too.
-        ``tenant``: requests of different tenants share no cache blocks. Raises :class:`UsageError` for ids that the
-        model does not have, and prompts that the cache can never hold.
+        ``tenant``: requests of different tenants share no cache blocks. ``adapter``: name of an adapter, or "" for the
+        model alone. Raises :class:`UsageError` for ids that the model does not have, and prompts that the cache can
+        never hold.
         """
         check_prompt(self.model, ids)
         how = how or Sampling()
@@ -328,7 +330,9 @@ class Engine:
         )
 
     def stream(self, generation: Generation) -> Iterator[int]:
-        """Yield the tokens of one request while other requests go on. Closing the generator cancels the request."""
+        """Yield the tokens of the request ``generation`` while the engine also serves other requests. Closing the
+        generator cancels the request.
+        """
         try:
             for at in count(generation.prompt):
                 while at == len(generation.ids) and not generation.finished:

@@ -123,12 +123,14 @@ def choose_token(
     logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Random, guess: Guess | None = None,
     allowed: T | None = None,
 ) -> int:  # fmt: skip
-    """Return the next token, given ``logits`` ``[vocab]``; takes random numbers from ``stream`` unless the choice is
-    greedy.
+    """Sample the next token from ``logits`` ``[vocab]`` by the settings ``how``. Random numbers are taken from
+    ``stream``, unless the temperature is 0.
 
-    With a ``guess``, every token is as likely as without, and the guess is taken as often as that allows (speculative
-    sampling; Leviathan et al. 2022, 2211.17192; Chen et al. 2023, 2302.01318): it is accepted with the ratio of its two
-    probabilities, and otherwise the token is sampled from what the guess's probabilities leave of the model's.
+    ``prompt``, ``written``: the token ids so far, for penalties; ``allowed``: mask of allowed ids. With a ``guess``,
+    every token is as likely as without, and the guess is taken as often as that allows (speculative sampling; Leviathan
+    et al. 2022, 2211.17192; Chen et al. 2023, 2302.01318): the guess is accepted with the ratio of its probability in
+    the model to that in the drafter. Otherwise the token is sampled from the positive part of the difference of both
+    distributions.
     """
     if how.temperature == 0:
         return int(penalised(logits, how, prompt, written, allowed).argmax())

@@ -36,7 +36,9 @@ class TextOptions:
         return self != TextOptions()
 
     def check(self, temperature: float, draft: str, spread: Layout) -> None:
-        """Raise :class:`UsageError` if the options conflict."""
+        """Raise :class:`UsageError` if these options conflict with each other or with the sampling ``temperature``, the
+        option ``--draft`` (``draft``) or the layout ``spread``.
+        """
         alone = {
             "--beams": self.beams,
             "--answer": self.answer,

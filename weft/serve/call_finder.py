@@ -12,7 +12,9 @@ class Call(NamedTuple):
 
 
 class CallPiece(NamedTuple):
-    """A streamed piece of a call: its name in the first piece (else None), and more text of its arguments."""
+    """A streamed piece of a tool call: further text of its arguments, and in the first piece the name of the tool (else
+    None).
+    """
 
     number: int
     name: str | None

@@ -88,8 +88,8 @@ class ObjectCalls(_Written):
         return self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
-        """Return whether an answer that begins with ``text`` begins with a call without an opening text. None: more
-        text is needed to decide.
+        """Return whether an answer starts with a tool call that has no opening text. ``text``: the beginning of the
+        answer. None: it is too short to decide.
         """
         return text.startswith("{")
 
@@ -165,8 +165,8 @@ class NamedCalls(_Written):
         return tag[0] if tag else self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
-        """Return whether an answer that begins with ``text`` begins with a call of one of ``names`` without an opening
-        text. None: more text is needed to decide.
+        """Return whether an answer starts with a call of one of ``names`` that has no opening text. ``text``: the
+        beginning of the answer. None: it is too short to decide.
         """
         words = "".join(text.split())
         heads = ["".join(f"{name}{self.middle}{{".split()) for name in names or ()]

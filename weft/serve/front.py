@@ -77,7 +77,9 @@ def front_of(
     drain: float = 30,
     connections: int = 1024,
 ) -> Front:
-    """Return the front that serves ``server`` by ``rules`` with at most ``connections``; see :func:`room_for`."""
+    """Return the front that serves ``server`` by ``rules``. ``drain``: seconds that answers may continue at shutdown;
+    ``connections``: the most at a time, see :func:`room_for`.
+    """
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     # Connections stay open longer than clients and proxies keep them, so that none closes on a question.
     config = uvicorn.Config(
@@ -88,8 +90,8 @@ def front_of(
 
 
 def room_for(connections: int) -> int:
-    """Return how many of ``connections`` the process may open, after asking the system for a higher limit of open
-    files.
+    """Return how many connections the process may have at once: ``connections``, or fewer if the system does not allow
+    enough open files. The process's limit of open files is raised as needed.
     """
     wanted = connections + BACKLOG + FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

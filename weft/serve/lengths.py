@@ -70,7 +70,9 @@ class TooManyTokens(UsageError):
 
 
 class TextLengths:
-    """Says whether texts have too many tokens, by tokenizing them in pieces until that is certain."""
+    """Checks whether texts have too many tokens. A text is tokenized in pieces, until it is certain that the text is
+    too long.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

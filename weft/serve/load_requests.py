@@ -33,7 +33,7 @@ class LoadRequest(NamedTuple):
 
 @dataclass
 class RequestOutcome:
-    """Result of one request, with times in seconds of one clock."""
+    """Times of one request, in seconds of one clock, and its numbers of tokens."""
 
     began: float
     times: list[float] = field(default_factory=list)  # when events with text came
@@ -132,7 +132,12 @@ def make_requests(
     prefix: int,
     seed: int,
 ) -> list[LoadRequest]:
-    """Return the requests of a data set by its name. Raises :class:`UsageError` for unknown names and missing files."""
+    """Return ``count`` requests of the data set named ``dataset``. Raises :class:`UsageError` for unknown names and
+    missing files.
+
+    ``path``: the file of a data set that is read from one. ``prompt``, ``answer``, ``ratio``, ``prefix``: see
+    :func:`random_requests`.
+    """
     if dataset == "random":
         return random_requests(count, prompt, answer, ratio, prefix, seed)
     if dataset == "sharegpt":

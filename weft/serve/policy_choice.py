@@ -100,8 +100,8 @@ def compare_policies(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> list[Candidate]:
-    """Simulate ``load`` with all candidate policies and budgets. Return them by requests per second within all limits,
-    best first, then by the mean time of an answer.
+    """Simulate ``load`` with every candidate, a policy with a budget, and return the candidates, best first. They are
+    ordered by requests per second within all limits, then by the mean time of an answer.
 
     Of candidates with equal results only that with the smallest budget is kept. ``limits``: largest milliseconds by
     metric.
@@ -129,10 +129,11 @@ def highest_rate(
     curve: Curve,
     limits: Mapping[str, float],
 ) -> float:
-    """Return the highest rate of requests per second, to 3 %, at which a share of :data:`SHARE` meets all limits.
+    """Return the highest rate in requests per second, to 3 %, at which a share :data:`SHARE` of the requests meets all
+    ``limits``. ``best``: the policy and budget to simulate.
 
-    It is 0 if a single request does not meet them, and infinity if all of ``load`` may arrive at once. Requests keep
-    their order and their relative pauses.
+    The rate is 0 if a single request does not meet the limits, and infinity if all of ``load`` may arrive at once.
+    Requests keep their order and their relative pauses.
     """
     whole = load[-1].time
 

@@ -190,7 +190,9 @@ class Prompts:
         return await _run(self._short, lambda: self._short.form)
 
     async def grammar(self, language: Language) -> Grammar:
-        """Compile a grammar. Raises :class:`UsageError` for one that cannot be read or met."""
+        """Compile the constraint ``language`` to a grammar. Raises :class:`UsageError` for a constraint that cannot be
+        read, or that no text meets.
+        """
         kind, text = language
         key = text if isinstance(text, str) else json.dumps(text)
         if len(key) > LARGEST_FORM:

@@ -368,7 +368,7 @@ class Conversing(Modelled):
 
 
 class ChatRequest(SamplingRequest, Conversing):
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``: a conversation to be continued by the assistant."""
 
     IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": False}
 

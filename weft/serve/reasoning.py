@@ -31,7 +31,7 @@ def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> boo
 
 
 class ReasoningFinder:
-    """Finds reasoning at the beginning of a text that comes in pieces."""
+    """Separates the reasoning at the beginning of an answer from the rest. The answer's text comes in pieces."""
 
     def __init__(self, thoughts: Thoughts) -> None:
         self.thoughts, self.inside, self.over = thoughts, thoughts.begun, False

@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 
 class Replies:
-    """The JSON of the answers to one request: whole, or chunk by chunk."""
+    """Builds the JSON of the answers to one request: one body with all answers, or the chunks of a stream."""
 
     last = "data: [DONE]\n\n"  # of a stream
 
@@ -195,7 +195,9 @@ class TextOffsets:
 
 
 def usage_of(prompt: int, written: int, hits: int = 0, thinking: int = 0) -> Usage:
-    """Build the token counts of a response. ``hits``: prompt tokens from the cache; ``thinking``: reasoning tokens."""
+    """Build the token counts of a response from its ``prompt`` and ``written`` (generated) tokens. ``hits``: prompt
+    tokens from the cache; ``thinking``: reasoning tokens.
+    """
     counts = {
         "prompt_tokens": prompt,
         "completion_tokens": written,

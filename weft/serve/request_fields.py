@@ -80,10 +80,11 @@ class RequestFields(BaseModel):
 def take_idle(
     given: Mapping[str, Any], declared: Collection[str], more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the ``declared`` fields of ``given``, and the names of other fields that change no answer.
+    """Split the fields of ``given``: return those to be read, and the names of fields that change no answer.
+    ``declared``: names of the fields that a request may have.
 
     ``more``: further fields, with the values that change no answer. Raises ValueError for another value of such a
-    field. Unknown fields are kept, to be refused with the rest.
+    field. Unknown fields stay among those to be read, and are refused with them.
     """
     rest, idle = dict[str, Any](), list[str]()
     known = HARMLESS | IDLE.keys() | more.keys()

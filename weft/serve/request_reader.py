@@ -22,7 +22,7 @@ class RequestReader:
         self.logged: set[str] = set()
 
     def read(self, kind: type[Q], body: bytes) -> Q:
-        """Parse ``body`` as a request of this kind. Raises :class:`Refusal`, which names the wrong field."""
+        """Parse ``body`` as a request of the class ``kind``. Raises :class:`Refusal`, which names the wrong field."""
         try:
             given = from_json(body, allow_inf_nan=False)
         except ValueError as error:

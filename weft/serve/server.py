@@ -65,10 +65,11 @@ MESSAGES = "/v1/messages"
 
 
 class Server:
-    """Serves one model under ``name``, and its ``adapters`` as models under their own names.
+    """Serves one model under ``name``, and the model with each of ``adapters`` under the adapter's own name.
 
-    ``keys``: API keys, one of which each request must have; without any, all are let in. ``tokens``: the most tokens of
-    an answer where a chat does not limit them; ``context``: the most tokens of a prompt and its answer.
+    ``keys``: API keys, one of which each request must have; without any, all requests are accepted. ``tokens``: largest
+    number of tokens of an answer if a chat request sets none. ``context``: largest number of tokens of a prompt and its
+    answer.
     """
 
     def __init__(
@@ -351,7 +352,9 @@ class Server:
         return most
 
     async def embeddings(self, request: Request) -> Response:
-        """Answer with embeddings. Each text is computed alone, so that steps of answers can run in between."""
+        """Answer a request for embeddings. Each text is computed in a pass of its own, so that the engine's steps for
+        other requests run in between.
+        """
         asked = await self._question(request, EmbeddingRequest)
         if asked.model in self.adapters:
             raise refused_for(

@@ -27,10 +27,11 @@ PATIENCE_S = 600.0
 
 
 def talk(speaker: Speaker, system: str = "") -> None:
-    """Read what the user says line by line, and print answers as they are written, until the input ends or ``/quit``.
+    """Hold a conversation: read the user's messages line by line, and print the answers of ``speaker`` as they are
+    written. The conversation ends with the input or with ``/quit``. ``system``: the system message.
 
-    In a terminal Ctrl-C stops an answer, whose beginning stays in the conversation, and a mistake costs a line. In a
-    pipe both end the command.
+    In a terminal Ctrl-C stops an answer, whose beginning stays in the conversation, and an invalid line is reported and
+    skipped. In a pipe both end the command.
     """
     terminal = sys.stdin.isatty()
     said: Messages = []
@@ -123,9 +124,10 @@ def _ctrl_c(handler: Callable[[int, FrameType | None], Any] | None) -> Iterator[
 
 
 def server_speaker(url: str, key: str, settings: dict[str, Any]) -> Speaker:
-    """Return a speaker that asks the first model of the server at ``url``. ``settings`` go into every request.
+    """Return a speaker that asks the first model of the server at ``url``. ``key``: API key; ``settings``: fields that
+    go into every request.
 
-    Raises :class:`WeftError` if it cannot be reached, or refuses.
+    Raises :class:`WeftError` if the server cannot be reached, or refuses the request.
     """
     base = url.rstrip("/").removesuffix("/v1") + "/v1"
     headers = {"Content-Type": "application/json"} | (
@@ -194,7 +196,10 @@ def model_speaker(
     ema: bool,
     warn: Callable[[str], None],
 ) -> Speaker:
-    """Return a speaker that runs a model in this process. Its cache keeps earlier turns of a conversation."""
+    """Return a speaker that runs the model of ``checkpoint`` in this process. ``tokens``: the most tokens of an answer;
+    ``how``: settings of sampling; ``weights``: the number format of the weights; ``ema``: use the moving averages of
+    the parameters. The cache keeps earlier turns of a conversation.
+    """
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
