@@ -59,7 +59,7 @@ class Plan:
     ``ep`` divides ``dp * shard``: experts live on the ranks of other axes. ``secondary``: the ranks over which ZeRO-3
     keeps parameters cut until backward, if not all (ZeRO++ hpZ). ``schedule``, ``recompute`` and ``context`` are
     indices into the tables above; ``weights``, ``moments`` and ``activations`` are indices into the table of the places
-    where they rest. ``bits``: width of the products' factors. ``batch`` and ``micro_batch`` count sequences of ``seq``
+    where they rest. ``bits``: width of the products' operands. ``batch`` and ``micro_batch`` count sequences of ``seq``
     tokens. ``outer`` 1: copies (``dp``) are further apart than pipeline ranks; 0: pipeline ranks are further apart.
     """
 
@@ -99,7 +99,10 @@ class Plan:
 
     @property
     def moves(self) -> Num:
-        """Whether any state or activations rest away from the device. Moments do wherever weights do."""
+        """Whether any state or activations rest on the host or in files.
+
+        Weights need no test of their own, because moments rest off the device wherever weights do.
+        """
         return (self.moments > 0) | (self.activations > 0)
 
     @property
@@ -570,7 +573,7 @@ def most_layers(shape: Shape, stages: Num) -> Num:
 
 
 def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
-    """Return the layers of the first and last stage of a pipeline that is cut by work.
+    """Return the numbers of layers in the first and last stage of a pipeline that is cut by work.
 
     The embedding counts as no work. The output layer counts in proportion to its weights, and a stage ends with the
     layer that fills its share (nanotron).

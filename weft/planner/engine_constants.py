@@ -88,7 +88,7 @@ ENGINES = _programs()
 
 
 def scaled(engine: EngineConstants, factors: dict[str, Num]) -> EngineConstants:
-    """Return the engine with some constants multiplied; shares stay below one."""
+    """Return the engine with its constants multiplied by ``factors``, by name; exposed shares stay at most 1."""
     new = {name: getattr(engine, name) * factor for name, factor in factors.items()}
     shares = {
         name: np.minimum(value, 1.0)

@@ -32,10 +32,10 @@ NOISE, HUBER, BOUND, FORMS, STEP = 0.06, 1.5, 3.0, 6, 1e-3
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of measurements. ``seconds``, ``gib``: None where the row lacks them; ``ran``: False for runs out of
-    memory.
+    """One measured run. ``seconds`` of a step and ``gib`` on a device are None where they were not measured.
 
-    ``assumed``: values assumed where the row lacks them; ``release``: of the program, as comparable numbers.
+    ``ran``: False for runs that ended out of memory. ``assumed``: settings that the source of the run leaves out and
+    that are assumed. ``release``: version of the program, as comparable numbers.
     """
 
     id: str
@@ -92,7 +92,10 @@ def measurement_columns(rows: Sequence[Measurement]) -> MeasurementColumns:
 def times_of(
     rows: Sequence[Measurement], knobs: Sequence[Knob], masks: Array | None
 ) -> Callable[[Array], Array]:
-    """Return a function from the knobs' log factors to the seconds of each row; ``masks`` as in :func:`fit`."""
+    """Return a function that computes the seconds of each row from the logarithms of the knobs' factors.
+
+    ``masks``: 1 where a knob applies to a row, else 0, ``[knob, row]``.
+    """
     shape, machine, plan, engine = measurement_columns(rows)
     where = np.ones((len(knobs), len(rows))) if masks is None else masks
     return lambda theta: (

@@ -86,7 +86,8 @@ def islands_of(
 ) -> Islands | None:
     """Return the best layout of one site as an island; None if there are no sites or none can be an island.
 
-    Sites of equal size take equal shares of the ``batch``.
+    Sites of equal size take equal shares of the ``batch`` of sequences with ``seq`` tokens. ``bits``: width of the
+    products' operands. ``pins``: the user's demands on the layout.
     """
     site = cluster.site
     if (

@@ -41,8 +41,8 @@ FINALISTS = 10
 class PlanJob:
     """Steps of ``batch`` sequences of ``seq`` tokens, of the ``model`` called ``name``, on ``machines``.
 
-    ``engine``: the class of program whose constants apply. ``hottest``: how often the busiest expert is chosen, over
-    the mean.
+    ``engine``: the class of program whose constants apply. ``hottest``: tokens routed to
+    the busiest expert, over the mean of all experts.
     """
 
     name: str
@@ -71,7 +71,7 @@ class PlanJob:
     def search(
         self, engine: EngineConstants, shape: Shape | None = None
     ) -> SearchResult:
-        """Score every layout, for a model of another ``shape`` if one is given."""
+        """Score every layout for the job's model, or for a model of ``shape`` if one is given."""
         return search(
             shape or self.shape, self.machines, engine, self.batch, self.seq, self.bits,
             self.pins,
@@ -89,9 +89,11 @@ def read_job(
     model: str, cluster: str, gpus: int | None, batch: int | None, seq: int | None, precision: str | None, engine: str,
     pins: list[str], hottest: float, shape_named: Callable[[str], ModelShape],
 ) -> PlanJob:  # fmt: skip
-    """Check a user's request for a plan. A recipe brings its own batch, length and precision.
+    """Read and check a user's request for a plan.
 
-    ``shape_named`` returns shapes that only PyTorch can read.
+    ``model``: a built-in name, a recipe or a ``config.json``; a recipe supplies ``batch``, ``seq`` and ``precision``
+    where these are None. ``cluster``: a preset or a cluster file, ``gpus``: number of devices. ``hottest``: see
+    :class:`PlanJob`. ``shape_named``: reads the shapes of models that need PyTorch to be read.
     """
     if engine not in ENGINES:
         raise UsageError(
@@ -131,8 +133,10 @@ def read_job(
 
 @dataclass(frozen=True)
 class RankedLayouts:
-    """Every layout of a job, the best as ``finals``, and the error of their times: ``margin`` in words, ``band`` in
-    percent (None where nothing was compared).
+    """All layouts of a job (``searched``), and the best ones after simulation (``finals``).
+
+    ``margin``: the error of predicted times in words; ``band``: the same in percent, None if no prediction was compared
+    with a measurement.
     """
 
     searched: SearchResult
@@ -142,7 +146,7 @@ class RankedLayouts:
     islands: Islands | None = None
 
     def record(self, job: PlanJob, top: int) -> dict[str, Any]:
-        """Return the result as JSON, with ``top`` layouts."""
+        """Return the result as JSON, with the ``top`` fastest layouts."""
         return {
             "candidates": self.searched.count, "fitting": len(self.searched.order), "finalists": len(self.finals),
             "calibration": self.margin, "layouts": [record(final) for final in self.finals[:top]],
@@ -153,7 +157,7 @@ class RankedLayouts:
         }  # fmt: skip
 
     def lines(self, job: PlanJob, top: int) -> list[str]:
-        """Describe the first layout, and how each of the first ``top`` layouts differs from it."""
+        """Describe the fastest layout, and how each of the ``top`` fastest layouts differs from it."""
         first = self.finals[0]
         lines = [
             f"{rank:<7} {layout_verdict(first, final)}"
@@ -182,8 +186,8 @@ def rank_layouts(
 ) -> RankedLayouts:
     """Return the layouts of a job by predicted time, and simulate at least ``top`` of them.
 
-    ``calibration``: a file of measured runs, or of factors, to which the engine's constants are fitted; by default the
-    measured runs in the file ``runs``, if any.
+    ``calibration``: a file of measured runs to which the engine's constants are fitted, or of factors on the constants;
+    by default the measured runs in the file ``runs``, if any.
     """
     device, base = find_device(job.machines.device).name, ENGINES[job.engine]
     own = None

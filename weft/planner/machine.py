@@ -69,8 +69,9 @@ CLUSTERS: dict[str, dict[str, Any]] = _KNOWN["clusters"]
 
 
 def find_device(text: str, memory: float | None = None) -> Device:
-    """Return the device preset that ``text`` names (``A100-SXM-80GB``, ``h100``). Of several, the one with ``memory``
-    GB.
+    """Return the device preset that ``text`` names (``A100-SXM-80GB``, ``h100``).
+
+    ``memory``: memory in GB, which chooses among several presets of that name.
     """
     words = text.upper().replace("_", "-")
     if words.upper() in {name.upper() for name in DEVICES}:
@@ -162,7 +163,10 @@ class Cluster(Section):
 
 
 def load_cluster(name: str, count: int | None = None) -> Cluster:
-    """Load a preset of :data:`CLUSTERS`, or a TOML file with the fields of :class:`Cluster`."""
+    """Load a preset of :data:`CLUSTERS`, or a TOML file with the fields of :class:`Cluster`.
+
+    ``count``: number of devices, in place of the number in the preset or file.
+    """
     if name.lower() in CLUSTERS:
         tree = dict(CLUSTERS[name.lower()])
         if count is None:
@@ -192,8 +196,8 @@ def load_cluster(name: str, count: int | None = None) -> Cluster:
 class Machine(Hardware):
     """The numbers of a cluster in SI units (flop/s, bytes, bytes/s, seconds); each may be an array.
 
-    ``peak``: of products in the chosen precision; ``peak16``: of attention; ``clock``: share of ``peak`` that a large
-    product reaches.
+    ``peak``: rate of products in the chosen precision; ``peak16``: rate of attention; ``clock``: share of
+    ``peak`` that a large product reaches.
     """
 
     peak: Num
@@ -213,8 +217,9 @@ SI = dict.fromkeys((field.name for field in fields(Hardware)), 1e9) | {
 
 
 def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
-    """Return a preset's :class:`Machine`, replaced by the ``given`` values that are not None; units of
-    :class:`Cluster`.
+    """Return the :class:`Machine` of a device preset, for products of ``bits`` bits.
+
+    ``given``: values that replace those of the preset unless they are None, in the units of :class:`Cluster`.
     """
     given = {name: value for name, value in given.items() if value is not None}
     bf16 = given.pop("bf16", device.bf16)
@@ -242,8 +247,9 @@ def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
 
 
 def local_cluster(device: str, memory: float, world: int, per_node: int) -> Cluster:
-    """Return a cluster of devices of this name with ``memory`` bytes each. An unknown name counts as the nearest
-    preset.
+    """Return a cluster of ``world`` devices, ``per_node`` on each node, with ``memory`` bytes each.
+
+    ``device``: the name of the device. For an unknown name, the GPU preset with the nearest memory is used.
     """
     try:
         name = find_device(device, memory / 1e9).name

@@ -26,7 +26,10 @@ MOMENTS = 8.0
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the fullest rank by purpose. ``buffers``: gathered or computed at one time; ``constant``: measured."""
+    """Bytes on the fullest rank by purpose. ``constant``: measured, no formula.
+
+    ``buffers``: temporary tensors, such as gathered parameters and the working memory of a layer.
+    """
 
     parameters: Num
     gradients: Num

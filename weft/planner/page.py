@@ -33,8 +33,9 @@ HELD = {f.name: f.name for f in fields(RankMemory)}
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """The question as the page states it. ``band``: error of the time in percent, None where nothing was compared.
+    """The user's question, as the page states it.
 
+    ``band``: error of predicted times in percent, None if no prediction was compared with a measurement.
     ``rehearsed``: the layouts were timed on a probed machine, so closed forms are not shown beside them.
     ``untrainable``: why ``weft train`` cannot train this yet.
     """
@@ -168,7 +169,10 @@ def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
 
 
 def stage_rows(first: Final, limit: float) -> Iterator[dict[str, Any]]:
-    """Yield a bar per pipeline rank, on the scale of the device's memory; equal neighbours share one bar."""
+    """Yield a bar for the memory of each pipeline rank; neighbouring ranks that are equal share one bar.
+
+    ``limit``: memory of the device in GiB, which sets the scale.
+    """
     ranks, run = list(first.ranks), first.simulation
     scale = max(limit, max(gib(m.total) for m in ranks))
     for (held, _), alike in groupby(

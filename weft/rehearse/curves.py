@@ -107,8 +107,9 @@ class ProbedMachine:
 
 
 def curve(points: Sequence[Sequence[float]], x: float, column: int = 1) -> float:
-    """Interpolate ``column`` of the ``points`` at ``x`` (column 0, ascending) linearly in logarithms, also beyond the
-    ends.
+    """Interpolate ``column`` of ``points`` at ``x``, linearly in logarithms; extrapolate beyond the ends.
+
+    ``points``: rows of a table whose column 0 holds the ascending values of ``x``.
     """
     if x <= points[0][0] or len(points) == 1:
         return points[0][column]

@@ -254,7 +254,8 @@ def search_here(
 ) -> RehearsedLayouts:  # fmt: skip
     """Find the best layouts on the probed machine for ``ranks`` ranks, by default for every probed number of ranks.
 
-    ``recipe_of`` returns the recipe with which a layout is rehearsed.
+    ``recipe_of``: returns the recipe with which a layout is rehearsed. ``shape``: the model. ``batch``: sequences of
+    ``seq`` tokens per step. ``bits``: width of the operands of products. ``pins``: the user's demands on the layout.
     """
     if float(shape.parameters) * (ranks or cluster.count) > LARGEST:
         raise UsageError(

@@ -76,8 +76,8 @@ def peaks() -> dict[str, float]:
 def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
     """Measure collectives amid other work: ``{"reduce.2": [[bytes, cpu seconds of a rank, further seconds]]}``.
 
-    Groups smaller than the world work at the same time. Bytes are those of the whole tensor. The further seconds are
-    those that a rank waits beyond the work of all ranks on the cores.
+    ``sizes``: bytes of the whole tensor; ``turns``: repetitions of each call. Groups smaller than the world work at the
+    same time. The further seconds are those that a rank waits beyond the work of all ranks on the cores.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     cores = cores_here()
@@ -152,8 +152,9 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
 
 
 def probe_links(turns: int = 3) -> dict[str, list[list[float]]]:
-    """Measure ``latency`` (seconds) and ``bandwidth`` (bytes per second) of every ordered pair of ranks, one
-    at a time.
+    """Measure ``latency`` (seconds) and ``bandwidth`` (bytes per second) of each ordered pair of ranks.
+
+    Pairs are measured one after the other, ``turns`` times each.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     table = torch.zeros(2, world, world, dtype=torch.float64)

@@ -33,7 +33,10 @@ TIMES = 2
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Events of one rank in one step. ``peak``: most bytes of tensors alive; ``state``: bytes before the step."""
+    """Events of one rank in one step.
+
+    ``peak``: the most bytes of tensors alive at a time. ``state``: bytes of the tensors alive before the step.
+    """
 
     events: Sequence[Event]
     state: int = 0
@@ -153,7 +156,10 @@ def watch(
 def plain_batches(
     recipe: Recipe, shape: ModelShape, most: int = sys.maxsize
 ) -> Callable[[Mesh], list[Batch]]:
-    """Return a maker of batches of the recipe's sizes with one document per row, at most ``most`` batches."""
+    """Return a function that makes a rank's batches of artificial rows, one document each, from the rank's mesh.
+
+    Sizes are those of the recipe. ``most``: the largest number of batches to make.
+    """
 
     def make(mesh: Mesh) -> list[Batch]:
         rows, passes = recipe.rows_per_pass(recipe.layout)

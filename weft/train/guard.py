@@ -59,7 +59,10 @@ class Guard:
 
     @contextmanager
     def presence(self, mesh: Mesh, recipe: Recipe) -> Iterator[Presence | None]:
-        """Open the run's islands and this rank's streams to them for the context; yield None if there are no others."""
+        """Connect this rank to the other islands of the run for the context.
+
+        Yields the record of which islands are present, or None if the run has no other islands.
+        """
         if mesh.island_store is None:
             yield None
             return

@@ -36,9 +36,10 @@ class Loop:
     """Fetch data, take a step, record it, evaluate and save, until the run ends.
 
     A run ends when its steps or its data are used up, when a rank asks for it, when too many steps were skipped, or
-    when the validation loss gets no lower (``enough`` says so). ``begun`` counts the steps that have begun, and
+    when the validation loss gets no lower (``enough``: the reason). ``begun`` counts the steps that have begun, and
     ``progress`` those whose results are final. ``skipped_in_a_row``: how many of the last steps were skipped.
-    ``again``: the run goes on from the memory of ranks, perhaps without an evaluation and a checkpoint that were due.
+    ``again``: whether the run goes on from the state in the ranks' memory, after ranks left or joined. An evaluation or
+    a checkpoint that was due before that may be missing then.
     """
 
     job: Job
@@ -98,7 +99,10 @@ class Loop:
         self.end()
 
     def evaluate_and_save(self, names: list[str], levels: Sequence[LevelStore]) -> None:
-        """Evaluate ``names``, save to ``levels`` unless the run ends now, and keep the best state."""
+        """Run the evaluations ``names``, save to ``levels`` unless the run ends now, and record the best validation.
+
+        ``names``: validation or tasks. ``levels``: the checkpoint levels that are due.
+        """
         self.evaluate(names)
         if levels and not self.ending:
             self.checkpoints.save(levels)
@@ -149,7 +153,10 @@ class Loop:
                 self.lowest.take(self.progress.step, values[VALIDATION])
 
     def keep_best(self) -> None:
-        """Keep the state that was just validated, or remember it, if no earlier state was better."""
+        """Record the validation just made as the best one, if no earlier one had a lower loss.
+
+        With ``validation.keep_best`` a checkpoint of the state is saved as well.
+        """
         if (best := self.lowest.news()) is None:
             return
         if self.job.recipe.validation.keep_best:

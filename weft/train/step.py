@@ -253,7 +253,10 @@ def sum_over_axis(
 def sum_over_copies(
     grads: dict[str, torch.Tensor], state: State, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Sum the gradients of parameters that several stages compute with, in one call per set of stages."""
+    """Sum the gradients of parameters that several pipeline stages use, such as tied embeddings.
+
+    There is one all-reduce per set of stages.
+    """
     for group, names in state.copies.items():
 
         def summed(
@@ -373,10 +376,10 @@ def clip_scale(norm: float, clip: float) -> float:
 class StepContext:
     """Objects that the steps of a run work on and call.
 
-    ``before_update`` returns when parameters and optimizer state may change. It is called before a rank gives its share
-    to the step's sums, so whoever has these knows that it has returned on all ranks. ``inspect`` sees the reduced,
-    unclipped local gradients; ``routes``: see :func:`accumulate`. ``presence``: the islands that are there, if the run
-    has any, and ``begun``: how many steps have been taken before.
+    ``before_update`` returns when parameters and optimizer state may change. A rank calls it before it gives its share
+    to the step's sums; a rank that has these sums knows that the call has returned on all ranks. ``inspect``
+    sees the reduced, unclipped local gradients; ``routes``: see :func:`accumulate`. ``presence``:
+    the islands that are present, if the run has any. ``begun``: the number of steps taken before.
     ``report`` is called with what a technique has chosen: a kind of record, a line, and the record's values.
     """
 

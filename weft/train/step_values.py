@@ -16,7 +16,7 @@ class StepResult(NamedTuple):
     """The result of a step over all ranks that took it. A ``skipped`` step changed nothing.
 
     ``loss``: the weighted mean over the step's real ``tokens``. ``stop``: whether some rank asks to end the run.
-    ``loads``: how often each expert was chosen, layer after layer; with a capacity, then how many choices each dropped.
+    ``loads``: tokens routed to each expert, layer after layer; with a capacity, then the tokens that each dropped.
     ``sent``: bytes that ranks sent each other for the experts, in the order of :data:`weft.models.router.SENT`.
     ``samples``: how many samples the step has seen and the sum of their :func:`~weft.data.order.sample_hashes`; None if
     nobody counts them. ``undone``: updates made before the norm was known had to be taken back.

@@ -52,7 +52,7 @@ class Outcome:
 
     @property
     def best(self) -> Best:
-        """The lowest validation loss, after which step that was, and with ``keep_best`` the checkpoint of it."""
+        """The lowest validation loss of the run and its step; with ``validation.keep_best`` also its checkpoint."""
         return read_best(self.run)
 
     def metrics(self, kind: str = "train") -> list[dict[str, Any]]:
@@ -65,7 +65,8 @@ class Outcome:
 class Ending(NamedTuple):
     """End of a run for one rank.
 
-    ``outcome`` is None if others have brought the run to its end. ``concludes``: this rank is to write the report.
+    ``outcome`` is None if other ranks finished the run without this one. ``concludes``: whether this rank writes the
+    report.
     """
 
     recipe: Recipe

@@ -126,8 +126,8 @@ def like(held: Held, dtype: torch.dtype | None = None) -> Part:
 def count_update(held: Sequence[Held]) -> int:
     """Count one more update of parameters that are always updated together, and return how many there have been.
 
-    A rule counts every parameter that it is called with, also one of which this rank holds no rows: the number of the
-    update chooses random directions, which are one on all ranks.
+    A rule must also count parameters of which this rank holds no rows. The count seeds random directions, which must be
+    equal on all ranks.
     """
     for h in held:
         h.updates += 1

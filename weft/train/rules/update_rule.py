@@ -58,5 +58,8 @@ class UpdateRule:
         lr: float,
         decay: float,
     ) -> None:
-        """Update once at learning rate ``lr``, with weight decay ``decay`` (times ``lr``, decoupled)."""
+        """Update the parameters ``held`` once in place by their gradients ``grads``.
+
+        ``lr``: learning rate. ``decay``: decoupled weight decay, which is multiplied by ``lr``.
+        """
         raise NotImplementedError
