@@ -124,9 +124,9 @@ class Batch:
 
     @property
     def label_weight(self) -> float:
-        """Sum of the weights of all labels, or of all pairs if rows hold pairs.
+        """Sum of the weights of this batch's labels, or of its pairs if rows hold pairs.
 
-        The mean loss divides by its total over ranks.
+        The mean loss is divided by the total of these sums over all batches of a step.
         """
         if self.paired is not None:
             return float(self.paired.pairs.weight.sum()) * self.paired.counted

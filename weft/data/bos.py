@@ -59,7 +59,10 @@ def with_bos(tokenizer: Tokenizer, bos: Bos) -> Tokenizer:
 
 
 def document_opening(tokenizer: Tokenizer, bos: Bos) -> list[int]:
-    """Return the token ids that begin every plain document: none if ``bos`` is "prompts", else the tokenizer's."""
+    """Return the token ids that begin every plain document.
+
+    They are the ids of ``tokenizer.opening``, or none if ``bos`` is "prompts".
+    """
     return [] if bos == "prompts" else tokenizer.opening
 
 

@@ -58,10 +58,10 @@ def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
 
 
 def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
-    """Open every source of a recipe, and tokenize sources that are not in the cache.
+    """Open every source of a recipe, and tokenize the sources that are not in the cache.
 
-    ``own``: tokenizer of the model that the run starts from, used if the recipe names none. The result's ``validation``
-    is one epoch of held-out documents, or of the documents of another file.
+    ``own``: tokenizer of the model that the run starts from, used if the recipe names none. The ``validation`` of the
+    result is one epoch of the held-out documents, or of the documents of a file of their own if the recipe names one.
     """
     tokenizer = tokenizer_of_data(data, own)
     opening = document_opening(tokenizer, data.bos)

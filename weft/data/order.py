@@ -45,14 +45,14 @@ def sample_hashes(samples: Sequence[int]) -> np.ndarray:
 
 
 def permutation(count: int, *keys: int) -> np.ndarray:
-    """Return the permutation of ``count`` elements that ``keys`` determine."""
+    """Return a pseudo-random permutation of ``count`` elements that depends only on ``keys``: int64 ``[count]``."""
     return np.argsort(hash_keys(*keys, np.arange(count)))
 
 
 def choose_held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
-    """Choose documents for validation: a boolean ``[documents]``, true for about ``fraction`` of them.
+    """Choose documents for validation. Returns a boolean ``[documents]``, true for about ``fraction`` of the documents.
 
-    With two documents or more, neither side is empty.
+    If there are at least two documents and ``fraction`` is above 0, validation and training both get at least one.
     """
     if documents < 2 or fraction == 0:
         return np.zeros(documents, bool)
@@ -63,11 +63,12 @@ def choose_held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def pack_documents(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack documents of ``lengths`` (none above ``capacity``) into rows of at most ``capacity`` tokens.
+    """Pack documents into rows of at most ``capacity`` tokens. No document may be longer than a row.
 
-    Best fit decreasing: from the longest on, each goes into the fullest row with room for it. Rows are at most 11/9 of
-    the minimum, plus 1 (Johnson et al. 1974). Returns the documents in the order of the rows, and the number of
-    documents up to the end of each row: int64 ``[documents]`` and ``[rows]``.
+    ``lengths``: int ``[documents]``, number of tokens of each document. The method is best fit decreasing: documents
+    are placed from the longest to the shortest, each in the fullest row with room for it. The number of rows is at most
+    11/9 of the minimum, plus 1 (Johnson et al. 1974). Returns the documents in the order of the rows, int64
+    ``[documents]``, and the number of documents up to the end of each row, int64 ``[rows]``.
     """
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
@@ -123,7 +124,7 @@ class RowList:
         return self.rows[sample]
 
     def row_length(self, sample: int) -> int:
-        """Return the number of tokens of a row."""
+        """Return the number of tokens of row number ``sample``."""
         return len(self.rows[sample].tokens)
 
 

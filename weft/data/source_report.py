@@ -38,7 +38,7 @@ class SourceReport:
         self.first = self.first or str(error)
 
     def skip_counted(self, error: object) -> None:
-        """Skip the record that was counted last, because of ``error``."""
+        """Count the record that was counted last as skipped instead, because of ``error``."""
         self.records -= 1
         self.skip(error)
 
@@ -49,7 +49,7 @@ class SourceReport:
         )
 
     def lines(self) -> tuple[str, ...]:
-        """Return the report as lines."""
+        """Return the report as lines of text for the user."""
         lines = []
         if self.skipped:
             total = self.skipped + self.records

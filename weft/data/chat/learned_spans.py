@@ -33,9 +33,10 @@ class WeightedSpan(NamedTuple):
 def learned_spans(
     template: ChatTemplate, talk: Conversation, learned: Sequence[float]
 ) -> tuple[Followed, list[WeightedSpan]]:
-    """Render ``talk`` and find its learned spans. ``learned``: weight of every message, 0 if it is not learned.
+    """Render ``talk`` and find the spans of its text that are learned.
 
-    Raises :class:`TemplateError` if the template refuses the conversation, or a turn cannot be found in its text.
+    ``learned``: loss weight of every message, 0 if it is not learned. Raises :class:`TemplateError` if the template
+    refuses the conversation, or a turn cannot be found in its text.
     """
     followed = follow_words(template, talk)
     weights = {i: weight for i, weight in enumerate(learned) if weight}

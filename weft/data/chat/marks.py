@@ -75,7 +75,10 @@ def map_json(change: Any, value: Any, rename: Any = None) -> Any:
 
 
 def mark_plain_names(value: Any, names: re.Pattern[str]) -> Any:
-    """Mark every match of ``names`` in a JSON value as plain text."""
+    """Put marks before the matches of ``names`` in a JSON value that say that the name is plain text.
+
+    ``names``: pattern that matches the names of special tokens.
+    """
     if isinstance(value, str):
         return names.sub(lambda match: _TEXT + match[0], value)
     return map_json(lambda item: mark_plain_names(item, names), value)
@@ -166,10 +169,10 @@ def _texts(content: Any) -> Any:
 
 @dataclass(frozen=True)
 class Marked:
-    """Rendered text without its marks, and their positions.
+    """Rendered text without its marks, and the positions of the marks in it.
 
-    ``words``: where words of messages begin or end, in the order of the text. ``generations``: spans between generation
-    tags. ``plain``: where names of special tokens are plain words of a message.
+    ``words``: positions where words of messages begin or end, in the order of the text. ``generations``: spans of the
+    text between generation tags. ``plain``: positions where the name of a special token is plain words of a message.
     """
 
     text: str
