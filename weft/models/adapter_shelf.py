@@ -29,7 +29,7 @@ T = torch.Tensor
 
 
 class LentAdapter(NamedTuple):
-    """The adapter of a request: its name, and the blocks of the cache that hold it."""
+    """The adapter that a request uses: its name, and ``table``, the cache blocks that hold a copy of the adapter."""
 
     name: str
     table: Sequence[int]

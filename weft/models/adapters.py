@@ -58,11 +58,11 @@ class LowRank(Module):
 
 
 class TokenRows(Module):
-    """Trained rows of a weight ``[vocab, embed]``, for ``tokens`` in ascending order; they replace the weight's own
-    rows.
+    """Trained rows of an embedding or output layer ``[vocab, embed]``, which replace the weight's own rows of some
+    tokens.
 
-    ``part``: the range of tokens whose rows this rank's part of the weight has. Every rank of ``tp`` holds all trained
-    rows, and uses those of its part.
+    ``tokens``: ids of these tokens, ascending; ``part``: the range of ids whose rows this rank's part of the weight
+    has. Every rank of ``tp`` holds all trained rows, and uses those of its part.
     """
 
     def __init__(
@@ -141,7 +141,9 @@ def merged(module: Module, name: str) -> T:
 
 
 def adapted_products(module: Module, x: T, names: Sequence[str]) -> tuple[T, ...]:
-    """Return the products of ``x`` with the weights ``names`` of a module and their adapters."""
+    """Return the products of ``x`` with the weights ``names`` of a module, with the outputs of the weights' adapters
+    added.
+    """
     dense = [name for name in names if name not in module.quantized]
     adapted = [name for name in names if name in module.adapters]
     weights = [module.own(name, getattr(module, name)) for name in dense]
@@ -192,8 +194,9 @@ def _adapt(module: Module, name: str, y: T, low: T) -> T:
 
 
 def row_norms(weight: T) -> T:
-    """Return the norm of every row of ``[out, in]``: ``[out]``, in float64, so that rounding it to a narrower type does
-    not depend on how its sums are split.
+    """Return the Euclidean norm of every row of a weight ``[out, in]``: ``[out]``, in float64.
+
+    The norm then does not depend on how its sum is split between ranks, once it is rounded to a narrower type.
     """
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64)
 
@@ -217,7 +220,7 @@ def merged_parameters(model: nn.Module) -> dict[str, T]:
 
 
 def base_of(shape: ModelShape) -> ModelShape:
-    """Return the model without its adapter."""
+    """Return the shape of the base model: ``shape`` without its adapter."""
     return shape.model_copy(update={"adapter": None})
 
 

@@ -39,9 +39,10 @@ class QkvGradients(NamedTuple):
 
 
 def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
-    """Compute attention of disjoint query ranges. ``q, k, v``: ``[tokens, heads, head_dim]``.
+    """Compute attention for the rectangles ``segments`` of the attention matrix.
 
-    Returns ``out`` like ``q`` (zeros where no segment reaches) and ``lse`` ``[tokens, heads]`` (-inf there).
+    ``q, k, v``: ``[tokens, heads or kv_heads, head_dim]``. Returns ``out`` like ``q`` and the log-sum-exps ``[tokens,
+    heads]``. Queries that are in no segment have zeros in ``out`` and -inf as log-sum-exp.
     """
     if _varlen(q, segments):
         return _varlen_forward(q, k, v, segments)
@@ -67,10 +68,12 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
 
 
 def join(out: T, lse: T, o: T, l: T) -> None:
-    """Merge attention to other keys, ``o`` with log-sum-exp ``l``, into ``out`` and ``lse``, in place.
+    """Merge two attention results of the same queries, which attend to different keys, in place into ``out`` and
+    ``lse``.
 
-    ``out``: ``[..., head_dim]`` in :func:`wide` precision; ``lse``: ``[...]``, -inf where no key has been seen, with
-    zeros in ``out``. Ring attention (Liu et al. 2023, 2310.01889); logaddexp is exact where sigmoids overflow.
+    ``o`` and ``l``: output and log-sum-exp of the second result. ``out``: ``[..., head_dim]`` in :func:`wide`
+    precision; ``lse``: ``[...]``, -inf where no key has been seen, with zeros in ``out``. This is the step of ring
+    attention (Liu et al. 2023, 2310.01889); logaddexp is exact where sigmoids overflow.
     """
     both = torch.logaddexp(lse, l)
     # rows that neither side has seen stay zero, not nan
@@ -84,7 +87,11 @@ def join(out: T, lse: T, o: T, l: T) -> None:
 def attend_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]
 ) -> QkvGradients:
-    """Return the gradients of q, k, v for these segments, given the *global* ``out`` and ``lse`` of their queries."""
+    """Return the gradients of ``q``, ``k`` and ``v`` that the rectangles ``segments`` contribute.
+
+    ``grad``: the gradient of ``out``. ``out`` and ``lse`` are those of the queries' attention to all of their keys, and
+    not only to those of the segments.
+    """
     if _varlen(q, segments):
         return _varlen_backward(grad, q, k, v, out, lse, segments)
     k, v, q, grad, out, lse, pieces = _pieces(segments, k, v, q, grad, out, lse)
@@ -280,10 +287,10 @@ def attention_backward(
 def set_backward(
     operator: CustomOpDef, backward: CustomOpDef, kept: slice = slice(None)
 ) -> None:
-    """Make ``backward`` the gradient of ``operator``, whose arguments are q, k, v, ``cu_seqlens`` and plain values.
+    """Make ``backward`` the gradient of the custom operator ``operator``.
 
-    ``backward`` gets the gradient of the first output, then q, k, v, the outputs that are ``kept``, and the other
-    arguments.
+    The operator's arguments are q, k, v, ``cu_seqlens`` and plain values. ``backward`` gets the gradient of its first
+    output, then q, k, v, the outputs in the slice ``kept``, and the other arguments.
     """
 
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -306,5 +313,5 @@ set_backward(attention, attention_backward)
 
 
 def local_attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
-    """Return only the output of :func:`attention`."""
+    """Return the output of :func:`attention` without its log-sum-exps; the arguments are the same."""
     return attention(q, k, v, cu_seqlens, window)[0]

@@ -327,7 +327,9 @@ def runs_grouped(rows: T) -> bool:
 
 
 class ExpertOutputs(NamedTuple):
-    """Products of rows with the weights ``gate`` and ``up``, ``[rows, hidden]``, and the result ``[rows, embed]``."""
+    """Outputs of experts' feed-forwards: the products with the weights ``gate`` and ``up``, ``[rows, hidden]``, and the
+    result ``out``, ``[rows, embed]``.
+    """
 
     gate: T
     up: T
@@ -493,7 +495,10 @@ class Experts(Module):
 
 
 class Mixture(Module):
-    """Routed experts, and shared experts for all tokens, whose results ``shared_mix`` combines."""
+    """A layer's mixture of experts: routed experts, and shared experts that see all tokens.
+
+    The setting ``shared_mix`` says how the results of the two are combined.
+    """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
         path = f"blocks.{layer}.ffn"
@@ -513,9 +518,11 @@ class Mixture(Module):
                 self.weight("shared_gate")
 
     def early(self, x: T, whole: T, seen: RouterPass | None) -> EarlyMixture:
-        """Begin the work that can run before attention.
+        """Begin what can run before attention: the router if it reads attention's input, and fetching of other ranks'
+        weights.
 
-        ``x``: attention's input ``[batch, seq/tp, embed]``; ``whole``: the same, gathered over ``tp``.
+        ``x``: attention's input ``[batch, seq/tp, embed]``; ``whole``: this input gathered over ``tp``; ``seen``: where
+        the router records its counts.
         """
         if not self.shape.router_early:
             return self._begun()
@@ -531,14 +538,18 @@ class Mixture(Module):
     def forward(
         self, x: T, seen: RouterPass | None = None, early: EarlyMixture | None = None
     ) -> T:
-        """Map ``[batch, seq/tp, embed]`` to the same shape."""
+        """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape.
+
+        ``seen``: where the router records its counts; ``early``: the result of :meth:`early`, if that has run.
+        """
         return result_of(self.steps(x, seen, early))
 
     def steps(self, x: T, seen: RouterPass | None, early: EarlyMixture | None) -> Steps:
-        """Compute :meth:`forward` as a generator that yields before rows are sent and while they travel.
+        """Compute :meth:`forward` as a generator that yields before rows are sent to experts, and while they are in
+        transfer.
 
-        If each rank of ``tp`` has a part of every expert, it sees all tokens; if it has whole experts, it sees its own
-        tokens.
+        If each rank of ``tp`` has a part of every expert, the rank computes the tokens of all ranks of ``tp``. If it
+        has whole experts, it routes only its own tokens.
         """
         if self.router.own:
             return (yield from self._steps(x, self.shared, seen, early))

@@ -28,7 +28,7 @@ SLOPE: dict[str, Callable[[T, T], T]] = {
 
 
 class FeedForward(Projections):
-    """``down(activate(gate(x)) * up(x))``."""
+    """A dense feed-forward with a gate: ``down(activate(gate(x)) * up(x))``."""
 
     TOGETHER = (("gate", "up"), ("down",))
 
@@ -39,10 +39,12 @@ class FeedForward(Projections):
             self.projection(name)
 
     def early(self, x: T, whole: T, seen: object) -> None:
-        """Do nothing: only a mixture begins work before attention."""
+        """Do nothing and return None; only a mixture of experts has work to begin before attention."""
 
     def share(self, whole: T) -> T:
-        """Map ``[batch, seq, embed]`` to this rank's share of a sum over ``tp``."""
+        """Map ``whole`` ``[batch, seq, embed]`` to this rank's summand of the output, which is a sum over the ranks of
+        ``tp``.
+        """
         gate, up = self.project(whole, "gate", "up")  # [batch, seq, ffn/tp]
         return self.project(self.activate(gate) * up, "down")[0]
 

@@ -32,7 +32,7 @@ Tape = list[Callable[[], None]]
 
 
 class ImmediateTape(Tape):
-    """A tape that runs each call at once: backward is whole, and adds its products to ``.grad`` as it computes them."""
+    """A tape that runs each call when it is appended: weights' gradients are added to ``.grad`` during backward."""
 
     def append(self, call: Callable[[], None]) -> None:
         """Run ``call`` now."""
@@ -55,10 +55,11 @@ _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 @contextmanager
 def deferred(tape: Tape | None) -> Iterator[None]:
-    """Split backward in the context (Qi et al. 2023): projections put their weights' gradients on ``tape``.
+    """Return a context in which projections do not compute their weights' gradients in backward, but append them to
+    ``tape``.
 
-    The input's gradient is then ready earlier, and the calls on the tape may run at any later time. With None, or under
-    ``torch.compile``, backward is whole.
+    The input's gradient is then ready earlier (Qi et al. 2023), and the calls on the tape may run at any later time.
+    With None, or under ``torch.compile``, backward computes both.
     """
     token = _tape.set(tape)
     try:
@@ -68,7 +69,7 @@ def deferred(tape: Tape | None) -> Iterator[None]:
 
 
 def current_tape() -> Tape | None:
-    """Return the tape of the current context."""
+    """Return the tape of the surrounding :func:`deferred`; None without one."""
     return _tape.get()
 
 
@@ -78,7 +79,7 @@ def own_gradients_pay(x: T) -> bool:
 
 
 def times(x: T, weight: T, plus: T | None = None) -> T:
-    """Return ``x @ weight.T (+ plus)`` of ``[tokens, in]`` and ``[out, in]``, without a gradient."""
+    """Return ``x @ weight.T`` of ``[tokens, in]`` and ``[out, in]``, without a gradient; ``plus`` is added if given."""
     if is_invariant() and plus is None and len(x) not in (0, TILE):
         return by_tiles(lambda tile: times(tile, weight), x)
     # Only for usual sizes, where it pays: this call is under suspicion for two sporadic crashes of float32 ranks.

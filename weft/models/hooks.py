@@ -72,7 +72,11 @@ class Stages(Protocol):
         total: Callable[[], T],
         early: EarlyUpdates | None = None,
     ) -> T:
-        """Run forward and backward of every microbatch. Returns this rank's share of the mean loss."""
+        """Run forward and backward of every microbatch in ``batches``, and return this rank's share of the mean loss.
+
+        ``total``: returns the weight of all labels of the step, by which the sum of losses is divided. ``early``:
+        updates that run during backward.
+        """
 
     def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
         """Return this rank's share of the sum of the losses of the microbatches ``batches``, without gradients."""

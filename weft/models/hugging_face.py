@@ -65,7 +65,8 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def files_beside(config: Path) -> dict[str, bytes]:
-    """Return the model's files that are no weights, by name: its ``config`` and the tokenizer's files beside it.
+    """Return the files of a model that hold no weights, by name: ``config`` and the tokenizer's files in the same
+    folder.
 
     Raises :class:`WeftError` if a file cannot be read.
     """
@@ -78,7 +79,7 @@ def files_beside(config: Path) -> dict[str, bytes]:
 
 
 def as_hf(name: str, values: T, shape: ModelShape) -> T:
-    """Return a parameter of Weft's with the values that Hugging Face stores."""
+    """Convert ``values`` of Weft's parameter ``name`` to those that Hugging Face stores (:func:`norm_offset`)."""
     return _shifted(values, -norm_offset(name, shape))
 
 
@@ -106,7 +107,9 @@ class HuggingFaceFolder:
 
     @cached_property
     def weight_blocks(self) -> list[int]:
-        """See :func:`weft.shapes.config.weight_blocks`."""
+        """Sizes of the blocks of weights that share a scale (:func:`weft.shapes.config.weight_blocks`); empty without
+        scales.
+        """
         return weight_blocks(
             self.folder / "config.json", read_json(self.folder / "config.json", AGAIN)
         )
@@ -174,7 +177,10 @@ class HuggingFaceFolder:
         return tensor[slices(box)].to(torch.float32) * scale
 
     def experts(self, name: str, names: Sequence[str], logical: Logical, box: Box) -> T:
-        """Read the part ``box`` of all experts' ``name``, from a tensor per expert or from one fused tensor."""
+        """Read the part ``box`` of a stack of experts' weights, from one tensor per expert or from one fused tensor.
+
+        ``name``: Weft's name of the stack; ``names``: the names of the experts' tensors; ``logical``: the whole stack.
+        """
         count, rows, width = logical.shape
         fused = fused_name(name)
         if fused is not None and fused[0] in self.files:
@@ -195,7 +201,11 @@ class HuggingFaceFolder:
 def hf_values(
     folder: Path, shape: ModelShape | None = None
 ) -> Callable[[str, Logical, Box], T]:
-    """Return values for :func:`weft.parallel.build.parallelize` from safetensors; only the requested box is read."""
+    """Return a function that reads initial values from the safetensors of ``folder``, only the requested box of each
+    tensor.
+
+    :func:`weft.parallel.build.parallelize` takes it. ``shape``: the model, which decides the tensors' names.
+    """
     stored = HuggingFaceFolder(folder)
 
     def values(name: str, logical: Logical, box: Box) -> T:
@@ -242,9 +252,9 @@ def check_stored(folder: Path, shape: ModelShape) -> None:
 
 
 def exported_dtype(asked: str | None, files: Mapping[str, bytes]) -> torch.dtype | None:
-    """Return the type of exported weights: the one ``asked`` for, or that of the model's ``config.json``.
+    """Return the type in which weights are exported: ``asked``, or else the type in the model's ``config.json``.
 
-    None if neither names a type: weights are then written as they are stored.
+    The result is None if neither names a type; weights then keep the type in which they are stored.
     """
     name = asked or carried_dtype(files)
     if name in ("float64", "float32", "bfloat16", "float16"):

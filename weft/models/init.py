@@ -11,7 +11,10 @@ BLOCK = 1 << 18
 
 
 def initial_values(name: str, logical: Logical, box: Box, seed: int) -> torch.Tensor:
-    """Return the part ``box`` of parameter ``name``'s initial value, float32."""
+    """Return the part ``box`` of the random initial value of parameter ``name``, in float32.
+
+    ``logical``: the whole tensor; the values depend on ``seed`` and ``name``, and not on the box.
+    """
     shape = extents(box)
     if logical.std is None:
         return torch.ones(shape)

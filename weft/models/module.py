@@ -30,7 +30,7 @@ class Module(nn.Module):
         def __getattr__(self, name: str) -> Any: ...
 
     def inside(self, name: str) -> str:
-        """Return the name in the model of this module's parameter or module ``name``."""
+        """Return the full name in the model of this module's parameter or submodule ``name``."""
         return f"{self.path}.{name}" if self.path else name
 
     def weight(self, name: str, whole: bool = False) -> Logical:
@@ -51,7 +51,7 @@ class Module(nn.Module):
         return logical
 
     def norm_of(self, name: str, eps: float) -> Any:
-        """Return the norm called ``name``; None if the model has none there."""
+        """Make the norm called ``name`` of this module; None if the parameter table has none of this name."""
         path = self.inside(name)
         if f"{path}.scale" not in self.described:
             return None
@@ -59,7 +59,7 @@ class Module(nn.Module):
 
 
 class Norm(Module):
-    """RMSNorm (Zhang & Sennrich 2019)."""
+    """RMSNorm over the last dimension (Zhang & Sennrich 2019)."""
 
     def __init__(self, mesh: Mesh, table: Table, path: str, eps: float) -> None:
         super().__init__(mesh, table, path)

@@ -15,5 +15,5 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def has_numbers(x: torch.Tensor) -> bool:
-    """Return whether ``x`` has values to read: not on the meta device, nor as a fake tensor."""
+    """Return whether the values of ``x`` can be read: not if ``x`` is on the meta device or a fake tensor."""
     return not (x.is_meta or isinstance(x, FakeTensor))

@@ -308,10 +308,10 @@ def _recompute_with(tape: Tape, kept: list[torch._ops.OpOverload]) -> tuple[Any,
 
 
 class Transformer(Module):
-    """The model ``shape`` at this rank's place on ``mesh``. Parameters are on the meta device until they are filled.
+    """A decoder-only model of ``shape``, or the part of it that this rank of ``mesh`` holds.
 
-    A pipeline rank makes only the blocks ``layers``, and embedding, final norm or head only if ``ends`` names them;
-    ``pipeline`` runs them.
+    Parameters are on the meta device until they are filled. A pipeline rank makes only the blocks ``layers``, and the
+    embedding, final norm or head only if ``ends`` names them; ``pipeline`` then runs these parts.
     """
 
     def __init__(

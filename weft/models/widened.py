@@ -30,9 +30,9 @@ MULTIPLIED_SLOWLY: set[torch.dtype] = set()
 
 @cache
 def multiplies_slowly(dtype: torch.dtype) -> bool:
-    """Return whether the CPU multiplies numbers of ``dtype`` slower than float32; measured once in a process.
+    """Return whether the CPU multiplies matrices of ``dtype`` more slowly than float32; measured once in a process.
 
-    It measures the processor time of this thread alone, so that other work on the machine does not count.
+    The processor time of this thread alone is measured, so that other work on the machine does not count.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -62,14 +62,14 @@ def _least_seconds(call: Callable[[], object]) -> float:
 
 
 def is_widened(x: T) -> bool:
-    """Return whether products of ``x`` are computed in float32 although it has fewer bits."""
+    """Return whether products of ``x`` are computed in float32 although the type of ``x`` has fewer bits."""
     return x.device.type == "cpu" and multiplies_slowly(x.dtype) and has_numbers(x)
 
 
 def multiply(a: T, b: T, plus: T | None = None, out: T | None = None) -> T:
-    """Return ``a @ b (+ plus)`` of ``[m, k]`` and ``[k, n]``, without a gradient; written to ``out`` if given.
+    """Return ``a @ b`` of ``[m, k]`` and ``[k, n]``, without a gradient.
 
-    ``plus`` and ``out`` may be the same tensor.
+    ``plus``: a tensor ``[m, n]`` to add; ``out``: the tensor to write to. Both may be the same tensor.
     """
     if not is_widened(a):
         if plus is None:

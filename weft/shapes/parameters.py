@@ -30,11 +30,12 @@ BLOCK, SCALES = 64, 256
 
 
 class Parameter(NamedTuple):
-    """A row of the table: name, dimensions and initial standard deviation ``std`` (None: all ones, 0: all zeros).
+    """A row of the parameter table: name, dimensions and the standard deviation ``std`` of the initial values.
 
-    ``step``: its place in a forward pass; parameters with the same input have the same step. ``products``: the number
-    of weights that each token is multiplied with. ``kind``: gradients do not change a ``statistic`` of a router, and a
-    ``stored`` form in bytes cannot learn. ``weight``: for ``codes``, the dimensions ``[out, in]`` of the stored weight.
+    ``std`` None: all ones; 0: all zeros. ``step``: the parameter's place in the order of a forward pass; parameters
+    with the same input have the same step. ``products``: the number of weights that each token is multiplied with.
+    ``kind``: gradients do not change a ``statistic`` of a router, and a ``stored`` form in bytes cannot learn.
+    ``weight``: for ``codes``, the dimensions ``[out, in]`` of the quantised weight.
     """
 
     name: str
@@ -65,10 +66,10 @@ Table = Mapping[str, Parameter]
 
 
 def is_target(pattern: str, path: str) -> bool:
-    """Return whether ``pattern`` names the weight ``path`` (such as ``blocks.3.attention.wq``).
+    """Return whether ``pattern``, with wildcards as in file names, matches the weight ``path``.
 
-    A pattern matches the last part of the path, in Weft's or Hugging Face's words (``wq``, ``q_proj``), or the whole
-    path.
+    A path is ``blocks.3.attention.wq``, say. The pattern must match all of it, or its last part in Weft's or Hugging
+    Face's words (``wq``, ``q_proj``).
     """
     # which a run without an adapter does not need
     from weft.shapes.foreign_names import projection_name

@@ -23,7 +23,7 @@ OUTPUT_PROJECTIONS = (".wo", ".wo.codes")
 
 
 class ForwardFlops(NamedTuple):
-    """Flops per token of the forward passes of the embedding, one layer, and the output layer with the loss."""
+    """Flops per token of the forward pass: of the embedding, of one layer, and of the output layer with the loss."""
 
     embedding: Num
     layer: Num
@@ -32,21 +32,23 @@ class ForwardFlops(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder in numbers; every field may be an array with one entry per row.
+    """The sizes of a decoder, from which plans compute memory and time; each field is a number, or an array of one per
+    plan.
 
-    Weights are those of the table (:func:`shape_of`), as means over the layers. ``dense_weights``: matrices of
-    attention, dense and shared feed-forward and router; ``expert_weights``: all experts; ``chosen_weights``: the
-    experts that a token goes through; ``extras``: all other weights of a layer; ``outside``: parameters of no layer,
-    without the two tables of the vocabulary.
+    Fields of weights are numbers of elements, as means over the layers. ``dense_weights``: matrices of attention, dense
+    and shared feed-forward and router; ``expert_weights``: all experts; ``chosen_weights``: the experts that a token is
+    routed to; ``extras``: all other weights of a layer; ``outside``: parameters of no layer, without embedding and
+    output layer.
 
-    ``qkv_width``: width of the projections into attention. ``qk``: width of a head's queries and keys, 0 if it is that
-    of its values. ``gated``: 1 for SwiGLU (three matrices), 0 for two. ``experts``: experts of width ``expert_ffn`` in
-    each of ``moe_layers`` layers; ``top_k`` of them per token, and a shared one of ``shared_ffn``. ``windowed``: share
-    of the layers whose attention reaches back ``window`` tokens. ``clamped``: 1 if experts have biases and a clamped
-    gate (GPT-OSS), which grouped kernels do not fuse. ``linear``: share of the layers with linear attention.
-    ``cached``: numbers per token and layer that generation keeps; 0: keys and values of all heads. ``hottest``: load of
-    the busiest expert of a layer, as a multiple of the mean. ``frozen``: 1 if only adapters learn, of ``adapters``
-    weights per layer (LoRA, 2106.09685); the weights of layers then take ``stored`` bytes each.
+    ``qkv_width``: width of the projections into attention. ``qk``: width of a head's queries and keys, 0 if equal to
+    that of its values. ``gated``: 1 for SwiGLU (three matrices), 0 for two. ``experts``: experts of width
+    ``expert_ffn`` in each of ``moe_layers`` layers; a token uses ``top_k`` of them, and shared experts of total width
+    ``shared_ffn``. ``windowed``: share of the layers whose attention reaches back ``window`` tokens. ``clamped``: 1 if
+    experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse. ``linear``: share of the layers
+    with linear attention. ``cached``: elements per token and layer in the generation cache; 0: keys and values of all
+    heads. ``hottest``: load of the busiest expert of a layer, as a multiple of the mean. ``frozen``: 1 if only adapters
+    are trained, with ``adapters`` weights per layer (LoRA, 2106.09685); ``stored``: bytes of each frozen weight of a
+    layer.
     """
 
     layers: Num
