@@ -42,7 +42,7 @@ Update = Callable[[Sequence[Held], Sequence[T]], None]
 
 
 class UnitUpdate(NamedTuple):
-    """The update of a unit: its parameters that learn, and their reduced gradients."""
+    """The update of a unit: ``held``, its parameters that learn, and ``grads``, their reduced gradients."""
 
     held: Sequence[Held]
     grads: Sequence[T]
@@ -64,7 +64,7 @@ class UnitUpdate(NamedTuple):
         return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
 
     def copied(self, room: T) -> "UnitUpdate":
-        """Return the same update with its tensors copied to ``room``, a uint8 tensor."""
+        """Return the same update with all its tensors copied into ``room``, a uint8 tensor on another device."""
         start, places = 0, []
         for t in self.tensors:
             place = room[start : start + t.nbytes].view(t.dtype).view(t.shape)

@@ -56,9 +56,10 @@ class Pipeline:
     def start(
         self, compute: torch.dtype, tiers: OnDevice, make: Callable[..., State]
     ) -> State:
-        """Take over the model's parameters, which have memory on the device, and connect to the other ranks.
+        """Take over the model's parameters, connect to the other ranks of the pipeline, and return the state.
 
-        ``tiers``: where the state rests. ``make`` builds the state, which is returned.
+        The parameters must be allocated on the device. ``compute``: type of parameters in compute; ``tiers``: where the
+        state rests; ``make`` builds the state.
         """
         self.streamed, self.compute = tiers.places.get("weights") == "file", compute
         described = dict(self.model.logical_parameters())

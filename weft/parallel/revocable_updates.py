@@ -54,7 +54,10 @@ class RevocableUpdates:
 
     @torch.no_grad()
     def update(self, unit: Unit, grads: Mapping[str, T], lr: float) -> None:
-        """Update a unit by its reduced gradients. Collective if the optimizer's rule is."""
+        """Update a unit by its reduced gradients ``grads``, by name; ``lr``: learning rate.
+
+        This is collective if the optimizer's rule is.
+        """
         self.done.append(unit)
         self.state.update(unit, grads, lr, revocable=True)
 

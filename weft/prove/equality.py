@@ -67,7 +67,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The results of some steps on this rank, for comparison with those of another layout."""
+    """The results of some training steps on this rank, for comparison with those of another layout."""
 
     losses: list[float]
     norms: list[float]

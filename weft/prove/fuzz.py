@@ -290,7 +290,7 @@ class Summary:
 
 
 def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
-    """Draw sizes of the axes for at most ``ranks`` ranks, and half a dozen other settings."""
+    """Draw a case: sizes of the mesh axes for at most ``ranks`` ranks, and half a dozen other settings."""
     case: Case = dict(PAIRS) if recipe.loss.of_pairs else {}
     left = rng.randint(2, ranks)
     for axis in rng.sample(AXES, len(AXES)):
@@ -307,7 +307,7 @@ def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
 
 
 def command_options(case: Case) -> tuple[str, list[str]]:
-    """Return a case as the value of ``--layout`` and the values of each ``--set``."""
+    """Return the command-line options of a case: the value of ``--layout``, and the values of each ``--set``."""
     settings = SMALL | case
     if "data.path" in case:
         del settings["data.sources"]
@@ -323,7 +323,10 @@ def command_options(case: Case) -> tuple[str, list[str]]:
 
 
 def command_of(path: Path, case: Case, dtype: str, steps: int) -> str:
-    """Return the command line that repeats ``case`` with the recipe file ``path``."""
+    """Return the command line of ``weft verify`` that repeats ``case`` with the recipe file ``path``.
+
+    ``dtype``: type of the computation; ``steps``: number of training steps.
+    """
     layout, sets = command_options(case)
     more = [word for text in sets for word in ("--set", text)]
     options = ["--layout", layout, *more, "--dtype", dtype, "--steps", str(steps)]
@@ -360,7 +363,10 @@ def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Fuzzer:
-    """Runs cases of the recipe at ``path`` in a pool of processes, each within ``limit`` seconds."""
+    """Runs random cases of the recipe file ``path`` in a pool of processes.
+
+    A case that takes longer than ``limit`` seconds counts as hung.
+    """
 
     path: Path
     pool: ProcessPool

@@ -30,7 +30,8 @@ def agree(
     """Change the parameters of all islands as the sync method ``how`` does after ``step`` (counted from 1).
 
     ``states``: the state of each island. ``past``: a dictionary that every call gets, in which methods keep values for
-    later. ``members``: the islands that take part, where islands come and go; by default all.
+    later. ``members(number, i)``: the islands that exchange ``number`` joins with island ``i``, where islands come and
+    go; by default all islands take part.
     """
     method: SyncMethod = how.method
     for held in zip(*(state.learning for state in states.values()), strict=True):

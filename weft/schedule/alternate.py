@@ -52,7 +52,7 @@ def on_device(units: int, count: int) -> list[int]:
 
 
 def update_table(units: int, count: int) -> Table:
-    """Build the table of the updates of ``units`` units, of which ``count`` are updated on the device."""
+    """Build the table of the updates of ``units`` units, of which ``count`` units are updated on the device."""
     away = on_device(units, count)
     there: list[Action] = []
     back: list[Action] = []

@@ -79,7 +79,11 @@ def ramp(ranks: Number, times: Times) -> Number:
 
 
 def filled(times: Times) -> Number:
-    """Return the idle time of a hop down the ranks and back that a forward and a weight gradient fill."""
+    """Return the idle time per rank where other work fills a part of a microbatch's way to the next rank and back.
+
+    Of that way's time, forward and backward, a weight gradient is filled, and the shorter of forward and weight
+    gradient.
+    """
     return times.backward_input + larger(times.forward - times.backward_weight, 0)
 
 

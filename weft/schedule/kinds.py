@@ -64,10 +64,11 @@ class Visit(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A result of one action that others read.
+    """A result of one action that other actions read.
 
-    ``act``: output of a stage; ``grad``: gradient of a stage's input; ``saved``: what a stage's backward needs;
-    ``tape``: the part of ``saved`` that the weight gradient needs. The last two never leave their rank.
+    ``act``: output of a stage; ``grad``: gradient of a stage's input; ``saved``: the tensors that a stage's backward
+    needs; ``tape``: the part of ``saved`` that the weight gradient needs. ``saved`` and ``tape`` never leave their
+    rank.
     """
 
     name: str
@@ -110,12 +111,12 @@ class Duties(NamedTuple):
 class Kind:
     """A kind of action. ``name`` stands in actions, ``meaning`` in legends; ``colour`` "" takes one of a palette.
 
-    ``duty``: the stage's duties that it does; after a weight gradient, gradients of parameters are reduced.
-    ``forward``: it belongs to the half that evaluation runs. ``flow``: the values that it reads and writes at a place
-    of a microbatch's path, or None if they do not follow from the path and each action states them.
-    ``cost(action, times)``: modelled time. ``parameters``: it uses the parameters of its stage, which are gathered
-    before. ``inserted``: only lowering adds it, it takes no time in the simulator, and an executor without an operation
-    for it skips it.
+    ``duty``: the duties of a stage that the action does; after a weight gradient, gradients of parameters are reduced.
+    ``forward``: the action belongs to the half of a table that evaluation runs. ``flow``: a function that returns the
+    values read and written at a place of a microbatch's path, or None if each action states them itself. ``cost(action,
+    times)``: modelled time. ``parameters``: the action uses the parameters of its stage, which are gathered before.
+    ``inserted``: the action is added by lowering only, takes no time in the simulator, and is skipped by an executor
+    that has no operation for it.
     """
 
     name: str
@@ -131,7 +132,7 @@ class Kind:
 
     @cached_property
     def duties(self) -> Duties:
-        """The ``duty`` as three truth values."""
+        """The duties of this kind, as one truth value each."""
         return Duties(*(duty in self.duty for duty in Duty.ALL))
 
 

@@ -31,12 +31,12 @@ class Costs:
 
 
 def by_kind(times: ModelTimes) -> Callable[[Action], float]:
-    """Return the function that computes an action's time from ``times``, as the action's kind declares."""
+    """Return a function from an action to its time, which the action's kind computes from ``times``."""
     return lambda a: a.declared.cost(a, times)
 
 
 def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
-    """Return costs that divide a rank's ``times`` of a microbatch evenly among its stages.
+    """Return costs for a table whose ranks have ``times`` for a microbatch, divided evenly among the stages of a rank.
 
     With ``v`` stages on a rank, a stage's saved activations take ``1 / v`` of the rank's, from the stage's forward to
     its weight gradient.

@@ -35,11 +35,11 @@ def cut_stages(
     ends: bool = True,
     speeds: Sequence[float] | None = None,
 ) -> tuple[Stage, ...]:
-    """Assign layers to stages such that the slowest stage is as fast as possible.
+    """Assign ``layers`` layers to ``stages`` stages such that the slowest stage is as fast as possible.
 
-    ``layer``, ``first``, ``last``: work of a layer, of the embedding, and of the output layer with its loss. ``ends``:
-    whether the end stages have embedding and output layer, or else every rank of the pipeline has a share of both.
-    ``speeds``: work per time of each stage.
+    ``layer``, ``first``, ``last``: work of a layer, of the embedding, and of the output layer with its loss. With
+    ``ends`` the first and the last stage have embedding and output layer; else every rank of the pipeline has a share
+    of both. ``speeds``: work per time of each stage.
     """
     costs = [first, *[layer] * layers, last] if ends else [layer] * layers
     return tuple(
@@ -84,7 +84,10 @@ def stage_costs(
 def modelled_costs(
     shape: ModelShape, layout: Layout, table: Table, seq_len: int
 ) -> Costs:
-    """Return costs in flops per token for ``table`` under this layout; the memory of a stage is its layers."""
+    """Return costs for simulating ``table`` under this layout, with flops per token as the unit of time.
+
+    The memory of a stage is its number of layers; ``seq_len``: tokens of a sequence.
+    """
     stages = assign_stages(shape, layout, table.stages, seq_len)
     look_up, layer, output = shape_of(shape).forward_flops(seq_len)
 

@@ -89,11 +89,11 @@ class Trip:
         compute: Callable[[list[T], list[T], TilePiece], dict[str, list[T]]],
         merge: Callable[[list[T], list[T]], None],
     ) -> dict[Key, list[T]]:
-        """Run the table; return the results of own blocks, of every kind in ``blank``, by kind and block.
+        """Run the table; return the results for the blocks that this rank owns, by kind and block.
 
         ``held``: own blocks, to which visiting blocks are added while they stay. ``like``: for each kind of block,
-        empty tensors of the type and shape of its rows. ``blank``: the values of an empty result; ``merge`` adds a
-        result to another in place.
+        empty tensors of the type and shape of its rows. ``blank``: for each kind of result, the values of an empty one.
+        ``compute`` returns the results of one :class:`TilePiece`; ``merge`` adds a result to another in place.
         """
         totals: dict[Key, list[T]] = {}
         leaving: dict[Key, list[T]] = {}

@@ -139,5 +139,8 @@ def _swap(owner: np.ndarray, gain: np.ndarray, load: np.ndarray, cost: float) ->
 
 
 def experts_by_slot(owners: Owners) -> list[list[int]]:
-    """List the expert of every slot in each layer: the slots of the first rank come first, then those of the next."""
+    """List the expert in every slot, for each layer: first the slots of rank 0, then those of rank 1, and so on.
+
+    ``owners``: the rank of every expert, for each layer.
+    """
     return [np.argsort(owner, kind="stable").tolist() for owner in owners]

@@ -38,9 +38,9 @@ T = torch.Tensor
 class CopyPlan:
     """Assignment of experts to ranks in the passes of a step, with copies.
 
-    ``copies``: the ranks that have each expert, bool ``[experts, ranks]``; ``slots``: the slot there, of that shape.
-    ``lent``: the rows of this rank's stack that other ranks get, rank by rank; ``sent``: the number of rows to each;
-    ``received``: the number of rows from each.
+    ``copies``: the ranks that have each expert, bool ``[experts, ranks]``; ``slots``: the slot of the expert on each of
+    these ranks, ``[experts, ranks]``. ``lent``: the indices of this rank's experts whose weights other ranks get, rank
+    by rank; ``sent``: the number of experts sent to each rank; ``received``: the number received from each.
     """
 
     copies: T

@@ -45,11 +45,11 @@ def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
 
 
 def halved(loads: Array, own: Array, spare: int) -> Array:
-    """Copy experts until each copy has at most half of a rank's mean load, or there is no room.
+    """Return a table with copies of experts until each copy has at most half of a rank's mean load, or no room is left.
 
     Each step copies the expert with the largest load per copy to the least loaded rank that has room for it (after
     DeepSeek's EPLB). ``loads``: of experts, 1 being a rank's mean load; ``own``: the owner of each expert, bool
-    ``[experts, ranks]``; ``spare``: slots of a rank for copies. Returns a table like ``own``, with the copies.
+    ``[experts, ranks]``, which is not changed; ``spare``: slots of a rank for copies.
     """
     copies = own.copy()
     while True:

@@ -20,10 +20,10 @@ T = torch.Tensor
 
 
 class ExpertRanks(Homes):
-    """Ranks that hold all experts of a layer together. ``slot_of``: the slot of each expert.
+    """The ranks that hold all experts of a layer together. ``slot_of``: the slot of each expert.
 
-    If experts are fewer than ranks, each is cut in ``pieces``, which are placed like experts. Slots after those of a
-    rank's own experts are for ``copies``.
+    If there are fewer experts than ranks, each expert is cut in ``pieces``, which are placed like experts. The slots
+    after those of a rank's own experts are for ``copies`` of experts of other ranks.
     """
 
     def __init__(self, mesh: Mesh, dims: Sequence[Dim], sent: Counter[str]) -> None:

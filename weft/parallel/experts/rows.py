@@ -31,9 +31,10 @@ def exchanged(
     members: Members,
     what: str = "tokens",
 ) -> Awaited:
-    """Exchange rows: the first ``sent[0]`` of ``rows`` go to member 0, and so on; ``received[i]`` come from member i.
+    """Start an exchange of rows between members; return a function that waits for the received rows.
 
-    ``what``: see :data:`weft.models.router.SENT`.
+    The first ``sent[0]`` of ``rows`` go to member 0, the next ``sent[1]`` to member 1, and so on; ``received[i]`` rows
+    come from member ``i``. ``what``: the kind of data, for counting bytes; see :data:`weft.models.router.SENT`.
     """
     there, back = (
         partial(start_exchange, sent=out, received=into, members=members, what=what)
@@ -43,9 +44,10 @@ def exchanged(
 
 
 def gathered(x: T, members: Members, what: str = "tokens") -> Awaited:
-    """Gather the rows ``x`` of all members, which have equally many: ``[members * rows, ...]``.
+    """Start to gather the rows ``x`` of all members; return a function that waits for ``[members * rows, ...]``.
 
-    ``what``: the kind of data, for counting bytes; see :data:`weft.models.router.SENT`.
+    All members have equally many rows. ``what``: the kind of data, for counting bytes; see
+    :data:`weft.models.router.SENT`.
     """
     there, back = (
         partial(way, members=members, what=what) for way in (_gather, _scatter)
@@ -54,7 +56,10 @@ def gathered(x: T, members: Members, what: str = "tokens") -> Awaited:
 
 
 def scattered(x: T, members: Members) -> Awaited:
-    """Sum ``x`` over all members, and return this member's share of the rows."""
+    """Start to sum ``x`` over all members; return a function that waits for this member's rows of the sum.
+
+    All members get equally many rows.
+    """
     there, back = (
         partial(way, members=members, what="tokens") for way in (_scatter, _gather)
     )
@@ -64,7 +69,10 @@ def scattered(x: T, members: Members) -> Awaited:
 def start_exchange(
     rows: T, sent: list[int], received: list[int], members: Members, what: str
 ) -> Moving:
-    """Start an exchange of rows through which no gradient flows; arguments as in :func:`exchanged`."""
+    """Start an exchange of rows through which no gradient flows; arguments as in :func:`exchanged`.
+
+    Returns the buffer of received rows, and the work to wait for.
+    """
     members.note(what, rows, sum(sent) - sent[members.rank])
     return exchanged_rows(rows, sent, received, members.group)
 

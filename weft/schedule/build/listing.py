@@ -89,7 +89,10 @@ class Listing:
         return self.done
 
     def turn(self, rank: int, now: float, capped: bool) -> bool:
-        """Start the best action that ``rank`` can run now; return whether there is one and the rank is free."""
+        """Start the best action that ``rank`` can run at time ``now``; return whether one was started.
+
+        With ``capped`` the number of forwards ahead of backward is limited, as the policy says.
+        """
         if self.free[rank] > now:
             return False
         items = [a for a in self.ready[rank] if a.time <= now]
@@ -113,8 +116,10 @@ class Listing:
         return self.start(rank, tape, now)
 
     def admits(self, rank: int, a: _Item, capped: bool) -> bool:
-        """Return whether the action fits in memory and, if it is a forward, all microbatches can still finish
-        after it.
+        """Return whether the action ``a`` fits in the memory of ``rank``.
+
+        For a forward, all microbatches under way must also be able to finish after it. With ``capped`` the policy's
+        limit for forwards ahead of backward must hold too.
         """
         level = self.level[rank] + self.trips.change(a.m, a.i, a.kind)
         if level > self.trips.limits[rank] + EPS:
@@ -222,7 +227,10 @@ class Listing:
         )
 
     def rebind(self, m: int, i: int, end: float) -> None:
-        """Give the next place of the path to the rank that would end it first, where there is a choice."""
+        """Give place ``i`` of the path of microbatch ``m`` to the rank that would end it first, if several may run it.
+
+        ``end``: the time at which the action at the place before ends.
+        """
         where, before = self.where[m], self.where[m][i - 1]
         value = Value("act", self.paths[m][i - 1], m)
 

@@ -19,10 +19,12 @@ PATIENCE = (0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class Pattern:
-    """A building block: the slots of F, F', I' and I of one microbatch.
+    """A building block: the time slots of F, F', I' and I of one microbatch.
 
-    ``steps``: slots from one rank to the next for each of the four; ``turns``: slots from the last F to the first F',
-    and so on. ``limit``: chunks that a rank may hold; ``pull``: forwards may run before their place to fill holes.
+    F and I are passes of the stage on the way down the ranks, F' and I' those of the stage on the way up. ``steps``:
+    slots from one rank to the next for each of the four; ``turns``: slots from the last F to the first F', from the
+    last F' to the first I', and so on. ``limit``: chunks that a rank may hold; ``pull``: forwards may run before their
+    place to fill holes.
     """
 
     steps: tuple[int, int, int, int]
