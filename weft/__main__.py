@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C or SIGTERM during imports or at the end prints a line at most."""
+    """Run the command line. Ctrl-C or SIGTERM while it starts or ends prints at most one line, and no traceback."""
     received: list[int] = []
     try:
         import signal

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 class WeftError(Exception):
-    """Something failed although the request was valid (missing file, damaged checkpoint). Exit code 1.
+    """An error of a valid request, such as a missing file or a damaged checkpoint. Exit code 1.
 
     ``secondary``: the error only passes on what another rank has reported. ``hangs``: a thread of this process still
     waits for a device that does not answer, and must not be waited for.
@@ -17,7 +17,7 @@ class WeftError(Exception):
 
 
 class UsageError(WeftError):
-    """The request itself cannot be met (unknown key, layout that does not divide). Exit code 2."""
+    """An error of the request itself, such as an unknown key or a layout that does not divide. Exit code 2."""
 
     exit_code = 2
 

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 @cache
 def templates() -> "Environment":
-    """Return the environment of page templates, named by their path in the package. Values are escaped."""
+    """Return the Jinja environment of page templates, which escapes values.
+
+    A template's name is its path in the package, such as ``observe/run_page.html``.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("weft", package_path="")

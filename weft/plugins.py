@@ -46,20 +46,20 @@ class Callback:
     every = 1
 
     def start(self, run: Any) -> None:
-        """Called before the first step."""
+        """Called once, before the first step of the run."""
 
     def after_step(self, run: Any, result: Any) -> None:
         """Called after a step, with its result."""
 
     def after_evaluation(self, run: Any, values: Mapping[str, float]) -> None:
-        """Called after an evaluation, with its values by name."""
+        """Called after an evaluation; ``values`` has the measured values by name."""
 
     def end(self, run: Any) -> None:
         """Called at the end, when the last checkpoint is saved."""
 
 
 class PluginError(Exception):
-    """An error that a plugin raised while it ran; its cause has the traceback."""
+    """An error that a plugin's code raised while it ran. The original error is its ``__cause__``."""
 
 
 def call(technique: Registered, settings: Mapping[str, Any]) -> Callable[..., Any]:

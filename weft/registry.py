@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class About(TypedDict, total=False):
-    """Optional facts of a technique besides its kind and name: the fields of :class:`Registered` of the same names."""
+    """Optional arguments of :func:`register`: the fields of :class:`Registered` of the same names."""
 
     settings: type[Section] | None
     rules: Sequence[Rule]
@@ -51,9 +51,9 @@ class About(TypedDict, total=False):
 class TechniqueKind:
     """A kind of technique. ``called``: the positional arguments with which a technique of this kind is called.
 
-    ``setting``: the recipe's setting, or the command's option, that names a technique. ``folder``: the folder of Weft's
-    own techniques in ``weft/techniques/``; empty if there are none. ``noun``: the word for a technique in error lines.
-    ``plain``: values of the setting that name no technique, as the core handles them.
+    ``setting``: the recipe's setting, or the command's option, that names a technique. ``folder``: the folder in
+    ``weft/techniques/`` of Weft's own techniques; empty if there are none. ``noun``: the word for a technique in error
+    lines. ``plain``: values of the setting that name no technique, which the core handles itself.
     """
 
     noun: str

@@ -29,7 +29,7 @@ KINDS = {
 
 
 class WrongValue(UsageError, ValueError):
-    """A wrong value in a section made by Python code; also a :class:`ValueError`, as pydantic's own error is."""
+    """A wrong value in a section that Python code has created; a :class:`ValueError`, like pydantic's own error."""
 
 
 class OneLine(ModelMetaclass):

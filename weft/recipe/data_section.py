@@ -86,7 +86,7 @@ class Source(Section):
 
     @property
     def skips(self) -> bool:
-        """Whether unreadable records are left out instead of ending the run."""
+        """Whether unreadable records are skipped, by ``on_error``, instead of ending the run."""
         return self.on_error == "skip"
 
     @field_validator("kind")
@@ -177,8 +177,8 @@ class Chat(Section):
 class Data(Section):
     """Section of the data that the model learns from.
 
-    Keys of a source may stand here themselves, where there is one source only; ``columns``, ``roles`` and ``on_error``
-    also beside ``sources``, for all of these.
+    With one source only, its keys may stand in this section itself. With several ``sources``, ``columns``, ``roles``
+    and ``on_error`` may stand here for all of them.
     """
 
     sources: tuple[Source, ...] = Field(
@@ -236,7 +236,7 @@ class Data(Section):
 
     @property
     def held_out(self) -> float:
-        """Return the share of the documents that is held out for validation."""
+        """Return the share of the documents (0 to 1) that is held out for validation."""
         return 0.0 if isinstance(self.validation, str) else self.validation
 
     @field_validator("validation")

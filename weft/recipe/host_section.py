@@ -17,8 +17,8 @@ S = TypeVar("S", bound="Section")
 class HostSection(Section):
     """A section that names techniques and also contains their settings.
 
-    ``hosts`` maps a field to the kind of technique that it names. A section that names ``muon`` is an instance of a
-    class with the fields of both, which :meth:`with_settings` creates.
+    ``hosts`` maps a field of the section to the kind of technique that this field names. A section whose field names
+    ``muon`` is an instance of a class with the section's fields and Muon's, which :meth:`with_settings` creates.
     """
 
     hosts: ClassVar[Mapping[str, str]] = {}
@@ -67,7 +67,7 @@ class HostSection(Section):
 
     @classmethod
     def technique_settings(cls) -> list[str]:
-        """Return the keys of settings of all techniques that this section could name."""
+        """Return the keys of the settings of all techniques that this section could name."""
         return [key for _, settings in cls._possible() for key in settings.model_fields]
 
     @classmethod
@@ -119,7 +119,7 @@ def section_of(section: type[HostSection], values: Any) -> Any:
 
 
 def with_techniques(section: type[HostSection]) -> BeforeValidator:
-    """Return the validator for a field of type ``section``, which adds the settings of named techniques."""
+    """Return a pydantic validator for a field of type ``section``, which adds the settings of named techniques."""
     return BeforeValidator(lambda values: section_of(section, values))
 
 

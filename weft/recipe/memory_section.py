@@ -15,7 +15,7 @@ Place = Literal["device", "host", "file"]
 
 
 class Memory(Section):
-    """Section of the places of tensors that are not in use: on the device, in the host's memory, or in a file.
+    """Section on where tensors are kept while not in use: on the device, in the host's memory, or in a file.
 
     ZeRO-Offload (Ren et al. 2021), SuperOffload (Lian et al. 2025), Deep Optimizer States (Maurya et al. 2024).
     """

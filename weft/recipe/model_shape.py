@@ -70,7 +70,7 @@ class RopeScaling(Section):
 
 
 class ModelShape(Section):
-    """A decoder-only transformer. Fields that are left out follow from the others."""
+    """The architecture of a decoder-only transformer. Fields that are left out are derived from the others."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 

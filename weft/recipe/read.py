@@ -23,11 +23,11 @@ def load_recipe(
     path: str | Path, overrides: Sequence[str] = (), layout: str | None = None, origin: str | None = None,
     data: str | None = None,
 ) -> Recipe:  # fmt: skip
-    """Read a TOML recipe: a file, or one of Weft's own by its name. An error is one line with the nearest valid choice.
+    """Read a recipe: a TOML file at ``path``, or the recipe of this name that comes with Weft.
 
-    ``overrides`` are ``section.key=value``, ``layout`` is ``"shard=2,tp=2"``, as on the command line. ``origin``:
-    the model to start from in the place of the recipe's, with its own tokenizer. ``data``: what to read in the place of
-    the recipe's sources, as records or texts of their kind.
+    ``overrides``: texts ``section.key=value``. ``layout``: such as ``"shard=2,tp=2"``, as on the command line.
+    ``origin``: a model to start from, with its own tokenizer, instead of the recipe's. ``data``: path of records or
+    texts to read instead of the recipe's sources. An error is one line with the nearest valid choice.
     """
     file = Path(path) if Path(path).is_file() else find_recipe(path)
     if file is None:

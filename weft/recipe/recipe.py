@@ -50,7 +50,7 @@ class Use(Section):
 
 
 class Recipe(Section):
-    """Everything one run needs."""
+    """All settings of one run."""
 
     name: str = Field("run", description="Name of the run. Its folder is runs/NAME.")
     plugins: tuple[str, ...] = Field(

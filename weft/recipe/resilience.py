@@ -9,11 +9,10 @@ from weft.registry import find
 
 
 class Resilience(HostSection):
-    """Section for runs of several ranks when one of them dies, stalls, slows down or lies
-    (docs/explanations/resilience.md).
+    """Section for runs of several ranks, one of which may die, stall, slow down or send wrong gradients.
 
-    ``weft techniques`` lists rules of aggregation and codes; each brings settings of its own. What codes do says
-    :mod:`weft.sync.coded`.
+    See docs/explanations/resilience.md. ``weft techniques`` lists aggregation rules and gradient codes, each of which
+    brings settings of its own. :mod:`weft.sync.coded` explains gradient codes.
     """
 
     hosts: ClassVar = {"aggregate": "aggregator", "code": "code"}

@@ -17,7 +17,7 @@ Schema = dict[str, Any]
 
 
 def recipe_schema() -> Schema:
-    """Return the JSON schema (draft 4) of a recipe, with the settings that techniques bring.
+    """Return the JSON schema (draft 4) of a recipe, with the settings that techniques add to its sections.
 
     Techniques of plugins are included if their modules have been imported (:func:`weft.plugins.load_plugins`).
     """

@@ -18,9 +18,9 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str | Path) -> Path | None:
-    """Return the file of a recipe: ``name`` itself, ``name.toml`` in this folder, or Weft's recipe with this name.
+    """Return the path of a recipe: ``name`` itself, ``name.toml`` in this folder, or Weft's recipe with this name.
 
-    None if there is no such file, or none that ends in ``.toml``.
+    None if none of these exists as a file that ends in ``.toml``.
     """
     here = (
         path
@@ -31,7 +31,7 @@ def find_recipe(name: str | Path) -> Path | None:
 
 
 def recipe_headline(path: Path) -> str:
-    """Return the first line of a recipe's comment, which says what the recipe shows."""
+    """Return the first line of the recipe at ``path``, a comment that says what the recipe shows."""
     return path.read_text().partition("\n")[0].lstrip("# ")
 
 

@@ -15,7 +15,10 @@ class StorageAddress(NamedTuple):
 
 
 def storage_address(text: str) -> StorageAddress:
-    """Parse an address. Raises :class:`UsageError`, whose line leaves out ``text``, as it may hold a credential."""
+    """Parse the address of a folder, an S3 prefix or a path shared by peers.
+
+    Raises :class:`UsageError`, whose line leaves out ``text``, as it may hold a credential.
+    """
     # a Path has one slash left
     if match := re.fullmatch(r"s3:/{1,2}([^/]*)/*(.*?)/*", text):
         bucket, prefix = match.groups()

@@ -14,9 +14,9 @@ from weft.registry import Registered, find
 class Sync(HostSection):
     """Section on how islands (``layout.island``) exchange what they have learned (docs/explanations/islands.md).
 
-    ``weft techniques`` lists the methods; each brings settings of its own. Where all average in every step they
-    exchange gradients, and compute exactly what one island would. The error of a compressed message is added to the
-    next one.
+    ``weft techniques`` lists the methods, each of which brings settings of its own. Islands that all average after
+    every step exchange gradients instead of parameters, and compute exactly what one island would. The error of a
+    compressed message is added to the next message.
     """
 
     hosts: ClassVar = {"update": "sync"}
@@ -123,7 +123,7 @@ class Sync(HostSection):
 
     @property
     def of_gradients(self) -> bool:
-        """Whether islands average gradients before every update, and so compute exactly what one island would."""
+        """Whether islands average uncompressed gradients before every update, and so compute what one island would."""
         exact = self.method.is_mean and self.compress == "none"
         return self.every == 1 and self.partner == "all" and exact
 

@@ -25,7 +25,10 @@ def read_toml(path: Path, name: str = "") -> dict[str, Any]:
 
 
 def write_toml(tree: dict[str, Any], digits: int | None = None) -> str:
-    """Return ``tree`` as TOML with each list on one line; floats get ``digits`` significant digits if given."""
+    """Return ``tree`` as TOML with each list on one line.
+
+    ``digits``: significant digits to which floats are rounded; None: all digits.
+    """
     rounded = tree if digits is None else _rounded(tree, digits)
     return _lists_on_a_line(tomli_w.dumps(rounded, indent=0))
 

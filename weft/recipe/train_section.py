@@ -10,7 +10,7 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 
 
 class Train(Section):
-    """One training run. It ends at ``steps`` or ``data.epochs``, whichever is earlier."""
+    """Section of the training run, which ends at ``steps`` or ``data.epochs``, whichever is earlier."""
 
     steps: int = Field(
         100,

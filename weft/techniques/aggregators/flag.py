@@ -25,11 +25,11 @@ FLAG_TURNS, DIFFERENCES = 5, 1.0
     figure="as Krum's",
 )
 class Flag(Aggregator):
-    """Takes the mean of the gradients' directions within a subspace on which most of them agree.
+    """Takes the mean of the gradients' directions, projected onto a subspace on which most of them agree.
 
-    The subspace has about half as many dimensions as there are gradients. It minimises the sum of the square roots of
-    what it leaves out of each gradient's direction, and of each difference's, by repeated reweighting. Its basis is a
-    sum of gradients, so that inner products suffice.
+    The subspace has about half as many dimensions as there are gradients. It is found by repeated reweighting, which
+    minimises the sum of the square roots of what the projection loses of each direction, and of each difference of
+    two directions. Its basis consists of sums of gradients, so that their inner products suffice.
 
     The authors' program ignores the gradients' lengths and divides by the number of dimensions, so that its result is
     not a gradient. Here the result has the gradients' median length: equal gradients are returned unchanged, and a

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class CopyForEachRank(DispatchWay):
-    """Sends a token once to each rank, which adds up its experts' outputs before it sends them back."""
+    """Sends a token once to each rank that has experts of it; that rank sends back the sum of their outputs."""
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import per_rank

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     ),
 )
 class TwoLevel(DispatchWay):
-    """Exchanges within nodes, then between nodes: ``g + n - 2`` larger messages for ``n`` nodes of ``g`` ranks."""
+    """Exchanges tokens within each node, then between nodes, in fewer and larger messages.
+
+    A rank sends ``g + n - 2`` messages, with ``n`` nodes of ``g`` ranks.
+    """
 
     by_node = True
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class NormalisedDPO(PairLoss):
-    """DPO on log-probabilities that are averaged over tokens."""
+    """DPO on log-probabilities that are averaged over an answer's tokens instead of summed."""
 
     averaged = True
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class Hinge(PairLoss):
-    """The hinge loss: 0 once the margin between chosen and rejected answer is large enough."""
+    """The hinge loss of the margin: reward of the chosen minus reward of the rejected answer; 0 for large margins."""
 
     smooths = False
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; plain PyTorch's loss and gradients by the paper's formula",
 )
 class ORPO(PairLoss):
-    """The chosen answer's cross entropy plus the logistic loss of the log odds ratio of both answers."""
+    """The chosen answer's cross entropy plus the logistic loss of the log odds ratio of chosen to rejected answer."""
 
     averaged = True
     has_reference = False

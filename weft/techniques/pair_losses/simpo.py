@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class SimPO(PairLoss):
-    """The logistic loss of the difference between the answers' mean log-probabilities minus a margin."""
+    """The logistic loss of the difference of the answers' mean log-probabilities, times ``beta``, minus a margin."""
 
     averaged = True
     has_reference = False

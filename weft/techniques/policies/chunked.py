@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class Chunked(SchedulingPolicy):
-    """Schedules new tokens first, then one chunk of one prompt, of at most ``chunk`` tokens (SARATHI)."""
+    """Schedules generated tokens first, then a chunk of one prompt, of at most ``chunk`` tokens (SARATHI)."""
 
     chunk: int
     example: ClassVar[str] = "chunked:64"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CO2Settings(OuterSettings):
-    """Settings of the outer update with CO2's published defaults, and CO2's own."""
+    """Settings of the outer update, with the defaults of CO2's paper, and settings that only CO2 has."""
 
     lr: PositiveFloat = Field(
         1.0,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NoLoCoSettings(OuterSettings):
-    """Settings of the outer update with NoLoCo's published defaults."""
+    """Settings of the outer update, with the defaults of NoLoCo's paper."""
 
     momentum: float = Field(
         0.5, ge=0, lt=1, description="Momentum of the outer update."

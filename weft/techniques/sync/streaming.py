@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StreamingSettings(OuterSettings):
-    """Settings of the outer update and of streaming."""
+    """Settings of the outer update, and settings that only streaming has."""
 
     mix: float = Field(
         0.5,

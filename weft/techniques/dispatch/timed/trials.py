@@ -68,16 +68,16 @@ class OptionTimes:
             self.chosen = fastest
 
     def begin_again(self) -> None:
-        """Begin another round of trials."""
+        """Begin another round of trials: forget all measured seconds, and keep the chosen option."""
         self.seconds, self.passes = [inf] * self.options, 0
 
 
 class TimedDispatch(Adaptive):
-    """Times each option in passes of the run, and takes the fastest on the slowest rank.
+    """Times each option in some passes of the run, and takes the one that is fastest on its slowest rank.
 
-    A pass is timed from where its rows set out to where they are back, the experts' work included; its backward pass is
-    taken to be alike. All ranks try the same option in the same pass and agree once a round, so that a pass with the
-    chosen option costs no message. Which option is chosen depends on the machine: runs are equal up to rounding.
+    A pass is timed from the dispatch of its rows until their results are back, the experts' work included; its backward
+    pass is assumed to take as long. All ranks try the same option in the same pass and agree once per round, so that
+    other passes cost no message. Which option is chosen depends on the machine: runs are equal up to rounding.
     """
 
     def __init__(self, ranks: ExpertRanks) -> None:

@@ -28,7 +28,10 @@ ZERO = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 
 
 def read_deepspeed(path: Path, config: Path | None) -> Foreign:
-    """Read partitions of ZeRO 0 to 3, or a universal checkpoint with a folder for each parameter."""
+    """Read a DeepSpeed checkpoint: partitions of ZeRO 0 to 3, or a universal checkpoint (a folder per parameter).
+
+    ``config``: path of the model's ``config.json``, if it is elsewhere.
+    """
     folder = newest_save(path)
     about = path if config or not (folder / CONFIG).is_file() else folder
     shape = shape_beside(about, config)

@@ -15,7 +15,10 @@ from weft.shapes.foreign_names import LAYER
 
 
 def read_megatron(path: Path, config: Path | None) -> Foreign:
-    """Read ``mp_rank_TP[_PP]/model_optim_rng.pt``, where every stage and virtual stage numbers its blocks from 0."""
+    """Read a Megatron-LM checkpoint, files ``mp_rank_TP[_PP]/model_optim_rng.pt``.
+
+    Every pipeline stage and virtual stage numbers its blocks from 0. ``config``: path of the model's ``config.json``.
+    """
     folder = newest_save(path)
     ranks: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
     for file in sorted(folder.glob("mp_rank_*/model_optim_rng.pt")):

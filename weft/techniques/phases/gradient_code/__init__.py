@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     ),
 )
 class GradientCodeTechnique(StepTechnique):
-    """Decodes the sum of all gradients by the code that ``resilience.code`` names (:mod:`weft.sync.coded`)."""
+    """Decodes the sum of all gradients from the first results of ranks, by the code that ``resilience.code`` names.
+
+    See :mod:`weft.sync.coded`.
+    """
 
     fills = Phase.GRADIENTS | Phase.AGREE
     does = "resilience.code = {0.resilience.code!r} decodes the sum of all gradients from the first answers"

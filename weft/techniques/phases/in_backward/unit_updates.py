@@ -38,7 +38,7 @@ class InBackward(PhaseFiller):
     """Updates every unit as soon as its last gradient of the step is complete.
 
     ``inspect`` gets the reduced gradients of one unit at a time. A step whose loss is not finite is skipped. A gradient
-    that is not finite ends the run with a :class:`WeftError`, as other units have been updated before.
+    that is not finite ends the run with a :class:`WeftError`, as other units have been updated by then.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -76,7 +76,10 @@ class InBackward(PhaseFiller):
         return Agreed({}, partial(step_result, step_sum(shares, self.mesh)))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Update the routers' biases from the experts' loads. Backward has updated all parameters before."""
+        """Adjust the routers' biases by the experts' loads; all parameters have been updated during backward.
+
+        Raises :class:`WeftError` if a gradient was not finite.
+        """
         result = agreed.result()
         if math.isfinite(result.loss) and result.skipped:
             raise WeftError(

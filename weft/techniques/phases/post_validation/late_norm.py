@@ -37,7 +37,7 @@ T = torch.Tensor
 
 
 class PendingUpdate(NamedTuple):
-    """A step whose parameters have been updated before its norm was known."""
+    """A step whose parameters have been updated although its gradient norm is not known yet."""
 
     lr: float
     clip: float
@@ -104,7 +104,7 @@ class PostValidation(PhaseFiller):
         return self.final
 
     def finish(self) -> list[StepResult]:
-        """Complete the last step's update. Returns its result, unless that has been returned before."""
+        """Complete the run's last step. Return its result, or nothing if it has been returned before."""
         return self._finish_pending()[0]
 
     def summary(self) -> str:

@@ -85,7 +85,10 @@ class Speculation(PhaseFiller):
             )
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
-        """Reduce gradients and sums as the plain step does; undo the early updates if the step must be clipped."""
+        """Reduce gradients and sums as the plain step does.
+
+        Undoes the early updates if the step must be clipped or skipped.
+        """
         with self._restoring():
             # otherwise the norm is computed beside the last updates
             if any(self.context.state.tiers.groups.values()):
@@ -101,7 +104,7 @@ class Speculation(PhaseFiller):
         return Agreed(grads, lambda: result)
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Update the units that have not been updated early."""
+        """Update the units that have not been updated during backward; all units if the early updates were undone."""
         result = update_unless_skipped(self.context, given, agreed, self._update_others)
         self.tried.commit()
         return [result._replace(undone=self.wrong)]
