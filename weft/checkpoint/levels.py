@@ -66,7 +66,7 @@ class LevelStore:
         return self.last
 
     def resume_from(self, checkpoint: Storage) -> None:
-        """Record that the run resumed from ``checkpoint``, so that it is not saved again if it is in this place."""
+        """Record that the run resumed from ``checkpoint``, so that a checkpoint in this place is not saved again."""
         if _path(self.place / checkpoint.name) == _path(checkpoint):
             self.last, self.step = checkpoint, step_of(checkpoint)
 
@@ -135,9 +135,9 @@ def _check_memory(level: LevelStore, size: int) -> None:
 
 
 def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
-    """Raise :class:`WeftError` for places that only some ranks see, such as a host's own disk. Collective.
+    """Raise :class:`WeftError` for a place that only some ranks see, such as a host's own disk. Collective.
 
-    ``ranks``: the run's number of ranks; ``local``: their number on this host.
+    ``ranks``: number of ranks in the run; ``local``: number of ranks on this host.
     """
     if all(from_all(ranks == local)):
         return
@@ -223,7 +223,7 @@ class Thinning:
         self._is_own = cache(is_own)
 
     def start(self, level: LevelStore) -> None:
-        """Start to delete the checkpoints that ``level`` no longer keeps."""
+        """Start to delete those checkpoints of ``level`` that are more than it keeps."""
 
         def goes(place: Storage) -> bool:
             return str(_path(place)) not in self.protected and self._is_own(place)
@@ -243,5 +243,5 @@ class Thinning:
         ]
 
     def close(self, wait: bool = True) -> None:
-        """Start no more deletions. With ``wait``, wait for the deletions under way."""
+        """Start no more deletions. With ``wait``, wait for the deletions under way to end."""
         self._thread.shutdown(wait)

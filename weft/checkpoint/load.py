@@ -47,8 +47,8 @@ def _no_collection() -> Iterator[None]:
 class StoredCheckpoint:
     """Committed checkpoint in ``storage``.
 
-    ``bytes_read``: bytes of data files read so far; ``seconds``: how long each stage of loading took. ``progress`` is
-    called with the number of bytes of every read.
+    ``bytes_read``: bytes of data files read so far; ``seconds``: duration of each stage of loading. ``progress`` is
+    called after each read with the number of bytes that were read.
     """
 
     def __init__(
@@ -68,7 +68,10 @@ class StoredCheckpoint:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """Contents of the root. Raises :class:`DamagedCheckpoint` if it is missing or this Weft cannot read it."""
+        """Contents of the root file.
+
+        Raises :class:`DamagedCheckpoint` if the root file is missing or of a format that this Weft cannot read.
+        """
         try:
             data = self.storage.read(ROOT)
         except MissingObject:
@@ -254,7 +257,7 @@ class StoredCheckpoint:
 
 
 def memory_of(values: torch.Tensor) -> Elements:
-    """View a CPU tensor as an array of opaque elements, which shares its memory."""
+    """View a CPU tensor as an array of opaque elements. The array shares the tensor's memory."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     elements: Elements = values.detach().view(kinds[values.element_size()]).numpy()
     return elements.view(f"u{values.element_size()}")

@@ -53,11 +53,11 @@ def open_model(
     where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None,
     experts: RestingExperts | None = None,
 ) -> OpenedModel:  # fmt: skip
-    """Open the model of a run, a checkpoint, or any name that ``model.from`` takes.
+    """Open the model of a run, of a checkpoint, or of any name that ``model.from`` accepts.
 
-    ``ema``: load the run's averages of the parameters. ``warn`` is called for each damaged checkpoint that was skipped
-    for an older one. ``mesh``: the ranks that share the model (default: this rank alone, on ``device``). ``experts``:
-    keeps the experts' weights outside the device's memory.
+    ``ema``: load the run's moving averages of the parameters. ``warn`` is called for each damaged checkpoint that was
+    skipped for an older one. ``mesh``: the ranks that share the model (default: this rank alone, on ``device``).
+    ``experts``: keeps the experts' weights outside the device's memory.
     """
     mesh, where = mesh or Mesh.single(device), local_path(str(where))
 
@@ -107,9 +107,10 @@ def open_model(
 def tokenizer_of(
     files: dict[str, bytes], where: Where, warn: Callable[[str], None] | None = None
 ) -> Tokenizer:
-    """Return the tokenizer among a model's files. Raises :class:`WeftError` if there is none.
+    """Return the tokenizer among ``files``, the files of the model at ``where``.
 
-    ``warn``, if given, is called when the tokenizer has no token that ends a text.
+    ``warn``, if given, is called when the tokenizer has no end-of-text token. Raises :class:`WeftError` if there is no
+    tokenizer.
     """
     tokenizer = tokenizer_from_files(files, str(where))
     if warn is not None and not tokenizer.stops:
@@ -123,11 +124,11 @@ def export_model(
     checkpoint: str, out: Path, warn: Callable[[str], None], merge: bool = False, ema: bool = False,
     dtype: str | None = None, form: str = "hf",
 ) -> Path:  # fmt: skip
-    """Export a model with its tokenizer and chat template to the new folder ``out``, and return the folder or file.
+    """Export a model with its tokenizer and chat template to the new folder ``out``. Returns the folder or file.
 
-    ``form``: ``hf`` (a Hugging Face folder) or ``gguf`` (one file). An adapter is written alone, as PEFT stores it, or
-    with ``merge`` merged into its model. ``ema``: see :func:`open_model`. ``dtype``: type of the weights, by default
-    that of the model from which the run started.
+    ``form``: ``hf`` (a Hugging Face folder) or ``gguf`` (one file). An adapter is written alone, in PEFT's format; with
+    ``merge`` it is merged into its base model. ``warn`` and ``ema``: see :func:`open_model`. ``dtype``: type of the
+    weights, by default that of the model from which the run started.
     """
     check_new(out)
     model, files, length = open_model(checkpoint, "cpu", warn, ema)

@@ -30,7 +30,7 @@ KEPT = 32
 
 @dataclass(frozen=True)
 class PeerStorage:
-    """Read-only :class:`~.storage.Storage` of the shared files under ``prefix``."""
+    """Read-only :class:`~.storage.Storage` of the files that peers share under ``prefix``."""
 
     prefix: str
 

@@ -40,7 +40,10 @@ SETTINGS = ("steps", "batch", "dtype")
 
 
 def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
-    """Return the fields by which two models differ, as texts like ``model.layers = 4, the recipe 3``."""
+    """Return the fields in which the model shapes ``stored`` and ``needed`` differ.
+
+    They are texts like ``model.layers = 4, the recipe 3``, where the first value is that of ``stored``.
+    """
     if stored.adapter and needed.adapter:  # dropout is of the run, not of the model
         kept = stored.adapter.model_copy(update={"dropout": needed.adapter.dropout})
         stored = stored.model_copy(update={"adapter": kept})
@@ -56,7 +59,7 @@ def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
 
 
 def is_of_model(place: Storage, shape: ModelShape) -> bool:
-    """Return whether the checkpoint at ``place`` is of the model ``shape``. Raises :class:`StorageError`."""
+    """Return whether the checkpoint at ``place`` is of a model with ``shape``. Raises :class:`StorageError`."""
     try:
         return not model_differences(model_of(open_checkpoint(place)), shape)
     except StorageError:
@@ -71,7 +74,10 @@ def check_resumable(
     tokenizer: Tokenizer,
     optimizer: Optimizer,
 ) -> None:
-    """Raise :class:`WeftError` if ``checkpoint`` is no run's state, or is of another model, tokenizer or optimizer."""
+    """Raise :class:`WeftError` if a run cannot resume from ``checkpoint``.
+
+    Reasons are that it is no run's state, or that it is of another model, tokenizer or optimizer than those given.
+    """
     instead = f"start a new run from its weights: --set model.from={checkpoint}"
     if "data" not in checkpoint.meta:
         kind = checkpoint.meta.get("source", {}).get("kind", "another program's")

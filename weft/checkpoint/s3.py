@@ -46,9 +46,9 @@ TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
 class S3Storage:
     """:class:`Storage` of the keys under ``prefix`` of ``bucket``.
 
-    ``timeout``: seconds for one request; ``patience``: seconds after which a failing operation is not repeated;
-    ``pause``: seconds before the first repetition, doubled each time. An interrupted upload leaves nothing visible;
-    parts that a killed process has sent stay hidden until a lifecycle rule of the bucket
+    ``timeout``: seconds for one request; ``patience``: seconds after which a failing operation is not retried;
+    ``pause``: seconds before the first retry, doubled for each further one. An interrupted upload leaves nothing
+    visible. Parts that a killed process has sent stay hidden until a lifecycle rule of the bucket
     (AbortIncompleteMultipartUpload) removes them.
     """
 

@@ -136,7 +136,7 @@ class Saver:
         return time.perf_counter() - begun
 
     def wait_for_copy(self) -> None:
-        """Wait until the state has been copied. Must be called before every update of the parameters."""
+        """Wait until the save under way has copied the state. Must be called before every update of the parameters."""
         if self._copying is None or self._task is None:
             return
         begun = time.perf_counter()
@@ -148,7 +148,7 @@ class Saver:
         self._task = None
 
     def poll(self) -> None:
-        """Collect the writer's reports so far. Does not wait."""
+        """Collect the reports that the writer process has sent so far. Does not wait."""
         while self._due and self._writer is not None and self._writer.has_report():
             self._receive_report()
 
@@ -170,7 +170,10 @@ class Saver:
                     self._where.clear()
 
     def close(self, at_once: bool = False) -> None:
-        """End the writer and free its memory. ``at_once``: kill the writer instead of waiting for it."""
+        """End the writer process and free its memory.
+
+        ``at_once``: kill the process instead of waiting for its work to end.
+        """
         self._thread.shutdown()
         if self._writer is not None:
             if at_once:

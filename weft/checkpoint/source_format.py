@@ -39,7 +39,10 @@ class SourceFormat:
 
 
 def newest_save(path: Path) -> Path:
-    """Return the folder of the newest save that a file in ``path`` names (DeepSpeed, Megatron), else ``path``."""
+    """Return the folder of the newest save, if a file in ``path`` names that folder, else ``path``.
+
+    DeepSpeed and Megatron write such a file.
+    """
     for file in ("latest_universal", "latest", "latest_checkpointed_iteration.txt"):
         if (path / file).is_file():
             tag = (path / file).read_text(errors="replace").strip()

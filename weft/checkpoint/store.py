@@ -80,7 +80,8 @@ def learned_length(checkpoint: StoredCheckpoint) -> int | None:
 def checkpoint_places(where: Where) -> list[Storage]:
     """Return the places that may hold checkpoints of the run in folder ``where``.
 
-    They are its subfolder ``checkpoints``, the folder itself, and the places listed in its file :data:`PLACES`.
+    They are the subfolder ``checkpoints``, the folder itself, and the places listed in the folder's file
+    :data:`PLACES`.
     """
     place, listed = open_storage(where), []
     with suppress(MissingObject):
@@ -94,7 +95,7 @@ def checkpoint_places(where: Where) -> list[Storage]:
 
 
 def committed_checkpoints(root: Where) -> list[Storage]:
-    """Return the committed checkpoints directly under ``root``, oldest first."""
+    """Return the committed checkpoints directly under ``root``, in ascending order of their steps."""
     place = open_storage(root)
     return [place / name for name in _numbered(place) if place.holds(f"{name}/{ROOT}")]
 
@@ -115,12 +116,12 @@ def _number(name: str) -> tuple[int, int] | None:
 
 
 def step_of(place: Storage) -> int:
-    """Return the step in the name of a checkpoint's folder, -1 if there is none."""
+    """Return the step in the name of the checkpoint's folder ``place``, or -1 if the name has none."""
     return (_number(place.name) or (-1, 1))[0]
 
 
 def new_name(taken: Collection[str], step: int) -> str:
-    """Return a name for a checkpoint of ``step`` that is not in ``taken``."""
+    """Return a folder name for a checkpoint of ``step`` that is not in ``taken``."""
     name, number = f"step-{step:06d}", 1
     while name in taken:
         number += 1
@@ -347,9 +348,9 @@ def _abandoned(place: Storage, checkpoints: Sequence[Storage]) -> bool:
 
 
 def verify(checkpoint: StoredCheckpoint) -> int:
-    """Read and verify a whole checkpoint, including the heads of data files. Returns the bytes read of data files.
+    """Read and verify a whole checkpoint, including the heads of data files.
 
-    Raises :class:`DamagedCheckpoint`, which names the damaged file.
+    Returns the bytes that were read of data files. Raises :class:`DamagedCheckpoint`, which names the damaged file.
     """
     check_files(checkpoint)
     sizes, before = checkpoint.storage.list("data/"), checkpoint.bytes_read

@@ -70,7 +70,10 @@ def is_foreign(where: str) -> bool:
 
 
 def open_pretrained(name: Where) -> Pretrained:
-    """Open the model called ``name``. Only the requested boxes of weights are read, on demand."""
+    """Open the model called ``name``, as ``model.from`` accepts it.
+
+    Weights are read later, only the boxes requested.
+    """
     where = local_path(str(name))
     place, path = open_storage(where), Path(where)
     if path.suffix == ".json":
@@ -97,7 +100,7 @@ def open_pretrained(name: Where) -> Pretrained:
 
 
 def base_name(name: Where) -> str | None:
-    """Return the name of the base model of the adapter called ``name``, if the adapter names one."""
+    """Return the name of the base model of the adapter ``name``, or None if the adapter does not name one."""
     where = local_path(str(name))
     if is_adapter(Path(where)):
         return PeftAdapter(Path(where)).base
@@ -117,9 +120,10 @@ def shape_named(name: str) -> ModelShape:
 
 
 def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
-    """Return the initial values of a run that starts from ``model.from``, with a new adapter if ``shape`` has one.
+    """Return the initial values of a run that starts from ``model.from``.
 
-    Returns None if all parameters are random.
+    They include those of a new adapter if ``shape`` has an adapter and the model has none. Returns None if all
+    parameters start from random values.
     """
     pretrained = (
         None if recipe.model.origin is None else open_pretrained(recipe.model.origin)

@@ -17,8 +17,9 @@ _PASSING = 64 << 10
 def keep_heap() -> None:
     """Let this process keep the memory that it frees (glibc), except for tensors above 32 MiB.
 
-    A step frees memory and allocates the same again. If it went back to the system, it would be mapped and zeroed anew
-    each time, which took a tenth to a fifth of a small model's step on two cores. The peak of memory stays the same.
+    A step frees memory and allocates as much again. If freed memory went back to the system, it would be mapped and
+    zeroed anew each time, which took a tenth to a fifth of a small model's step on two cores. The peak of memory stays
+    the same.
     """
     for parameter, limit in _LIMITS.items():
         _limit(parameter, limit)
@@ -31,8 +32,7 @@ def _limit(parameter: int, limit: int) -> None:
 
 @contextmanager
 def passing_by_the_heap() -> Iterator[None]:
-    """Return a context in which each tensor is mapped separately, so that many short-lived tensors do not enlarge the
-    heap.
+    """Return a context in which each tensor gets its own memory mapping instead of memory of the heap.
 
     It is for assembling a model whose state does not fit in memory. Otherwise the whole state would pass through the
     heap, which would then be mostly empty, and steps would scatter over it and touch twice the memory that they need.
@@ -47,7 +47,7 @@ def passing_by_the_heap() -> Iterator[None]:
 
 
 def give_heap_back() -> None:
-    """Hand free memory back to the system.
+    """Hand the heap's free memory back to the system.
 
     It is called before the steps of a process whose state does not fit in memory. The steps themselves keep the memory
     that they free, since mapping it again would take a third of their time, and so hold a tenth more at their peak.

@@ -94,11 +94,12 @@ def page_buffer(size: int, pinned: bool = False) -> T:
 
 
 class BufferPool:
-    """Reusable buffers by size. Each size has its own buffers, so that small tensors do not occupy large ones.
+    """Pool of reusable buffers. Each size has its own buffers, so that small tensors do not occupy large buffers.
 
-    Buffers of a size with fewer than :data:`COMMON` users (:meth:`announce`) are not kept, for example an embedding's,
-    which is used twice a step. ``bytes``: the size of all buffers, in use or not; ``most``: its peak. ``when_short`` is
-    called when memory runs out, to return buffers that are still being written.
+    Buffers of a size with fewer than :data:`COMMON` users (:meth:`announce`) are freed after use, unless they are
+    pinned. An example are those of an embedding, which is used twice a step. ``bytes``: bytes of all buffers, in use or
+    not; ``most``: the peak of ``bytes``. ``when_short`` is called when memory runs out, to return buffers that are
+    still being written.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -114,7 +115,7 @@ class BufferPool:
         self._users[whole_pages(size)] += 1
 
     def take(self, size: int) -> T:
-        """Return a buffer of whole pages for ``size`` bytes, with undefined content."""
+        """Return a buffer for ``size`` bytes, rounded up to whole pages, with undefined content."""
         room = whole_pages(size)
         if self._free[room]:
             return self._free[room].pop()
@@ -139,7 +140,7 @@ class BufferPool:
         give_heap_back()
 
     def give(self, buffer: T) -> None:
-        """Return a buffer to the pool."""
+        """Return ``buffer`` to the pool, which frees the buffer if its size has few users and it is not pinned."""
         if self._users[buffer.numel()] < COMMON and not self.pinned:
             self.bytes -= buffer.numel()
         else:
@@ -213,7 +214,7 @@ class Region:
         return self._transfer(data, start, write=True)
 
     def forget_sums(self) -> None:
-        """Drop the checksums of written pieces, as the memory may be changed from now on."""
+        """Drop the checksums of written pieces, because the mapped memory may be changed from now on."""
         self._sums.clear()
 
     def _transfer(self, data: T, start: int, write: bool) -> Transfer:

@@ -78,8 +78,9 @@ class PeftAdapter:
     """Opened folder of a PEFT adapter. Raises :class:`WeftError` if it is damaged or Weft does not support its kind.
 
     ``adapter``: its settings, whose targets are the weights with stored tensors; ``base``: the name of its base model,
-    if stored; ``sizes``: shapes of the tensors by PEFT's names; ``tokens``: ids whose rows are trained. ``placed``:
-    whole weights that are stored as a base and trained rows; ``orders``: permutations that sort trained rows by token.
+    if stored; ``sizes``: shapes of the tensors by PEFT's names; ``tokens``: ids of tokens whose rows of the embedding
+    are trained. ``placed``: whole weights that are stored as a base and trained rows; ``orders``: permutations that
+    sort trained rows by token.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -203,7 +204,10 @@ class PeftAdapter:
         return max([*sizes, *(token + 1 for token in self.tokens)], default=0)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read the tensor that PEFT calls ``name``, with rows of trained tokens in ascending order."""
+        """Read the tensor with PEFT's name ``name``.
+
+        Rows of trained tokens are put in ascending order of the tokens.
+        """
         with safe_open(self.folder / TENSORS, "pt") as file:
             if name in self.placed:
                 under, rows, tokens = self.placed[name]
@@ -333,10 +337,10 @@ def write_adapter(
 
 
 def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
-    """Read a whole adapter that PEFT or ``weft export`` wrote, to apply it to some rows of a batch of ``model``.
+    """Read an adapter that PEFT or ``weft export`` wrote, to apply it to some rows of a batch of ``model``.
 
-    :func:`weft.models.row_adapters.own_part` cuts it for a rank that holds a part of ``model``. Raises
-    :class:`WeftError` if the adapter is for another model.
+    The whole adapter is read; :func:`weft.models.row_adapters.own_part` cuts it for a rank that holds a part of
+    ``model``. Raises :class:`WeftError` if the adapter is for another model.
     """
     if not is_adapter(folder):
         raise WeftError(

@@ -49,18 +49,21 @@ ShardLayout = Callable[[Sizes, ModelShape, int], Iterator[RowsCopy]]
 
 
 def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Copy a tensor that every rank stored whole with equal values."""
+    """Yield the copy that forms a tensor of which every rank stored the whole, all with equal values."""
     yield RowsCopy(0, 0, shards[0][0])
 
 
 def averaged(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Copy a tensor that every rank stored whole with different values, whose mean is used."""
+    """Yield the copies for a tensor of which every rank stored the whole with different values. Their mean is used."""
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0])
 
 
 def column_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Concatenate the shards along rows, as for the weight of a column-parallel layer."""
+    """Yield copies that concatenate the shards along rows, as for the weight of a column-parallel layer.
+
+    ``shards``: the shapes of the shards.
+    """
     at = 0
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (slice(at, at + size[0]),))
@@ -68,7 +71,10 @@ def column_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Row
 
 
 def row_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Concatenate the shards along columns, as for the weight of a row-parallel layer."""
+    """Yield copies that concatenate the shards along columns, as for the weight of a row-parallel layer.
+
+    ``shards``: the shapes of the shards.
+    """
     at = 0
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (slice(None), slice(at, at + size[1])))
@@ -76,9 +82,9 @@ def row_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCo
 
 
 def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Concatenate the shards along rows as :func:`column_parallel` does, without rows of padding.
+    """Yield copies that concatenate the shards along rows, without the rows of padding at the end.
 
-    Padding are the rows after the last row of the vocabulary.
+    ``shards``: the shapes of the shards. Rows from ``shape.vocab`` on are padding.
     """
     at = 0
     for i, size in enumerate(shards):
@@ -88,7 +94,7 @@ def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Copy part 0, 1 or 2 (q, k or v) of Megatron's fused weight.
+    """Yield the copies for part 0, 1 or 2 (q, k or v) of Megatron's fused weight.
 
     The fused weight has, for each key/value head, the rows of its query heads, then of its key, then of its value.
     """
@@ -112,7 +118,10 @@ def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Copy part 0 or 1 (gate or up) of a fused weight. Each shard holds rows of gate, then as many of up."""
+    """Yield the copies for part 0 or 1 (gate or up) of a fused weight.
+
+    Each shard holds some rows of gate, then as many rows of up.
+    """
     at = 0
     for i, size in enumerate(shards):
         half = size[0] // 2
@@ -121,13 +130,16 @@ def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def stacked_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Stack shards, each the weight of one expert, to a tensor ``[experts, ...]``."""
+    """Yield copies that stack shards, each the weight of one expert, to a tensor ``[experts, ...]``."""
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (i,))
 
 
 def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Copy a whole tensor of all experts of a layer with gate and up fused, as transformers 5 holds it in memory."""
+    """Yield the copy for a fused gate and up tensor of all experts of a layer.
+
+    Transformers 5 holds the weights in memory in this form.
+    """
     return replicated(shards, shape, part)
 
 
@@ -189,7 +201,10 @@ DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|(?:.*\.)?(
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Source of a logical tensor: part ``part`` of foreign tensor ``name``, read from ``shards`` by ``rule``."""
+    """Source of a logical tensor: part number ``part`` of the foreign tensor ``name``.
+
+    ``shards`` hold the foreign tensor, and ``rule`` says how they form it.
+    """
 
     name: str
     shards: Sequence[Shard]
@@ -228,9 +243,10 @@ def _unread(name: str) -> WeftError:
 def sources_by_name(
     stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()
 ) -> dict[str, TensorSource]:
-    """Return the source of each Weft tensor. ``stored``: shards by foreign name.
+    """Return the source of each Weft tensor by its Weft name.
 
-    ``averages``: patterns for names of tensors of which every rank stored a different copy; their mean is used.
+    ``stored``: shards by foreign name. ``averages``: patterns for foreign names of tensors of which every rank stored a
+    different copy; the mean of the copies is used.
     """
     if any("pre_feedforward_layernorm" in name for name in stored):
         raise WeftError(

@@ -30,7 +30,7 @@ WEFT = "weft"
 def open_foreign(
     source: Where, kind: str | None = None, config: Path | None = None
 ) -> Foreign:
-    """Open the checkpoint ``source`` of format ``kind`` (default: the format that it looks like).
+    """Open the checkpoint at ``source``. ``kind``: its format, by default the one that its file names suggest.
 
     ``config``: the model's ``config.json``, if it lies elsewhere. Only Weft's checkpoints may be in remote storage.
     Raises :class:`WeftError` if the checkpoint is missing, damaged or of no known format.
@@ -106,7 +106,7 @@ def _weft(where: Where) -> Foreign:
 
 
 def checkpoint_format(path: Path) -> str | None:
-    """Return the format that a file or folder looks like by its names, or None if none matches."""
+    """Return the format that the names of the file or folder ``path`` suggest, or None if they match no format."""
     if path.is_dir():
         folder = newest_save(path)
         own = (ROOT, f"checkpoints/*/{ROOT}", f"*/{ROOT}")

@@ -36,9 +36,10 @@ SETTINGS = (
 
 
 def upcycled_shape(dense: ModelShape, text: str) -> ModelShape:
-    """Return ``dense`` with the experts that ``text`` sets (``experts=8,experts_per_token=2,expert_ffn=512``).
+    """Return the shape ``dense`` with experts in place of its feed-forwards.
 
-    Raises :class:`UsageError` if ``text`` is malformed or its experts do not divide the dense layer.
+    ``text``: settings such as ``experts=8,experts_per_token=2,expert_ffn=512``. Raises :class:`UsageError` if ``text``
+    is malformed or the dense layer cannot be divided into such experts.
     """
     settings: dict[str, str] = {}
     for item in text.split(","):

@@ -40,8 +40,9 @@ def convert(
 ) -> Foreign:  # fmt: skip
     """Convert the checkpoint ``source`` from format ``kind`` (default: detected) to format ``to`` at ``out``.
 
-    ``dtype``: type of the weights (None keeps theirs); ``optimizer``: whether to write moments; ``upcycle``: experts
-    for a dense model (:mod:`weft.checkpoint.convert.upcycle`). Raises :class:`WeftError`, leaving no checkpoint.
+    ``config``: the model's ``config.json``, if it lies elsewhere; ``dtype``: type of the weights (None keeps theirs);
+    ``optimizer``: whether to write moments; ``upcycle``: experts for a dense model
+    (:mod:`weft.checkpoint.convert.upcycle`). Raises :class:`WeftError`, and then leaves no checkpoint at ``out``.
     """
     if to not in WRITERS:
         raise UsageError(f"--to {to!r} is not possible; {nearest(to, WRITERS)}")
@@ -197,9 +198,10 @@ def export_dcp(
     dtype: torch.dtype | None = None,
     optimizer: bool = True,
 ) -> None:
-    """Write a DCP folder with Hugging Face's names, and moments as ``optimizer.state.NAME.exp_avg``.
+    """Write ``foreign`` as a DCP folder with Hugging Face's names. No process group is needed.
 
-    No process group is needed.
+    ``dtype``: type of the weights (None keeps theirs). With ``optimizer`` moments are written as
+    ``optimizer.state.NAME.exp_avg``.
     """
     wanted: dict[str, tuple[_Output, int | None]] = {}
     empty = {}
