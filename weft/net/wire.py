@@ -417,7 +417,10 @@ class SealedConnection:
         return self.session.hello
 
     def send(self, head: Head, payload: Sequence[memoryview] = ()) -> int:
-        """Send a frame; return its size in bytes. Raises OSError (:class:`WireBroken` is a subclass)."""
+        """Send a frame of ``head`` and ``payload``; return its size in bytes.
+
+        Raises OSError (:class:`WireBroken` is a subclass).
+        """
         count = 0
         for buffer in self.session.encode(head, payload):
             send_all(self.socket, buffer, self.stall)
@@ -456,7 +459,7 @@ def await_ready(sock: socket.socket, limit: float, writing: bool = False) -> boo
 
 
 def send_all(sock: socket.socket, buffer: Buffer, stall: float) -> None:
-    """Send all bytes on a non-blocking socket within ``stall`` seconds."""
+    """Send all bytes of ``buffer`` on a non-blocking socket, within ``stall`` seconds."""
     rest, deadline = memoryview(buffer), time.monotonic() + stall
     while len(rest):
         try:

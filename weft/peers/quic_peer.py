@@ -226,7 +226,10 @@ class Peer:
             ) from None
 
     def connect(self, who: str, service: str, limit: float = 2 * DIAL) -> Socket:
-        """Return a socket that leads to the ``service`` that peer ``who`` exposes, over an encrypted connection."""
+        """Return a socket that leads to the ``service`` that peer ``who`` exposes, over an encrypted connection.
+
+        ``who``: a name or the beginning of a public key; ``limit``: seconds to wait for the peer.
+        """
         peer = self.find(who, limit)
         ours, theirs = socket_pair()
 

@@ -104,7 +104,10 @@ async def within(limit: float, awaitable: Awaitable[T]) -> T:
 async def send(
     stream: Any, head: dict[str, Any], body: bytes | memoryview = b""
 ) -> None:
-    """Send a message: the length of its head, the head as JSON, and the body, whose size is in the head."""
+    """Send a message on ``stream``: the length of its head, the head as JSON, and the body.
+
+    The size of the body is added to the head.
+    """
     text = json.dumps(head | {"size": len(body)}).encode()
     whole = memoryview(struct.pack("!I", len(text)) + text + body)
     for at in range(0, len(whole), PIECE):

@@ -76,9 +76,7 @@ class RankGuard(Watching):
     # --- copies of the state ---
 
     def hand_over(self, mesh: Mesh) -> None:
-        """Copy the present state to ranks that stay in the run, as some ranks are about to leave. Collective over
-        ``mesh``.
-        """
+        """Copy the present state, so that the ranks that stay in the run hold all of it. Collective over ``mesh``."""
         leaves = from_all(self.membership.leaving, mesh.step_group)
         if self.snapshots:
             before = self.snapshots[-1]

@@ -252,7 +252,10 @@ def _have_met(store: "dist.Store", ranks: int) -> bool:
 
 
 def rank_environment(rank: int, ranks: int, threads: int) -> dict[str, str]:
-    """Return the environment variables of a rank, as torchrun sets them."""
+    """Return the environment variables of one of ``ranks`` local ranks, as torchrun sets them.
+
+    ``threads``: the number of threads per rank, 0 for an equal share of the cores.
+    """
     # All ranks are on this machine: gloo needs no network, nor a host name that resolves.
     usual = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",

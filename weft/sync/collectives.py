@@ -84,11 +84,13 @@ def compressed_mean(
 ) -> T:  # fmt: skip
     """Return the mean of ``flat`` over ``members`` (default: all islands), with messages compressed in both directions.
 
-    Every island receives one chunk from all islands (compressed by ``there``), computes its mean, and sends the mean to
-    all (compressed by ``back``). So each sends 2 (n - 1) / n of the compressed tensor, as in a ring, and nothing is
-    compressed more than twice. ``up`` and ``down`` are the residuals of the two directions, which hold the losses of
-    earlier exchanges. They are fed back and updated in place (of ``down`` only this island's chunk). None: no feedback,
-    for unbiased compressors. Random seeds follow from ``number``, the number of the exchange.
+    ``there`` and ``back``: the compressors of the two directions; ``tag``: the beginning of the messages' tags;
+    ``number``: the number of the exchange, from which random seeds follow. Every island receives one chunk from all
+    islands (compressed by ``there``), computes its mean, and sends the mean to all (compressed by ``back``). So each
+    sends 2 (n - 1) / n of the compressed tensor, as in a ring, and nothing is compressed more than twice.
+
+    ``up`` and ``down`` are the residuals of the two directions, which hold the losses of earlier exchanges. They are
+    fed back and updated in place (of ``down`` only this island's chunk). None: no feedback, for unbiased compressors.
     """
     me, every = streams.island, members or range(streams.islands)
     parts = dict(
