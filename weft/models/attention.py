@@ -275,7 +275,9 @@ def _(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
 def attention_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, window: int = 0
 ) -> QkvGradients:
-    """Return the gradients of q, k and v of :func:`attention`, from the gradient of its ``out``."""
+    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`attention`; ``grad``: the gradient of its output
+    ``out``.
+    """
     g, fq, fk, fv, o = (x.flatten(0, 1) for x in (grad, q, k, v, out))
     segments = document_segments(cu_seqlens, window)
     grads = attend_backward(g, fq, fk, fv, o, lse, segments)

@@ -66,7 +66,11 @@ class LatentAttention(Projections):
         self.base = int(bool(shape.window_theta and shape.window_of(layer)))
 
     def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
-        """Map ``x`` ``[batch, seq, embed]`` to this rank's share of a sum over ``tp``, of the same shape."""
+        """Map ``x`` ``[batch, seq, embed]`` to this rank's summand of the output, which is a sum over the ranks of
+        ``tp``.
+
+        ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin.
+        """
         cos, sin = (each[self.base] for each in rope[:2])
         # [batch, seq, heads/tp, ...]
         q, rotated = self._queries(x).split([self.plain, self.rope_dim], -1)

@@ -185,10 +185,11 @@ def from_shares(share: T, group: dist.ProcessGroup | None) -> T:
 def token_scores(
     hidden: T, weight: T | None, labels: T, first: int, chunk: int, mesh: Mesh
 ) -> T:
-    """Return every label's log-probability, and 1 if no other token is likelier, else 0: float64 ``[tokens, 2]``.
+    """Return two scores of every token's label, float64 ``[tokens, 2]``: its log-probability, and whether it is the
+    likeliest.
 
-    Arguments as of :func:`linear_cross_entropy`, for tokens that all have a label; without ``weight``, ``hidden`` are
-    the logits.
+    The second score is 1 if no other token is likelier, else 0. Arguments as of :func:`linear_cross_entropy`, for
+    tokens that all have a label. If ``weight`` is None, ``hidden`` are the logits.
     """
     group, dtype = vocabulary_group(mesh), wide(hidden.dtype)
     scores = torch.empty(len(hidden), 2, dtype=torch.float64, device=hidden.device)

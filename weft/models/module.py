@@ -12,9 +12,9 @@ from weft.shapes.parameters import Table
 
 
 class Module(nn.Module):
-    """A module whose parameters are created on the meta device with their logical description beside them.
+    """A module whose parameters are made on the meta device, each with a description of the whole tensor beside it.
 
-    ``path``: its name in the model; ``table``: the parameters of the model, or of its layer
+    ``path``: the module's name in the model; ``table``: the parameters of the model, or of the module's layer
     (:mod:`weft.shapes.parameters`).
     """
 
@@ -34,10 +34,10 @@ class Module(nn.Module):
         return f"{self.path}.{name}" if self.path else name
 
     def weight(self, name: str, whole: bool = False) -> Logical:
-        """Register parameter ``name`` with this rank's part of the tensor that the table describes.
+        """Register the parameter ``name``: this rank's part of the tensor that the table describes.
 
-        ``whole``: every rank that shares the work on the same data has all of it. Statistics, which no gradient
-        changes, are held by every rank as its state.
+        ``whole``: no axis such as ``tp``, whose ranks compute the same data, cuts the tensor. Statistics, which no
+        gradient changes, are held whole by every rank.
         """
         row = self.described[self.inside(name)]
         fixed = row.kind == "statistic"

@@ -31,9 +31,9 @@ LEVELS = (
 
 
 class RowReader(NamedTuple):
-    """Reads rows of a weight in the orientation in which the weight is stored (:func:`is_turned`).
+    """Reads rows of a weight in the orientation in which the weight is quantised (:func:`is_turned`).
 
-    ``read(lo, hi)`` returns ``[hi - lo, width]``; there are ``rows`` of them.
+    ``read(lo, hi)`` returns the rows ``lo:hi``, ``[hi - lo, width]``; ``rows``: the number of rows of the weight.
     """
 
     read: Callable[[int, int], T]

@@ -82,12 +82,12 @@ class PluginModel(Transformer):
 
 
 def cross_entropy(vocab: int) -> TokenLoss:
-    """Return the cross entropy as a loss of logits."""
+    """Return the cross entropy as a :class:`TokenLoss`, for a plugin's model with ``vocab`` tokens."""
     return TokenLoss(partial(nn.functional.cross_entropy, reduction="none"), vocab)
 
 
 def plugin_values(shape: ModelShape, seed: int) -> Values:
-    """Return the initial values that the plugin's module makes under this seed."""
+    """Return the initial values that the plugin's module gives its parameters if PyTorch is seeded with ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = build_plugin_model(shape.kind, shape.settings, shape.vocab)

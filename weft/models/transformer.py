@@ -110,7 +110,9 @@ def token_rows(
 
 
 class Attention(Projections):
-    """Grouped-query attention (Ainslie et al. 2023) over packed documents, or linear attention in its place."""
+    """Grouped-query attention over packed documents (Ainslie et al. 2023), or linear attention if the layer's mixer is
+    linear.
+    """
 
     TOGETHER = (("wq", "wk", "wv"), ("wo",))
 
@@ -162,7 +164,11 @@ class Attention(Projections):
             self.attend = linear_mixer(mesh, self.decay)
 
     def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
-        """Map ``x`` ``[batch, seq, embed]`` to this rank's share of a sum over ``tp``, of the same shape."""
+        """Map ``x`` ``[batch, seq, embed]`` to this rank's summand of the output, which is a sum over the ranks of
+        ``tp``.
+
+        ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin.
+        """
         q, k, v = self.project(x, "wq", "wk", "wv")
         if self.bias:
             q = q + self.bq
@@ -209,9 +215,10 @@ def feed_forward_module(
 
 
 class Block(Module):
-    """Pre-norm block, with norms after attention and feed-forward too if the shape says so.
+    """A pre-norm transformer block; the shape can add norms after attention and feed-forward.
 
-    ``recompute`` is ``none``, ``full`` or ``selective`` (attention and its exchanges are kept).
+    ``recompute``: what backward computes again: ``none``, ``full``, or ``selective`` (all but attention and its
+    exchanges).
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
@@ -228,7 +235,11 @@ class Block(Module):
     def forward(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None = None
     ) -> T:
-        """Map ``[batch, seq/tp, embed]`` to the same shape. ``seen``: counts of routers, if there are any."""
+        """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape.
+
+        ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin; ``seen``:
+        where routers record their counts.
+        """
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._body(x, rope, cu_seqlens, seen)
         tape = current_tape()
@@ -373,8 +384,9 @@ class Transformer(Module):
         return self.scores(hidden, only)
 
     def scores(self, hidden: T, only: slice | T | None = None) -> T:
-        """Return logits ``[batch, seq, vocab]`` of hidden states ``[batch, seq/tp, embed]``; ``only``: see
-        :meth:`forward`.
+        """Return the logits ``[batch, seq, vocab]`` of hidden states ``[batch, seq/tp, embed]``.
+
+        ``only``: positions of each row whose logits are computed; None: all.
         """
         hidden = gather_tokens(hidden, self.mesh)  # [batch, seq, embed]
         if only is not None:
@@ -406,8 +418,10 @@ class Transformer(Module):
         draws: T | None = None,
         route: Sequence[int] | None = None,
     ) -> T:
-        """Return the output layer's input ``[batch, seq/tp, embed]``, after the final norm. ``draws``: see
-        :class:`Batch`.
+        """Return the input of the output layer, after the final norm: ``[batch, seq/tp, embed]``.
+
+        ``draws``: random bits of the tokens for dropout (:mod:`weft.models.dropout`); other arguments as of
+        :meth:`forward`.
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype, draws)
@@ -423,7 +437,7 @@ class Transformer(Module):
         cu_seqlens: T,
         seen: RouterPass | None = None,
     ) -> T:
-        """Run block ``i`` on ``[batch, seq/tp, embed]``."""
+        """Run block ``i`` on ``x`` ``[batch, seq/tp, embed]``; other arguments as of :meth:`Block.forward`."""
         block, saver = self.blocks[str(i)], self.hooks.saver
         if saver is None:
             return block(x, rope, cu_seqlens, seen)
@@ -460,8 +474,9 @@ class Transformer(Module):
         return self.outputs.adapters["head"] if len(self.outputs.adapters) else None
 
     def loss(self, normed: T, batch: Batch, hooks: Hooks | None = None) -> T:
-        """Return the weighted sum of the losses of tokens or pairs, from the final norm's output ``[batch, seq/tp,
-        embed]``.
+        """Return the weighted sum of the losses of the tokens, or of the pairs of answers, in ``batch``.
+
+        ``normed``: output of the final norm, ``[batch, seq/tp, embed]``; ``hooks``: losses in place of the model's own.
         """
         hooks = hooks or self.hooks
         objective = hooks.objective
@@ -494,7 +509,7 @@ class Transformer(Module):
         )
 
     def logical_parameters(self) -> Iterator[tuple[str, Logical]]:
-        """Yield every parameter's full name and description, in the order of :meth:`parameters`."""
+        """Yield the full name of every parameter and its :class:`Logical` tensor, in order of :meth:`parameters`."""
         for prefix, module in self.named_modules():
             if isinstance(module, Module):
                 for name, logical in module.logical.items():

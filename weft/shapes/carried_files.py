@@ -71,11 +71,11 @@ def carried_dtype(files: Mapping[str, bytes]) -> str | None:
 def files_of_run(
     carried: Mapping[str, bytes], own: Mapping[str, bytes], same_tokenizer: bool
 ) -> dict[str, bytes]:
-    """Return the files that a run's checkpoints hold.
+    """Return the files that a run writes beside the weights in its checkpoints.
 
-    ``carried``: files of the model that the run starts from; ``own``: files of the run's tokenizer;
-    ``same_tokenizer``: whether it is the model's. Another tokenizer brings its own files, and its ids of special
-    tokens are written to the configurations.
+    ``carried``: files of the model that the run starts from; ``own``: files of the run's tokenizer. ``same_tokenizer``:
+    whether the run's tokenizer is the model's; a different one brings its own files, and the ids of its special tokens
+    are written to the configurations.
     """
     if same_tokenizer:  # ids that no file says yet are all that the tokenizer adds
         return {n: content for n, content in own.items() if n == GENERATION} | {

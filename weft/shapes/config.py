@@ -362,9 +362,9 @@ def config_from_shape(
     shape: ModelShape, dtype: object = "float32", tokens: Mapping[str, Any] | None = None,
     max_positions: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the ``config.json`` with which transformers (4 and 5) computes the same model.
+    """Return the fields of a ``config.json`` with which transformers (4 and 5) computes the same model.
 
-    ``tokens``: ids by name (``eos_token_id`` ...); ``max_positions``: the context length, if one is known.
+    ``tokens``: ids of special tokens by name (``eos_token_id`` ...); ``max_positions``: the context length, if known.
     """
     name = architecture(shape)
     scores = shape.output == "score"

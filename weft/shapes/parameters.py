@@ -143,10 +143,10 @@ def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
 
 
 def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
-    """Return the parameters of a model. ``vocab``: size of the tokenizer, if the model leaves it open.
+    """Return the rows of the parameter table of a model.
 
-    The inputs of parameters of a plugin's model are not known: each gets a step of its own, and every token counts as
-    multiplied with all matrices once.
+    ``vocab``: size of the tokenizer, if the model leaves it open. Of a plugin's model the order of computation is not
+    known: each parameter gets a step of its own, and each token counts as multiplied with every matrix once.
     """
     if model.kind:
         return _of_plugin(model, model.vocab or vocab)
@@ -163,19 +163,19 @@ def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
 
 
 def layer_table(model: ModelShape, layer: int) -> Table:
-    """Return the parameters of one layer."""
+    """Return the parameters of the layer with index ``layer``, by name."""
     rows = _Rows(model)
     rows.block(layer)
     return {row.name: row for row in rows.rows}
 
 
 def whole_table(model: ModelShape) -> Table:
-    """Return all parameters by name."""
+    """Return all parameters of ``model`` by name."""
     return {row.name: row for row in parameters(model)}
 
 
 def outer_table(model: ModelShape) -> Table:
-    """Return the parameters that are in no layer."""
+    """Return the parameters of ``model`` that are in no layer, by name."""
     return whole_table(model.model_copy(update={"layers": 0}))
 
 

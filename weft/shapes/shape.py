@@ -32,8 +32,8 @@ class ForwardFlops(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder, from which plans compute memory and time; each field is a number, or an array of one per
-    plan.
+    """The sizes of a decoder, from which plans compute memory and time; each field is a number or, for many cases at
+    once, an array.
 
     Fields of weights are numbers of elements, as means over the layers. ``dense_weights``: matrices of attention, dense
     and shared feed-forward and router; ``expert_weights``: all experts; ``chosen_weights``: the experts that a token is
@@ -47,8 +47,8 @@ class Shape:
     experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse. ``linear``: share of the layers
     with linear attention. ``cached``: elements per token and layer in the generation cache; 0: keys and values of all
     heads. ``hottest``: load of the busiest expert of a layer, as a multiple of the mean. ``frozen``: 1 if only adapters
-    are trained, with ``adapters`` weights per layer (LoRA, 2106.09685); ``stored``: bytes of each frozen weight of a
-    layer.
+    are trained, with ``adapters`` weights per layer (LoRA, 2106.09685); ``stored``: bytes per weight of a layer, less
+    than 2 if quantised.
     """
 
     layers: Num
