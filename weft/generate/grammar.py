@@ -110,7 +110,8 @@ class Grammars:
     def compile(
         self, kind: Literal["json", "regex", "lark"], text: str | dict[str, Any]
     ) -> Grammar:
-        """Compile a JSON schema, a regular expression or a grammar in Lark's notation.
+        """Compile ``text`` to a grammar. ``kind``: the text is a JSON schema, a regular expression or a grammar in
+        Lark's notation.
 
         Takes milliseconds to a second, without the interpreter's lock. Raises :class:`UsageError` for a text that
         cannot be read, or that nothing can match.

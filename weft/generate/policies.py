@@ -55,8 +55,8 @@ class SchedulingPolicy:
 def exact_fill(
     running: Sequence[Request], waiting: Sequence[Request], budget: int
 ) -> list[tuple[Request, int]]:
-    """Give the step's budget of tokens to new tokens first, then to prompts, oldest first. The last prompt is cut where
-    the budget ends (Dynamic SplitFuse).
+    """Give the step's ``budget`` of tokens to new tokens of ``running`` requests first, then to prompts, oldest first.
+    The last prompt is cut where the budget ends (Dynamic SplitFuse).
     """
     order = sorted(running, key=lambda r: (r.wanted > 1, r.arrival))
     return [(r, r.wanted) for r in (*order, *waiting)]

@@ -152,7 +152,9 @@ def odds(
     written: Sequence[int],
     allowed: T | None = None,
 ) -> T:
-    """Return the probability with which each token is sampled, float64 ``[vocab]``."""
+    """Return the probability with which each token is sampled, float64 ``[vocab]``. The arguments are those of
+    :func:`penalised`.
+    """
     ids, probabilities = candidate_tokens(
         penalised(logits, how, prompt, written, allowed), how
     )

@@ -35,8 +35,8 @@ class ScheduledStep(NamedTuple):
 
 
 class Scheduler:
-    """Plans steps of at most ``budget`` tokens from at most ``limit`` requests. ``version``: number of the weights,
-    which :meth:`renew` changes.
+    """Plans steps of at most ``budget`` tokens from at most ``limit`` requests. ``policy``: shares the budget among
+    requests. ``version``: number of the weights, which :meth:`renew` changes.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class TicketWriter:
 
 
 class TicketReader:
-    """Reads the messages of the first rank's :class:`TicketWriter`."""
+    """Reads the messages of the first rank's :class:`TicketWriter`, which listens at ``address`` under ``name``."""
 
     def __init__(
         self, rank: int, address: Sequence[Any], name: str, secret: str

@@ -325,8 +325,8 @@ def style(
     unit: str = "",
     dash: str = "solid",
 ) -> Record:
-    """Return the Plotly style of a line called ``name``. Up to 30 ``points`` are marked one by one. ``form``: d3 format
-    of the line's values.
+    """Return the Plotly style of a line called ``name``. Up to 30 ``points`` are marked one by one. ``form`` and
+    ``unit``: d3 format and unit of the line's values; ``dash``: Plotly's dash style.
     """
     look = {"color": color, "width": 2, "dash": dash}
     mode = "lines" if len(points) > 30 else "lines+markers"

@@ -81,7 +81,7 @@ def ratio(seconds: float, middle: float, whole: float) -> float:
 
 def slowest_in_words(of: Times, what: str) -> str:
     """Return a sentence about the rank and the stage that exceed the median by most, or that no rank stands out.
-    ``what``: the sentence's first word, such as ``Saves``.
+    ``of``: seconds by rank and stage; ``what``: the sentence's first word, such as ``Saves``.
     """
     if not of:
         return ""
@@ -301,7 +301,11 @@ def _deciles(values: Sequence[float]) -> list[float | None]:
 def stalls(
     saved: Sequence[Record], checkpoints: Sequence[Record]
 ) -> tuple[list[int], list[float]]:
-    """Return the steps with saves, and for each save the seconds that training waited on the slowest rank."""
+    """Return the steps with saves, and for each save the seconds that training waited on the slowest rank.
+
+    ``saved``: records of single ranks' saves; ``checkpoints``: records of whole checkpoints, for steps without the
+    former.
+    """
     seconds_by_step: dict[int, float] = {}
     for row in saved:
         seconds = numbers(row)

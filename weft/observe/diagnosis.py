@@ -107,7 +107,9 @@ def examine(run: Path) -> Examination:
 
 
 def status_of_rank(trace: Trace, process: str, now: int) -> RankStatus:
-    """Return the state of one rank from its trace at time ``now``."""
+    """Return the state of one rank from its trace. ``process``: running, stopped or gone; ``now``: present time in
+    nanoseconds.
+    """
     about, short, inside = trace.about, digest_trace(trace), held_in(trace)
     steps, last = trace.steps, trace.records[-1] if len(trace.records) else None
     what = (
@@ -133,9 +135,10 @@ def status_of_rank(trace: Trace, process: str, now: int) -> RankStatus:
 def standstill(
     traces: Mapping[int, Trace], states: Mapping[int, str], now: int
 ) -> list[Verdict]:
-    """Return a verdict on each rank for which others wait too long; empty if the run does not hang.
+    """Return a verdict on each rank for which others wait too long; empty if the run does not hang. ``states``:
+    running, stopped or gone, by rank; ``now``: present time in nanoseconds.
 
-    In a chain of ranks that each wait for the next, the verdict is about the last one.
+    In a chain of ranks that each wait for the next, the verdict is about the last rank.
     """
     inside = {
         rank: record

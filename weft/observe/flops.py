@@ -42,7 +42,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def measured_flops(
     device: torch.device, dtype: torch.dtype, seconds: float = 0.2, size: int = 1024
 ) -> float:
-    """Measure the best rate of a square matrix product within about ``seconds``, in flop/s."""
+    """Measure the best rate in flop/s of products of two square matrices with ``size`` rows. The measurement takes
+    about ``seconds``.
+    """
     from torch.utils.benchmark import Timer
 
     a = torch.rand(size, size, device=device, dtype=dtype)

@@ -102,8 +102,8 @@ class Ring:
         tensors: Sequence[Any],
         peer: int | None = None,
     ) -> int:
-        """Record the begin of a collective, or of a message with rank ``peer`` of the group; return the record's
-        number.
+        """Record the begin of a collective of ``kind`` with ``tensors``, or of a message to or from rank ``peer`` of
+        the group. Return the record's number.
         """
         index, ranks = self._group(group)
         sequence = next(self._sequences[index if peer is None else (index, kind, peer)])
@@ -126,7 +126,10 @@ class Ring:
         peer: int = -1,
         place: int = 0,
     ) -> int:
-        """Record an event that begins now; return the record's number."""
+        """Record an event of ``kind`` that begins now, and return the record's number. ``group``, ``place``: numbers of
+        its process group and source line; ``size``: bytes; ``sequence``: the event's number among those of the
+        group.
+        """
         number, now = next(self._numbers), time.monotonic_ns()
         at = self._at(number)
         TIME.pack_into(self._map, at, 0)  # until the rest is there

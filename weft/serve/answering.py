@@ -40,7 +40,9 @@ PLAIN = AnswerForm()
 
 
 class AnswerReader:
-    """Converts the tokens of one answer to reasoning, text and tool calls."""
+    """Converts the tokens of one answer to reasoning, text and tool calls. ``form``: which of these the answer may
+    have.
+    """
 
     def __init__(
         self, asked: SamplingRequest, tokenizer: Tokenizer, form: AnswerForm

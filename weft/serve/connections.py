@@ -165,7 +165,9 @@ class GuardedProtocol(H11Protocol):
         return False
 
     def refuse(self, status: int, message: str) -> None:
-        """Answer an incomplete request with an error, unless an answer is being sent, and end the connection."""
+        """Answer an incomplete request with the HTTP ``status`` and an error ``message``, unless an answer is being
+        sent, and end the connection.
+        """
         cycle, conn = self.cycle, self.conn
         answering = cycle is not None and not cycle.response_complete
         begun = answering and cycle.response_started

@@ -54,7 +54,9 @@ class TokenLimit(NamedTuple):
 
 
 class TooManyTokens(UsageError):
-    """A text has at least ``tokens`` tokens, which is more than ``limit`` allows."""
+    """Error for a text of at least ``tokens`` tokens, which is more than ``limit`` allows. ``beside``: words about what
+    else takes tokens.
+    """
 
     def __init__(self, tokens: int, limit: TokenLimit, beside: str = "") -> None:
         said = (

@@ -167,7 +167,7 @@ def read_limits(words: Sequence[str]) -> dict[str, float]:
 
 
 def read_percentiles(words: str) -> list[float]:
-    """Read percentiles from a text of numbers from 0 to 100, separated by commas."""
+    """Read percentiles from a text of numbers from 0 to 100 with commas between them, such as ``50,99``."""
     try:
         percentiles = [float(word) for word in words.split(",")]
     except ValueError:
@@ -200,8 +200,8 @@ def latency_statistics(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return statistics of a load that took ``seconds``, under vLLM's names, with times in milliseconds. ``limits``:
-    the largest milliseconds by metric, for goodput.
+    """Return statistics of the requests' ``outcomes`` in a load that took ``seconds``, under vLLM's names, with times
+    in milliseconds. ``limits``: largest milliseconds by metric, for goodput.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
     prompt, written = (

@@ -68,8 +68,8 @@ def _message(message: Any, number: int) -> Message:
 
 
 def content_text(content: Any, name: str) -> str:
-    """Return the text of a message's content, which may consist of parts. Raises :class:`UsageError` for other
-    content.
+    """Return the text of a message's content, which may consist of parts. Raises :class:`UsageError` for other content;
+    ``name`` is the content's name in the error.
     """
     if content is None or isinstance(content, str):
         return content or ""

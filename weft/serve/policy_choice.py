@@ -58,8 +58,8 @@ def split_load(
 
 
 def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
-    """Measure the step times of an engine on ``load`` and fit a curve to them. The requests run one by one, all at
-    once, and all at once in small chunks.
+    """Measure the step times of an engine from ``build`` on ``load`` and fit a curve to them. The requests run one by
+    one, all at once, and all at once in small chunks.
     """
     # in small chunks, where there is such a policy
     small = [*compared_policies(), EXACT_FILL][1]

@@ -230,7 +230,7 @@ def copied(tokenizer: Tokenizer) -> Tokenizer:
 
 def as_written(message: Message, form: CallForm | None) -> Message:
     """Convert tool calls with cut arguments to the text that the model had written, and append it to the message's
-    content. Complete calls stay calls.
+    content. Complete calls stay calls. ``form``: the form in which the model writes calls.
     """
     calls = message.get("tool_calls", [])
     whole = [call for call in calls if isinstance(call["function"]["arguments"], dict)]
@@ -252,8 +252,10 @@ def continued(
     tools: Sequence[Message],
     variables: Mapping[str, Any],
 ) -> Marked:
-    """Render a conversation up to the end of its last message, which the model is to continue. Raises
-    :class:`UsageError` if that is not a message of the assistant's with text.
+    """Render the conversation ``talk`` up to the end of its last message, which the model is to continue.
+    ``variables``: further variables of the chat template.
+
+    Raises :class:`UsageError` if the last message is not a message of the assistant's with text.
     """
     last = talk[-1]
     if last["role"] != "assistant" or not last["content"].strip():

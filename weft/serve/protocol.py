@@ -19,7 +19,9 @@ MOST_STOPS, LONGEST_STOP, MOST_TEXTS = 16, 256, 2048
 
 
 class Refusal(Exception):
-    """An error that a client gets as JSON, with an HTTP status."""
+    """An error that a client gets as JSON, with an HTTP status. ``code``: error code for programs; ``param``: the wrong
+    field of the request.
+    """
 
     def __init__(
         self,

@@ -22,8 +22,8 @@ def thoughts_of(template: str) -> Thoughts | None:
 
 
 def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> bool:
-    """Return whether an answer after ``prompt`` begins inside its reasoning. ``continued``: the first words of the
-    answer, with which the prompt already ends.
+    """Return whether an answer after ``prompt`` begins inside its reasoning. ``thoughts``: the tags of reasoning.
+    ``continued``: the first words of the answer, with which the prompt already ends.
     """
     if continued:
         return continued.rfind(thoughts.opening) > continued.rfind(thoughts.closing)
@@ -31,7 +31,9 @@ def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> boo
 
 
 class ReasoningFinder:
-    """Separates the reasoning at the beginning of an answer from the rest. The answer's text comes in pieces."""
+    """Separates the reasoning, between the tags ``thoughts`` at the beginning of an answer, from the rest. The answer's
+    text comes in pieces.
+    """
 
     def __init__(self, thoughts: Thoughts) -> None:
         self.thoughts, self.inside, self.over = thoughts, thoughts.begun, False
