@@ -66,7 +66,10 @@ class LevelStore:
         return self.last
 
     def resume_from(self, checkpoint: Storage) -> None:
-        """Record that the run resumed from ``checkpoint``, so that a checkpoint in this place is not saved again."""
+        """Record that the run resumed from ``checkpoint``.
+
+        If it is in this place, its state is not saved here again.
+        """
         if _path(self.place / checkpoint.name) == _path(checkpoint):
             self.last, self.step = checkpoint, step_of(checkpoint)
 
@@ -97,9 +100,10 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
 
 
 def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
-    """Raise :class:`WeftError` if a level cannot work; fill ``taken`` of each level. Called by one rank.
+    """Check the levels of a run on one rank, and fill ``taken`` of each.
 
-    ``size``: approximate bytes of a checkpoint. ``fresh``: the run does not resume, so levels must hold no checkpoint.
+    Raises :class:`WeftError` if one cannot work. ``size``: approximate bytes of a checkpoint. ``fresh``: the run does
+    not resume, so levels must hold no checkpoint.
     """
     for level in levels:
         if level.in_memory:
@@ -176,7 +180,7 @@ def _is_visible(place: Storage, name: str) -> bool:
 def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
     """Create folders that must exist before the first save, and write the list of places to the folder ``run``.
 
-    ``fresh``: the run does not resume.
+    ``fresh``: the run does not resume, so checkpoints that an earlier run left in a level in memory are removed.
     """
     for level in levels:
         if level.in_memory:
@@ -223,7 +227,7 @@ class Thinning:
         self._is_own = cache(is_own)
 
     def start(self, level: LevelStore) -> None:
-        """Start to delete those checkpoints of ``level`` that are more than it keeps."""
+        """Start to delete the oldest checkpoints of ``level``, so that only as many stay as the level keeps."""
 
         def goes(place: Storage) -> bool:
             return str(_path(place)) not in self.protected and self._is_own(place)

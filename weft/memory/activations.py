@@ -365,7 +365,7 @@ class SavedActivations:
 
     @property
     def here(self) -> int:
-        """Bytes of saved tensors on the device."""
+        """Bytes of all saved tensors that are on the device."""
         return sum(run.here for run in list(self.runs))
 
     def _note_peak(self) -> None:
@@ -475,7 +475,7 @@ def move_piece(
 
 
 def seconds_between(begun: Stamp, ended: Stamp) -> float:
-    """Return the seconds between two stamps."""
+    """Return the seconds between the stamps ``begun`` and ``ended`` (CUDA events or times of the host's clock)."""
     if isinstance(begun, torch.cuda.Event):
         return float(begun.elapsed_time(cast(torch.cuda.Event, ended))) / 1000
     return cast(float, ended) - begun

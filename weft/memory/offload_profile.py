@@ -63,7 +63,9 @@ class Profile:
     read_drag: float = 0.0
 
     def offloaded(self, away: int) -> BlocksSaving:
-        """Simulate the pass with the activations of the first ``away`` blocks moved by :class:`SavedActivations`."""
+        """Simulate the pass with the activations of the first ``away`` blocks moved off the device, and return the
+        effect.
+        """
         blocks = self.blocks
         now = 0.0
         link = 0.0
@@ -98,7 +100,8 @@ class Profile:
     def recomputed(self, count: int) -> BlocksSaving:
         """Return the effect of recomputing the first ``count`` blocks during backward.
 
-        These blocks keep only their inputs, except for the one block that is being recomputed.
+        Each of these blocks keeps only its input until backward recomputes the block. One block at a time is
+        recomputed.
         """
         again = self.blocks[:count]
         inputs = sum(block.inputs for block in again)

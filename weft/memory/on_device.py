@@ -74,7 +74,7 @@ class OnDevice:
 
     @property
     def activation_file(self) -> Any:
-        """The file in which saved activations rest; None if they rest elsewhere."""
+        """File in which saved activations rest, or None if they rest elsewhere."""
         return None
 
     def stand(self) -> None:
@@ -84,7 +84,7 @@ class OnDevice:
         """Take back all changes that were made in :meth:`trying` since the last :meth:`stand`."""
 
     def settle(self) -> None:
-        """Wait for all transfers."""
+        """Wait for all transfers to end."""
 
     def check(self) -> None:
         """Compare the tensors in the file with the checksums of what was written."""

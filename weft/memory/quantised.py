@@ -14,10 +14,11 @@ T = torch.Tensor
 
 @cache
 def dynamic_map(signed: bool, exponents: int, bits: int) -> T:
-    """Return the values of the codes of ``bits`` bits, ascending, in [-1, 1] or [0, 1]: float32 ``[2**bits]``.
+    """Return the values of the codes of ``bits`` bits, ascending: float32 ``[2**bits]``.
 
-    Every decade below 1 has twice as many values as the decade below it (dynamic quantisation, Dettmers et al. 2021,
-    "8-bit Optimizers via Block-wise Quantization"). ``exponents``: number of decades.
+    They lie in [-1, 1] if ``signed``, else in [0, 1]. Every decade below 1 has twice as many values as the decade below
+    it (dynamic quantisation, Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization"). ``exponents``:
+    number of decades.
     """
     values = [0.0, 1.0]
     fraction_bits = bits - 1 - exponents if signed else bits - exponents
@@ -55,7 +56,7 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """Number of blocks of the whole dimension."""
+        """Number of blocks in the whole last dimension of the logical tensor."""
         return -(-self.length // self.size)
 
     def largest(self, x: T) -> T:
@@ -108,7 +109,10 @@ def unpacked(pairs: T) -> T:
 
 
 def rounded_bf16(x: T, bits: T) -> T:
-    """Round ``x`` (float32) to bfloat16, up or down so that the mean is ``x``; ``bits``: random, int64."""
+    """Round ``x`` (float32) to bfloat16, randomly up or down so that the expected value is ``x``.
+
+    ``bits``: random bits for each element of ``x``, int64.
+    """
     raw = x.float().view(torch.int32).long()
     up = (raw + (bits & 0xFFFF)) & ~0xFFFF
     wrapped = torch.where(up >= 1 << 31, up - (1 << 32), up)

@@ -32,11 +32,11 @@ class HostCopy:
         return self._there.query()
 
     def cancel(self) -> bool:
-        """Return False: a copy cannot be cancelled."""
+        """Return False, because a copy cannot be cancelled."""
         return False
 
     def wait(self) -> None:
-        """Let the current stream wait for the copy."""
+        """Let the current CUDA stream wait until the copy has ended."""
         torch.cuda.current_stream(self._device).wait_event(self._there)
 
 
@@ -82,7 +82,7 @@ class Records:
 
 
 class Slot(NamedTuple):
-    """Memory for a record, and the transfer that reads it."""
+    """Slot: ``memory`` for a record, and the transfer ``coming`` that reads the record into it."""
 
     memory: T
     coming: Transfer | HostCopy
