@@ -146,7 +146,7 @@ def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> flo
     """Return the seconds until all ranks have finished, if busy ranks share ``cores`` cores evenly.
 
     ``programs``: the actions of every rank. ``threads``: the threads with which each rank computes.
-    :mod:`weft.schedule.simulate` has a device per rank and moves that cost no compute, and so no way to say this.
+    :mod:`weft.schedule.simulate` cannot express shared cores: there each rank has a device of its own.
     """
     count = len(programs)
     at, left = [0] * count, [0.0] * count
@@ -220,7 +220,8 @@ def predict_step(
 ) -> Prediction:
     """Predict the time and memory of a step from every rank's rehearsed step.
 
-    ``workers``: the worker of the probed machine on which each rank runs, by default the one with its number.
+    ``local``: the probed machine. ``rehearsed``: the rehearsed step of each rank. ``workers``: the worker
+    of the probed machine on which each rank runs, by default the worker with the rank's number.
     """
     world = len(rehearsed)
     setting, uneven = local.setting(world), local.uneven(world)
@@ -251,7 +252,7 @@ def predict_step(
 
 
 def axes_along(layout: Layout, ranks: Sequence[int]) -> set[str]:
-    """Return the axes of ``layout`` along which these ranks lie."""
+    """Return the axes of ``layout`` along which the coordinates of ``ranks`` differ."""
     places = np.unravel_index(
         np.array(ranks, dtype=int), [layout.size(axis) for axis in layout.axis_order]
     )

@@ -117,7 +117,10 @@ def estimates(
     device: torch.device,
     say: Callable[[str], None],
 ) -> list[Estimate]:
-    """Return for each method the fastest settings that fit, or those that need the least memory if none fit."""
+    """Return for each method the estimate of its fastest settings that fit in memory.
+
+    If no settings of a method fit, the estimate is of those that need the least memory. ``say`` receives progress.
+    """
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(recipe.train.threads, 1))
     measured, passes = {}, dict[Adapter | None, dict[str, Piece]]()
@@ -156,8 +159,9 @@ def estimates(
 
 
 def recommend(estimates: Sequence[Estimate]) -> Estimate | None:
-    """Return the recommended method among those that fit; adapters are preferred if they can hold all that is
-    learned.
+    """Return the recommended method among those that fit, None if none fits.
+
+    Adapters are preferred if their parameters can hold what the training data teaches.
     """
     fitting = {e.method: e for e in estimates if e.fits}
     small = (
@@ -313,7 +317,8 @@ def subject(
 ) -> tuple[Recipe, ModelShape]:
     """Return the recipe to estimate and its model without an adapter, from a recipe or from the name of a model.
 
-    The recipe trains for ``tokens``, by default for its own steps.
+    ``tokens``: the number of tokens to train for, by default that of the recipe's steps. ``batch`` and ``seq``:
+    sequences per step and tokens in each, by default the recipe's.
     """
     if (file := find_recipe(model)) is not None:
         recipe = load_recipe(file)

@@ -25,10 +25,11 @@ Group: Any = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class Event:
-    """The next event of a rank: ``work``, a ``collective``, ``send`` or ``recv`` of a message, or ``wait`` for one.
+    """One recorded event of a rank.
 
-    ``name``: for work its purpose, ``compute`` or ``optimizer``; for a collective ``reduce``, ``gather``, ``scatter``
-    or ``exchange``; for a wait its target. ``seconds``: of work. ``bytes``: of the whole tensor of a collective.
+    ``kind``: ``work``, ``collective``, ``send``, ``recv``, or ``wait`` for a message. ``name``: for work its
+    purpose, ``compute`` or ``optimizer``; for a collective ``reduce``, ``gather``, ``scatter`` or ``exchange``; for a
+    wait its target. ``seconds``: of work. ``bytes``: of the whole tensor of a collective.
     ``ranks``: global ranks that take part; for a message the peer and the tag. ``number``: of a message.
     """
 
@@ -76,7 +77,7 @@ class Journal:
 
 
 class PendingMessage:
-    """A message under way, which records when it is waited for."""
+    """A message under way. A call of :meth:`wait` is recorded as an event."""
 
     def __init__(self, journal: Journal, event: Event) -> None:
         self.journal, self.event = journal, event

@@ -313,10 +313,11 @@ def choose_here(
 def rehearsals(
     recipe: Recipe, local: ProbedMachine, paces: dict[int, float] | None = None
 ) -> list[Rehearsal]:
-    """Rehearse every rank's step, on the recipe's own first batch if its data is present, as slow as in the probe.
+    """Rehearse every rank's step, with times scaled to the speed that the probe measured.
 
-    A small model's step is timed before and after. The ratio of the probe's time to this time is applied to the
-    rehearsed work, which corrects for the other ranks and for the machine's speed at this moment. ``paces`` holds the
+    The step runs on the recipe's first batch if its data is present, else on artificial rows. A small model's step is
+    timed before and after. Rehearsed work is multiplied by the probe's time of this small step over its present time,
+    which corrects for the load of the other ranks and for the machine's speed at this moment. ``paces`` holds the
     small model's seconds by threads, measured after the previous rehearsal; it is updated by this one.
     """
     paces = {} if paces is None else paces

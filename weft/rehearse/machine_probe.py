@@ -254,7 +254,7 @@ def empty_memory(world: int) -> dict[str, float]:
 
     With one rank: ``plain``, resident bytes without tensors, and ``per_byte``, resident bytes per byte of tensors at
     their peak (the heap has gaps). With more: resident bytes at the ``peak`` and the bytes of ``tensors`` at it,
-    from which :func:`cluster` computes ``plain``; and the bytes that sharding and messages add.
+    from which :func:`cluster` computes what tensor parallelism adds; and the bytes that sharding and messages add.
     """
     resident: dict[str, float] = {}
     if world == 1:

@@ -24,7 +24,10 @@ CHAINS = ("pp",)
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic of every rank along one axis in a step: ``bytes`` in ``messages`` (per neighbour, in one direction)."""
+    """Traffic of every rank along one axis in a step: ``bytes`` sent, and the number of ``messages``.
+
+    Both count what a rank sends to one neighbour in one direction.
+    """
 
     bytes: float
     messages: float = 1.0
@@ -33,8 +36,9 @@ class Traffic:
 def traffic_seconds(
     links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]
 ) -> float:
-    """Return the communication time of a step when workers take the places of the layout in their own order.
+    """Return the seconds of communication in a step whose ranks are placed on the workers in order of their numbers.
 
+    ``links``: the measured links between workers. ``traffic``: traffic of every rank, by axis.
     Axes take turns; all groups of an axis are busy at once and share what is slow.
     """
     places, total = rank_table(layout), 0.0
@@ -51,8 +55,9 @@ def traffic_seconds(
 def place_axes(
     links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]
 ) -> Layout:
-    """Return ``layout`` with the best order of axes for workers in the order of their numbers; ties keep the usual
-    order.
+    """Return ``layout`` with the order of axes that has the least communication time; ties keep the usual order.
+
+    The arguments are those of :func:`traffic_seconds`.
     """
     if len(links) != layout.world:
         raise ValueError(

@@ -88,7 +88,8 @@ def measure_pieces(
 ) -> tuple[Piece, Piece]:
     """Measure one block, and the ends with the whole vocabulary, under the recipe's method.
 
-    ``passes``: forward and backward passes by adapter, shared by methods that differ only in their optimizers.
+    ``passes``: a cache of measured forward and backward passes by adapter, which this call fills. Methods that differ
+    only in their optimizers share it.
     """
     some = min(shape.vocab, VOCAB)
     # which a small vocabulary may lack

@@ -73,8 +73,8 @@ def every_rank(
 ) -> list[Rehearsal]:
     """Rehearse the step of all ranks.
 
-    Ranks along ``dp``, ``shard`` and ``tp`` do the same on parts of equal size (up to one row), so one of them is run
-    for all. Groups and peers of the others are those of this rank, shifted along these axes.
+    Ranks along ``dp``, ``shard`` and ``tp`` do the same work on parts of equal size (up to one row), so only one of
+    them is run. The groups and peers of the other ranks are those of the rank that is run, shifted along these axes.
     """
     layout = recipe.layout
     rehearsals: dict[tuple[int, ...], Rehearsal] = {}
@@ -114,7 +114,10 @@ def watch(
     batches: Callable[[Mesh], Sequence[Batch]],
     journal: Journal,
 ) -> Rehearsal:
-    """Run steps in the existing process group: one whose tensors are counted, then several that are timed."""
+    """Run steps in the existing process group: first one whose tensors are counted, then several that are timed.
+
+    ``batches``: returns the batches of a rank's step, given its mesh. ``journal``: records the events.
+    """
     mesh = Mesh.create(recipe.layout, "cpu")
     model, state = build_for_training(shape, mesh, recipe, lambda *_: torch.zeros(()))
     ledger, given = Ledger(), batches(mesh)

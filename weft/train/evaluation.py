@@ -26,8 +26,8 @@ class Evaluation:
     """Runs validation and tasks after the steps at which they are due.
 
     Validation losses are appended to ``validations``. With ``optimizer.use_ema`` the moving averages of the parameters
-    replace the parameters during an evaluation; ``before_change`` is called first, and returns when the state may
-    change. A task is given up on all ranks as soon as one rank is ``interrupted``.
+    replace the parameters during an evaluation. ``before_change`` is called before that, and returns when the state may
+    change. A task is given up on all ranks as soon as ``interrupted`` is true on one rank.
     """
 
     job: Job

@@ -120,7 +120,10 @@ class Job:
         return code_of(self.recipe.resilience, ranks)
 
     def batch_speeds(self, layout: Layout) -> tuple[float, ...]:
-        """Return the speed of each data rank, which is that of its slowest rank; empty if all are alike."""
+        """Return the relative speed of each data rank of ``layout``; empty if all are alike.
+
+        The speed of a data rank is that of the slowest rank among those that share its batches.
+        """
         if len(set(self.speeds)) < 2:
             return ()
         ranks = [
@@ -269,7 +272,10 @@ def build_for_training(
 def hooks_of(
     loss: Loss, vocab: int, passed: Callable[[int, int], None] | None = None
 ) -> Hooks:
-    """Return the hooks of a model's passes, with the loss that ``loss.kind`` names unless that is cross entropy."""
+    """Return the hooks of a model's passes; they hold the loss that ``loss.kind`` names unless that is cross entropy.
+
+    ``vocab``: size of the vocabulary. ``passed``: see :class:`weft.models.hooks.Hooks`.
+    """
     if loss.of_pairs:
         from weft.models.preference import objective
 

@@ -275,7 +275,10 @@ def as_flat(
     device: torch.device,
     work: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Apply ``work`` to the named gradients as one flat tensor on ``device``. Returns the results by name."""
+    """Concatenate the gradients ``names`` into one flat tensor on ``device``, and apply the function ``work`` to it.
+
+    Returns the parts of its result by name.
+    """
     flat = torch.cat([grads[name].flatten() for name in names])
     place = flat.device
     flat = move_to(work(move_to(flat, device)), place)  # they may be on the host
