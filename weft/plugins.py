@@ -49,13 +49,13 @@ class Callback:
         """Called once, before the first step of the run."""
 
     def after_step(self, run: Any, result: Any) -> None:
-        """Called after a step, with its result."""
+        """Called after a training step with its ``result``, such as loss and gradient norm."""
 
     def after_evaluation(self, run: Any, values: Mapping[str, float]) -> None:
         """Called after an evaluation; ``values`` has the measured values by name."""
 
     def end(self, run: Any) -> None:
-        """Called at the end, when the last checkpoint is saved."""
+        """Called once, at the end of the run, when the last checkpoint is saved."""
 
 
 class PluginError(Exception):
@@ -153,10 +153,10 @@ loaded = set[str]()
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import ``modules``, which register their techniques. Raises :class:`ValueError` in one line that names the
-    module.
+    """Import ``modules``, which register their techniques.
 
-    Modules are searched on Python's path, and in the folder in which the command runs.
+    Modules are searched on Python's path, and in the folder in which the command runs. Raises :class:`ValueError`, in
+    one line that names the module, if an import fails.
     """
     here = str(Path.cwd())
     if modules and here not in sys.path:

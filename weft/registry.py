@@ -49,11 +49,12 @@ class About(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class TechniqueKind:
-    """A kind of technique. ``called``: the positional arguments with which a technique of this kind is called.
+    """A kind of technique, such as optimizers or schedules.
 
-    ``setting``: the recipe's setting, or the command's option, that names a technique. ``folder``: the folder in
-    ``weft/techniques/`` of Weft's own techniques; empty if there are none. ``noun``: the word for a technique in error
-    lines. ``plain``: values of the setting that name no technique, which the core handles itself.
+    ``called``: the positional arguments with which a technique of this kind is called. ``setting``: the recipe's
+    setting, or the command's option, that names a technique. ``folder``: the folder in ``weft/techniques/`` of Weft's
+    own techniques; empty if there are none. ``noun``: the word for a technique in error lines. ``plain``: values of the
+    setting that name no technique, which the core handles itself.
     """
 
     noun: str

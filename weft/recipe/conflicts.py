@@ -44,7 +44,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def ranks_in_node(self) -> int:
-        """Number of a node's ranks along ``ep``; 0 if ``layout.node`` is unknown or nodes differ in this number."""
+        """Number of a node's ranks along ``ep``; 0 if ``layout.node`` is not set or nodes differ in this number."""
         # with NumPy, which a command that only reads a recipe does without
         from weft.layout.placement import experts_per_node
 
@@ -97,7 +97,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def builder(self) -> Any:
-        """The builder of the schedule; None without a pipeline, or if there is no such schedule."""
+        """The builder of the pipeline schedule; None without a pipeline, or for an unknown ``layout.schedule``."""
         name = self.layout.schedule
         if not (self.staged or self.layout.pp > 1) or name not in names("schedule"):
             return None

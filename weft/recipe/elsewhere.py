@@ -27,7 +27,7 @@ class Equivalent:
 
     @property
     def words(self) -> Iterator[str]:
-        """All names that other programs have for the setting."""
+        """All names that other programs have for this setting of Weft's."""
         for field in fields(self):
             names = getattr(self, field.name)
             if not isinstance(names, str):

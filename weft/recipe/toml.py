@@ -34,7 +34,7 @@ def write_toml(tree: dict[str, Any], digits: int | None = None) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return ``value`` as it stands in TOML behind ``key =``, on one line."""
+    """Return ``value`` as TOML on one line, as it would be written after ``key =``."""
     # within two lists even a table is written as a value
     text = tomli_w.dumps({"": [[value]]}, indent=0)
     return _lists_on_a_line(text).removeprefix('"" = [[').removesuffix("]]\n")

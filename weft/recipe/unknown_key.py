@@ -10,10 +10,10 @@ from weft.section import fields_at, sections_of
 
 
 def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:
-    """Return the error line for an unknown key, with the nearest valid key.
+    """Return the error line for the unknown key at ``path``, with the nearest valid key.
 
-    ``path``: the names of its sections and the key itself; ``value``: what it is set to; ``model``: the class of the
-    outermost section.
+    ``path``: names of the sections that contain the key, then the key; ``value``: the key's value; ``model``: the class
+    of the outermost section.
     """
     key, last = ".".join(path), path[-1]
     below = value if isinstance(value, dict) else {}

@@ -131,12 +131,11 @@ def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
 
 
 def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
-    """Return how many elements this rank sends with each dispatcher, forward and backward: int64, ``[dispatchers]``.
+    """Return how many elements each dispatcher sends for this rank's tokens, forward and backward: int64, ``[3]``.
 
-    ``choice``: the experts of this rank's tokens; ``width``: elements of a token. The dispatchers are a row for each
-    choice, a copy for each rank, and all tokens to all ranks. The latter two also send weights and identifiers of the
-    choices, and gradients of the weights. With ``members`` None every rank has all experts: one dispatcher that sends
-    nothing.
+    ``choice``: the experts of the tokens; ``width``: elements of a token. The dispatchers send a row for each choice,
+    a copy to each rank that has experts of the token, or all tokens to all ranks. The latter two also send weights and
+    expert numbers, and gradients of the weights. With ``members`` None every rank has all experts: ``[1]``, zero.
     """
     tokens, k = choice.ids.shape
     if members is None:

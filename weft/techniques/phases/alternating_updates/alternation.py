@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Alternation(PhaseFiller):
     """Updates some units on the device while the host updates the others.
 
-    ``share``: the part of the units that the device updates, or a word for a measured choice.
+    ``share``: share of the units that the device updates (0 to 1), or ``auto``: chosen by measured times.
     """
 
     def __init__(self, context: StepContext, share: float | str) -> None:

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     "in a file an update adds 0.50 of what it adds when it waits, in memory 0.21 (`bench/tiers.py`)",
 )
 class SpeculationTechnique(StepTechnique):
-    """Updates units during backward: SuperOffload (Lian et al. 2025), Fuyou (Liao et al. 2024)."""
+    """Updates units during backward, before the gradient norm is known, and undoes updates that had to be clipped.
+
+    SuperOffload (Lian et al. 2025), Fuyou (Liao et al. 2024).
+    """
 
     fills = STEP
     does = "memory.speculate = {0.memory.speculate!r} updates units during backward and may undo that"

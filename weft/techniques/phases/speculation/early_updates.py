@@ -70,7 +70,7 @@ class Speculation(PhaseFiller):
         self.steps = self.undone = 0
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Run forward and backward passes, and update early units meanwhile."""
+        """Run forward and backward passes, and update the units in ``early`` meanwhile."""
         self.lr, self.begun, self.steps = given.lr, False, self.steps + 1
         context = self.context
         with self._restoring(), self._watching():
