@@ -225,6 +225,6 @@ def base_of(shape: ModelShape) -> ModelShape:
 
 
 def base_weight(name: str) -> str:
-    """Return the path of the weight that the adapter's parameter ``name`` belongs to."""
+    """Return the path of the weight that the parameter ``name`` of an adapter adapts."""
     rows = {rows: VOCABULARY[weight] for weight, rows in ROWS.items()}
     return rows.get(name) or name.rpartition(".")[0].replace(ADAPTERS, ".")

@@ -125,7 +125,10 @@ class HuggingFaceFolder:
             ) from None
 
     def find(self, name: str, shape: Sequence[int]) -> Any:
-        """Return a tensor of this shape without reading its data. Raises :class:`WeftError` if there is none."""
+        """Return a handle of the tensor with Hugging Face's ``name``, without reading its data.
+
+        Raises :class:`WeftError` if there is no tensor of this name, or if its shape is not ``shape``.
+        """
         if name not in self.files or name not in self.reader(self.files[name]).keys():  # noqa: SIM118 (no dictionary)
             hint = (
                 "set model.tied = true"
@@ -145,7 +148,7 @@ class HuggingFaceFolder:
         return tensor
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> T:
-        """Read the part ``box`` of a tensor of this shape."""
+        """Read the part ``box`` of the tensor with Hugging Face's ``name``, whose whole shape is ``shape``."""
         tensor, file = self.find(name, shape), self.folder / self.files[name]
         if tensor.get_dtype() == "F8_E4M3" and len(box) == 2:
             return self._of_bytes(name, tensor, box)

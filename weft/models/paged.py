@@ -67,7 +67,8 @@ def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
 class Reading:
     """The spans of tokens that one forward pass of generation computes.
 
-    ``batches``: by attention window, the groups of spans for which attention is one call each.
+    ``slots``: the index of each new token in the cache. ``batches``: by attention window, groups of spans; attention is
+    one call per group.
     """
 
     spans: Sequence[Span]

@@ -58,7 +58,7 @@ def _yarn(freq: T, scaling: RopeScaling, theta: float) -> T:
 
 
 def score_scales(shape: ModelShape) -> tuple[float, float]:
-    """Return two factors of attention scores: that of all elements of queries and keys, and a further one of rotated
+    """Return two factors of attention scores: one for all elements of queries and keys, and a further one for rotated
     elements.
 
     Outside latent attention all elements are rotated, so that both factors apply to all scores. The second factor is 1

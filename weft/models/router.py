@@ -52,13 +52,14 @@ class Choice(NamedTuple):
 
 @dataclass
 class RouterPass:
-    """Inputs of routers in a forward and backward pass beside activations, and their counts.
+    """What routers need in a forward and backward pass besides activations, and the counts that they record.
 
-    ``documents``: int64 ``[tokens]``, -1 for padding; ``positions`` of tokens in them; ``lengths``: tokens of each
-    document on all ranks, ``[documents]``. ``step_tokens``: returns, in backward, the number of the step's tokens that
-    are not padding. ``chosen``, by layer: how often each document's tokens chose each expert, int64 ``[documents,
-    experts]``; ``own``: the same of this rank's tokens. ``dropped``, by layer: the number of dropped choices of this
-    rank's tokens. Counts are assigned, not added, so that a block that runs again for backward counts once.
+    ``documents``: each token's document, int64 ``[tokens]``, -1 for padding; ``positions``: of tokens in their
+    documents; ``lengths``: tokens of each document on all ranks, ``[documents]``. ``step_tokens``: returns, in
+    backward, the number of the step's tokens that are not padding. The counts are by layer. ``own``: how many of this
+    rank's tokens of each document were routed to each expert, int64 ``[documents, experts]``; ``chosen``: the same for
+    whole documents, where the balancing loss needs it. ``dropped``: the number of this rank's routes that a full expert
+    dropped. Counts are assigned, not added, so that a block that runs again for backward counts once.
     """
 
     documents: T
