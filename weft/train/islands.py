@@ -200,7 +200,7 @@ class Apart(PhaseFiller):
         return result.answer, result.islands
 
     def hand_over(self, island: int, tokens: int) -> None:
-        """Send the state to ``island``, which joins or comes back. ``tokens``: those of the results just returned."""
+        """Send the state to ``island``, which joins or comes back. ``tokens``: tokens of the latest results."""
         self.keep_answers()
         counts = [
             self.counts.get(f, self.mesh.islands) for f in range(self.how.fragments)

@@ -137,7 +137,7 @@ class Loop:
             self.callbacks.call("after_step", result)
 
     def check_samples(self, result: StepResult) -> None:
-        """Raise :class:`WeftError` if the next final step has not seen each of its samples once, and no other."""
+        """Raise :class:`WeftError` unless the step of ``result`` has seen exactly its own samples, each once."""
         due = self.loader.island_samples(self.progress.position)
         if result.samples not in (None, (len(due), int(sample_hashes(due).sum()))):
             raise WeftError(
@@ -177,7 +177,7 @@ class Loop:
     def end(self) -> None:
         """Make the last steps final, evaluate, save, and report why the run ends.
 
-        Raises :class:`Regroup` if the run does not end because ranks were about to leave or to join.
+        Raises :class:`Regroup` if ranks are about to leave or to join, so that the run must go on.
         """
         self.account(self.step.finish())
         if self.stopped and self.regroups():

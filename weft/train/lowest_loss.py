@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:
-    """Return the best validation with which a run at ``step`` can compare its own, and a note if that is not ``known``.
+    """Return the best validation with which a run at ``step`` can compare its own, and a note.
 
+    The note says that ``known`` is left out because it is of other data; it is empty in all other cases.
     ``known``: the best validation in the run's folder. ``data``: digest of the data that the run validates on.
     """
     if known.step > step:  # it has gone back to before its best
@@ -59,7 +60,7 @@ class LowestLoss:
             self.best, self.improved = Best(step, loss, data=self.data), True
 
     def news(self) -> Best | None:
-        """Return the best validation if it is new and the recipe asks for it, else None. Returns it once."""
+        """Return the best validation if no earlier call has returned it and the recipe asks for it, else None."""
         asked = self.settings.keep_best or self.settings.patience
         improved, self.improved = self.improved, False
         return self.best if improved and asked else None
