@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Iterate over the rows of a ``.parquet`` or ``.arrow`` file as objects. Each comes with its row number, from 1."""
+    """Yield pairs of row number (from 1) and row of a ``.parquet`` or ``.arrow`` file.
+
+    A row is a dictionary by column name, without the keys that are null.
+    """
     import pyarrow
 
     records = (

@@ -12,9 +12,11 @@ IGNORE = -100
 
 
 class Pass(NamedTuple):
-    """One forward and backward pass of a balanced step, whose documents are joined and cut over some data ranks.
+    """One forward and backward pass of a balanced step, whose documents are joined and cut over the ranks ``peers``.
 
-    ``peers``: the data ranks that share the pass. ``documents``: the documents' numbers within the step.
+    A balanced step spreads documents over data ranks by the time that they take
+    (:mod:`weft.parallel.document_balance`). ``peers``: the data ranks that share the pass. ``documents``: the
+    documents' numbers within the step.
     """
 
     peers: tuple[int, ...]
@@ -28,11 +30,12 @@ Plan = tuple[tuple[Pass, ...], ...]
 
 @dataclass(frozen=True)
 class PassGroup:
-    """Data ranks that share a pass of a balanced step.
+    """Data ranks that share a pass of a balanced step (:mod:`weft.parallel.document_balance`).
 
-    ``peers``: the ranks, in the order of the attention table; ``index``: position of this rank among ``peers``.
-    ``lengths``: number of tokens in every block of the attention table. ``plan``: checksum of the step's plan, which
-    must be equal on all ranks.
+    The tokens of the pass are cut into blocks, the rows and columns of the attention table that the ranks share out.
+    ``peers``: the ranks, in the order in which the attention table numbers them. ``index``: position of this rank among
+    ``peers``. ``lengths``: number of tokens in every block. ``plan``: checksum of the step's plan, which must be equal
+    on all ranks.
     """
 
     plan: int
@@ -73,16 +76,17 @@ class Pairs:
         return cls(np.arange(len(weight)), weight, margin, np.zeros((len(weight), 2)))
 
     def numbered(self, first: int) -> Self:
-        """Return the same pairs, with ``number`` counting up from ``first``."""
+        """Return the same pairs with ``number`` counting up from the integer ``first``."""
         return replace(self, number=first + np.arange(len(self)))
 
 
 @dataclass(frozen=True)
 class PairedRows:
-    """Pairs whose documents are in the rows of a batch.
+    """Pairs of documents that are in the rows of a batch.
 
-    ``segments``: int64 ``[2 * pairs]``, the segments of the pairs' documents. ``counted``: whether this rank counts the
-    pairs in sums over ranks. Of the ranks that hold parts of the same rows, exactly one does.
+    ``segments``: int64 ``[2 * pairs]``, the segment (index among the documents of the batch) of every document of the
+    pairs. ``counted``: whether this rank counts the pairs in sums over ranks, which exactly one of the ranks with parts
+    of the same rows does.
     """
 
     pairs: Pairs
@@ -92,18 +96,23 @@ class PairedRows:
 
 @dataclass(frozen=True)
 class Batch:
-    """Batch of rows of packed documents, cut over ``cp`` (see :mod:`weft.layout.sequence`).
+    """Batch of rows of packed documents, of which this rank holds its part along ``cp`` (:mod:`weft.layout.sequence`).
 
-    ``tokens``, ``labels``, ``positions``: int64 ``[rows, seq/cp]``; positions count from 0 in every document.
-    ``cu_seqlens``: int32 ``[segments + 1]``, on the CPU: document boundaries in the flattened ``rows * seq`` tokens
-    of the *whole* (padded) rows; every row boundary is also a document boundary.
-    ``group``: in a balanced step, the ranks that the rows are cut over in place of ``cp``
-    (:mod:`weft.parallel.document_balance`).
-    ``documents``: int64 ``[rows, seq/cp]``, the segment of each token, -1 for padding; None if it is not needed.
-    ``weights``: float32 ``[rows, seq/cp]``, weight of each label's loss; None if all are 1.
-    ``paired``: the pairs, if rows hold pairs of documents to compare.
-    ``draws``: int64 ``[rows, seq/cp]``, a random number per token for dropout; None without dropout.
-    ``samples``: numbers of the samples in these rows, on one of the ranks that have a part of a row, else empty.
+    Attributes:
+        ``tokens``: token ids, int64 ``[rows, seq/cp]``.
+        ``labels``: the token id that follows each token, int64 ``[rows, seq/cp]``; :data:`IGNORE` where there is none.
+        ``positions``: position of each token in its document, from 0, int64 ``[rows, seq/cp]``.
+        ``cu_seqlens``: boundaries of the documents in the flattened ``rows * seq`` tokens of the *whole* (padded) rows,
+            int32 ``[segments + 1]``, on the CPU. Every row boundary is also a document boundary.
+        ``group``: in a balanced step, the ranks that the rows are cut over in place of ``cp``
+            (:mod:`weft.parallel.document_balance`); None in other steps.
+        ``weights``: weight of each label's loss, float32 ``[rows, seq/cp]``; None if all are 1.
+        ``documents``: the segment (index of the document in the batch) of each token, int64 ``[rows, seq/cp]``, -1 for
+            padding; None if no layer needs it.
+        ``paired``: the pairs of documents to compare; None if rows hold no pairs.
+        ``samples``: numbers of the samples in these rows on one of the ranks that have a part of a row, empty on the
+            other ranks.
+        ``draws``: a random number for the dropout of each token, int64 ``[rows, seq/cp]``; None without dropout.
     """
 
     tokens: torch.Tensor
@@ -124,7 +133,7 @@ class Batch:
 
     @property
     def label_weight(self) -> float:
-        """Sum of the weights of this batch's labels, or of its pairs if rows hold pairs.
+        """Sum of the weights of this batch's labels, or of the weights of its pairs if rows hold pairs.
 
         The mean loss is divided by the total of these sums over all batches of a step.
         """

@@ -69,10 +69,11 @@ def document_opening(tokenizer: Tokenizer, bos: Bos) -> list[int]:
 def begins_otherwise(
     ids: np.ndarray, starts: np.ndarray, opening: Sequence[int]
 ) -> bool:
-    """Return whether some tokenized documents do not begin with ``opening``, as sampled from the data.
+    """Return whether some of a sample of tokenized documents begin with another token than ``opening`` does.
 
     ``ids``: int ``[tokens]``, the token ids of all documents. ``starts``: int64 ``[documents]``, index of each
-    document's first token in ``ids``. About :data:`LOOKED_AT` documents are checked, each by its first token.
+    document's first token in ``ids``. ``opening``: the ids that should begin every document; empty for none. About
+    :data:`LOOKED_AT` documents are checked.
     """
     seen = starts[:: max(1, len(starts) // LOOKED_AT)]
     return bool(opening) and bool((ids[seen] != opening[0]).any())

@@ -18,7 +18,7 @@ from weft.registry import find
 
 
 def read_documents(source: Source, report: SourceReport | None = None) -> Iterator[str]:
-    """Iterate over the documents of ``source`` in a deterministic order.
+    """Iterate over the texts of the documents of ``source`` in a deterministic order.
 
     ``report`` counts unread fields and skipped records. Raises :class:`WeftError`, which names the unreadable file.
     """
@@ -53,14 +53,20 @@ def _plugin(source: Source) -> Iterator[str]:
 
 
 def unread_files(source: Source) -> tuple[str, ...]:
-    """Return a line that names the files in a source's folder that are not read, or an empty tuple if all are read."""
+    """Return a line for the user that names the files in a source's folder that are not read.
+
+    The tuple is empty if all files are read.
+    """
     if source.kind not in SOURCES or source.kind in ("huggingface", "tokens"):
         return ()
     return SourceReport(left=tuple(documents_of(source).left)).lines()
 
 
 def source_fingerprint(source: Source) -> str:
-    """Return a digest of a source: its kind, its field, and the path, size and modification time of every file."""
+    """Return a digest of a source that changes with its files and with the settings by which they are read.
+
+    Of every file the path, size and modification time count.
+    """
     if source.kind not in SOURCES:
         return _plugin_fingerprint(source)
     read = documents_of(source).read

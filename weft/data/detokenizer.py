@@ -6,9 +6,10 @@ from weft.data.tokenizer import Tokenizer
 
 
 class TextDecoder:
-    """Incremental decoder. The pieces from :meth:`add` and :meth:`end` join to the text up to the first stop string.
+    """Decodes token ids one by one, up to the first of the stop strings ``stops``.
 
-    ``stopped``: the stop string that ended the text, or None. A stop string may span several tokens.
+    The texts from :meth:`add` and :meth:`end` join to the text before the stop string, which may span several tokens.
+    ``stopped``: the stop string that ended the text, or None.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:

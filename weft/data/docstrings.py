@@ -6,10 +6,11 @@ from pathlib import Path
 
 
 def docstrings(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Iterate over the public classes and functions of a Python file.
+    """Iterate over the public classes and functions of a Python file that have a docstring.
 
-    Yields the line number, and a record with a question and, as its answer, the first paragraph of the docstring.
-    Docstrings of less than five words, and files that cannot be parsed, are skipped.
+    Yields pairs of line number and record. The record holds a question about the class or function and, as its answer,
+    the first paragraph of the docstring. Docstrings of less than five words, and files that cannot be parsed, are
+    skipped.
     """
     try:
         tree = ast.parse(file.read_bytes())

@@ -70,7 +70,10 @@ def source_files(source: Source) -> list[Path]:
 
 
 def select_files(source: Source) -> Selection:
-    """Select the files of ``source``. Raises :class:`WeftError` if no file matches."""
+    """Find the files of ``source`` that are read, and those that are not.
+
+    Raises :class:`WeftError` if no file matches.
+    """
     stdlib = source.path is None
     path = Path(
         sysconfig.get_paths()["stdlib"] if stdlib else source.path or ""
@@ -170,10 +173,11 @@ def _parts(folder: Path, names: list[str]) -> list[str]:
 def read_records(
     file: Path, wrong: Callable[[WeftError], None] | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Iterate over the records of a file of JSON Lines, JSON, CSV, Parquet, Arrow or Python code, with line numbers.
+    """Yield pairs of line number and record of a file of JSON Lines, JSON, CSV, Parquet, Arrow or Python code.
 
-    Records of Python code are prompts and completions about its docstrings. For a line that is no record, ``wrong`` is
-    called with the error; without ``wrong`` the error is raised.
+    Records of Python code are prompts and completions about its docstrings. In a file without lines, records are
+    numbered instead, from 1. For a line that is no record, ``wrong`` is called with the error; without ``wrong`` the
+    error is raised.
     """
     form = format_of(file)
     if form == ".py":

@@ -31,7 +31,7 @@ SPACE = "\u2581"
 
 
 class TokenKind(IntEnum):
-    """Kinds of tokens, with GGUF's numbers."""
+    """Kinds of tokens in a vocabulary, with the numbers by which GGUF files name them."""
 
     NORMAL = 1
     UNKNOWN = 2

@@ -29,10 +29,16 @@ from weft.recipe import CONVERSATIONS, Data
 
 @dataclass(frozen=True)
 class Corpus:
-    """Opened data of a run.
+    """The opened data of a run.
 
-    ``fingerprint`` changes whenever the same position in the order would mean other data. ``notes``: lines to print at
-    the start. ``validated``: digest of the validation data.
+    Attributes:
+        ``tokenizer``: the tokenizer of the data.
+        ``train``: the order of the training samples.
+        ``validation``: the order of the validation samples; None if nothing is held out.
+        ``description``: a text that says how many documents and tokens each source has.
+        ``fingerprint``: digest of all that determines which data a position in the order of training means.
+        ``notes``: lines to print at the start of the run.
+        ``validated``: digest of all that determines the validation data.
     """
 
     tokenizer: Tokenizer
@@ -61,7 +67,8 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     """Open every source of a recipe, and tokenize the sources that are not in the cache.
 
     ``own``: tokenizer of the model that the run starts from, used if the recipe names none. The ``validation`` of the
-    result is one epoch of the held-out documents, or of the documents of a file of their own if the recipe names one.
+    result is one epoch of the held-out documents. If the recipe names a validation file, its documents are used
+    instead.
     """
     tokenizer = tokenizer_of_data(data, own)
     opening = document_opening(tokenizer, data.bos)
@@ -157,9 +164,9 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
 
 
 def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return how many of ``batch`` samples each rank gets, so that all ranks are done as early as possible.
+    """Return how many of ``batch`` samples each rank gets, so that the last rank is done as early as possible.
 
-    ``speeds``: relative speed of each rank.
+    ``speeds``: samples that each rank computes in a unit of time, in any unit that the ranks share.
     """
     shares = [0] * len(speeds)
     for _ in range(batch):
@@ -173,17 +180,30 @@ def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Loader:
-    """Batches of one rank.
+    """Makes the batches of one rank, step by step.
 
-    Samples of a step are distributed over *places*, the ranks along :data:`weft.layout.axes.BATCH_AXES`; ``batch_rank``
-    is this rank's place. ``more``: further places whose batches this rank computes after its own. ``speeds``: relative
-    speeds of the places, of which slower ones get fewer samples; if empty, all places get equally many. ``plan``: in a
-    balanced step (:mod:`weft.parallel.document_balance`), the function that distributes the step's documents by their
-    lengths.
+    The samples of a step are distributed over the *places*: the positions along the axes that get different samples
+    (:data:`weft.layout.axes.BATCH_AXES`).
 
-    ``ends``: whether only the last token of each document has a label, which is where a reward model's score is read.
-    ``joined``: whether the rows of a pass are joined into one row, padded to the longest such row of any rank; this
-    only removes padding. ``draws``: seed of the tokens' random numbers for dropout, None without dropout.
+    Attributes:
+        ``order``: the order of all samples.
+        ``layout``: the layout of the run.
+        ``batch_rank``: the place of this rank.
+        ``cp_rank``: the coordinate of this rank along ``cp``.
+        ``batch``: number of samples of a step over all ranks.
+        ``rows``: number of rows of this rank in a pass.
+        ``passes``: number of passes in a step.
+        ``seq_len``: number of tokens of a row.
+        ``plan``: function that distributes a step's documents by their lengths in a balanced step
+            (:mod:`weft.parallel.document_balance`); None for equal passes.
+        ``ends``: whether only the last token of each document has a label, which is where a reward model's score is
+            read.
+        ``joined``: whether the rows of a pass are joined into one row, padded to the longest such row of any rank. This
+            removes padding and changes nothing else.
+        ``more``: further places whose batches this rank computes after its own.
+        ``speeds``: relative speeds of the places, of which slower ones get fewer samples; if empty, all places get
+            equally many.
+        ``draws``: seed of the tokens' random numbers for dropout, None without dropout.
     """
 
     order: Order | RowList
@@ -203,7 +223,7 @@ class Loader:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """Number of samples that each place gets in a step with a full batch."""
+        """Number of samples that each place (rank with samples of its own) gets in a step with a full batch."""
         ranks = self.layout.size(*BATCH_AXES)
         return (
             shares_of(self.batch, self.speeds)
@@ -212,7 +232,7 @@ class Loader:
         )
 
     def sample_ranges(self, position: int) -> list[range]:
-        """Return the range of sample numbers of each place, for the step that starts at sample ``position``.
+        """Return the range of sample numbers that each place gets in the step that starts at sample ``position``.
 
         Samples are divided among islands first, so that the samples of an island do not depend on the island's own
         layout.
@@ -237,9 +257,9 @@ class Loader:
         return range(own[0].start, own[-1].stop)
 
     def step(self, position: int) -> list[Batch] | None:
-        """Return the batches, one per pass, of the step that starts at sample ``position``; None past the data's end.
+        """Return the batches of this rank, one per pass, of the step that starts at sample ``position``.
 
-        A rank without further samples gets rows of padding.
+        Returns None if ``position`` is past the end of the data. A rank without further samples gets rows of padding.
         """
         total = self.order.total
         if total is not None and position >= total:

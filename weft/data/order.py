@@ -20,7 +20,8 @@ _SPLIT, _DOCUMENTS, _ROWS, _BLOCK = range(4)
 def hash_keys(*keys: int | np.ndarray) -> np.ndarray:
     """Hash ``keys`` to 64 pseudo-random bits per element of the last key, as uint64 ``[elements]``.
 
-    The function is SplitMix64 (Steele et al. 2014), applied to each key in turn.
+    A key is an integer or an array of integers; arrays are broadcast against each other. The function is SplitMix64
+    (Steele et al. 2014), applied to each key in turn.
     """
     state = np.zeros(1, np.uint64)
     for key in keys:
@@ -45,7 +46,10 @@ def sample_hashes(samples: Sequence[int]) -> np.ndarray:
 
 
 def permutation(count: int, *keys: int) -> np.ndarray:
-    """Return a pseudo-random permutation of ``count`` elements that depends only on ``keys``: int64 ``[count]``."""
+    """Return a pseudo-random permutation of ``count`` elements that depends only on ``keys``, as int64 ``[count]``.
+
+    ``keys``: integers, as in :func:`hash_keys`.
+    """
     return np.argsort(hash_keys(*keys, np.arange(count)))
 
 
@@ -96,9 +100,10 @@ def pack_documents(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.n
 class Row(NamedTuple):
     """One packed row of tokens.
 
-    ``tokens`` and ``labels``: int64 ``[n]`` with ``n <= seq_len``. ``starts``: index of each document's first token in
-    the row. ``weights``: float32 ``[n]``, weight of each label; None if all are 1. ``pairs``: the pairs of successive
-    documents of the row, None if documents form no pairs.
+    ``tokens``: token ids, int64 ``[n]`` with ``n <= seq_len``. ``labels``: the id that follows each token in its
+    document, int64 ``[n]``. ``starts``: index of each document's first token in the row. ``weights``: float32 ``[n]``,
+    weight of each label; None if all are 1. ``pairs``: the pairs of successive documents of the row, None if documents
+    form no pairs.
     """
 
     tokens: np.ndarray
@@ -110,7 +115,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RowList:
-    """Fixed list of rows with the interface of :class:`Order`. Each row is one sample."""
+    """Fixed list of rows, which a :class:`Loader` reads in place of an :class:`Order`. Each row is one sample."""
 
     rows: Sequence[Row]
 
@@ -120,7 +125,7 @@ class RowList:
         return len(self.rows)
 
     def row(self, sample: int) -> Row:
-        """Return row number ``sample``."""
+        """Return row number ``sample`` of the list."""
         return self.rows[sample]
 
     def row_length(self, sample: int) -> int:
@@ -142,15 +147,22 @@ class _Epoch(NamedTuple):
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents of one source in rows, whose order is shuffled in every epoch.
+    """Documents of one source, packed or cut into rows whose order is shuffled in every epoch.
 
-    ``rows_of``: how documents fill rows. Rows of "tokens" are cut from the documents, which are shuffled and joined in
-    every epoch. No label is lost: the last row of an epoch may be short, and a cut document goes on in another row.
-    Rows of "documents" hold as many whole documents as fit (none is longer than ``seq_len``), rows of "one" hold one
-    document each.
-
-    ``weights``: weight of each token as a label; ``alike``: whether all weights are 0 or 1. ``pairs``: the pairs that
-    successive documents form, None if they form none; the documents of a pair stay in one row.
+    Attributes:
+        ``ids``: token ids of all documents, ``[tokens]``.
+        ``starts``: index of each document's first token in ``ids``, int64 ``[documents]``.
+        ``lengths``: number of tokens of each document, int64 ``[documents]``.
+        ``seq_len``: largest number of tokens of a row.
+        ``seed``: seed of the shuffling.
+        ``rows_of``: how documents fill rows. "documents": as many whole documents as fit (none is longer than
+            ``seq_len``). "one": one document per row. "tokens": rows are cut from the documents, which are shuffled and
+            joined in every epoch; a document that is cut goes on in another row, and the last row of an epoch may be
+            short.
+        ``weights``: weight of each token as a label, float32 ``[tokens]``; None if all are 1.
+        ``alike``: whether all weights are 0 or 1.
+        ``pairs``: the pairs that successive documents form, each of which stays in one row; None if documents form
+            none.
     """
 
     ids: np.ndarray  # [tokens]
@@ -213,13 +225,13 @@ class Stream:
         )
 
     def row_length(self, index: int) -> int:
-        """Return the number of tokens of row ``index``, which is counted over all epochs."""
+        """Return the number of tokens of row ``index`` of the stream; the index goes on from epoch to epoch."""
         epoch, index = divmod(index, self.rows)
         _, _, firsts, lasts = self._epoch(epoch)
         return int(lasts[index] - firsts[index])
 
     def row(self, index: int) -> Row:
-        """Return row ``index``, which is counted over all epochs."""
+        """Return row ``index`` of the stream; the index goes on from epoch to epoch."""
         epoch, index = divmod(index, self.rows)
         ends, shift, firsts, lasts = self._epoch(epoch)
         lo, hi = int(firsts[index]), int(lasts[index])
@@ -252,11 +264,11 @@ class Stream:
 
 @dataclass(frozen=True)
 class Order:
-    """Order of the samples of one or several streams, mixed in proportion to ``weights``.
+    """Order of the samples of one or several ``streams``, mixed in proportion to ``weights``.
 
-    With ``epochs = 0`` the order never ends; otherwise it ends before any stream would begin an epoch beyond that
-    number. After every block of samples, the number of samples from each stream is within one of the stream's share by
-    weight.
+    A sample is a row of a stream. ``seed``: seed of the mixing. With ``epochs = 0`` the order never ends; otherwise it
+    ends before any stream would begin an epoch beyond that number. After every block of samples (:attr:`block`), the
+    number of samples from each stream is within one of the stream's share by weight.
     """
 
     streams: tuple[Stream, ...]
@@ -277,7 +289,7 @@ class Order:
 
     @cached_property
     def block(self) -> int:
-        """Number of samples per block, at least 1,024.
+        """Number of samples after which the shares of all streams are kept: at least 1,024.
 
         It is large enough that every block has samples of every stream.
         """
@@ -327,18 +339,20 @@ class Order:
         return source, index
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return which stream global sample ``sample`` comes from, and the sample's index within that stream."""
+        """Return ``(stream, index)``: the number of the stream of global sample ``sample``, and the index of its row
+        there.
+        """
         if len(self.streams) == 1:  # saves the shuffle
             return 0, sample
         source, index = self._block(sample // self.block)
         return int(source[sample % self.block]), int(index[sample % self.block])
 
     def row(self, sample: int) -> Row:
-        """Return the row that global sample ``sample`` stands for."""
+        """Return the row that is global sample number ``sample``."""
         source, index = self.locate(sample)
         return self.streams[source].row(index)
 
     def row_length(self, sample: int) -> int:
-        """Return the number of tokens in the row that global sample ``sample`` stands for."""
+        """Return the number of tokens in the row that is global sample number ``sample``."""
         source, index = self.locate(sample)
         return self.streams[source].row_length(index)

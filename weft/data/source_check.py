@@ -17,9 +17,9 @@ FIRST = 16
 
 
 def check_sources(data: Data) -> None:
-    """Raise :class:`WeftError` for a source that is missing, empty, of another kind, or begins with a malformed record.
+    """Raise :class:`WeftError` for a source of ``data`` that is missing, empty, or cannot be read as its kind.
 
-    Data sets of plugins are not checked, as reading them may take long.
+    Of each source only the first records are read. Data sets of plugins are not checked, as reading them may take long.
     """
     apart = validation_source(data)
     for source in (*data.sources, *([apart] if apart else [])):

@@ -11,12 +11,17 @@ _LISTED = 8
 
 @dataclass
 class SourceReport:
-    """Counts of the records of a source.
+    """Counts of the records of a source, from which lines for the user are made.
 
-    ``unread``: number of records by name of an unused field. ``left``: files, or splits of a data set, that are not
-    read. ``skipped``: number of records that could not be read; ``first``: error of the first skipped record.
-    ``empty``: number of records without text. ``turns``: number of turns, by role, that the data marks as learned
-    although the recipe does not learn from them.
+    Attributes:
+        ``records``: number of records that were read.
+        ``unread``: number of records by name of a field that Weft does not use.
+        ``left``: files, or splits of a data set, that are not read.
+        ``skipped``: number of records that could not be read.
+        ``first``: error of the first skipped record.
+        ``empty``: number of records without text.
+        ``turns``: number of turns, by role, that the data marks as learned although the recipe does not learn from
+            them.
     """
 
     records: int = 0
@@ -28,7 +33,7 @@ class SourceReport:
     turns: Counter[str] = field(default_factory=Counter)
 
     def count(self, unread: Iterable[str]) -> None:
-        """Count one record with these ``unread`` fields."""
+        """Count one record; ``unread`` are the names of its fields that Weft does not use."""
         self.records += 1
         self.unread.update(set(unread))
 
@@ -38,12 +43,12 @@ class SourceReport:
         self.first = self.first or str(error)
 
     def skip_counted(self, error: object) -> None:
-        """Count the record that was counted last as skipped instead, because of ``error``."""
+        """Count the last record as skipped because of ``error``, after :meth:`count` has counted it as read."""
         self.records -= 1
         self.skip(error)
 
     def leave_out(self, read: Callable[[str], bool]) -> None:
-        """Remove those fields from ``unread`` for whose names ``read`` returns true."""
+        """Remove from ``unread`` the fields whose names ``read`` accepts, because the chat template uses them."""
         self.unread = Counter(
             {name: count for name, count in self.unread.items() if not read(name)}
         )

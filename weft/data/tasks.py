@@ -28,16 +28,17 @@ LISTS = {"messages", "choices"}
 
 
 class Text(NamedTuple):
-    """Token ids of a prompt (``given``, at least one) and of its continuation (``following``)."""
+    """Token ids of a prompt (``given``, at least one) and of the continuation to score (``following``)."""
 
     given: Sequence[int]
     following: Sequence[int]
 
 
 class Score(NamedTuple):
-    """Score of a continuation.
+    """Score that a model gives a continuation.
 
-    ``log_probability``: sum over its tokens. ``greedy``: whether greedy decoding would write the continuation.
+    ``log_probability``: sum of the log-probabilities of its tokens. ``greedy``: whether greedy decoding would write the
+    continuation.
     """
 
     log_probability: float
@@ -196,9 +197,9 @@ def _turn(question: Question, answer: str, encoder: ChatEncoder) -> Text:
 
 @dataclass(frozen=True)
 class Answered:
-    """Result of a task.
+    """Result of a model on a task of questions.
 
-    ``questions``: number of questions; ``right``: number of those that were answered right. ``loss``: mean
+    ``questions``: number of questions; ``right``: number of questions that were answered right. ``loss``: mean
     cross-entropy per token of the right answers.
     """
 
@@ -216,8 +217,8 @@ class Answered:
 class OpenTask:
     """Task whose questions are read and tokenized.
 
-    ``every``: number of steps between evaluations, as in the recipe. ``texts``: for each question, the ids of the
-    prompt with each answer.
+    ``name``: the task's name in metrics. ``every``: number of steps between evaluations, as in the recipe. ``texts``:
+    for each question, the ids of the prompt with each answer.
     """
 
     name: str
@@ -228,10 +229,11 @@ class OpenTask:
     def answered(
         self, scores: Callable[[Sequence[Text]], list[Score]]
     ) -> Answered | None:
-        """Return the result of a model, or None on ranks where ``scores`` returns an empty list.
+        """Return the result of a model that scores the task's texts by ``scores``.
 
-        ``scores``: the function by which the model scores texts. For a question with choices, the model's answer is the
-        most probable choice. A single answer counts as right if greedy decoding writes it.
+        Returns None on ranks where ``scores`` returns an empty list, because another rank has the result. For a
+        question with choices, the model's answer is the most probable choice. A single answer counts as right if greedy
+        decoding writes it.
         """
         scored = scores([text for texts in self.texts for text in texts])
         if not scored:

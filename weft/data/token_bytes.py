@@ -77,7 +77,7 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def names(self, chances: Mapping[int, float]) -> dict[int, str]:
-        """Return a unique name for each token of ``chances``, which maps tokens to their probabilities.
+        """Return a unique name for each token id of ``chances``, which maps token ids to their probabilities.
 
         The name is the token's text, or ``token_id:N`` if a more probable token has the same text.
         """
@@ -92,7 +92,7 @@ class TokenBytes:
 
 @lru_cache(8)
 def token_bytes(tokenizer: Tokenizer) -> TokenBytes:
-    """Return the :class:`TokenBytes` of ``tokenizer``, which is cached."""
+    """Return the :class:`TokenBytes` of ``tokenizer``; later calls return the same object."""
     return TokenBytes(tokenizer)
 
 

@@ -42,12 +42,17 @@ _SAMPLE, _PIECE = 8_000_000, 8192
 class Tokenizer:
     """Tokenizer with its special tokens and chat templates.
 
-    ``vocab``: the largest id plus 1. ``eos``: id that ends every document; ``bos`` and ``pad``: ids of the tokens that
-    begin a text and fill a row. These three are None if there is no such token. ``ends``: ids at which generation ends.
-    ``chat_template``: the Jinja template that writes a conversation as text (:mod:`weft.data.chat`);
-    ``named_templates``: other templates by name, of which ``tool_use`` is for conversations with tools. ``model``: the
-    tokenizer of Hugging Face's ``tokenizers``, None for plain bytes. ``fingerprint`` changes whenever a text gets other
-    ids.
+    Attributes:
+        ``vocab``: the largest id plus 1.
+        ``eos``: id of the token that ends every document, None without such a token.
+        ``fingerprint``: digest that changes whenever a text gets other ids.
+        ``model``: the tokenizer of Hugging Face's ``tokenizers``, None for plain bytes.
+        ``bos``: id of the token that begins a text, None without such a token.
+        ``pad``: id of the token that fills a row, None without such a token.
+        ``chat_template``: the Jinja template that writes a conversation as text (:mod:`weft.data.chat`); None without
+            one.
+        ``ends``: ids at which generation ends, as ``generation_config.json`` gives them.
+        ``named_templates``: other chat templates by name, of which ``tool_use`` is for conversations with tools.
     """
 
     vocab: int
@@ -64,7 +69,7 @@ class Tokenizer:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Ids at which generated text ends: those of ``generation_config.json``, else ``eos``."""
+        """Ids at which generated text ends: those of ``generation_config.json``, or ``eos`` if the file has none."""
         return self.ends or (() if self.eos is None else (self.eos,))
 
     @property
@@ -128,7 +133,9 @@ class Tokenizer:
 
     @cached_property
     def opening(self) -> list[int]:
-        """Ids that the tokenizer's post-processor writes before a text."""
+        """Ids, such as that of the BOS token, that the tokenizer's post-processor writes before a text; empty without
+        any.
+        """
         if self.model is None:
             return []
         shown = self.model.encode("a", add_special_tokens=True)
@@ -205,8 +212,8 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load the tokenizer ``spec``: ``bytes``, ``train:N``, a ``tokenizer.json``, or a folder that holds one.
 
-    ``train:N`` trains a byte-level BPE of N entries on ``sources`` once, and keeps it in ``cache``. Raises
-    :class:`WeftError` for a missing or damaged tokenizer.
+    ``train:N`` trains a byte-level BPE of N entries on the texts of ``sources`` on first use, and keeps it in the cache
+    folder ``cache``. Raises :class:`WeftError` for a missing or damaged tokenizer.
     """
     if spec in ("", "bytes"):
         return Tokenizer(257, 256, "bytes")

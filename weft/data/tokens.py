@@ -30,12 +30,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokenized documents in a folder of token files. ``fingerprint`` changes with their content.
+    """Tokenized documents in a folder of token files.
 
-    ``ids``: the ids of all documents; document ``i`` is ``ids[offsets[i] : offsets[i + 1]]``. ``vocab`` and ``eos`` are
-    None if no ``meta.json`` gives them. Conversations (:mod:`weft.data.chat`) have ``weights``, the weight of each
-    token as a label (``alike``: whether all are 0 or 1), and ``lines``, the index in ``files`` and the line of each
-    document. Documents that form pairs of answers have ``pairs``. ``notes``: lines to print at the start of a run.
+    Attributes:
+        ``ids``: token ids of all documents, ``[tokens]``.
+        ``offsets``: index in ``ids`` of each document's first token, and the end, ``[documents + 1]``.
+        ``vocab``: number of ids of the tokenizer that wrote the files; None if no ``meta.json`` gives it.
+        ``eos``: id that ends documents; None if no ``meta.json`` gives it.
+        ``fingerprint``: digest of the content.
+        ``weights``: of conversations, the weight of each token as a label, ``[tokens]``; None for plain documents.
+        ``alike``: whether all weights are 0 or 1.
+        ``lines``: of conversations, the index in ``files`` and the line of each document, ``[documents, 2]``.
+        ``files``: the files that the conversations come from.
+        ``pairs``: the pairs of answers that successive documents form; None if they form none.
+        ``notes``: lines to print at the start of a run.
     """
 
     ids: np.ndarray
@@ -141,7 +149,7 @@ def open_source(
     cache: Path | None = None,
     opening: Sequence[int] = (),
 ) -> Tokens:
-    """Open the tokens of a source. On first use, one process tokenizes text into the cache.
+    """Open the tokens of a source. On first use, one process tokenizes text into the cache folder ``cache``.
 
     ``opening``: ids that begin every document of text. Raises :class:`WeftError` if a source of token files was written
     by another tokenizer.
@@ -195,9 +203,9 @@ def write_documents(
 ) -> None:  # fmt: skip
     """Write documents as token files to an existing ``folder``.
 
-    ``docs``: arrays of token ids below ``vocab``. ``close``: whether each document ends with ``eos`` and empty
-    documents are skipped. ``name``: what errors call the source. ``opening``: ids that are written before each
-    document.
+    ``docs``: arrays of token ids below ``vocab``. ``close``: whether to append ``eos`` to each document that does not
+    end with it, and to skip empty documents. ``name``: what errors call the source. ``opening``: ids that are written
+    before each document.
     """
     dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
     offsets, content = array("q", [0]), hashlib.sha256()
@@ -232,7 +240,7 @@ def write_documents(
 
 
 def add_to_meta(folder: Path, more: Mapping[str, Any]) -> None:
-    """Add the entries ``more`` to the ``meta.json`` of a ``folder`` of token files."""
+    """Add the entries ``more`` to the JSON file ``meta.json`` in a ``folder`` of token files."""
     file = folder / "meta.json"
     file.write_text(
         json.dumps(json.loads(file.read_text()) | dict(more), indent=2) + "\n"

@@ -135,9 +135,10 @@ class _Trajectory(_Strict):
 
 
 def from_adp(fields: Fields) -> tuple[list[Message], list[str]]:
-    """Convert a trajectory of the Agent Data Protocol to messages. Returns the names of unused fields, too.
+    """Convert the fields of a record, a trajectory of the Agent Data Protocol, to messages.
 
-    Raises :class:`ConversationError` if the trajectory is malformed or a ``tool_call_id`` is not answered exactly once.
+    Returns the messages, and the names of the record's fields that are not used. Raises :class:`ConversationError` if
+    the trajectory is malformed or a ``tool_call_id`` is not answered exactly once.
     """
     trajectory = _validated(_Trajectory, _taken(fields, _Trajectory))
     messages: list[Message] = []
@@ -275,10 +276,10 @@ class _Atif(BaseModel):
 
 
 def from_atif(fields: Fields) -> tuple[list[Message], list[str]]:
-    """Convert a trajectory of ATIF 1.x to messages. Returns the names of unused fields of its steps, too.
+    """Convert the fields of a record, a trajectory of ATIF 1.x, to messages.
 
-    Turns that were copied from another trajectory are not learned. Raises :class:`ConversationError` for a malformed
-    trajectory.
+    Returns the messages, and the names of the fields of the trajectory's steps that are not used. Turns that were
+    copied from another trajectory are not learned. Raises :class:`ConversationError` for a malformed trajectory.
     """
     given = _taken(fields, _Atif)
     trajectory = _validated(_Atif, given)

@@ -34,7 +34,7 @@ class CallStyle:
     content: str | None = ABSENT
 
     def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of ``message``, which must have tool calls, converted to this form."""
+        """Return a copy of the dictionary ``message``, which must have tool calls, with its calls in this form."""
         adapted = {
             key: value
             for key, value in message.items()
@@ -75,9 +75,9 @@ def _as_object(arguments: Any) -> Any:
 def find_style(render: Render, empty: bool) -> CallStyle:
     """Find the form of tool calls that a chat template writes, by rendering a test call in each form.
 
-    ``render``: renders a list of messages and a list of tools, or raises. ``empty``: whether the data gives messages
-    with calls an empty text as ``content`` instead of none. If the template writes no form of the call, the form of the
-    data is returned.
+    ``render``: renders a list of messages and a list of tools, or raises. ``empty``: whether messages with calls in the
+    data have an empty text as ``content`` instead of no ``content``. If the template writes the call in no form, the
+    form of the data is returned.
     """
     contents = ("", None, ABSENT) if empty else (ABSENT, None, "")
     styles = [

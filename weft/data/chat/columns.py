@@ -18,8 +18,8 @@ IN_TURNS = {
 class Renaming:
     """Renames columns of a source's records, and roles of their turns, as the recipe's ``columns`` and ``roles`` say.
 
-    ``seen``: columns that occurred in the records so far. Raises :class:`UsageError` if a column or role is to get a
-    name that Weft does not know.
+    ``columns`` and ``roles`` map names in the data to names that Weft reads. ``seen``: columns that occurred in the
+    records so far. Raises :class:`UsageError` if a column or role is to get a name that Weft does not know.
     """
 
     def __init__(self, columns: Mapping[str, str], roles: Mapping[str, str]) -> None:

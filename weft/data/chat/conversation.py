@@ -27,13 +27,19 @@ _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *_REASONING}
 
 @dataclass(frozen=True)
 class Conversation:
-    """Conversation: ``messages`` and ``tools`` in the form of chat templates.
+    """A conversation that has been read from a record and checked, ready for a chat template.
 
-    ``weights``: loss weight of every message, 1 by default (0: not learned); ``weight``: loss weight of the whole
-    sample. ``unread``: names of the record's fields that are not used; fields of messages are named ``messages[].name``
-    and are handed to the template. ``marked``: numbers of the messages that the data marks as learned. ``masks``:
-    numbers and weights of the messages to which the data gives a weight other than 1, which applies even if all tokens
-    are learned. ``variables``: variables of the record for the template.
+    Attributes:
+        ``messages``: the messages in the form of chat templates.
+        ``tools``: the tools that the assistant may call, as JSON schemas; None without tools.
+        ``weights``: loss weight that the data gives each message, 1 by default; 0: not learned.
+        ``weight``: loss weight of the whole conversation, by which the weights of messages are multiplied.
+        ``masks``: ``(number, weight)`` of the messages that the data weights other than 1. The setting "all" of
+            ``data.chat.learn``, which learns every token, obeys them as well.
+        ``variables``: variables that the record gives the template.
+        ``unread``: names of the record's fields that Weft does not use. Such a field of a message is named
+            ``messages[].name``, and the template gets it all the same.
+        ``marked``: numbers (from 0) of the messages that a mask in the data marks as learned.
     """
 
     messages: tuple[Message, ...]
@@ -73,9 +79,10 @@ def conversation(
     """Check ``messages``, objects with a role and content, and convert them to the form of chat templates.
 
     Other spellings of exporters are understood (:mod:`weft.data.chat.chat_turns`), and masks of messages are obeyed
-    (:mod:`weft.data.chat.masks`). ``tools``: tools that the assistant may call. ``weight``: loss weight of the sample.
-    ``unread``: names of the record's fields that are not used. ``hidden``: number of messages at the start that are a
-    prompt and not learned. ``variables``: variables for the template. Raises :class:`ConversationError`.
+    (:mod:`weft.data.chat.masks`). ``tools``: tools that the assistant may call. ``weight``: loss weight of the whole
+    conversation. ``unread``: names of the record's fields that are not used. ``hidden``: number of messages at the
+    start that are a prompt and not learned. ``variables``: variables for the template. Raises
+    :class:`ConversationError` for malformed messages, tools or weights, and if no turn is the assistant's.
     """
     checked = check_messages(messages)
     turns = [
@@ -114,7 +121,7 @@ def as_messages(given: Any, role: str = "user") -> Any:
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Check messages and return them in the form of chat templates. The last message may have any role.
+    """Check a list of messages and return it in the form of chat templates. The last message may have any role.
 
     Raises :class:`ConversationError` for malformed messages.
     """

@@ -18,9 +18,10 @@ _WORD = "weft"
 
 
 class Edges:
-    """Finder of where each turn begins and ends in the rendered text of one conversation.
+    """Finds where each turn begins and ends in the rendered text of the conversation ``followed``.
 
-    The text between turns is remembered by role, so that later turns with the same text between them need no rendering.
+    The text that the template writes between two turns is remembered by their roles. A later turn with the same text
+    around it is found without rendering the conversation again.
     """
 
     def __init__(self, followed: Followed) -> None:
@@ -30,7 +31,10 @@ class Edges:
         self._closings: dict[str, str] = {}
 
     def words(self, i: int) -> list[int]:
-        """Return text positions where words of message ``i`` begin and end, without repetitions in later turns."""
+        """Return the text positions where runs of words of message ``i`` begin and end, in order.
+
+        Words of tool calls that the template repeats in a later turn are left out.
+        """
         words = self.followed.words(i)
         if not words or not self.followed.talk.messages[i].get("tool_calls"):
             return words
@@ -41,8 +45,8 @@ class Edges:
     def start(self, i: int, words: list[int]) -> int | None:
         """Return the position where the assistant's message ``i`` begins, or None if it cannot be found with certainty.
 
-        The message begins after the text that the template writes as a prompt for the assistant. ``words``: positions
-        where words of the message begin and end.
+        The message begins after the text that the template writes as a prompt for the assistant. ``words``: the result
+        of :meth:`words` for message ``i``.
         """
         limit = words[0] if words else len(self.text)
         known, place = self._before(i, limit) if words else (None, 0)
@@ -155,7 +159,7 @@ class Edges:
     def end(self, i: int, words: list[int], start: int) -> int | None:
         """Return the position where the turn of message ``i`` ends, or None if the template does not write the message.
 
-        ``words``: positions where words of the message begin and end. ``start``: position where the turn begins.
+        ``words``: the result of :meth:`words` for message ``i``. ``start``: position where the turn begins.
         """
         after = words[-1] if words else start
         rest = self.text[after:]
@@ -217,7 +221,7 @@ def _beyond(prompt: Marked, without: Marked | None) -> str | None:
 def common_length(first: str, second: str) -> int:
     """Return the length in characters of the common prefix of two texts.
 
-    The prefix is all of ``first``, or else ends between units (tags, words).
+    The prefix does not end inside a tag or word, unless it is all of ``first``.
     """
     if second.startswith(first):
         return len(first)

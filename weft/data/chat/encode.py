@@ -29,8 +29,8 @@ _TOKEN, _TOKEN_END = "\ufdd5", "\ufdd6"
 class Encoded(NamedTuple):
     """Encoded conversation: token ``ids`` int64 ``[tokens]`` and their loss ``weights`` float32 ``[tokens]``.
 
-    Token ``i`` covers the characters ``starts[i]:ends[i]`` of the rendered ``text``. ``spans``: the learned parts of
-    the text. ``followed``: the text with the words of each message marked.
+    Token ``i`` covers the characters ``starts[i]:ends[i]`` of the rendered ``text``. ``spans``: the learned spans of
+    the text. ``followed``: the text with marks that show where the words of each message are.
     """
 
     text: str
@@ -111,7 +111,10 @@ class ChatEncoder:
         talk: Sequence[dict[str, object]],
         tools: Sequence[dict[str, object]] | None = None,
     ) -> np.ndarray:
-        """Return the ids of a conversation up to the start of the assistant's answer."""
+        """Return the token ids of the messages ``talk``, rendered up to the start of the assistant's answer.
+
+        ``tools``: tools that the assistant may call.
+        """
         return self.tokens.encode(self.template.render(talk, tools, prompt=True))[0]
 
 

@@ -52,7 +52,10 @@ _HUMAN = "\n\nHuman:"
 
 
 class Fields:
-    """Fields of a record, which readers take one by one. :meth:`unread` gives the fields that nobody took."""
+    """Fields of a record, which readers take one by one, so that :meth:`unread` can give the fields that nobody took.
+
+    A field is called by Weft's name for it, and is also read under the names that other programs use (:data:`NAMES`).
+    """
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self.record = dict(record)
@@ -100,9 +103,10 @@ class Fields:
         return self.record[name]
 
     def needed(self, field: str, form: str) -> Any:
-        """Take the value of ``field``. Raises :class:`ConversationError` if the record has no value for it.
+        """Return the value of ``field`` and mark the field as read.
 
-        ``form``: name of the record's form, for the error.
+        ``form``: name of the record's form, for the error. Raises :class:`ConversationError` if the record has no value
+        for the field.
         """
         name = self.name(field)
         if name is None and (empty := self.empty_name(field)):
@@ -128,9 +132,10 @@ class Fields:
 
 
 def messages_of(value: Any) -> Any:
-    """Convert a list of turns in any known form to a list of objects. Any other value is returned unchanged.
+    """Convert a list of turns in any known form to a list of dictionaries. Any other value is returned unchanged.
 
-    The forms are JSON or Python text, a table of columns, a single turn, and a text of turns by Human and Assistant.
+    The forms are a list in JSON or Python syntax, a dictionary of columns (a list for each key), a single turn, and a
+    text that marks turns by ``Human:`` and ``Assistant:``.
     """
     if isinstance(value, str) and value.startswith(_HUMAN):
         return _dialogue(value)
@@ -158,7 +163,11 @@ def _is_turn(value: Any) -> bool:
 
 
 def turns_of(value: Any) -> Any:
-    """Return a conversation as a list of turns, as :func:`messages_of` does, and split elements that hold two turns."""
+    """Return a conversation as a list of turns, as :func:`messages_of` does, from a value in any known form.
+
+    If each element of the value holds a question and its answer, each becomes a turn of the user and one of the
+    assistant.
+    """
     pairs = from_text(value)
     if (
         not isinstance(pairs, list)
@@ -193,8 +202,9 @@ def build_conversation(
 ) -> Conversation:
     """Build a conversation from ``messages`` and from the record's system message, tools, weight and masks.
 
-    ``unread``: names of further fields that are not used. ``hidden``: number of messages at the start that are a prompt
-    and not learned; a system message from the record is counted with them.
+    ``fields``: the fields of the record, from which these values are taken. ``unread``: names of further fields that
+    are not used. ``hidden``: number of messages at the start that are a prompt and not learned; a system message from
+    the record is counted with them.
     """
     tools, weight = tools_of(fields), weight_of_record(fields)
     variables = variables_of(fields)

@@ -13,9 +13,9 @@ from weft.data.chat.marks import Marked, count_marks, mark_words, parts_with_wor
 
 
 class Anchor(NamedTuple):
-    """Position after the same words in two rendered texts of a conversation.
+    """Positions in two rendered texts of a conversation, right before or after the same words in both.
 
-    ``other``: the position in a text of fewer messages; ``text``: the position in the text of the whole conversation.
+    ``other``: the position in the text of fewer messages; ``text``: the position in the text of the whole conversation.
     """
 
     other: int
@@ -24,9 +24,10 @@ class Anchor(NamedTuple):
 
 @dataclass(frozen=True)
 class Followed:
-    """Rendered text of a conversation with marks that show where the words of messages are.
+    """Rendered text of a conversation, with marks that show where the words of each message are in the text.
 
-    ``shown``: the text and its marks. ``parts``: the marked parts as pairs of message number and name of the part.
+    ``template`` has rendered the conversation ``talk``. ``shown``: the text and the positions of its marks. ``parts``:
+    the parts of messages that are marked, as pairs of message number and name of the part, such as ``content``.
     """
 
     template: ChatTemplate
@@ -44,16 +45,20 @@ class Followed:
         return _marked(self.talk.messages, self.parts)
 
     def words(self, number: int) -> list[int]:
-        """Return text positions where words of message ``number`` begin and end, in the last place that has them."""
+        """Return the text positions where runs of words of message ``number`` begin and end.
+
+        If the template writes the message several times, they are the positions of the last time; empty without words.
+        """
         groups = self.shown.groups(number)
         return groups[-1] if groups else []
 
     def up_to(
         self, count: int, more: Sequence[Message] = (), prompt: bool = False
     ) -> Marked | None:
-        """Render the first ``count`` messages, then ``more`` messages, with marks; None if the template refuses them.
+        """Render the first ``count`` messages of the conversation, then the messages ``more``, with marks.
 
-        ``prompt``: whether the text ends with the template's prompt for the assistant.
+        Returns None if the template refuses them. ``prompt``: whether the text ends with the template's prompt for the
+        assistant.
         """
         try:
             return self.template.render(
@@ -66,10 +71,11 @@ class Followed:
             return None
 
     def anchor(self, other: Marked, before: int, limit: int) -> Anchor:
-        """Find the last words that ``other`` and the whole text share, of messages with a number below ``before``.
+        """Find the last word mark that ``other`` and the text of the whole conversation share, as a position in each.
 
-        ``other``: a rendered text of fewer messages. ``limit``: largest allowed position in the whole text. Without
-        shared words both positions are 0.
+        ``other``: a rendered text of fewer messages. Only marks of messages with a number below ``before`` count.
+        ``limit``: largest allowed position in the text of the whole conversation. Both positions are 0 without a common
+        mark.
         """
         for mark in reversed(other.words):
             here = [
@@ -110,7 +116,7 @@ class Followed:
 
 
 def follow_words(template: ChatTemplate, talk: Conversation) -> Followed:
-    """Render ``talk`` with marks around all words that the template writes unchanged.
+    """Render ``talk`` by ``template``, with marks around all words that the template writes unchanged.
 
     Words that the template compares, such as the start of a message or a tool's name, stay unmarked.
     """

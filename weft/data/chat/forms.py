@@ -18,10 +18,10 @@ from weft.errors import nearest
 
 
 class Form(NamedTuple):
-    """Form of records that programs publish.
+    """A form of records that other programs publish, such as ShareGPT.
 
-    It has a ``name``, the fields by which a record of the form is recognised, and the function that reads such a
-    record.
+    ``needed``: the fields by which a record of the form is recognised. ``read``: the function that reads the fields of
+    such a record as a conversation.
     """
 
     name: str
@@ -145,7 +145,7 @@ def read_record(
 def record_form(
     fields: Fields, forms: tuple[Form, ...] | list[Form] = FORMS
 ) -> Form | None:
-    """Return the first of ``forms`` that the record's fields fit, or None if no form fits."""
+    """Return the first of ``forms`` whose needed fields the record has, or None if no form fits."""
     exact = (
         known
         for known in forms

@@ -29,10 +29,10 @@ _BAD = {"false", "0", "no", "bad", "undesirable", "down", "thumbs_down", "-1"}
 
 @dataclass(frozen=True)
 class Judgement:
-    """One judged answer to a prompt.
+    """An answer to a prompt, with the verdict whether it is good.
 
-    ``prompt`` and ``answer``: messages. ``good``: whether the answer was judged good. ``weight``: weight in the loss.
-    ``tools``: tools that the assistant may call. ``unread``: names of the record's fields that are not used.
+    ``prompt`` and ``answer``: lists of messages. ``good``: whether the answer was judged good. ``weight``: weight in
+    the loss. ``tools``: tools that the assistant may call. ``unread``: names of the record's fields that are not used.
     ``variables``: variables for the chat template.
     """
 
@@ -46,10 +46,10 @@ class Judgement:
 
 
 def read_judgements(record: Any) -> list[Judgement]:
-    """Read the judged answers of ``record``: one with its ``label``, or two, ``chosen`` and ``rejected``.
+    """Read the judged answers of ``record``: one with a ``label``, or the two in ``chosen`` and ``rejected``.
 
     A labelled answer is the ``completion`` of a ``prompt``, or the assistant's turns at the end of ``messages``. Raises
-    :class:`ConversationError`.
+    :class:`ConversationError` for a record that holds neither.
     """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")
@@ -135,11 +135,11 @@ def _is_good(label: Any) -> bool:
 def pair_with_others(
     judgements: Iterable[tuple[P, Judgement]],
 ) -> Iterator[tuple[P, AnswerPair | ConversationError]]:
-    """Pair each judged answer with the next answer that differs from it, for :class:`AnswerPair` of KTO.
+    """Pair each judged answer with the next answer that differs from it, as the KTO loss needs it.
 
-    ``judgements``: places and judged answers, in order; each result comes with the place of its answer. Answers at the
-    end are paired with the first answer that differs. The pair's ``margin`` is 1 for a good answer and -1 for a bad
-    one.
+    ``judgements``: pairs of place (file and line of the record) and judged answer, in order. Answers at the end are
+    paired with the first answer that differs. Yields the place of each answer with its pair, whose ``margin`` is 1 for
+    a good answer and -1 for a bad one. Yields an error instead of the pair if no other answer differs.
     """
     waiting: list[tuple[P, Judgement]] = []  # all with the same answer
     first: list[Judgement] = []  # the first two answers that differ

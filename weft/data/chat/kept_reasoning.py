@@ -29,10 +29,10 @@ class _Piece(NamedTuple):
 def spans_with_reasoning(
     template: ChatTemplate, talk: Conversation, learned: Sequence[float]
 ) -> tuple[Followed, list[WeightedSpan]]:
-    """Render ``talk`` with the reasoning of all turns, and find its learned spans as :func:`learned_spans` does.
+    """Render the conversation ``talk`` with the reasoning of all turns, and find its learned spans.
 
     ``learned``: loss weight of every message, 0 if it is not learned. Reasoning that the template never writes stays
-    left out.
+    left out. Returns the marked text and the spans, as :func:`learned_spans` does.
     """
     placed = [
         weight or float(message["role"] == "assistant")

@@ -33,7 +33,7 @@ class WeightedSpan(NamedTuple):
 def learned_spans(
     template: ChatTemplate, talk: Conversation, learned: Sequence[float]
 ) -> tuple[Followed, list[WeightedSpan]]:
-    """Render ``talk`` and find the spans of its text that are learned.
+    """Render ``talk`` with marks, and return the marked text and the spans of it that are learned.
 
     ``learned``: loss weight of every message, 0 if it is not learned. Raises :class:`TemplateError` if the template
     refuses the conversation, or a turn cannot be found in its text.

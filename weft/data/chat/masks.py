@@ -18,9 +18,9 @@ _WORDS = re.compile(
 
 
 class TurnWeight(NamedTuple):
-    """Loss weight of a turn, as its masks say.
+    """Loss weight of a turn, as the turn's masks and weights in the data say.
 
-    ``said``: whether the turn has masks; ``marked``: whether a mask says that the turn is learned.
+    ``said``: whether the turn has masks or weights at all; ``marked``: whether a mask says that the turn is learned.
     """
 
     weight: float
@@ -29,7 +29,7 @@ class TurnWeight(NamedTuple):
 
 
 def take_weight(message: Message, name: str) -> TurnWeight:
-    """Take the masks and weights out of ``message``, which errors call ``name``.
+    """Remove the masks and weights from ``message``, called ``name`` in errors, and return the loss weight they give.
 
     Raises :class:`ConversationError` for masks that contradict each other, are neither true nor false, or have a name
     that is not known.
@@ -74,7 +74,7 @@ def weight_of(value: Any, name: str) -> float:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a finite number, or a text of one, as a float. Any other value gives None."""
+    """Return a finite number, or a text that holds one, as a float. Any other value gives None."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     with suppress(ValueError, OverflowError):

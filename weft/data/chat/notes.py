@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 class Facts(NamedTuple):
-    """Facts about a conversation that notes report.
+    """What is to be reported about one conversation.
 
     ``left_out``: descriptions of what the template leaves out. ``stops``: whether a stop id is learned.
     """
@@ -39,7 +39,7 @@ class Facts(NamedTuple):
 def facts_of(
     followed: Followed, learned: np.ndarray, numbers: Collection[int]
 ) -> Facts:
-    """Return the facts about a rendered conversation.
+    """Return what is to be reported about a rendered conversation.
 
     ``learned``: int64, the ids of its learned tokens. ``numbers``: the numbers of its learned messages. Reasoning that
     the template leaves out counts only in learned messages.
@@ -62,10 +62,10 @@ def facts_of(
 
 @dataclass
 class Notes:
-    """Facts about the conversations of one source. Each fact is counted once per record.
+    """Counts of what is to be reported about the conversations of one source, from which lines for the user are made.
 
     ``stops``: names of the tokens at which generation ends. ``counts``: number of records by description of what the
-    template leaves out. ``learned``: whether any conversation learns a stop id.
+    template leaves out, each record counted once. ``learned``: whether any conversation learns a stop id.
     """
 
     stops: tuple[str, ...]
@@ -75,7 +75,10 @@ class Notes:
     _seen: set[str] = field(default_factory=set)
 
     def add(self, place: object, facts: Facts) -> None:
-        """Count the facts about one conversation. A record may have several conversations, at the same ``place``."""
+        """Count the facts about one conversation, whose record is at ``place`` (file and line).
+
+        Successive conversations at the same place come from one record, which counts once.
+        """
         if place != self._place:
             self._place, self._seen = place, set()
         self.counts.update(facts.left_out - self._seen)

@@ -27,11 +27,11 @@ from weft.recipe import ANSWER_PAIRS, CONVERSATIONS, Data, Source
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Run of successive tokens that are alike in all fields but their joined ``text``.
+    """Run of successive tokens that agree in weight, kind, cut and message, with their joined ``text``.
 
-    ``weight``: loss weight, 0 if not learned. ``special``: whether they are special tokens. ``cut``: whether they are
-    beyond the length of a row. ``message``: number of the message whose words or learned turn the tokens are, -1 for
-    the template's own text.
+    ``weight``: loss weight, 0 if not learned. ``special``: whether the tokens are special tokens. ``cut``: whether they
+    are beyond the length of a row. ``message``: number of the message whose words or learned turn the tokens are, -1
+    for the template's own text.
     """
 
     text: str
@@ -48,7 +48,7 @@ class TokenRun:
 
 @dataclass(frozen=True)
 class Sample:
-    """Conversation of a preview.
+    """A conversation that ``weft data preview`` shows.
 
     ``place``: file and line of its record. ``pieces``: its text as runs of tokens. ``tokens``, ``learned``, ``cut``:
     numbers of tokens that are read, learned and cut off. ``roles``: role of each message.
@@ -68,9 +68,10 @@ class Sample:
         return f"{self.tokens} tokens, {self.learned} learned{cut}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return place, numbers of tokens, and pieces of text with their role and whether they are learned or cut.
+        """Return the sample as JSON: the place of its record, its numbers of tokens, and its text in pieces.
 
-        The role is None for the template's own text that is not learned.
+        Each piece has its text, its role, and whether it is learned and cut off. The role is None for the template's
+        own text that is not learned.
         """
         pieces = []
         for (message, learned, cut), run in groupby(

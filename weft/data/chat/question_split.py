@@ -42,10 +42,10 @@ def split_at_questions(
 
 
 def questions(talk: Conversation) -> list[range]:
-    """Cut a conversation before each question, and return the ranges of message numbers of the pieces.
+    """Cut a conversation before each question, and return for each piece the range of its message numbers.
 
-    A question is a message of the user that follows no other message of the user. The first range, before the first
-    question, may be empty.
+    A question is a message of the user that does not follow another message of the user. The first piece, which
+    precedes the first question, may be empty.
     """
     roles = [message["role"] for message in talk.messages]
     asked = [

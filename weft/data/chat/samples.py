@@ -40,10 +40,11 @@ def messages_field(source: Source) -> str | None:
 def read_samples(
     source: Source, report: SourceReport | None = None
 ) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair]]:
-    """Iterate over the records of a source in order, each with its place. Errors name file and line.
+    """Iterate over the records of a source in order, each as a pair of its place and what it holds.
 
-    With ``on_error = "skip"`` malformed records are skipped. ``report`` counts records, skipped records and unread
-    fields.
+    A record holds a conversation or, in sources of preferences and judgements, a pair of answers. Errors name file and
+    line. With ``on_error = "skip"`` malformed records are skipped. ``report`` counts records, skipped records and
+    unread fields.
     """
     report = report or SourceReport()
     if source.kind == "feedback":

@@ -61,9 +61,10 @@ def recipe_template(settings: Chat, tokenizer: Tokenizer) -> ChatTemplate:
 def open_chats(
     source: Source, settings: Chat, tokenizer: Tokenizer, cache: Path | None = None
 ) -> Tokens:
-    """Open the tokens of a source of conversations. On first use, one process encodes them into the cache.
+    """Open the tokens of a source of conversations. On first use, one process encodes the conversations into the cache.
 
-    ``settings``: the recipe's section ``data.chat``. ``cache``: as in :func:`weft.data.cache.cache_root`.
+    ``settings``: the recipe's section ``data.chat``. ``cache``: the folder of the cache, as in
+    :func:`weft.data.cache.cache_root`.
     """
     template = recipe_template(settings, tokenizer)
     encoder = chat_encoder(settings, template)
@@ -94,10 +95,11 @@ def chat_encoder(settings: Chat, template: ChatTemplate) -> ChatEncoder:
 def encoded_records(
     source: Source, report: SourceReport, encoder: ChatEncoder
 ) -> Iterator[tuple[RecordLocation, Conversation | AnswerPair, list[Encoded]]]:
-    """Iterate over the records of a source: place, record as read, and its encoded samples.
+    """Yield ``(place, record, samples)`` for each record of a source.
 
-    A pair of answers has two samples, the chosen answer first. Errors name file and line. With ``on_error = "skip"``
-    malformed records are skipped, and ``report`` counts them.
+    ``place``: file and line. ``record``: the conversation or the pair of answers. ``samples``: the encoded
+    conversations that the record gives; a pair gives two, the chosen answer first. Errors name file and line. With
+    ``on_error = "skip"`` malformed records are skipped, and ``report`` counts them.
     """
     for place, sample in read_samples(source, report):
         try:
@@ -170,7 +172,7 @@ def _write(folder: Path, source: Source, encoder: ChatEncoder) -> None:
 
 
 def remove_written_fields(report: SourceReport, template: ChatTemplate) -> None:
-    """Remove fields of messages from ``report.unread`` if the template uses them."""
+    """Remove from ``report.unread`` the fields of messages that the template uses."""
     start, text = "messages[].", "".join(template.sources)
     report.leave_out(
         lambda name: name.startswith(start) and name.removeprefix(start) in text
@@ -194,8 +196,8 @@ class Fitted(NamedTuple):
     """Documents that a run reads, after conversations were cut to the length of a row.
 
     ``starts`` and ``lengths``: int64 ``[documents]``, index of each document's first token and its number of tokens.
-    ``note``: text that says what was cut or skipped. ``pairs``: the pairs of answers, if documents form pairs.
-    ``records``: index from 0 of each document's record (or pair).
+    ``note``: text that says what was cut or left out. ``pairs``: the pairs of answers, None if documents form no pairs.
+    ``records``: index from 0 of the record of each document, or of each pair.
     """
 
     starts: np.ndarray
