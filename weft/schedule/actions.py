@@ -28,7 +28,10 @@ LOCAL = ("saved", "tape")
 
 
 class Key(NamedTuple):
-    """The name of an action in dependencies; unique in a table before lowering."""
+    """Kind, stage and microbatch of an action, by which other actions depend on it.
+
+    No two actions of a table that is not lowered share a key.
+    """
 
     kind: str
     stage: int
@@ -47,7 +50,16 @@ Order = Sequence[Entry]
 
 @dataclass(frozen=True)
 class Action:
-    """An entry of a table. ``deps``: actions that must end before it, although it reads none of their values."""
+    """An entry of a schedule's table: one thing that one rank does.
+
+    Attributes:
+        ``rank``: number of the rank in the pipeline.
+        ``kind``: name of the action's kind (:class:`weft.schedule.kinds.Kind`), such as ``F``.
+        ``stage``, ``microbatch``: stage and microbatch that the action works on.
+        ``deps``: keys of actions that must end first, although this action reads none of their values.
+        ``reads``, ``writes``: values that the action uses and makes.
+        ``peer``: the other rank of a send or receive; -1 for all other actions.
+    """
 
     rank: int
     kind: str
@@ -76,10 +88,10 @@ class Action:
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule. ``ranks[r]``: the actions of rank ``r`` in the order in which it runs them.
+    """A schedule as a table of actions. ``name``: the schedule; ``ranks[r]``: actions of rank ``r`` in their order.
 
-    ``stages``: model stages, in model order; a stage may be held by several ranks (DualPipe) and a rank may hold
-    several. ``paths[m]``: the stages that microbatch ``m`` passes, in order (all of them, but for SkipPipe).
+    ``stages``: number of model stages; a stage may be held by several ranks (DualPipe), and a rank may hold several.
+    ``paths[m]``: the stages that microbatch ``m`` passes, in order (all of them, except under SkipPipe).
     """
 
     name: str

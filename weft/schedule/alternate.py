@@ -40,19 +40,26 @@ ROOMS = 3
 
 
 class DeviceSplit(NamedTuple):
-    """The number of units that are updated on the ``device``, and the ``seconds`` that updating all units takes."""
+    """A split of the optimizer's update between host and device, and its simulated duration.
+
+    ``device``: number of units (parameters that are updated together) that the device updates; ``seconds``: time until
+    all units are updated.
+    """
 
     device: int
     seconds: float
 
 
 def on_device(units: int, count: int) -> list[int]:
-    """Return the indices of ``count`` of ``units`` units to update on the device, spread evenly."""
+    """Choose the ``count`` of ``units`` units that the device updates; return their indices, spread evenly."""
     return [(2 * i + 1) * units // (2 * count) for i in range(count)]
 
 
 def update_table(units: int, count: int) -> Table:
-    """Build the table of the updates of ``units`` units, of which ``count`` units are updated on the device."""
+    """Build the table of the updates of ``units`` units, of which the device updates ``count`` and the host all others.
+
+    The table's ranks are :data:`HOST`, :data:`DEVICE` and :data:`BACK`, the copies from the device to the host.
+    """
     away = on_device(units, count)
     there: list[Action] = []
     back: list[Action] = []
@@ -69,9 +76,10 @@ def update_table(units: int, count: int) -> Table:
 def simulated(
     count: int, sizes: Sequence[int], rates: Mapping[str, float]
 ) -> Simulation:
-    """Simulate the updates of units, of which ``count`` are updated on the device.
+    """Simulate the updates of all units, of which ``count`` are updated on the device.
 
-    ``sizes``: bytes of each unit; ``rates``: seconds per byte of each kind of action.
+    ``sizes``: bytes of each unit; ``rates``: seconds per byte by kind of action, such as :data:`ON_HOST` or
+    :data:`BRING`.
     """
     return simulate(
         update_table(len(sizes), count), Costs(lambda a: rates[a.kind] * sizes[a.stage])
@@ -79,10 +87,10 @@ def simulated(
 
 
 def splits(sizes: Sequence[int], rates: Mapping[str, float]) -> list[DeviceSplit]:
-    """Simulate the updates with every number of units on the device; return the splits with the fastest one first.
+    """Simulate the updates for every number of units on the device; return all splits, the fastest first.
 
     Of equally fast splits the one with fewest units on the device comes first. ``sizes``: bytes of each unit;
-    ``rates``: seconds per byte of each kind of action.
+    ``rates``: seconds per byte by kind of action, such as :data:`ON_HOST` or :data:`BRING`.
     """
     splits = [
         DeviceSplit(count, simulated(count, sizes, rates).elapsed)

@@ -14,14 +14,18 @@ Number = Any
 
 
 class ScheduleBuilder:
-    """A pipeline schedule for any number of ranks and microbatches.
+    """Base class of pipeline schedules, each for any number of ranks and microbatches.
 
-    ``about``: the schedule in a few words; ``paper``: its source, by arXiv's number where there is one. ``chunks``:
-    stages that a rank holds for a microbatch; ``free``: whether the caller may choose their number. ``splits``:
-    backward is divided into I (input gradient) and W (weight gradient), by some schedules only in part. ``twice``: two
-    ranks hold a stage. ``falls``: each rank runs this many forwards less ahead of its backwards than the rank before,
-    and holds less memory accordingly (the tapes of postponed weight gradients aside). ``place``: the planner's order
-    of schedules, which decides between equals.
+    Attributes:
+        ``about``: the schedule in a few words.
+        ``paper``: source of the schedule, as arXiv number where it has one.
+        ``chunks``: stages that a rank holds for a microbatch.
+        ``free``: whether the caller may choose another number of chunks.
+        ``splits``: whether backward is split into I (input gradient) and W (weight gradient), wholly or in part.
+        ``twice``: whether two ranks hold every stage.
+        ``falls``: number by which a rank holds fewer microbatches' activations than the rank before it (without the
+            inputs of postponed weight gradients).
+        ``place``: rank of the schedule in the planner's order; of equally good schedules the lowest is chosen.
     """
 
     about: ClassVar[str] = ""
@@ -36,26 +40,28 @@ class ScheduleBuilder:
     def orders(
         self, ranks: int, microbatches: int, chunks: int, times: Times
     ) -> Sequence[Order]:
-        """List the actions of every rank in their order, as ``(kind, stage, microbatch)``.
+        """List each rank's actions in order, as ``(kind, stage, microbatch)``.
 
-        ``times`` are for schedules that fill holes by the clock.
+        ``chunks``: stages per rank; ``times``: times of one microbatch on a rank, by which some schedules decide what
+        fills idle times.
         """
         raise NotImplementedError
 
     def bubble(
         self, ranks: Number, microbatches: Number, chunks: Number, times: Times
     ) -> Number:
-        """Return the idle time of a rank in a step, in closed form.
+        """Return the idle time of a rank in a step, in closed form and in the unit of ``times``.
 
-        ``chunks``: stages per rank; ``times``: of a microbatch on a rank. For schedules that fill holes by the clock
-        the result holds only for ``2 * ranks`` microbatches or more.
+        ``chunks``: stages per rank; ``times``: times of one microbatch on a rank. For schedules that fill idle times by
+        the clock the result holds only for ``2 * ranks`` microbatches or more.
         """
         raise NotImplementedError
 
     def in_flight(self, ranks: Number, chunks: Number, rank: Number) -> Number:
-        """Return how many microbatches' activations ``rank`` holds at once, where one counts all stages of the rank.
+        """Return for how many microbatches ``rank`` holds activations at once; infinity stands for all of a step.
 
-        Infinity stands for all microbatches of a step. ``chunks``: stages per rank.
+        A microbatch whose activations the rank holds for only one of its stages counts ``1 / chunks``, where ``chunks``
+        is the number of stages per rank.
         """
         raise NotImplementedError
 
@@ -74,15 +80,16 @@ def larger(a: Number, b: Number) -> Number:
 
 
 def ramp(ranks: Number, times: Times) -> Number:
-    """Return the time to fill and drain a pipeline whose ranks have no other work meanwhile."""
+    """Return the time to fill and drain a pipeline with idle ranks: ``(ranks - 1) * (forward + backward)``."""
     return (ranks - 1) * (times.forward + times.backward)
 
 
 def filled(times: Times) -> Number:
-    """Return the idle time per rank where other work fills a part of a microbatch's way to the next rank and back.
+    """Return ``backward_input + max(forward - backward_weight, 0)``: the bubble per further rank with split backward.
 
-    Of that way's time, forward and backward, a weight gradient is filled, and the shorter of forward and weight
-    gradient.
+    Without a split each further rank makes the bubble longer by ``forward + backward_input + backward_weight``. Of this
+    time, postponed weight gradients fill ``backward_weight``, and once more the shorter of ``forward`` and
+    ``backward_weight``.
     """
     return times.backward_input + larger(times.forward - times.backward_weight, 0)
 
@@ -90,10 +97,10 @@ def filled(times: Times) -> Number:
 def held_back(
     ranks: Number, microbatches: Number, most: Number, times: Times
 ) -> Number:
-    """Return the idle time of a rank that waits for its first gradient with at most ``most`` microbatches under way.
+    """Return the bubble of a zero-bubble schedule in which a rank holds at most ``most`` microbatches at once.
 
-    Each microbatch but the first shortens the wait by the time of its forward. If its weight gradient takes less time,
-    which then runs at the end, that time counts.
+    It is ``(ranks - 1) * filled(times) + (ranks - min(microbatches, most)) * min(forward, backward_weight)``, or 0 if
+    that is negative: each further microbatch in flight gives the first rank work while it waits for its first gradient.
     """
     ahead = -larger(-microbatches, -most)
     shorter = times.forward - larger(times.forward - times.backward_weight, 0)

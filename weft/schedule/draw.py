@@ -50,7 +50,11 @@ def colours(table: Table) -> dict[str, str]:
 
 
 class Shades(NamedTuple):
-    """The shade of each action ``(rank, stage, microbatch)``, the number of shades, and what shades mean, in words."""
+    """The shade of each action's colour in a picture.
+
+    ``by_action``: number of the shade by ``(rank, stage, microbatch)``; ``number``: how many shades there are;
+    ``meaning``: what shades tell apart, in words.
+    """
 
     by_action: dict[tuple[int, int, int], int]
     number: int
@@ -87,15 +91,15 @@ def boxes(simulation: Simulation) -> list[Timed]:
 
 
 def mix(a: str, b: str, share: float) -> str:
-    """Mix two colours ``#rrggbb``; ``share``: of the second."""
+    """Mix two colours ``#rrggbb``; ``share``: the part of ``b`` in the result, from 0 to 1."""
     pairs = zip(bytes.fromhex(a[1:]), bytes.fromhex(b[1:]), strict=True)
     return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in pairs)
 
 
 def shaded(colour: str, shade: int, count: int, dark: bool = False) -> tuple[str, str]:
-    """Return the fill colour and the text colour of shade number ``shade`` of ``count`` shades of ``colour``.
+    """Return the fill colour and the text colour for shade number ``shade`` of ``count`` shades of ``colour``.
 
-    Later shades fade towards the page, which is ``dark`` or light; the text contrasts with the fill.
+    Later shades are paler, on a ``dark`` page darker; the text contrasts with the fill.
     """
     share = shade / (count - 1) if count > 1 else 0.0
     fill = mix(colour, PAGE, 0.66 * share)
@@ -112,7 +116,11 @@ def shaded(colour: str, shade: int, count: int, dark: bool = False) -> tuple[str
 
 
 class Look(NamedTuple):
-    """The look of actions of a kind and shade: CSS class, colours of box and number, and both on a dark page."""
+    """The look of actions of one kind and shade.
+
+    ``css``: CSS class; ``fill`` and ``ink``: colours of the box and of its text; ``dark_fill`` and ``dark_ink``: both
+    colours on a dark page.
+    """
 
     css: str
     fill: str
@@ -122,7 +130,11 @@ class Look(NamedTuple):
 
 
 def legend(table: Table) -> dict[str, Any]:
-    """Return the legend for the templates: every kind with its meaning and looks, and a line on numbers and shades."""
+    """Return the variables of the templates for a legend.
+
+    ``kinds`` lists ``(name, meaning, looks)`` of each kind of action, with a look for every shade; ``remark`` is a line
+    that explains numbers and shades.
+    """
     shades = shades_of(table)
     kinds = []
     for k, (kind, colour) in enumerate(colours(table).items()):
@@ -141,7 +153,7 @@ def short_number(value: float) -> str:
 
 
 def ticks(end: float) -> list[float]:
-    """Return about a dozen round times from 0 to ``end``."""
+    """Return about a dozen round times from 0 to ``end``, for the time axis of a picture."""
     rough = end / 12
     power = 10.0 ** floor(log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
@@ -166,7 +178,16 @@ def summary_line(simulation: Simulation, unit: str = "") -> str:
 
 
 class Box(NamedTuple):
-    """The box of an action; ``down`` and ``tall``: its top and height as shares of the lane."""
+    """The box that stands for an action in a picture.
+
+    Attributes:
+        ``start``, ``end``: times of the action, in the simulation's unit.
+        ``down``, ``tall``: top and height of the box, as shares of the height of the rank's lane.
+        ``rank``: rank that runs the action.
+        ``look``: colours of the box.
+        ``label``: microbatch, the number in the box.
+        ``tip``: text that is shown when the mouse is over the box.
+    """
 
     start: float
     end: float
@@ -179,7 +200,11 @@ class Box(NamedTuple):
 
 
 class Track(NamedTuple):
-    """The memory of a rank: times and levels, as shares of the highest level of all ranks, and its peak."""
+    """The curve of a rank's memory in a picture.
+
+    ``levels``: ``(time, level)`` after each change, with the level as a share of the highest level of all ranks;
+    ``when`` and ``share``: time and level of the rank's peak; ``peak``: the peak as text.
+    """
 
     levels: list[tuple[float, float]]
     when: float
@@ -197,8 +222,9 @@ def svg(
 ) -> str:
     """Draw the simulation as SVG: a lane of boxes for each rank, and the rank's memory under it.
 
-    ``unit``: of time; ``memory``: meaning of the levels; ``note``: text beside the title. A picture for a ``page`` has
-    no title, legend and background of its own; there ``note`` describes the picture.
+    ``title``: by default the schedule's name; ``unit``: name of the unit of time; ``memory``: what the levels of memory
+    count; ``note``: text beside the title. A picture for a ``page`` has no title, legend and background of its own;
+    there ``note`` replaces the line of figures.
     """
     table = simulation.table
     spans = [t.end - t.start for t in chain(*simulation.timeline) if t.end > t.start]
@@ -264,7 +290,11 @@ def html(
     unit: str = "",
     memory: str = MEMORY,
 ) -> str:
-    """Return a page that works offline: the picture with zoom, values on hover, and the path of a microbatch."""
+    """Return a page that works offline: the picture with zoom, values on hover, and the path of a microbatch.
+
+    ``title``: by default the schedule's name; ``note``: line under the title; ``unit``: name of the unit of time;
+    ``memory``: what the levels of memory count.
+    """
     table, reads = simulation.table, _reads(simulation)
     kinds = list(colours(table))
     span, after = simulation.makespan, f" {unit}".rstrip()
@@ -289,7 +319,7 @@ def html(
 
 
 def perfetto(simulation: Simulation, microseconds: float = 1000.0) -> dict[str, Any]:
-    """Return a Chrome trace (ui.perfetto.dev): a track and a counter of memory for each rank, an arrow for each move.
+    """Return a Chrome trace (ui.perfetto.dev): a track and a memory counter for each rank, an arrow for each transfer.
 
     ``microseconds``: the length of the simulation's unit of time.
     """

@@ -29,7 +29,7 @@ from weft.schedule.times import ModelTimes, Times
 
 
 class Beside(Enum):
-    """The work that runs in turns with a microbatch's pass, while the rows of that pass travel.
+    """The work that a rank runs alternately with a microbatch's pass, while tokens of that pass travel to other ranks.
 
     It is none, the other pass (backward beside forward) of another microbatch, or the same pass of another microbatch.
     """
@@ -135,11 +135,11 @@ PARTS["I"] = (
 def with_exchanges(
     table: Table, layers: Sequence[int], beside: Beside = Beside.NOTHING
 ) -> Table:
-    """Cut ``table`` layer by layer: each layer becomes a stage with an exchange of experts in it.
+    """Cut ``table`` layer by layer: each layer becomes a stage whose tokens travel to experts on other ranks and back.
 
-    ``layers``: the number of layers of each stage of ``table``. With ``Beside.NOTHING`` an action begins when the
-    action before it on its rank has ended, as :func:`weft.schedule.execute.execute` runs them, and a rank waits for
-    rows that travel.
+    ``layers``: the number of layers of each stage of ``table``; ``beside``: what a rank computes while tokens travel.
+    With ``Beside.NOTHING`` the rank waits: an action begins when the action before it on its rank has ended, as
+    :func:`weft.schedule.execute.execute` runs them.
     """
     first = [0, *accumulate(layers)]
     layers_of = [range(a, b) for a, b in pairwise(first)]
@@ -199,9 +199,10 @@ def _match(entry: Entry, following: Entry, beside: Beside) -> bool:
 def best_turns(
     table: Table, layers: Sequence[int], costs: Costs
 ) -> dict[Beside, Simulation]:
-    """Simulate ``table`` with exchanges of experts for each kind of work that can take turns (:class:`Beside`).
+    """Simulate ``table`` with exchanges of experts (:func:`with_exchanges`) for each value of :class:`Beside`.
 
-    Kinds for which ranks block each other are left out. ``layers``: number of layers of each stage.
+    ``layers``: number of layers of each stage; ``costs``: times of actions. Values for which ranks would block each
+    other are left out of the result.
     """
     simulations = {}
     for beside in Beside:

@@ -20,9 +20,10 @@ Op = Callable[[Action, Sequence[Any]], Sequence[Any]]
 
 @dataclass
 class Executed:
-    """Measurements of a run. ``times``: of actions that compute, in seconds of ``time.perf_counter``.
+    """Measurements of one run of a table on a rank.
 
-    ``peak``: the largest number of local values (``saved`` and ``tape``) alive at once.
+    ``times``: start and end of each action that computes, in seconds of ``time.perf_counter``; ``peak``: the largest
+    number of ``saved`` and ``tape`` values alive at once.
     """
 
     times: list[Timed] = field(default_factory=list)
@@ -39,10 +40,11 @@ def execute(
 ) -> Executed:
     """Run rank ``rank`` of a lowered ``table``; every rank of the pipeline calls this with its own number.
 
-    ``ops[kind]`` computes an action; an inserted action without an operation is skipped. Values that travel are
-    tensors, tuples of tensors or None. Receives are posted up to ``window`` ahead, and a send waits while ``window``
-    earlier sends to the same rank are under way, so buffers are bounded. ``wire``: None on a single rank. Raises
-    :class:`weft.net.lost.PeerLost` naming a rank that does not deliver within the wire's timeout.
+    ``ops[kind]`` computes an action; an action that lowering inserted is skipped if it has no operation. ``wire``:
+    sends and receives values, which are tensors, tuples of tensors or None; it may be None on a single rank.
+    ``window``: receives that are posted ahead per rank, and sends to one rank that may be under way before the next
+    send waits, so that buffers are bounded. Raises :class:`weft.net.lost.PeerLost` naming a rank that does not deliver
+    within the wire's timeout, and :class:`ScheduleError` for a kind without an operation.
     """
     actions = table.ranks[rank]
     unknown = {a.kind for a in actions if a.kind not in ops and not a.declared.inserted}

@@ -28,14 +28,17 @@ class Duty(Flag):
 
 
 class Clock(Enum):
-    """One of the two streams of a rank. Each stream runs its own actions in order, while the other runs its own."""
+    """The stream of a rank on which an action runs: compute or communication.
+
+    Each stream runs its actions one after the other, and both streams run at the same time.
+    """
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
 
 
 class Visit(NamedTuple):
-    """A microbatch at a stage, with the stages before and after on its path (None at an end)."""
+    """A microbatch at a stage. ``before``, ``after``: the neighbouring stages on its path; None at an end."""
 
     stage: int
     microbatch: int
@@ -43,23 +46,23 @@ class Visit(NamedTuple):
     after: int | None
 
     def value(self, name: str) -> "Value":
-        """Return the value with the name ``name`` of this microbatch at this stage."""
+        """Return the value called ``name``, such as ``saved``, of this microbatch at this stage."""
         return Value(name, self.stage, self.microbatch)
 
     def input(self) -> "tuple[Value, ...]":
-        """Return the output of the stage before; none at the first stage."""
+        """Return the output of the stage before, which this stage's forward reads; empty at the first stage."""
         if self.before is None:
             return ()
         return (Value("act", self.before, self.microbatch),)
 
     def output_gradient(self) -> "tuple[Value, ...]":
-        """Return the gradient of the next stage's input; none at the last stage."""
+        """Return the gradient of the next stage's input, which this stage's backward reads; empty at the last stage."""
         if self.after is None:
             return ()
         return (Value("grad", self.after, self.microbatch),)
 
     def input_gradient(self) -> "tuple[Value, ...]":
-        """Return the gradient of this stage's input; none at the first stage, where nobody reads it."""
+        """Return the gradient of this stage's input; empty at the first stage, where no other stage reads it."""
         return () if self.before is None else (self.value("grad"),)
 
 
@@ -87,7 +90,10 @@ class Flow(NamedTuple):
 
 
 def duty_time(action: Any, times: ModelTimes) -> float:
-    """Return the modelled time of an action from the duties of its kind; the default ``cost`` of a kind."""
+    """Return the modelled time of ``action``: the sum of its stage's times for each duty of its kind.
+
+    It is the default ``cost`` of a :class:`Kind`. ``times``: times of all stages of the model.
+    """
     stage, duties = times.stage(action.stage), action.declared.duties
     return (
         duties.forward * stage.forward
@@ -109,14 +115,21 @@ class Duties(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of action. ``name`` stands in actions, ``meaning`` in legends; ``colour`` "" takes one of a palette.
+    """A kind of action, as :func:`declare_kind` registers it.
 
-    ``duty``: the duties of a stage that the action does; after a weight gradient, gradients of parameters are reduced.
-    ``forward``: the action belongs to the half of a table that evaluation runs. ``flow``: a function that returns the
-    values read and written at a place of a microbatch's path, or None if each action states them itself. ``cost(action,
-    times)``: modelled time. ``parameters``: the action uses the parameters of its stage, which are gathered before.
-    ``inserted``: the action is added by lowering only, takes no time in the simulator, and is skipped by an executor
-    that has no operation for it.
+    Attributes:
+        ``name``: the name by which actions refer to the kind, such as ``F``.
+        ``meaning``: a few words for legends.
+        ``colour``: ``#rrggbb`` in pictures; "" takes a colour of the palette.
+        ``duty``: duties of a stage that the action does; after a weight gradient, gradients of parameters are reduced.
+        ``forward``: whether evaluation, which runs only the forward half of a table, runs the action.
+        ``flow``: function from a visit of a stage to the values that are read and written; None if each action states
+            them.
+        ``cost``: function from an action and the model's times to the modelled time of the action.
+        ``clock``: the stream on which the action runs.
+        ``parameters``: whether the action uses its stage's parameters, which are then gathered before it.
+        ``inserted``: whether only lowering adds such actions; they take no time in the simulator, and an executor skips
+            those for which it has no operation.
     """
 
     name: str
@@ -151,5 +164,5 @@ def declare_kind(kind: Kind) -> str:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the declaration of a kind. An undeclared kind counts as a computation without duties."""
+    """Return the declaration of the kind ``name``. An undeclared kind counts as a computation without duties."""
     return KINDS.get(name) or Kind(name)

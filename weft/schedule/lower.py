@@ -39,7 +39,7 @@ def links(lowered: Table) -> set[tuple[int, int]]:
 
 
 def producers(table: Table) -> dict[Value, Action]:
-    """Return the action that writes each value. Raises :class:`ScheduleError` if two actions write the same value."""
+    """Return the action that writes each value. Raises :class:`ScheduleError` if two actions write one value."""
     writers: dict[Value, Action] = {}
     for a in table:
         for value in a.writes if a.kind != RECV else ():
@@ -52,15 +52,15 @@ def producers(table: Table) -> dict[Value, Action]:
 
 
 def lower(table: Table, zero: int = 1, streamed: bool = False) -> Table:
-    """Insert the actions that compute nothing: moves, frees, gathers, reductions.
+    """Insert the actions that compute nothing: sends, receives, gathers and reductions of parameters, and frees.
 
     A value read on another rank is sent when it is made and received before it is needed; between two ranks, receives
-    are in the order of the sends, as NCCL wants it. A value is freed after its last use. ``zero``: the ZeRO stage of
-    the parameters (Rajbhandari et al. 2020): stage 3 gathers a stage's parameters around every run of its actions,
-    the others once; stages 2 and 3 reduce gradients after every microbatch, stage 1 after the last. ``streamed``: the
-    parameters rest in a tier, are gathered around every run while those of the next stage are fetched, and gradients
-    are reduced after the last microbatch, when they go to the tier. Raises :class:`ScheduleError` for a value that no
-    action writes, or that cannot leave its rank.
+    are in the order of the sends, as NCCL wants it. A value is freed after its last use. ``zero``: the ZeRO stage
+    (Rajbhandari et al. 2020). ZeRO-3 gathers a stage's parameters around every run of its actions, ZeRO-1 and ZeRO-2
+    once; ZeRO-2 and ZeRO-3 reduce gradients after every microbatch, ZeRO-1 after the last. ``streamed``: the parameters
+    rest on the host or in a file, are gathered around every run while those of the next stage are fetched, and
+    gradients are reduced after the last microbatch. Raises :class:`ScheduleError` for a value that no action writes, or
+    that cannot leave its rank.
     """
     table = _handed_over(table)
     writers = producers(table)

@@ -20,10 +20,11 @@ class _Split(NamedTuple):
 def partition(
     costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None
 ) -> list[range]:
-    """Cut the items of ``costs`` into ``parts`` contiguous, non-empty parts, such that the slowest part is fastest.
+    """Cut the items of ``costs`` into ``parts`` contiguous, non-empty ranges, such that the slowest range is fastest.
 
-    Of equal cuts the most even one is returned, as ranges of indices. ``speeds``: work per time of each part's device.
-    Dynamic programming over (items left, parts left). Raises :class:`UsageError` for fewer costs than parts.
+    Returned are ranges of indices, of equally good cuts the most even. ``costs``: work of each item, such as a layer;
+    ``speeds``: work per time of the device of each range (None: all equal). Dynamic programming over (items left,
+    ranges left). Raises :class:`UsageError` for fewer costs than ``parts``.
     """
     count = len(costs)
     if count < parts:

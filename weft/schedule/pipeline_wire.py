@@ -41,11 +41,12 @@ class _Arrival:
 
 
 class Wire:
-    """Transfers between the ranks of one pipeline, numbered as along the mesh axis.
+    """Asynchronous transfers of values between the ranks of one pipeline, numbered as along the mesh axis ``pp``.
 
-    ``spec(value)``: shapes and types of the value's tensors if the receiver knows them; else None, and a header travels
-    before the data. On NCCL every ordered pair of ranks has its own communicator, as two ranks that send to each other
-    in the same one would wait for each other. ``timeout``: seconds that a rank waits for a value.
+    ``group``: process group of the pipeline; ``device``: where received tensors are allocated; ``timeout``: seconds
+    that a rank waits for a value; ``spec(value)``: shapes and types of the value's tensors if the receiver knows them,
+    else None, and then a header travels before the data. On NCCL every ordered pair of ranks has its own communicator,
+    as two ranks that send to each other in the same one would wait for each other.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class Wire:
         self._tags: dict[tuple[int, int], int] = defaultdict(int)
 
     def connect(self, pairs: set[tuple[int, int]]) -> None:
-        """Make a communicator for each ordered pair of ranks in ``pairs``, where the backend is NCCL. Collective.
+        """Make a communicator for each pair ``(source, target)`` of ranks in ``pairs``, where the backend is NCCL.
 
-        All ranks of the pipeline call this.
+        Collective: all ranks of the pipeline call this.
         """
         for pair in sorted(pairs - self._pairs.keys()):
             if self.device.type == "cuda" and self.rank in pair:
@@ -108,7 +109,7 @@ class Wire:
     def ask(self, value: Value, source: int) -> None:
         """Post the receive of ``value`` from rank ``source``.
 
-        Values of a rank must be asked for in the order in which the rank sends them.
+        Values from one rank must be asked for in the order in which that rank sends them.
         """
         queue, spec = self._asked[source], self.spec(value)
         arrival = _Arrival(value, None, [], [])
@@ -121,9 +122,11 @@ class Wire:
         queue.append(arrival)
 
     def take(self, value: Value, source: int, purpose: str) -> Any:
-        """Wait for the tensors of ``value`` from rank ``source``, the earliest that was asked for, and return them.
+        """Wait for ``value`` from rank ``source``; return its tensors: a tensor, a tuple of several, or None.
 
-        ``purpose``: the action that needs the value, for error messages. Raises :class:`weft.net.lost.PeerLost`.
+        Of the values asked for from ``source`` (:meth:`ask`), it must be the earliest not yet taken. ``purpose``: the
+        action that needs the value, for error messages. Raises :class:`weft.net.lost.PeerLost` if the value does not
+        arrive.
         """
         queue = self._asked[source]
         arrival = queue[0]

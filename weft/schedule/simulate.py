@@ -19,9 +19,9 @@ from weft.schedule.validate import why_stuck
 class Costs:
     """Times of actions and transfers in one unit of time, and memory of values.
 
-    ``compute(action)`` and ``move(value, source, target)`` are times. ``size(value)`` is the memory that a value takes
-    on a rank, from its making or arrival to the end of its last reader there. With ``exclusive`` links, an ordered pair
-    of ranks carries one value at a time.
+    ``compute(action)``: time of an action; ``move(value, source, target)``: time of a transfer between two ranks;
+    ``size(value)``: memory that a value takes on a rank, from its making or arrival to the end of its last reader
+    there; ``exclusive``: whether an ordered pair of ranks carries only one value at a time.
     """
 
     compute: Callable[[Action], float]
@@ -31,15 +31,15 @@ class Costs:
 
 
 def by_kind(times: ModelTimes) -> Callable[[Action], float]:
-    """Return a function from an action to its time, which the action's kind computes from ``times``."""
+    """Return a function from an action to its modelled time, which its kind computes from the model's ``times``."""
     return lambda a: a.declared.cost(a, times)
 
 
 def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
-    """Return costs for a table whose ranks have ``times`` for a microbatch, divided evenly among the stages of a rank.
+    """Return costs for a table whose stages all take equally long. ``times``: times of one microbatch on a rank.
 
-    With ``v`` stages on a rank, a stage's saved activations take ``1 / v`` of the rank's, from the stage's forward to
-    its weight gradient.
+    Each of a rank's ``v`` stages takes ``1 / v`` of these times, and its saved activations take ``1 / v`` of the
+    rank's, which are 1 per microbatch, from the stage's forward to its weight gradient.
     """
     chunks = table.stages / len(table.ranks)
     return Costs(
@@ -58,7 +58,7 @@ class Timed(NamedTuple):
 
 
 class SimulatedTransfer(NamedTuple):
-    """A transfer of a value between two ranks."""
+    """A transfer of ``value`` from the rank ``source`` to the rank ``target``, with its ``start`` and ``end`` times."""
 
     value: Value
     source: int
@@ -71,9 +71,9 @@ class SimulatedTransfer(NamedTuple):
 class Simulation:
     """The result of simulating a table with modelled times.
 
-    ``timeline[r]``: timed actions of rank ``r`` on its compute stream; ``beside[r]``: those on its communication
-    stream. ``moves``: transfers between ranks. ``memory[r]``: ``(time, level)`` after every change of the rank's
-    memory.
+    ``table``: the table; ``timeline[r]``: timed actions of rank ``r`` on its compute stream; ``beside[r]``: those on
+    its communication stream; ``moves``: transfers between ranks; ``memory[r]``: ``(time, level)`` after every change of
+    the memory in use on rank ``r``.
     """
 
     table: Table
@@ -84,12 +84,12 @@ class Simulation:
 
     @cached_property
     def elapsed(self) -> float:
-        """Time from the first action of any rank to the end of the last."""
+        """Time from the first action of any rank to the end of the last action of any rank."""
         return max((t.end for t in chain(*self.timeline, *self.beside)), default=0.0)
 
     @cached_property
     def makespan(self) -> float:
-        """Longest time from a rank's first action to its last.
+        """Longest time from a rank's first action to the end of its last action.
 
         This is the time per step in a run of many steps: the ranks of a pipeline need not start a step together.
         """
@@ -101,7 +101,7 @@ class Simulation:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Time that each rank spends computing."""
+        """Time that each rank spends computing, by rank."""
         return tuple(sum(t.end - t.start for t in rank) for rank in self.timeline)
 
     @property
@@ -113,15 +113,16 @@ class Simulation:
 
     @property
     def peaks(self) -> tuple[float, ...]:
-        """Highest level of memory of each rank."""
+        """Highest level of memory in use, by rank."""
         levels = ((level for _, level in rank) for rank in self.memory)
         return tuple(max(rank, default=0.0) for rank in levels)
 
 
 def simulate(table: Table, costs: Costs) -> Simulation:
-    """Simulate the table: each stream of a rank runs its actions in order, once the values that they read have arrived.
+    """Simulate ``table``: each stream of a rank runs its actions in order, once the values that they read have arrived.
 
-    Transfers overlap with computation. Raises :class:`ScheduleError` naming the actions that wait in a circle.
+    ``costs``: times of actions and transfers, and sizes of values; transfers overlap with computation. Raises
+    :class:`ScheduleError` naming the actions that wait in a circle.
     """
     run, count = _Run(table, costs), len(table.ranks)
     run.all()

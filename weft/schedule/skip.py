@@ -37,11 +37,12 @@ WEIGHTS = (8.0, 2.0, 1.0, 0.5)
 def plan_paths(
     holders: Holders, microbatches: int, ratio: float, costs: Costs, split: bool = True
 ) -> list[Path]:
-    """Plan a path for every microbatch; paths skip the share ``ratio`` of all stages on average.
+    """Plan which stages each microbatch passes, in order; all together skip the share ``ratio`` of all stage visits.
 
-    ``holders[s]``: ranks that may run stage ``s``. The first and the last stage are always run in their places; of the
-    others a path may exchange one pair of neighbours. Of a few plans that with the shortest simulated makespan is
-    returned. Raises :class:`UsageError` if too few stages may be skipped.
+    ``holders[s]``: ranks that may run stage ``s``; ``costs``: times of actions and transfers; ``split``: whether
+    backward is split into input and weight gradient. The first and the last stage are always run in their places; of
+    the others a path may exchange one pair of neighbours. Of a few plans the one with the shortest simulated makespan
+    is returned. Raises :class:`UsageError` if ``ratio`` is larger than these rules allow.
     """
     stages = len(holders)
     total = round(ratio * stages * microbatches)
@@ -62,10 +63,10 @@ def plan_paths(
 
 
 def stage_lengths(stages: int, ratio: float) -> list[float]:
-    """Return the length of every stage (mean 1) such that all stages compute equally much on average.
+    """Return the length of every stage (mean 1) such that all ``stages`` stages compute equally much on average.
 
-    The stages that are always run are shorter: at equal length they would compute as much as without skipping, and the
-    pipeline would be no faster.
+    ``ratio``: share of stage visits that microbatches skip. The first and last stage, which are never skipped, are
+    shorter: at equal length they would compute as much as without skipping, and the pipeline would be no faster.
     """
     _check(stages, ratio)
     middle = stages - 2

@@ -19,7 +19,11 @@ from weft.shapes.shape import shape_of
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a model that a stage computes: its layers, on the first stage the embedding, on the last the head."""
+    """The part of a model that a pipeline stage computes.
+
+    ``layers``: indices of its layers; ``embedding``, ``head``: whether it also computes the embedding or the output
+    layer.
+    """
 
     layers: range
     embedding: bool = False
@@ -70,8 +74,8 @@ def stage_costs(
 ) -> Costs:
     """Return the costs for simulating a table with these ``stages``.
 
-    ``times``: times of a microbatch's passes; ``kept``: memory of a layer's saved activations; ``move``: time of a
-    transfer from one rank to another.
+    ``times``: times of one microbatch's passes at each stage; ``kept``: memory of one layer's saved activations of a
+    microbatch; ``move``: time of a transfer from one rank to another.
     """
 
     def size(value: Value) -> float:
@@ -84,9 +88,9 @@ def stage_costs(
 def modelled_costs(
     shape: ModelShape, layout: Layout, table: Table, seq_len: int
 ) -> Costs:
-    """Return costs for simulating ``table`` under this layout, with flops per token as the unit of time.
+    """Return costs for simulating ``table`` under this layout, in floating-point operations per token.
 
-    The memory of a stage is its number of layers; ``seq_len``: tokens of a sequence.
+    The memory of a stage is its number of layers; ``shape``: the model; ``seq_len``: tokens of a sequence.
     """
     stages = assign_stages(shape, layout, table.stages, seq_len)
     look_up, layer, output = shape_of(shape).forward_flops(seq_len)
@@ -107,8 +111,8 @@ def make_table(
 ) -> Table:
     """Build the table of the schedule of ``layout``, not lowered, for ``microbatches`` microbatches.
 
-    The modelled floating-point operations decide where passes over the vocabulary go; ``seq_len``: tokens of a
-    sequence.
+    ``shape``: the model, whose modelled floating-point operations decide where passes over the vocabulary go;
+    ``seq_len``: tokens of a sequence.
     """
     if layout.skip:
         lengths = stage_lengths(layout.pp, layout.skip)
@@ -134,9 +138,10 @@ def make_table(
 def routes(
     shape: ModelShape, layout: Layout, microbatches: int, seq_len: int
 ) -> list[tuple[int, ...]]:
-    """List the blocks of the model that each microbatch passes, in order, where ``layout.skip`` lets microbatches skip.
+    """List for each microbatch the indices of the model's blocks that it passes, in order.
 
-    One device that runs the same blocks computes what the pipeline computes.
+    With ``layout.skip`` microbatches leave out blocks. One device that runs the same blocks computes what the pipeline
+    computes. ``seq_len``: tokens of a sequence.
     """
     table = make_table(layout, microbatches, shape, seq_len)
     stages = assign_stages(shape, layout, table.stages, seq_len)

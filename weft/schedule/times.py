@@ -8,9 +8,15 @@ from dataclasses import dataclass, replace
 class Times:
     """Times of one microbatch on one rank or stage, in any unit.
 
-    Builders get the times of a rank, which spends ``forward / v`` on each of its ``v`` stages. ``move``: time of a
-    transfer from one rank to the next. ``dispatch`` and ``combine``: moving tokens to the experts of other ranks and
-    back in forward; backward takes ``back`` times as long. ``routed``: the experts' share of the computation.
+    Builders of schedules get the times of a rank, which spends ``forward / v`` on each of its ``v`` stages.
+
+    Attributes:
+        ``forward``: time of the forward pass.
+        ``backward_input``, ``backward_weight``: times of the gradient of the input and of those of the weights.
+        ``move``: time of a transfer from one rank to the next.
+        ``dispatch``, ``combine``: times to move tokens in forward to experts on other ranks, and results back.
+        ``back``: ratio of the backward times of ``dispatch`` and ``combine`` to their forward times.
+        ``routed``: the experts' share of the computation, from 0 to 1.
     """
 
     forward: float = 1.0
@@ -27,7 +33,7 @@ class Times:
         return self.backward_input + self.backward_weight
 
     def scaled(self, factor: float) -> "Times":
-        """Return times with every computation and exchange ``factor`` times as long."""
+        """Return a copy with every computation and exchange of tokens ``factor`` times as long; ``move`` stays."""
         names = ("forward", "backward_input", "backward_weight", "dispatch", "combine")
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
@@ -40,8 +46,8 @@ NONE = Times(0.0, 0.0, 0.0)
 class ModelTimes:
     """Times of one microbatch in a whole model, from which a :class:`weft.schedule.kinds.Kind` computes its cost.
 
-    ``stages[s]``: times of stage ``s``. ``embedding`` and ``output``: times of these whole layers, if they are cut over
-    all ranks into ``shares`` instead of being on the first and last stage.
+    ``stages[s]``: times of stage ``s``. ``embedding`` and ``output``: times of these whole layers, if each is cut into
+    ``shares`` equal shares, one per rank, instead of being on the first and last stage.
     """
 
     stages: Sequence[Times]

@@ -14,7 +14,7 @@ WINDOW = 4
 def validate(
     table: Table, window: int = WINDOW, zero: int = 1, streamed: bool = False
 ) -> Table:
-    """Check ``table`` and return it lowered (see :func:`weft.schedule.lower.lower`).
+    """Check ``table`` and return it lowered; for ``zero`` and ``streamed`` see :func:`weft.schedule.lower.lower`.
 
     A valid table does every duty of every stage on a microbatch's path (:class:`weft.schedule.kinds.Duty`) once, on one
     rank; it writes a value before it reads it; and its execution ends with at most ``window`` messages under way
@@ -140,7 +140,7 @@ def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
 
 
 def why_stuck(table: Table) -> str:
-    """Explain why a table cannot end with any number of messages under way; name the actions at fault."""
+    """Explain why ``table`` cannot run to its end, however many messages may be under way; name the actions."""
     try:
         lowered = lower(table)
         for actions in lowered.ranks:

@@ -67,9 +67,10 @@ def share_stage(stages: int, rank: int) -> int:
 
 
 def output_times(product: float, barriers: int) -> Times:
-    """Return the times of the whole output layer in passes S and T; ``product``: one of its three matrix products.
+    """Return the times of the whole output layer in the vocabulary passes S and T.
 
-    With one barrier S computes the gradient of the input together with the logits; with two barriers T computes it.
+    ``product``: time of one of the layer's three matrix products; ``barriers``: synchronisations per microbatch, 1 or
+    2. With one, S computes the gradient of the input together with the logits; with two, T computes it.
     """
     if barriers == 1:
         return Times(2 * product, 0.0, product)
@@ -79,10 +80,11 @@ def output_times(product: float, barriers: int) -> Times:
 def with_vocabulary(
     table: Table, barriers: int, cost: Callable[[Action], float] | None = None
 ) -> Table:
-    """Add the vocabulary passes to a table whose first and last stage compute neither embedding nor output layer.
+    """Add passes over shares of the vocabulary to a table whose stages compute neither embedding nor output layer.
 
-    ``cost``: time per action; by default every pass of a stage, and a rank's product of its shares, takes 1. Every
-    barrier lets a rank hold one more microbatch, so that it has other work while shares are combined.
+    ``barriers``: synchronisations of the ranks per microbatch, 1 or 2; for each a rank may hold one more microbatch, so
+    that it has other work while shares are combined. ``cost``: time of an action; None: every pass of a stage takes 1,
+    and so does a matrix product with a rank's share of the embedding or output layer.
     """
     ranks = len(table.ranks)
     if cost is None:

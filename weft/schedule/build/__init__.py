@@ -27,7 +27,7 @@ def builder_of(name: str) -> ScheduleBuilder:
 
 
 def builders() -> dict[str, ScheduleBuilder]:
-    """Return the builders of all schedules by name, in the planner's order."""
+    """Return the builder of every schedule by the schedule's name, in the planner's order."""
     every = {name: builder_of(name) for name in names("schedule")}
     return dict(sorted(every.items(), key=lambda item: (item[1].place, item[0])))
 
@@ -39,10 +39,11 @@ def build(
     virtual: int | None = None,
     times: Times = EQUAL,
 ) -> Table:
-    """Build the table of the schedule ``name``.
+    """Build the table of actions of the pipeline schedule ``name`` for a step of ``microbatches`` on ``ranks`` ranks.
 
-    ``virtual``: chunks per rank, for looped schedules (default 2). ``times``: for schedules that fill holes by the
-    clock. Raises :class:`UsageError` for a request that cannot be met.
+    ``virtual``: stages (chunks) per rank, for schedules that let the caller choose it; None: the schedule's own number.
+    ``times``: times of one microbatch on a rank, by which some schedules decide what fills idle times. Raises
+    :class:`UsageError` for a request that cannot be met.
     """
     if ranks < 1:
         raise UsageError(

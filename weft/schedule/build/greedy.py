@@ -36,12 +36,14 @@ def list_schedule(
     split: bool = True,
     priority: Policy | Sequence[Policy] = POLICIES,
 ) -> Table:
-    """Return the table with the smallest makespan that list scheduling gives with one of these policies.
+    """Return the fastest of the tables that list scheduling builds, one table for each policy of ``priority``.
 
-    ``holders[s]``: ranks that may run stage ``s``; ``paths[m]``: stages of microbatch ``m`` in the order of its
-    forward, each at most once; ``limit``: memory of every rank, or a list of each rank's, for ``saved`` and ``tape`` in
-    units of ``costs.size``; ``split``: backward as I and W. The table is never slower than one microbatch after the
-    other. Raises :class:`ScheduleError` if a microbatch alone needs more memory.
+    ``name``: the schedule's name; ``holders[s]``: ranks that may run stage ``s``; ``paths[m]``: stages of microbatch
+    ``m`` in the order of its forward, each at most once; ``costs``: times of actions and transfers, and sizes of
+    values; ``ranks``: number of ranks; ``limit``: memory of every rank, or a list of each rank's, for ``saved`` and
+    ``tape`` values in units of ``costs.size`` (None: unlimited); ``split``: whether backward is split into input
+    gradient (I) and weight gradient (W). The table is never slower than one microbatch after the other. Raises
+    :class:`ScheduleError` if a single microbatch needs more memory than the limit.
     """
     if limit is None:
         limit = inf
@@ -58,10 +60,11 @@ def list_schedule(
 def zero_bubble(
     name: str, ranks: int, microbatches: int, times: Times, limit: int, tape: float
 ) -> list[Order]:
-    """Return each rank's order of actions in the automatic zero-bubble schedule.
+    """Return each rank's order of actions in the automatic zero-bubble schedule (Qi et al. 2023, 2401.10241).
 
-    ``limit``: memory of a rank, as a number of microbatches' saved activations; ``tape``: share of a microbatch's saved
-    activations that a postponed weight gradient needs.
+    ``name``: the schedule's name in errors; ``times``: times of one microbatch on a rank; ``limit``: memory of a rank,
+    as a number of microbatches' saved activations; ``tape``: share of a microbatch's saved activations that a postponed
+    weight gradient needs.
     """
     took = {"F": times.forward, "I": times.backward_input, "W": times.backward_weight}
     costs = Costs(

@@ -17,12 +17,13 @@ from weft.schedule.build.trips import EPS, Trips
 
 @dataclass(frozen=True)
 class Policy:
-    """The order in which a free rank prefers actions.
+    """Rules by which the list scheduler chooses the next action of an idle rank.
 
-    ``alternate``: forward after backward of the input if both are ready, else always backward. ``patience``: a rank
-    waits for a value under way rather than start a weight gradient, if the value arrives within this share of the
-    weight gradient's time. ``ahead``: forwards of a stage before its first backward, as a multiple of the forwards that
-    fit in a round trip to the end of the path if forward and backward alternate (1: 1F1B; 2: no bubble).
+    ``alternate``: whether a rank prefers a forward after a backward if both are ready; otherwise it always prefers the
+    backward. ``patience``: a rank that could only run a weight gradient stays idle if the input of a forward or
+    backward arrives within this share of the weight gradient's time. ``ahead``: limit of microbatches between forward
+    and backward at a stage, as a multiple of the forward-backward pairs that the rank could run while one microbatch
+    travels from there to the last stage and back (1: 1F1B; 2: no bubble).
     """
 
     alternate: bool = False
@@ -40,7 +41,13 @@ class _Item(NamedTuple):
 
 
 class Listing:
-    """One simulation of the list scheduler with one policy. ``holders[s]``: ranks that may run stage ``s``."""
+    """List scheduler: a simulation by the clock in which each idle rank starts the best action that is ready.
+
+    ``name``: the schedule's name in errors; ``holders[s]``: ranks that may run stage ``s``; ``trips``: paths, times and
+    memory of the microbatches; ``policy``: what "best" means. An instance serves one call of :meth:`orders` or of
+    :meth:`one_by_one`. In its methods, position ``i`` of a microbatch's path is the ``i``-th stage that the microbatch
+    passes, and a microbatch is under way from the start of its first forward to the end of its last backward.
+    """
 
     def __init__(
         self, name: str, holders: Sequence[Sequence[int]], trips: Trips, policy: Policy
@@ -63,7 +70,7 @@ class Listing:
         self.events = [0.0]
 
     def orders(self) -> list[list[Entry]]:
-        """Return the order of actions of every rank that the list scheduler finds.
+        """Return each rank's actions in the order in which the list scheduler starts them.
 
         Raises :class:`ScheduleError` for a microbatch that does not fit in memory even if it runs alone.
         """
@@ -79,7 +86,7 @@ class Listing:
         return self.done
 
     def one_by_one(self) -> list[list[Entry]]:
-        """Return the order of actions of every rank where each microbatch runs only after the one before has ended."""
+        """Return each rank's order of actions if every microbatch starts only after the microbatch before has ended."""
         for m, path in enumerate(self.paths):
             where = self.alone(m)
             for i, r in enumerate(where):
@@ -89,9 +96,11 @@ class Listing:
         return self.done
 
     def turn(self, rank: int, now: float, capped: bool) -> bool:
-        """Start the best action that ``rank`` can run at time ``now``; return whether one was started.
+        """Start the best action that ``rank`` can run at time ``now``, and return True.
 
-        With ``capped`` the number of forwards ahead of backward is limited, as the policy says.
+        Return False if the rank is busy, if no ready action may start (:meth:`admits`), or if the rank waits for a
+        value that arrives soon (:class:`Policy`). ``capped``: whether the policy's limit of forwards ahead of backward
+        holds.
         """
         if self.free[rank] > now:
             return False
@@ -116,10 +125,10 @@ class Listing:
         return self.start(rank, tape, now)
 
     def admits(self, rank: int, a: _Item, capped: bool) -> bool:
-        """Return whether the action ``a`` fits in the memory of ``rank``.
+        """Return whether ``rank`` may start the action ``a``: whether the memory of ``rank`` has room for its results.
 
-        For a forward, all microbatches under way must also be able to finish after it. With ``capped`` the policy's
-        limit for forwards ahead of backward must hold too.
+        A forward may start only if all microbatches under way can still finish after it. With ``capped`` the policy's
+        limit of forwards ahead of backward must hold too.
         """
         level = self.level[rank] + self.trips.change(a.m, a.i, a.kind)
         if level > self.trips.limits[rank] + EPS:
@@ -137,15 +146,19 @@ class Listing:
         return self.between[self.paths[a.m][a.i]] < ahead - EPS
 
     def safe(self, m: int, where: list[int], step: int) -> bool:
-        """Return whether all microbatches can still be finished (banker's rule) with microbatch ``m`` at step ``step``.
+        """Return whether all microbatches under way can still finish (banker's rule), with ``m`` at step ``step``.
 
-        ``where``: the rank of every place on the path of ``m``. All other microbatches are at their present steps.
+        ``m``: a microbatch; ``where``: the rank of every position on its path; ``step``: the number of its passes that
+        have started. All other microbatches count at their present steps.
         """
         under_way = {n: (n, self.where[n], k) for n, k in self.step.items()}
         return self.trips.safe((under_way | {m: (m, where, step)}).values())
 
     def start(self, rank: int, a: _Item, now: float) -> bool:
-        """Run the action ``a`` from time ``now`` on, and mark the actions that waited for its result as ready."""
+        """Run the action ``a`` on ``rank`` from time ``now`` on, and make the actions ready that need its result.
+
+        Returns True, so that :meth:`turn` can return the call.
+        """
         m, i, stage = a.m, a.i, self.paths[a.m][a.i]
         self.free[rank] = end = now + self.trips.time(rank, m, i, a.kind)
         heappush(self.events, end)
@@ -177,9 +190,10 @@ class Listing:
         return True
 
     def send(self, name: str, m: int, i: int, to: int, kind: str, end: float) -> None:
-        """Send a value of microbatch ``m``, computed at time ``end``, from place ``i`` of its path to place ``to``.
+        """Send a value of microbatch ``m``, computed at time ``end``, from position ``i`` to ``to`` of its path.
 
-        ``name``: the value's name. When it arrives, the action of ``kind`` at place ``to`` becomes ready.
+        ``name``: name of the value (``act`` or ``grad``); ``kind``: kind of the action at position ``to`` that becomes
+        ready when the value arrives.
         """
         link = source, target = self.where[m][i], self.where[m][to]
         if source != target:
@@ -191,9 +205,10 @@ class Listing:
         self.ready[target].append(_Item(m, to, kind, end))
 
     def place(self, m: int, first: int | None = None) -> list[int] | None:
-        """Choose a rank for every place on the path of microbatch ``m``, such that the microbatch fits in memory alone.
+        """Choose a rank for every position on the path of microbatch ``m``; return None if it then fits nowhere.
 
-        Ranks with the least load are tried first. ``first``: the rank of the first place, if it is given.
+        The microbatch must fit in the memory of the chosen ranks if no other microbatch runs. Ranks with the least
+        compute time so far are tried first. ``first``: the rank of the first position; None: choose this rank too.
         """
         path = self.paths[m]
 
@@ -211,9 +226,9 @@ class Listing:
         return extend([])
 
     def alone(self, m: int) -> list[int]:
-        """Return the rank of every place on the path of microbatch ``m`` if only this microbatch runs.
+        """Return the ranks that :meth:`place` chooses for the path of microbatch ``m``.
 
-        Raises :class:`ScheduleError` if it does not fit in memory.
+        Raises :class:`ScheduleError` if the microbatch does not fit in memory although no other microbatch runs.
         """
         if where := self.place(m):
             return where
@@ -227,9 +242,10 @@ class Listing:
         )
 
     def rebind(self, m: int, i: int, end: float) -> None:
-        """Give place ``i`` of the path of microbatch ``m`` to the rank that would end it first, if several may run it.
+        """Give position ``i`` of the path of microbatch ``m`` to the rank that would end the forward there first.
 
-        ``end``: the time at which the action at the place before ends.
+        Nothing changes if only one rank may run the stage. A rank is passed over if the microbatches under way could
+        then not all finish. ``end``: the time at which the forward at position ``i - 1`` ends.
         """
         where, before = self.where[m], self.where[m][i - 1]
         value = Value("act", self.paths[m][i - 1], m)

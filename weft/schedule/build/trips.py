@@ -18,11 +18,18 @@ Claim = tuple[Mapping[int, float], Mapping[int, float]]
 
 @dataclass
 class Trips:
-    """Microbatches on their way through the stages.
+    """Paths, times and memory of all microbatches, by which the list scheduler decides which actions may run.
 
-    ``paths[m]``: stages of a microbatch; ``limits[r]``: memory of a rank in units of ``costs.size``. In methods,
-    ``where`` lists the rank of every place of a path, or of its first places, and ``step`` counts the forwards and
-    backwards of a microbatch that have started.
+    In methods, position ``i`` of a path is the ``i``-th stage that a microbatch passes, ``where`` lists the rank of
+    every position or of the first positions, and ``step`` counts the forwards and backwards of a microbatch that have
+    started.
+
+    Attributes:
+        ``paths[m]``: stages of microbatch ``m`` in the order of its forward.
+        ``costs``: times of actions and transfers, and sizes of values.
+        ``limits[r]``: memory of rank ``r``, in units of ``costs.size``.
+        ``split``: whether backward is split into input gradient (I) and weight gradient (W).
+        ``claims``, ``rounds``: results of :meth:`claim` and :meth:`rounds_ahead` that are kept for later calls.
     """
 
     paths: Sequence[Sequence[int]]
@@ -42,17 +49,19 @@ class Trips:
         return self.kinds[1]
 
     def time(self, rank: int, m: int, i: int, kind: str) -> float:
-        """Return the time of an action of ``kind`` on ``rank``, for microbatch ``m`` at place ``i`` of its path."""
+        """Return the time of an action of ``kind`` on ``rank``, for microbatch ``m`` at position ``i`` of its path."""
         return self.costs.compute(Action(rank, kind, self.paths[m][i], m))
 
     def work(self, rank: int, m: int, i: int) -> float:
-        """Return the compute time, forward and backward, of microbatch ``m`` at place ``i`` of its path on ``rank``."""
+        """Return the time of forward and backward on ``rank``, for microbatch ``m`` at position ``i`` of its path."""
         return sum(self.time(rank, m, i, kind) for kind in self.kinds)
 
     def rounds_ahead(self, m: int, i: int, where: Sequence[int]) -> float:
-        """Return how many pairs of forward and backward a rank can run until the gradient of microbatch ``m`` is back.
+        """Return how many pairs of forward and backward the rank of position ``i`` can run in a round trip from there.
 
-        The rank is that of place ``i`` of the path; ``where``: the rank of every place.
+        The round trip of microbatch ``m`` goes from the start of its forward at position ``i`` over the end of its path
+        until its gradient is back. The number is a float, and infinity if a pair takes no time. ``where``: the rank of
+        every position on the path.
         """
         key = (m, i, *where)
         if key not in self.rounds:
@@ -69,9 +78,9 @@ class Trips:
         return self.rounds[key]
 
     def change(self, m: int, i: int, kind: str) -> float:
-        """Return by how much an action of ``kind`` changes the memory of the rank that runs it.
+        """Return by how much an action of ``kind`` raises (or, if negative, lowers) the memory in use on its rank.
 
-        The action is that of microbatch ``m`` at place ``i`` of its path.
+        The action is that of microbatch ``m`` at position ``i`` of its path; memory is in units of ``costs.size``.
         """
         stage = self.paths[m][i]
         saved = self.costs.size(Value("saved", stage, m))
@@ -79,10 +88,11 @@ class Trips:
         return {"F": saved, "B": -saved, "I": tape - saved, "W": -tape}[kind]
 
     def claim(self, m: int, where: Sequence[int], step: int) -> Claim:
-        """Return, by rank, the memory that microbatch ``m`` still needs from ``step`` on, and the memory that it holds.
+        """Return two dicts by rank: the memory that microbatch ``m`` still needs to finish, and what it holds.
 
-        ``where``: the rank of every place on its path. Tapes count only while they are recorded, as a weight gradient
-        can always run.
+        ``where``: the rank of every position on its path; ``step``: the number of its passes that have started. A tape,
+        the input of a postponed weight gradient, counts only while it is recorded, as the weight gradient can always
+        run.
         """
         key = (m, step, *where)
         if key not in self.claims:
@@ -101,7 +111,7 @@ class Trips:
         return self.claims[key]
 
     def alone(self, m: int, where: Sequence[int]) -> bool:
-        """Return whether microbatch ``m`` fits in the memory of the ranks ``where`` if no other microbatch runs."""
+        """Return whether microbatch ``m`` fits in memory if no other runs; ``where``: its rank at each position."""
         needs, _ = self.claim(m, where, 0)
         return self._fits(needs, self.limits)
 
@@ -111,7 +121,8 @@ class Trips:
     def safe(self, state: Iterable[tuple[int, Sequence[int], int]]) -> bool:
         """Return whether microbatches under way can be finished in some order, one after the other (banker's rule).
 
-        ``state``: ``(m, where, step)`` of each of these microbatches.
+        ``state``: ``(m, where, step)`` of each of them: its number, its rank at every position of its path, and the
+        number of its passes that have started.
         """
         if min(self.limits) == inf:
             return True

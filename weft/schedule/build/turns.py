@@ -4,9 +4,10 @@ from weft.schedule.actions import Order
 
 
 def alternate(kinds: list[str], rank: int, ahead: int, microbatches: int) -> Order:
-    """Return the order of one rank: ``ahead`` forwards, forward and backward in turn, then the remaining backwards.
+    """Return the order of one rank in 1F1B: ``ahead`` forwards, then forward and backward in turn, then only backwards.
 
-    ``kinds``: the two kinds of forward and backward.
+    ``kinds``: the kind of the forward actions and that of the backward actions, such as ``["F", "B"]``; ``rank``:
+    number of the rank, and of the only stage that it holds; ``microbatches``: their number in a step.
     """
     forward, backward = (
         [(kind, rank, m) for m in range(microbatches)] for kind in kinds
@@ -16,9 +17,10 @@ def alternate(kinds: list[str], rank: int, ahead: int, microbatches: int) -> Ord
 
 
 def split(rank: int, ahead: int, late: int, microbatches: int) -> Order:
-    """Return the order of one rank with split backward: ``ahead`` forwards, then I, W and F in turn.
+    """Return the order of one rank whose backward is split: ``ahead`` forwards (F), then I, W and F in turn.
 
-    The weight gradient (W) of a microbatch runs ``late`` rounds after the gradient of its input (I).
+    I is the gradient of a stage's input, W the gradient of its weights, which runs ``late`` turns after I of the same
+    microbatch. ``rank``: number of the rank, and of the only stage that it holds.
     """
     order = [("F", rank, m) for m in range(min(ahead, microbatches))]
     for m in range(microbatches + late):

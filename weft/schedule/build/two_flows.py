@@ -13,8 +13,9 @@ from weft.schedule.actions import Entry
 def two_flows(half: int, near: int, count: int) -> list[Entry]:
     """Return the order of one rank in DualPipe as ``(kind, flow, number)``; ``number`` counts a flow's microbatches.
 
-    ``half``: ranks from one end of the pipeline to the turn; ``near``: the rank's distance from its end; ``count``:
-    microbatches in each flow, at least ``2 * half``. A backward is B, or I and W where it is split.
+    Flow 0 enters the pipeline at the rank's own end, flow 1 comes from the other half. ``half``: ranks from one end of
+    the pipeline to its middle; ``near``: distance of the rank from its end, in ranks; ``count``: microbatches in each
+    flow, at least ``2 * half``. A backward is B, or I (input gradient) and W (weight gradient) where it is split.
     """
     far = half - 1 - near
     steps = [("F", 0)] * (2 * far)  # fill: flow 0 reaches the turn
@@ -32,9 +33,10 @@ def two_flows(half: int, near: int, count: int) -> list[Entry]:
 
 
 def number_microbatches(steps: list[tuple[str, int]]) -> list[Entry]:
-    """Add the number of the microbatch to each ``(kind, flow)`` of ``steps``, counting each flow by itself.
+    """Turn each ``(kind, flow)`` of ``steps`` into ``(kind, flow, number)``, with the microbatch as ``number``.
 
-    A W of flow -1 stands for the oldest postponed weight gradient. Weight gradients that are left come at the end.
+    Each flow counts its microbatches from 0. ``("W", -1)`` stands for the oldest postponed weight gradient of any flow.
+    Weight gradients that are still postponed after the last step are added at the end.
     """
     done: Counter[tuple[str, int]] = Counter()
     kept: list[tuple[int, int]] = []

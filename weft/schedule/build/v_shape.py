@@ -19,12 +19,13 @@ PATIENCE = (0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class Pattern:
-    """A building block: the time slots of F, F', I' and I of one microbatch.
+    """Building block of a V-shaped schedule: the time slots of F, F', I' and I of one microbatch.
 
-    F and I are passes of the stage on the way down the ranks, F' and I' those of the stage on the way up. ``steps``:
-    slots from one rank to the next for each of the four; ``turns``: slots from the last F to the first F', from the
-    last F' to the first I', and so on. ``limit``: chunks that a rank may hold; ``pull``: forwards may run before their
-    place to fill holes.
+    F and I (forward, input gradient) are passes of the stage on the way down the ranks, F' and I' those of the stage on
+    the way up. ``steps``: slots from one rank to the next for F, F', I' and I; ``turns``: slots from the last F to the
+    first F', from the last F' to the first I', and from the last I' to the first I. ``limit``: most microbatches that a
+    rank holds at once, each counted once per stage; ``pull``: whether forwards may run earlier than the pattern says to
+    fill idle times.
     """
 
     steps: tuple[int, int, int, int]
@@ -36,9 +37,10 @@ class Pattern:
 def repeat(
     pattern: Pattern, ranks: int, microbatches: int, times: Times
 ) -> list[Order]:
-    """Return the order of each rank where every microbatch follows ``pattern``.
+    """Return the order of each rank in a schedule where every microbatch follows ``pattern``.
 
-    Idle times are filled in several ways, of which the fastest for ``times`` is returned.
+    Weight gradients fill the idle times by the clock of ``times``, the times of one microbatch on a rank. Of the orders
+    for several degrees of patience (:data:`PATIENCE`) the fastest is returned.
     """
     (f0, f1, i1, i0), last = pattern.steps, ranks - 1
     spans = (
@@ -79,8 +81,10 @@ def fill_holes(
 ) -> tuple[list[Order], float]:
     """Insert weight gradients (W) into the idle times of a plan, or earlier where a forward needs their memory.
 
-    ``patience``: one of :data:`PATIENCE`. Returns the order of each rank, and the longest time from a rank's first
-    action to the end of its last.
+    ``plan[r]``: forwards and input gradients of rank ``r`` in order; ``pattern``: gives the limit of memory, and says
+    whether forwards may move up; ``times``: times of one microbatch on a rank; ``patience``: a rank starts a weight
+    gradient only if its next action is further away than this share of a weight gradient's time. Returns the order of
+    each rank, and the longest time from a rank's first action to the end of its last.
     """
     return _Filling(plan, pattern, times, patience).run()
 
