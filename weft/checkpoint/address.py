@@ -10,7 +10,10 @@ Where = str | Path | Storage
 
 
 def open_storage(where: Where) -> Storage:
-    """Open a folder, ``s3://bucket/prefix`` or ``peer://path``. Raises :class:`UsageError` for any other address."""
+    """Open the storage that ``where`` names: a folder, ``s3://bucket/prefix`` or ``peer://path``.
+
+    An open storage is returned unchanged. Raises :class:`UsageError` for any other address.
+    """
     if not isinstance(where, (str, Path)):
         return where
     address = storage_address(str(where))

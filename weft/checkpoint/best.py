@@ -15,9 +15,13 @@ FILE, LINK = "best.json", "best"
 
 @dataclass(frozen=True)
 class Best:
-    """Lowest validation ``loss`` of a run so far (infinity: none yet), and the ``step`` after which it was measured.
+    """Lowest validation loss of a run so far.
 
-    ``checkpoint``: address of the checkpoint of that step, "" if none is kept. ``data``: digest of the validation data.
+    Attributes:
+        step: step after which the loss was measured.
+        loss: the loss; infinity if none has been measured.
+        checkpoint: address of the checkpoint of that step; "" if none is kept.
+        data: digest of the validation data.
     """
 
     step: int = 0
@@ -48,9 +52,9 @@ def best_checkpoint(run: Path) -> str:
 
 
 def write_best(run: Path, best: Best) -> None:
-    """Write ``best`` to the folder of the run ``run``, and link its checkpoint there if the checkpoint is local.
+    """Write ``best`` to the run's folder ``run``, and create a link to its checkpoint there if the checkpoint is local.
 
-    Raises :class:`OSError`.
+    Raises :class:`OSError` if the folder cannot be written.
     """
     local = bool(best.checkpoint) and "://" not in best.checkpoint
     if local:

@@ -31,7 +31,7 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def volume(box: Box) -> int:
-    """Return the number of elements of a box."""
+    """Return the number of elements in ``box``."""
     return math.prod(extents(box))
 
 
@@ -48,9 +48,10 @@ def replica_share(
 ) -> Box | None:
     """Return the part of ``box`` that this replica writes, so that all replicas together write each element once.
 
-    ``replica``: number of this replica among ``replicas``. A large box is divided by rows. A small box is written by
-    one replica, and the others get None; ``key`` (equal on all replicas, such as a hash of the name) spreads small
-    boxes over the replicas. ``itemsize``: bytes of an element.
+    A large box is divided by rows. A small box is written whole by one replica, and the other replicas get None. An
+    empty box gives None, too. ``itemsize``: bytes of an element; ``replica``: number of this replica among
+    ``replicas``; ``key``: an integer that is equal on all replicas, such as a hash of the tensor's name, and chooses
+    the writer of a small box.
     """
     if not volume(box):
         return None

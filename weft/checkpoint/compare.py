@@ -31,9 +31,14 @@ class TensorDifference:
 class Comparison:
     """Differences between a first and a second checkpoint.
 
-    Pairs hold the value of the first, then that of the second. ``meta``: fields of the root that differ; ``missing``
-    and ``extra``: tensors that only the first, or only the second, holds; ``changed``: tensors of other dtype or shape;
-    ``values``: tensors of other values.
+    Attributes:
+        meta: fields of the root file that differ, by name, each with its value in the first and in the second
+            checkpoint.
+        missing: names of tensors that only the first checkpoint holds.
+        extra: names of tensors that only the second checkpoint holds.
+        changed: tensors whose dtype or shape differs, by name, each with ``[dtype, shape]`` in the first and in the
+            second.
+        values: difference of each tensor whose values differ, by name.
     """
 
     meta: dict[str, list[Any]]  # pairs
@@ -44,7 +49,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all tensors are equal. Differences of step, layout and progress do not count."""
+        """Whether all tensors are equal. Differing fields of the root file, such as step or layout, do not count."""
         return not (self.missing or self.extra or self.changed or self.values)
 
 

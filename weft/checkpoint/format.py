@@ -24,9 +24,15 @@ RUN = 512
 
 
 class StoredBlock(NamedTuple):
-    """Block of a checkpoint: the elements ``box`` of ``tensor``, stored row-major in ``file``.
+    """Block of a checkpoint: a box of one tensor, stored row-major in a data file.
 
-    ``size`` and ``offset``: bytes of the block, and where they begin in the file; ``digest``: their xxh3-128.
+    Attributes:
+        tensor: name of the tensor.
+        box: the tensor's elements that the block holds.
+        file: name of the data file.
+        offset: byte of the file at which the block begins.
+        size: bytes of the block.
+        digest: xxh3-128 digest of these bytes.
     """
 
     tensor: str
@@ -38,9 +44,10 @@ class StoredBlock(NamedTuple):
 
 
 def cut_blocks(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Cut the part ``box`` of a tensor of ``shape`` into blocks of similar size.
+    """Cut the box ``box`` of a tensor into smaller boxes of similar size, the blocks of a checkpoint.
 
-    Tensors with long rows are cut at fixed columns first, then all by rows. ``itemsize``: bytes of an element.
+    ``shape``: shape of the whole tensor; ``itemsize``: bytes of an element. Tensors with long rows are cut at fixed
+    columns first. Then all tensors are cut by rows.
     """
     if not box:
         yield box
@@ -70,16 +77,20 @@ def cut_blocks(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
 
 
 def block_name(name: str, box: Box) -> str:
-    """Return the name under which the block ``box`` of tensor ``name`` stands in its safetensors file."""
+    """Return the name of a tensor's block in its safetensors file, such as ``head@0:8,0:64``.
+
+    ``name``: name of the tensor; ``box``: the elements that the block holds.
+    """
     return f"{name}@{','.join(f'{lo}:{hi}' for lo, hi in box)}"
 
 
 def file_head(
     blocks: Iterable[tuple[str, Box]], tensors: Mapping[str, Tensor]
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the head of a safetensors file of ``blocks``, and the offset and size of each block in bytes.
+    """Return the head of a safetensors file of ``blocks``, and the offset and size in bytes of each block in that file.
 
-    ``blocks``: name of the tensor and box of each, in the order of the file; ``tensors``: their descriptions by name.
+    ``blocks``: pairs of a tensor's name and a box, in the order of the file; ``tensors``: descriptions of the tensors,
+    by name.
     """
     table: dict[str, Any] = {"__metadata__": {"format": "pt", "weft": str(FORMAT)}}
     at, spans = 0, []
@@ -102,9 +113,10 @@ def file_head(
 def manifest_json(
     file: str, size: int, tensors: Mapping[str, Tensor], blocks: Sequence[StoredBlock]
 ) -> bytes:
-    """Return the manifest of the data file ``file`` of ``size`` bytes as JSON.
+    """Return the manifest of a data file as JSON.
 
-    It describes the file's ``tensors`` by name, and has a list for each field of its ``blocks``.
+    ``file`` and ``size``: name and bytes of the data file; ``tensors``: descriptions by name of at least the tensors in
+    the file; ``blocks``: the file's blocks. The manifest has a list for each field of the blocks.
     """
     names = list(
         dict.fromkeys(
@@ -127,10 +139,11 @@ def manifest_json(
 
 
 class Manifest:
-    """Manifest of one data file, parsed from ``data``. ``tensors``: descriptions of its tensors, by name.
+    """Manifest of one data file: the tensors and blocks in that file.
 
-    :class:`StoredBlock` objects are created on demand. Raises :class:`DamagedCheckpoint`, which names the manifest
-    ``name``, if ``data`` is no manifest.
+    ``data``: bytes of the manifest; ``name``: its name, for error messages; ``tensors``: descriptions of the file's
+    tensors, by name. Iterating yields every block; :class:`StoredBlock` objects are created on demand. Raises
+    :class:`DamagedCheckpoint` if ``data`` is no manifest.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -158,7 +171,10 @@ class Manifest:
             ) from None
 
     def blocks(self, tensor: str, box: Box | None = None) -> Iterator[StoredBlock]:
-        """Iterate over the blocks of a tensor in file order. With ``box`` only blocks that overlap it are returned."""
+        """Yield the file's blocks of the tensor named ``tensor``, in the order of the file.
+
+        ``box``: yield only blocks that overlap this box of the tensor; None yields all.
+        """
         for edges, offset, size, xxh3 in self._rows.get(tensor, ()):
             # A plain loop instead of `meet`: every reader runs it for every block.
             for (lo, hi), (first, last) in zip(
@@ -188,7 +204,7 @@ def _tensor(t: Tensor) -> dict[str, Any]:
 
 
 def read_tensor(tree: Mapping[str, Any]) -> Tensor:
-    """Return the description of a tensor that ``tree``, an entry of a manifest or root, holds."""
+    """Return the description of a tensor from its entry ``tree`` in a manifest or a root file."""
     return Tensor(
         tuple(tree["shape"]),
         tree["dtype"],
@@ -200,11 +216,12 @@ def read_tensor(tree: Mapping[str, Any]) -> Tensor:
 def root_index(
     manifests: Mapping[str, tuple[Mapping[str, Tensor], Sequence[StoredBlock]]],
 ) -> dict[str, Any]:
-    """Return the root's index: all tensors, and for each the manifests that describe its blocks.
+    """Return the index in a checkpoint's root file: all tensors, and for each tensor which manifests list its blocks.
 
-    ``manifests``: tensors and blocks by the manifest's name. Tensors with the same distribution over manifests share
-    one ``place``, a list of ``[manifest, box]``. Raises :class:`DamagedCheckpoint` if the blocks of a tensor do not
-    hold each element exactly once.
+    ``manifests``: for each manifest, by name, the descriptions of its tensors and its blocks. The index has three
+    entries: ``manifests`` (names), ``places`` (lists of ``[number of the manifest, box]``), and ``tensors`` (by name,
+    each with the number of its place). Tensors that are spread alike over manifests share a place. Raises
+    :class:`DamagedCheckpoint` if the blocks of a tensor do not hold each element exactly once.
     """
     numbers = {name: i for i, name in enumerate(manifests)}
     tensors: dict[str, Tensor] = {}
@@ -279,9 +296,9 @@ def _hull(boxes: Sequence[Box]) -> Box:
 
 
 def seal(root: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a root file with the contents ``root`` and their digest.
+    """Return the bytes of a root file that holds the contents ``root`` and their digest.
 
-    The digest is of the contents' canonical text, with sorted keys and without spaces.
+    The digest is that of ``root`` as JSON with sorted keys and without spaces.
     """
     return json.dumps(
         {"format": FORMAT, "xxh3": _seal(root), "root": root}, indent=1, allow_nan=False

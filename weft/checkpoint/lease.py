@@ -30,16 +30,16 @@ BEAT, PATIENCE = 10.0, 60.0
 
 
 class PlaceInUse(WeftError):
-    """Error of a place that another living run uses."""
+    """Error of leasing a run's folder or a checkpoint storage that another living run uses."""
 
 
 class Lease:
-    """Lease of the places that this process uses until :meth:`close`.
+    """Lease of a run's storages (its folder, and where it keeps checkpoints), so that no other run uses them.
 
-    ``run``: a secret that the ranks of one run share. A rank takes a place over from another rank of its run without
-    waiting. ``beat``: seconds between renewals (:data:`BEAT`); ``patience``: seconds without renewal after which a
-    holder counts as dead (:data:`PATIENCE`). ``lost``: an error message once another run has taken a place over, else
-    empty.
+    A thread renews a small object in each leased storage until :meth:`close`. ``beat``: seconds between two renewals;
+    ``patience``: seconds without a renewal after which a lease of another machine counts as abandoned; ``run``: secret
+    that the ranks of one run share. A rank takes over a lease of another rank of its own run at once. The attribute
+    ``lost`` is an error message once another run has taken over a leased storage, and empty before.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class Lease:
         self.close()
 
     def take(self, places: Sequence[Storage], new: bool = False) -> None:
-        """Lease all of ``places``, or none of them if one cannot be leased.
+        """Lease all storages in ``places``, or none of them if one cannot be leased, and start to renew the leases.
 
-        Raises :class:`PlaceInUse` if another run uses a place, :class:`StorageError` if a folder cannot be created, and
-        :class:`FileExistsError` if ``new`` is set and the first place exists.
+        ``new``: the first storage must not exist yet. Raises :class:`PlaceInUse` if another living run has leased a
+        storage, :class:`StorageError` if a folder cannot be created, and with ``new`` :class:`FileExistsError` if the
+        first exists.
         """
         try:
             for number, place in enumerate(dict.fromkeys(places)):
@@ -89,7 +90,11 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise :class:`WeftError` if another run has taken a place over while this process was stopped."""
+        """Raise :class:`WeftError` if another run has leased one of this run's storages in the meantime.
+
+        That can happen if this process was stopped for longer than ``patience`` seconds, so that its lease was not
+        renewed.
+        """
         # stopped as a whole until now
         if self._held and time.monotonic() > self._renewed + self.patience:
             self._renew_all()
@@ -97,7 +102,7 @@ class Lease:
             raise WeftError(self.lost)
 
     def close(self) -> None:
-        """Release all places, and remove the empty folders that :meth:`take` created."""
+        """Give up all leases, and remove those folders that :meth:`take` created if they are empty."""
         self._end.set()
         if self._thread is not None:
             self._thread.join(5)

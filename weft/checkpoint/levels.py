@@ -39,11 +39,16 @@ VISIBLE_S = 5.0
 
 @dataclass
 class LevelStore:
-    """Level of a run: a place that gets a checkpoint every ``every`` steps and keeps the newest ``keep``.
+    """Level of a run: a storage that gets a checkpoint at an interval of its own.
 
-    ``taken``: names of the checkpoints in the place, so that a save need not list them. ``last``: the newest
-    checkpoint; ``step``: the step of that checkpoint, or -1 if there is none. ``in_memory``: whether the place is a
-    tmpfs of this host.
+    Attributes:
+        place: storage that holds the level's checkpoints.
+        every: number of steps between two checkpoints; 0: none are due.
+        keep: number of newest checkpoints that are kept.
+        in_memory: whether the storage is a tmpfs of this host.
+        taken: names of the checkpoints in the storage, so that a save need not list them.
+        last: storage of the newest checkpoint; None if there is none.
+        step: step of the newest checkpoint; -1 if there is none.
     """
 
     place: Storage
@@ -55,11 +60,11 @@ class LevelStore:
     step: int = -1
 
     def due(self, step: int) -> bool:
-        """Return whether the state after ``step`` must be saved at this level."""
+        """Return whether the state after step number ``step`` must be saved at this level."""
         return bool(self.every) and step % self.every == 0
 
     def next_place(self, step: int) -> Storage:
-        """Return an unused place for the checkpoint of ``step``."""
+        """Return an unused storage for the checkpoint of step number ``step``, and record it as the level's newest."""
         name = new_name(self.taken, step)
         self.taken.add(name)
         self.last, self.step = self.place / name, step
@@ -68,7 +73,8 @@ class LevelStore:
     def resume_from(self, checkpoint: Storage) -> None:
         """Record that the run resumed from ``checkpoint``.
 
-        If it is in this place, its state is not saved here again.
+        If that checkpoint lies at this level, it counts as the level's newest, so that its state is not saved here
+        again.
         """
         if _path(self.place / checkpoint.name) == _path(checkpoint):
             self.last, self.step = checkpoint, step_of(checkpoint)
@@ -79,10 +85,10 @@ def _path(place: Storage) -> Storage | Path:
 
 
 def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelStore]:
-    """Return the levels that ``settings`` describe, fastest first, for the run in folder ``run``.
+    """Return the checkpoint levels of a run, the fastest storage first. Nothing is created.
 
-    Nothing is created. ``apart``: subfolder that separates this island's checkpoints from those of other islands in
-    places that they share.
+    ``settings``: the recipe's section ``[checkpoint]``; ``run``: the run's folder; ``apart``: subfolder that separates
+    this island's checkpoints from those of other islands in storages that they share ("" if there are no islands).
     """
     levels = []
     for level in settings.all_levels:
@@ -100,10 +106,11 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
 
 
 def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
-    """Check the levels of a run on one rank, and fill ``taken`` of each.
+    """Check on one rank that the levels of a run can be used, and fill ``taken`` of each level.
 
-    Raises :class:`WeftError` if one cannot work. ``size``: approximate bytes of a checkpoint. ``fresh``: the run does
-    not resume, so levels must hold no checkpoint.
+    ``size``: approximate bytes of a checkpoint; ``fresh``: whether the run starts anew instead of resuming. Raises
+    :class:`UsageError` if a level of a fresh run already holds checkpoints, and :class:`WeftError` if a level in memory
+    has too little space or belongs to another user.
     """
     for level in levels:
         if level.in_memory:
@@ -139,9 +146,10 @@ def _check_memory(level: LevelStore, size: int) -> None:
 
 
 def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
-    """Raise :class:`WeftError` for a place that only some ranks see, such as a host's own disk. Collective.
+    """Check that all hosts of the run see the same storage of every level. Collective.
 
-    ``ranks``: number of ranks in the run; ``local``: number of ranks on this host.
+    ``ranks``: number of ranks in the run; ``local``: number of ranks on this host. Raises :class:`WeftError` on all
+    ranks for a storage that only some hosts see, such as a local disk.
     """
     if all(from_all(ranks == local)):
         return
@@ -178,9 +186,10 @@ def _is_visible(place: Storage, name: str) -> bool:
 
 
 def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
-    """Create folders that must exist before the first save, and write the list of places to the folder ``run``.
+    """Create folders that must exist before the first save, and write the list of storages to the run's folder ``run``.
 
-    ``fresh``: the run does not resume, so checkpoints that an earlier run left in a level in memory are removed.
+    ``fresh``: whether the run starts anew instead of resuming. Checkpoints that an earlier run left in a level in
+    memory are then removed.
     """
     for level in levels:
         if level.in_memory:
@@ -215,10 +224,11 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
 
 
 class Thinning:
-    """Deletion of old checkpoints in a background thread, because it may take many requests.
+    """Deletion of a run's old checkpoints in a background thread, because deleting may take many requests.
 
-    Its failure does no harm. ``is_own``: whether a checkpoint is of this run's model; it is called once for each
-    checkpoint. Checkpoints of other models are not deleted, nor are those whose paths are in ``protected``.
+    ``is_own(checkpoint)``: whether a checkpoint is of this run's model. Checkpoints of other models are not deleted,
+    nor are those whose paths are in ``protected``. A failed deletion does not stop the run, but is reported by
+    :meth:`problems`.
     """
 
     def __init__(self, is_own: Callable[[Storage], bool] = lambda place: True) -> None:
@@ -227,7 +237,7 @@ class Thinning:
         self._is_own = cache(is_own)
 
     def start(self, level: LevelStore) -> None:
-        """Start to delete the oldest checkpoints of ``level``, so that only as many stay as the level keeps."""
+        """Start to delete the oldest checkpoints of ``level``, so that only ``level.keep`` of them stay."""
 
         def goes(place: Storage) -> bool:
             return str(_path(place)) not in self.protected and self._is_own(place)
@@ -237,7 +247,7 @@ class Thinning:
         )
 
     def problems(self) -> list[str]:
-        """Return a line for each deletion that has failed since the last call. Does not wait."""
+        """Return an error line for each deletion that has failed since the last call of this method. Does not wait."""
         done = [work for work in self._work if work.done()]
         self._work = [work for work in self._work if not work.done()]
         return [

@@ -45,10 +45,11 @@ def _no_collection() -> Iterator[None]:
 
 
 class StoredCheckpoint:
-    """Committed checkpoint in ``storage``.
+    """Committed checkpoint in a storage, opened for reading.
 
-    ``bytes_read``: bytes of data files read so far; ``seconds``: duration of each stage of loading. ``progress`` is
-    called after each read with the number of bytes that were read.
+    ``storage``: the storage whose root is the checkpoint; ``progress``: called after each read with the number of bytes
+    read; ``bytes_read``: bytes of data files read so far; ``seconds``: seconds spent in each stage of loading
+    (``plan``, ``read``, ``verify``, ``unpack``).
     """
 
     def __init__(
@@ -63,14 +64,15 @@ class StoredCheckpoint:
         return str(self.storage)
 
     def damaged(self, what: str) -> DamagedCheckpoint:
-        """Return a :class:`DamagedCheckpoint` error for this checkpoint. ``what``: what is wrong with it."""
+        """Return a :class:`DamagedCheckpoint` error for this checkpoint. ``what``: text that says what is wrong."""
         return DamagedCheckpoint(f"checkpoint {self} is damaged: {what}")
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """Contents of the root file.
+        """Contents of the checkpoint's root file: step, progress, recipe, layout, and the index of tensors.
 
-        Raises :class:`DamagedCheckpoint` if the root file is missing or of a format that this Weft cannot read.
+        Raises :class:`DamagedCheckpoint` if the root file is missing, damaged, or of a format that this Weft cannot
+        read.
         """
         try:
             data = self.storage.read(ROOT)
@@ -86,7 +88,7 @@ class StoredCheckpoint:
         return {name: read_tensor(tree) for name, tree in self.meta["tensors"].items()}
 
     def blocks(self, name: str, box: Box) -> list[StoredBlock]:
-        """Return the blocks of tensor ``name`` that overlap ``box``. Each manifest is read only once."""
+        """Return the stored blocks of tensor ``name`` that overlap the box ``box``. Each manifest is read only once."""
         place = self.meta["tensors"][name]["place"]
         if (place, box) not in self._near:  # many tensors are spread alike
             where = self.meta["places"][place]
@@ -108,7 +110,10 @@ class StoredCheckpoint:
         return self._manifests[name]
 
     def file(self, name: str, size: int, xxh3: str) -> bytes:
-        """Read the small file ``name``, and verify it by the ``size`` and digest ``xxh3`` that the root lists."""
+        """Read the small file ``name``, such as a manifest or the tokenizer, and verify it.
+
+        ``size`` and ``xxh3``: the bytes and the digest that the root file lists. Raises :class:`DamagedCheckpoint`.
+        """
         try:
             data = self.storage.read(name)
         except MissingObject:
@@ -118,14 +123,14 @@ class StoredCheckpoint:
         return data
 
     def all_blocks(self) -> Iterator[StoredBlock]:
-        """Iterate over the blocks of all tensors, manifest by manifest."""
+        """Yield the blocks of all tensors, in the order of the manifests."""
         for manifest in self.meta["manifests"]:
             yield from self._manifest(*manifest)
 
     def read_all(self, blocks: Iterable[StoredBlock]) -> Iterator[memoryview]:
-        """Read and verify ``blocks``, and yield the bytes of each in this order.
+        """Read and verify ``blocks``, and yield the bytes of each block in the order of ``blocks``.
 
-        Blocks that lie side by side in a file are read together.
+        Blocks that follow each other in a file are read together. Raises :class:`DamagedCheckpoint`.
         """
         for group in _side_by_side(blocks, self.storage.granule):
             for _, data in self.read(group):
@@ -137,10 +142,11 @@ class StoredCheckpoint:
         places: Mapping[StoredBlock, memoryview] = MappingProxyType({}),
         scratch: memoryview | None = None,
     ) -> Iterator[tuple[StoredBlock, memoryview]]:
-        """Read and verify a ``group`` of blocks that lie side by side in one file, and yield each with its bytes.
+        """Read and verify a group of blocks, and yield each block with its bytes.
 
-        ``places``: the memory for the bytes of some blocks. The bytes of other blocks go to ``scratch``, by default new
-        memory.
+        ``group``: blocks that follow each other without a gap in one file; ``places``: memory to read some of the
+        blocks into; ``scratch``: memory for the bytes of the other blocks, by default newly allocated. Raises
+        :class:`DamagedCheckpoint`.
         """
         first, size, at = group[0], sum(b.size for b in group), 0
         begun = time.perf_counter()
@@ -168,9 +174,11 @@ class StoredCheckpoint:
 
     @_no_collection()
     def load(self, locals_: Mapping[str, Part]) -> None:
-        """Fill the tensors of all parts in ``locals_`` (by name) from the checkpoint, in place.
+        """Fill this rank's parts of tensors from the checkpoint, in place.
 
-        Raises :class:`WeftError` with a table of differences if names or shapes do not match.
+        ``locals_``: the parts, by the tensor's name in the checkpoint. Raises :class:`WeftError` with a table of
+        differences if names or shapes do not match, and :class:`DamagedCheckpoint` if stored bytes are not what was
+        saved.
         """
         begun = time.perf_counter()
         self.check_fits(locals_)
@@ -226,7 +234,7 @@ class StoredCheckpoint:
     def check_fits(self, locals_: Mapping[str, Part]) -> None:
         """Check that the checkpoint has the tensor of every part in ``locals_`` (by name), with the same shape.
 
-        Raises :class:`WeftError` with a table of differences otherwise.
+        Raises :class:`WeftError` with a table of differences if it has not.
         """
         rows = []
         for name, local in locals_.items():
@@ -257,7 +265,10 @@ class StoredCheckpoint:
 
 
 def memory_of(values: torch.Tensor) -> Elements:
-    """View a CPU tensor as an array of opaque elements. The array shares the tensor's memory."""
+    """Return a NumPy array that shares the memory of the CPU tensor ``values``.
+
+    Its elements are opaque unsigned integers of the same size, because NumPy lacks types such as bfloat16.
+    """
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     elements: Elements = values.detach().view(kinds[values.element_size()]).numpy()
     return elements.view(f"u{values.element_size()}")

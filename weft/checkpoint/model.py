@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 
 
 class OpenedModel(NamedTuple):
-    """Trained model, with ``files`` that lie beside its weights (tokenizer, chat template).
+    """Trained model, with what lies beside its weights.
 
-    ``length``: the context length in training, in tokens (see :func:`learned_length`).
+    ``files``: contents of the other files (tokenizer, chat template), by name; ``length``: context length in training,
+    in tokens, or None if it is not known (:func:`learned_length`).
     """
 
     model: Transformer
@@ -53,11 +54,12 @@ def open_model(
     where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None,
     experts: RestingExperts | None = None,
 ) -> OpenedModel:  # fmt: skip
-    """Open the model of a run, of a checkpoint, or of any name that ``model.from`` accepts.
+    """Open a trained model: that of a run, of a checkpoint, or of any name that ``model.from`` accepts.
 
-    ``ema``: load the run's moving averages of the parameters. ``warn`` is called for each damaged checkpoint that was
-    skipped for an older one. ``mesh``: the ranks that share the model (default: this rank alone, on ``device``).
-    ``experts``: keeps the experts' weights outside the device's memory.
+    ``where``: the run's folder, the checkpoint or the name; ``device``: where the weights go; ``warn``: called for each
+    damaged checkpoint that was skipped for an older one; ``ema``: load the run's moving averages of the parameters;
+    ``mesh``: the ranks that share the model (default: this rank alone); ``experts``: keeps the experts' weights outside
+    the device's memory.
     """
     mesh, where = mesh or Mesh.single(device), local_path(str(where))
 
@@ -107,7 +109,7 @@ def open_model(
 def tokenizer_of(
     files: dict[str, bytes], where: Where, warn: Callable[[str], None] | None = None
 ) -> Tokenizer:
-    """Return the tokenizer among ``files``, the files of the model at ``where``.
+    """Return the tokenizer in ``files``, the contents by name of the files beside the weights of the model ``where``.
 
     ``warn``, if given, is called when the tokenizer has no end-of-text token. Raises :class:`WeftError` if there is no
     tokenizer.
@@ -124,11 +126,12 @@ def export_model(
     checkpoint: str, out: Path, warn: Callable[[str], None], merge: bool = False, ema: bool = False,
     dtype: str | None = None, form: str = "hf",
 ) -> Path:  # fmt: skip
-    """Export a model with its tokenizer and chat template to the new folder ``out``. Returns the folder or file.
+    """Export a model with its tokenizer and chat template to the new folder or file ``out``. Returns what was written.
 
-    ``form``: ``hf`` (a Hugging Face folder) or ``gguf`` (one file). An adapter is written alone, in PEFT's format; with
-    ``merge`` it is merged into its base model. ``warn`` and ``ema``: see :func:`open_model`. ``dtype``: type of the
-    weights, by default that of the model from which the run started.
+    ``checkpoint``: the model (``where`` of :func:`open_model`); ``warn`` and ``ema``: see :func:`open_model`;
+    ``dtype``: type of the weights, by default that of the model from which the run started; ``form``: ``hf`` (a Hugging
+    Face folder) or ``gguf`` (one file). An adapter is written alone, in PEFT's format; with ``merge`` it is merged into
+    its base model.
     """
     check_new(out)
     model, files, length = open_model(checkpoint, "cpu", warn, ema)

@@ -22,7 +22,7 @@ Elements = NDArray[Any]
 
 
 def index_within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the index that selects ``box`` in an array of the elements of the box ``outer``."""
+    """Return the slices that select the elements of ``box`` in an array of the elements of the box ``outer``."""
     return tuple(
         slice(lo - first, hi - first)
         for (lo, hi), (first, _) in zip(box, outer, strict=True)
@@ -35,9 +35,9 @@ def elements(
     itemsize: int,
     offset: int = 0,
 ) -> Elements:
-    """View part of ``buffer`` as an array: the elements of ``box``, which lie there row-major from byte ``offset`` on.
+    """View bytes of ``buffer`` as an array: the elements of ``box``, which are stored there row-major.
 
-    ``itemsize``: bytes of an element.
+    ``itemsize``: bytes of an element; ``offset``: the byte of ``buffer`` at which they begin.
     """
     flat: Elements = np.frombuffer(buffer, f"u{itemsize}", volume(box), offset)
     return flat.reshape(extents(box))
@@ -46,9 +46,9 @@ def elements(
 def copy_common(
     target: Elements, target_box: Box, source: Elements, source_box: Box
 ) -> None:
-    """Copy those elements that two boxes of a tensor share from the array ``source`` to the array ``target``.
+    """Copy the elements that two boxes of a tensor share from the array ``source`` to the array ``target``.
 
-    ``target_box`` and ``source_box``: the boxes whose elements the arrays hold.
+    ``target_box`` and ``source_box``: the boxes whose elements the two arrays hold.
     """
     common = intersection(target_box, source_box)
     if common is not None:
@@ -63,9 +63,9 @@ def group_by_bytes(
     size: Callable[[T], int],
     joins: Callable[[T, T], bool] = lambda before, item: True,
 ) -> Iterator[list[T]]:
-    """Group consecutive items into lists of at most ``most`` bytes. A larger item gets a list of its own.
+    """Group consecutive ``items`` into lists of at most ``most`` bytes. A larger item gets a list of its own.
 
-    ``size(item)``: bytes of the item. ``joins(before, item)``: whether an item may be in the same list as the item
+    ``size(item)``: bytes of an item; ``joins(before, item)``: whether an item may be in the same list as the item
     before it.
     """
     group: list[T] = []

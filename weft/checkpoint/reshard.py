@@ -55,10 +55,11 @@ def plan_moves(
     needed: Sequence[Iterable[Box]],
     rank: int,
 ) -> Iterator[ElementMove]:
-    """Plan the sends and receives of ``rank`` for the tensor ``name``.
+    """Yield the transfers of the tensor ``name`` in which this rank sends or receives.
 
-    ``held`` and ``needed``: for each rank the boxes that it has, and those that it needs. Raises :class:`WeftError` if
-    the ranks together lack an element, or hold unequal boxes that overlap.
+    ``tensor``: description of the tensor; ``held``: for each rank the boxes of the tensor that it has; ``needed``: for
+    each rank the boxes that it needs; ``rank``: number of this rank. Raises :class:`WeftError` if the ranks together
+    lack an element, or hold unequal boxes that overlap.
     """
     holders: dict[Box, list[int]] = {}
     for r, boxes in enumerate(held):
@@ -99,11 +100,12 @@ def redistribute(
     targets: Mapping[str, Part],
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Fill ``targets`` in place with the elements that the ranks of ``group`` (default: all) hold in ``sources``.
+    """Fill this rank's parts ``targets`` in place with elements that the ranks hold in ``sources``. Collective.
 
-    Collective. Both arguments are this rank's parts of logical tensors, by name; ``sources`` may have several parts of
-    one name. A rank outside the old or the new layout gives no parts for it. Returns the bytes that this rank sent.
-    Raises :class:`WeftError` on all ranks if shapes or types differ or an element is missing.
+    ``sources``: pairs of a tensor's name and this rank's part of it under the old layout, with several parts of one
+    tensor allowed; ``targets``: this rank's parts under the new layout, by name; ``group``: the ranks that take part
+    (default: all). A rank outside the old or the new layout gives no parts for it. Returns the bytes that this rank
+    sent. Raises :class:`WeftError` on all ranks if shapes or types differ or an element is missing.
     """
     rank, world = (
         (dist.get_rank(group), dist.get_world_size(group))
@@ -242,10 +244,10 @@ def load_parts(
     locals_: Mapping[str, Part],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill this rank's parts ``locals_`` (by name) from a checkpoint.
+    """Fill this rank's parts of tensors from a checkpoint. Collective over ``group`` (default: all ranks).
 
-    Collective over ``group`` (default: all ranks). From remote storage each replica reads a different share and passes
-    it on to the other replicas. An error of any rank is raised on all ranks.
+    ``locals_``: the parts, by the tensor's name in the checkpoint. From remote storage each replica reads a different
+    share of a part and passes it on to the other replicas. An error of any rank is raised on all ranks.
     """
     world = dist.get_world_size(group) if dist.is_initialized() else 1
     shared = world > 1 and not isinstance(checkpoint.storage, LocalStorage)

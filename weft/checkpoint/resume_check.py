@@ -40,9 +40,10 @@ SETTINGS = ("steps", "batch", "dtype")
 
 
 def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
-    """Return the fields in which the model shapes ``stored`` and ``needed`` differ.
+    """Return a line of text for each field in which the model shapes ``stored`` and ``needed`` differ.
 
-    They are texts like ``model.layers = 4, the recipe 3``, where the first value is that of ``stored``.
+    A line such as ``model.layers = 4, the recipe 3`` gives the value in ``stored`` (a checkpoint's model), then the
+    value in ``needed`` (the recipe's model). Fields that have no effect after training has begun are left out.
     """
     if stored.adapter and needed.adapter:  # dropout is of the run, not of the model
         kept = stored.adapter.model_copy(update={"dropout": needed.adapter.dropout})
@@ -59,7 +60,10 @@ def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
 
 
 def is_of_model(place: Storage, shape: ModelShape) -> bool:
-    """Return whether the checkpoint at ``place`` is of a model with ``shape``. Raises :class:`StorageError`."""
+    """Return whether the checkpoint at ``place`` is of a model with ``shape``.
+
+    A damaged checkpoint gives False. Raises :class:`StorageError` if the storage cannot be read.
+    """
     try:
         return not model_differences(model_of(open_checkpoint(place)), shape)
     except StorageError:
@@ -74,9 +78,10 @@ def check_resumable(
     tokenizer: Tokenizer,
     optimizer: Optimizer,
 ) -> None:
-    """Raise :class:`WeftError` if a run cannot resume from ``checkpoint``.
+    """Raise :class:`WeftError` if a run with this model, tokenizer and optimizer cannot resume from ``checkpoint``.
 
-    Reasons are that it is no run's state, or that it is of another model, tokenizer or optimizer than those given.
+    ``shape``: shape of the run's model; ``tokenizer``: of its data; ``optimizer``: the recipe's section. Reasons are
+    that the checkpoint was converted from another program, or that its model, tokenizer or optimizer differs.
     """
     instead = f"start a new run from its weights: --set model.from={checkpoint}"
     if "data" not in checkpoint.meta:
@@ -119,9 +124,9 @@ def check_resumable(
 def other_differences(
     checkpoint: StoredCheckpoint, recipe: Recipe, fingerprint: str
 ) -> list[str]:
-    """Return a line for each allowed difference between ``recipe`` and the recipe in the checkpoint.
+    """Return a line of text for each allowed difference between ``recipe`` and the recipe in ``checkpoint``.
 
-    ``fingerprint``: digest of the data of ``recipe``.
+    Such a difference does not prevent a run from resuming. ``fingerprint``: digest of the data that ``recipe`` names.
     """
     stored, present = checkpoint.meta.get("recipe", {}), recipe.model_dump(mode="json")
     differences = _differing(
@@ -185,9 +190,10 @@ def model_fingerprint(name: str) -> str:
 
 
 def run_base(recipe: Recipe, shape: ModelShape) -> dict[str, Any] | None:
-    """Return a description of the base model of a run with an adapter, or None if the run has no adapter.
+    """Return a description of the base model of an adapter's run, or None if the run trains no adapter.
 
-    It holds the name and fingerprint of the base model, or the seed if the base has random weights.
+    ``recipe``: the run's recipe; ``shape``: shape of its model. The description has the keys ``from`` (name of the base
+    model) and ``fingerprint``, or, for a base with random weights, ``from`` (None) and ``seed``.
     """
     if shape.adapter is None:
         return None
@@ -220,7 +226,10 @@ def check_same_base(
 
 
 def check_unchanged(checkpoint: StoredCheckpoint, name: str) -> None:
-    """Raise :class:`WeftError` if the base model ``name`` has changed since the adapter was trained."""
+    """Raise :class:`WeftError` if the base model called ``name`` is not that of the adapter in ``checkpoint``.
+
+    The fingerprints are compared, so a base model that has changed since the training of the adapter is noticed.
+    """
     if model_fingerprint(name) != checkpoint.meta["base"]["fingerprint"]:
         raise WeftError(
             f"{checkpoint} is an adapter for another model than {name} is now; put back the one it was"

@@ -21,25 +21,36 @@ if TYPE_CHECKING:
 
 
 class Listener(Protocol):
-    """Receiver of a run's events (lines of text) and records (named values of one kind)."""
+    """Receiver of what a run reports: events (lines of text) and records (named values of one kind)."""
 
     def event(self, text: str) -> None:
-        """Record a line of text."""
+        """Record the line ``text``."""
 
     def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
-        """Record ``values`` as a record of ``kind``.
+        """Record named ``values`` of one kind of record, such as ``checkpoint`` or ``saved``.
 
-        ``step``: the step that it belongs to, by default the current one.
+        ``kind``: the kind; ``step``: the step that the record belongs to, by default the current step.
         """
 
 
 class Checkpoints:
-    """Checkpoints of a run: saves ``state`` and ``progress`` to ``levels``.
+    """Checkpoints of a run: saves its state at each level in the background, and deletes old checkpoints.
 
-    As a context it frees the saver's memory at exit. ``about`` (recipe, layout, data) and ``files`` (the tokenizer) go
-    into each checkpoint. Checkpoints of another model than ``shape`` are never deleted. ``folder``: the run's folder;
-    ``best``: the run's lowest validation loss so far. With ``strict`` a save that failed in the background ends the run
-    at the next save.
+    As a context it frees the saver's memory at exit.
+
+    Args:
+        levels: levels of the run, the fastest storage first.
+        state: state to save (parameters and optimizer).
+        progress: progress through steps and data, saved with the state.
+        about: further contents of each root file (recipe, layout, digest of the data).
+        files: further files of each checkpoint (the tokenizer's), by name.
+        shape: shape of the run's model. Checkpoints of another model are never deleted.
+        mesh: ranks of the run.
+        listener: receiver of reports about saves.
+        folder: the run's folder, in which ``best.json`` is written.
+        best: the run's lowest validation loss so far.
+        strict: whether a save that failed in the background ends the run at the next save.
+        timeout: seconds that the commit of a save waits for other ranks.
     """
 
     def __init__(
@@ -90,19 +101,25 @@ class Checkpoints:
 
     @property
     def last(self) -> Storage | None:
-        """Newest checkpoint of the last level, whose checkpoints remain after the run; None if there is none."""
+        """Storage of the newest checkpoint of the last level; None if there is none.
+
+        Checkpoints of the last level remain after the run.
+        """
         return self._levels[-1].last
 
     def wait_for_copy(self) -> None:
-        """Wait until the save under way has copied the state. Until then the state must not change."""
+        """Wait until the save under way, if any, has copied the state. Until then no parameter may be updated."""
         self._saver.wait_for_copy()
 
     def due(self, step: int) -> list[LevelStore]:
-        """Return the levels to which the state after ``step`` must be saved."""
+        """Return the levels at which the state after step number ``step`` must be saved."""
         return [level for level in self._levels if level.due(step)]
 
     def save(self, levels: Sequence[LevelStore]) -> None:
-        """Save the state to each of ``levels``, one after another. Collective."""
+        """Save the state at each of ``levels``, one after another. Collective.
+
+        Returns as soon as the last save has begun to copy the state in the background; see :meth:`wait_for_copy`.
+        """
         waited, meta = 0.0, {"progress": asdict(self._progress), **self._about}
         for level in levels:
             place = level.next_place(self._progress.step)
@@ -113,9 +130,9 @@ class Checkpoints:
         self._listener.log("checkpoint", stall_s=waited)
 
     def save_best(self, best: Best) -> None:
-        """Save the state to the last level as the checkpoint of the run's best validation loss. Collective.
+        """Save the state at the last level as the checkpoint with the run's lowest validation loss. Collective.
 
-        ``best``: that loss and its step.
+        ``best``: that loss and its step. If the last level has a checkpoint of this step already, that one is used.
         """
         last = self._levels[-1]
         if last.step != self._progress.step:
@@ -125,7 +142,10 @@ class Checkpoints:
         self._name_best()
 
     def note_best(self, best: Best) -> None:
-        """Write ``best`` to the run's folder, for a run that keeps no checkpoint of its best validation loss."""
+        """Write the lowest validation loss ``best`` to the run's folder, on the main rank only.
+
+        It is called directly if the run keeps no checkpoint of its lowest loss. A failure is reported as an event.
+        """
         if not self._mesh.is_main:
             return
         try:
@@ -150,14 +170,15 @@ class Checkpoints:
         )
 
     def poll(self) -> None:
-        """Report finished saves, and start to delete old checkpoints after a new one. Does not wait."""
+        """Report the saves that have ended. After a committed save start to delete old checkpoints. Does not wait."""
         self._saver.poll()
         self._report_saves()
 
     def finish(self, save: bool) -> None:
-        """Wait for all saves of the run to end. With ``save``, first save the final state to the last level.
+        """Wait until all saves and deletions of the run have ended. Collective.
 
-        Collective. With ``save``, checkpoints in memory are no longer needed, and the main rank removes them.
+        ``save``: first save the final state at the last level. Checkpoints in memory are no longer needed then, and the
+        main rank removes them.
         """
         if save and self._levels[-1].step != self._progress.step:
             self.save(self._levels[-1:])

@@ -23,8 +23,11 @@ LIKE_PARAMETERS = ("ema", "anchor")
 class Progress:
     """Progress of a run through steps and data.
 
-    ``position``: number of samples used so far by all ranks together, so that it means the same under every layout.
-    ``tokens``: number of tokens in these samples. ``updates``: number of steps that changed the parameters.
+    Attributes:
+        step: number of steps taken.
+        position: number of samples used so far by all ranks together, so that it means the same under every layout.
+        tokens: number of tokens in these samples.
+        updates: number of steps that changed the parameters.
     """
 
     step: int = 0
@@ -33,9 +36,9 @@ class Progress:
     updates: int = 0
 
     def advance(self, samples: int, tokens: int, updated: bool) -> None:
-        """Count one step of ``samples`` samples and ``tokens`` tokens.
+        """Count one step. ``samples`` and ``tokens``: numbers of samples and tokens in the step's batch over all ranks.
 
-        ``updated``: whether it changed the parameters.
+        ``updated``: whether the step changed the parameters.
         """
         self.step += 1
         self.position += samples
@@ -46,10 +49,10 @@ class Progress:
 def load_state(
     checkpoint: StoredCheckpoint, state: State, group: dist.ProcessGroup | None = None
 ) -> Progress:
-    """Load a checkpoint into ``state``, whatever layout it was saved from, and return how far the saved run was.
+    """Load ``checkpoint``, whatever layout it was saved from, into ``state``. Returns the progress of the saved run.
 
-    Optimizer slots of :data:`LIKE_PARAMETERS` that the checkpoint lacks start as copies of the parameters. Collective
-    over ``group`` (default: all ranks).
+    Optimizer slots named in :data:`LIKE_PARAMETERS` that the checkpoint lacks start as copies of the parameters.
+    Collective over ``group`` (default: all ranks).
     """
     from weft.checkpoint import reshard
 

@@ -44,12 +44,17 @@ TRANSIENT = {408, 409, 425, 429, *range(500, 600)}
 
 @dataclass(frozen=True)
 class S3Storage:
-    """:class:`Storage` of the keys under ``prefix`` of ``bucket``.
+    """:class:`Storage` of the objects in an S3 bucket whose keys begin with a prefix.
 
-    ``timeout``: seconds for one request; ``patience``: seconds after which a failing operation is not retried;
-    ``pause``: seconds before the first retry, doubled for each further one. An interrupted upload leaves nothing
-    visible. Parts that a killed process has sent stay hidden until a lifecycle rule of the bucket
-    (AbortIncompleteMultipartUpload) removes them.
+    An interrupted upload leaves nothing visible. Parts that a killed process has sent stay hidden until a lifecycle
+    rule of the bucket (AbortIncompleteMultipartUpload) removes them.
+
+    Attributes:
+        bucket: name of the bucket.
+        prefix: prefix of the keys, without a slash at the end.
+        timeout: seconds for one request.
+        patience: seconds after which a failing operation is no longer retried.
+        pause: seconds before the first retry, doubled for each further one.
     """
 
     bucket: str
@@ -102,10 +107,11 @@ class S3Storage:
         return total
 
     def create(self, name: str, data: bytes) -> bool:
-        """Create a small object atomically. Returns False if an object of that name exists with other bytes.
+        """Create a small object ``name`` with the bytes ``data`` atomically.
 
-        An object with the same bytes counts as created by this call, because a request whose answer was lost is
-        repeated. So processes that compete for a name must write different bytes.
+        Returns False if an object of that name exists with other bytes. An object with the same bytes counts as created
+        by this call, because a request whose answer was lost is repeated. So processes that compete for a name must
+        write different bytes.
         """
         key = self._key(name)
 

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Saved:
-    """Report of ``rank`` about its part of a save, or, if ``report.committed``, about the commit of the whole save.
+    """Report of one rank about a save: about its own part, or, if ``report.committed``, about the commit of the whole.
 
-    ``where``: the place of the checkpoint; ``step``: its step.
+    ``rank``: rank that reports; ``step``: step of the checkpoint; ``where``: address of the checkpoint; ``report``:
+    result of the work.
     """
 
     rank: int
@@ -46,13 +47,18 @@ class Saved:
 
 
 class Saver:
-    """Background saves of one run.
+    """Background saves of one run: copies this rank's share of the state, and lets a writer process write the copy.
 
-    A save waits for the previous save, so memory holds at most one copy of the state. ``warn`` is called with the
-    problem of a failed save; with ``strict`` the problem is raised instead. ``reports`` collects this rank's reports as
-    soon as its writer is done; rank 0 gets those of the other ranks when the next save begins or :meth:`finish` is
-    called. ``timeout``: seconds that the commit waits for the other ranks. ``group``: the ranks that save together
-    (default: all). ``folder``: the folder for the copy (default: the copy is in main memory).
+    A save waits for the previous save, so memory holds at most one copy of the state.
+
+    Attributes:
+        warn: called with the problem of a failed save, unless ``strict`` is set.
+        strict: whether the next save raises the problem of a failed save.
+        timeout: seconds that the commit waits for the other ranks.
+        group: ranks that save together (default: all).
+        folder: folder for the copy of the state (default: the copy is in main memory).
+        reports: reports so far. Rank 0 gets those of other ranks when the next save begins or :meth:`finish` is called.
+        problem: problem of the last save; empty if there is none.
     """
 
     def __init__(
@@ -83,9 +89,10 @@ class Saver:
         self._unsent: list[Saved] = []  # reports that rank 0 does not have yet
 
     def prepare(self, locals_: Mapping[str, Part]) -> None:
-        """Allocate the staging memory for the parts ``locals_`` and start the writer process.
+        """Allocate the memory for the copy of the state, and start the writer process.
 
-        Without this call the first save would take longer than later ones.
+        ``locals_``: this rank's parts of tensors, by name. Without this call the first save would take longer than
+        later ones.
         """
         self._stage(locals_)
 
@@ -100,9 +107,10 @@ class Saver:
     ) -> float:
         """Copy this rank's share of the state, and let the writer process write it to ``storage``. Collective.
 
-        ``locals_``: this rank's parts by name; ``meta`` and ``files``: further contents of the checkpoint. With
-        ``lazy`` the copy continues after the return; values must not change until :meth:`wait_for_copy` has returned.
-        Returns the seconds that training waited.
+        ``step``: step of the checkpoint; ``locals_``: this rank's parts of tensors, by name; ``meta``: further contents
+        of the root file; ``files``: contents of further files, by name. With ``lazy`` the copy continues after the
+        return; values must not change until :meth:`wait_for_copy` has returned. Returns the seconds that training
+        waited. Raises :class:`WeftError` if the previous save failed and ``strict`` is set.
         """
         begun = time.perf_counter()
         attempt = self._finish_current(
@@ -136,7 +144,10 @@ class Saver:
         return time.perf_counter() - begun
 
     def wait_for_copy(self) -> None:
-        """Wait until the save under way has copied the state. Must be called before every update of the parameters."""
+        """Wait until the save under way, if any, has copied the state.
+
+        Must be called before every update of the parameters.
+        """
         if self._copying is None or self._task is None:
             return
         begun = time.perf_counter()
@@ -153,7 +164,10 @@ class Saver:
             self._receive_report()
 
     def finish(self) -> None:
-        """Wait until the last save is committed. Collective. Raises :class:`WeftError` on all ranks if it failed."""
+        """Wait until the last save is committed. Collective.
+
+        If the save failed, what it wrote is removed, and all ranks raise :class:`WeftError`.
+        """
         self._finish_current()
         if self.problem:
             self._remove_failed()

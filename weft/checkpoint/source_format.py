@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 class SourceFormat:
     """Format of checkpoints that ``weft checkpoint convert`` and ``model.from`` read.
 
-    ``patterns``: globs; a folder of this format contains a match of at least one. ``suffix``: name suffix of a
-    checkpoint that is a single file. Of several formats that match, the one with the lowest ``place`` is taken.
+    Attributes:
+        patterns: globs; a folder of this format contains a match of at least one of them.
+        suffix: suffix of the file's name if a checkpoint of this format is a single file; else empty.
+        place: priority: of several formats that match, the format with the lowest number is taken.
     """
 
     patterns: ClassVar[tuple[str, ...]] = ()
@@ -39,9 +41,9 @@ class SourceFormat:
 
 
 def newest_save(path: Path) -> Path:
-    """Return the folder of the newest save, if a file in ``path`` names that folder, else ``path``.
+    """Return the folder of the newest save below ``path``, if a file such as ``latest`` in ``path`` names that folder.
 
-    DeepSpeed and Megatron write such a file.
+    DeepSpeed and Megatron write such a file. Without such a file ``path`` itself is returned.
     """
     for file in ("latest_universal", "latest", "latest_checkpointed_iteration.txt"):
         if (path / file).is_file():

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """Piece that this rank writes: the elements ``box`` of tensor ``name``.
+    """Box of a tensor that this rank writes in a save, and where a copy of its elements lies in the staging memory.
 
-    In the staging memory it takes ``size`` bytes from byte ``offset`` on.
+    ``name``: name of the tensor; ``box``: the elements; ``offset``: the byte of the staging memory at which they begin;
+    ``size``: their bytes.
     """
 
     name: str
@@ -39,7 +40,10 @@ class SavedPiece:
 
 
 def plan_pieces(locals_: Mapping[str, Part]) -> list[SavedPiece]:
-    """Plan which pieces of its parts ``locals_`` (by name) this rank writes, in their order in the staging memory."""
+    """Return the boxes that this rank writes in a save, in their order in the staging memory.
+
+    ``locals_``: this rank's parts of tensors, by name. Replicas of a part write different boxes of it.
+    """
     pieces, at = [], 0
     for name in sorted(locals_):
         local = locals_[name]
@@ -58,7 +62,10 @@ def plan_pieces(locals_: Mapping[str, Part]) -> list[SavedPiece]:
 
 
 def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tensor:
-    """View ``piece``, a piece of ``part``, in the staging ``memory`` as a tensor."""
+    """Return the tensor that views the elements of ``piece`` in the staging memory ``memory``.
+
+    ``part``: the rank's part of the tensor that ``piece`` is a box of.
+    """
     dtype = TORCH_DTYPES[part.tensor.dtype]
     flat = torch.frombuffer(
         memory, dtype=dtype, count=volume(piece.box), offset=piece.offset
@@ -67,10 +74,11 @@ def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tenso
 
 
 class WriterProcess:
-    """Process that runs :mod:`.writer`, and ``memory`` of ``size`` bytes that it shares with this rank.
+    """Process that writes one rank's checkpoints (:mod:`.writer`), and the memory that it shares with the rank.
 
-    The memory is a nameless file, which vanishes when both processes have ended. ``folder``: the folder for this file
-    (default: the file is in main memory). ``pinned``: register the memory for direct copies from a GPU.
+    The memory is a nameless file, which vanishes when both processes have ended. ``size``: bytes of the memory;
+    ``pinned``: register the memory for direct copies from a GPU; ``folder``: folder for the file (default: the file is
+    in main memory).
     """
 
     def __init__(self, size: int, pinned: bool, folder: Path | None = None) -> None:
@@ -117,11 +125,14 @@ class WriterProcess:
         theirs.close()
 
     def serves(self, size: int) -> bool:
-        """Return whether the process lives and its memory has at least ``size`` bytes."""
+        """Return whether the process is alive and the shared memory has at least ``size`` bytes."""
         return self._open and self.process.poll() is None and size <= self.size
 
     def send(self, task: WriteTask | str) -> None:
-        """Send a task to the process. A text in place of a task makes the process give up the commit under way."""
+        """Send ``task`` to the process.
+
+        A text in place of a task makes the process give up the commit that it waits for.
+        """
         try:
             self._pipe.send(task)
         except OSError:  # it died, and so will not report
@@ -132,7 +143,7 @@ class WriterProcess:
         return not self._open or self._pipe.poll()
 
     def report(self) -> Report | None:
-        """Wait for the next report. Returns None if the process has died."""
+        """Wait for the process's next report about a task. Returns None if the process has died."""
         try:
             return self._pipe.recv() if self._open else None
         except (EOFError, OSError):
@@ -140,7 +151,7 @@ class WriterProcess:
             return None
 
     def close(self) -> None:
-        """End the process, whatever it is doing, and free the memory."""
+        """End the process, after up to ten seconds by killing it, and free the shared memory."""
         self._pipe.close()
         try:
             self.process.wait(10)

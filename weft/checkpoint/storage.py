@@ -31,11 +31,11 @@ class MissingObject(StorageError):
 
 
 class Storage(Protocol):
-    """Storage of named, immutable objects under one root. Names use ``/``. Failures raise :class:`StorageError`.
+    """Storage of named, immutable objects under one root, such as a folder or the prefix of a bucket.
 
-    ``place / "folder"`` is the storage whose root is that folder of ``place``. :attr:`name` is the last part of the
-    root's path. Storages of the same root are equal and can be pickled; :func:`weft.checkpoint.address.open_storage`
-    opens a storage from its text.
+    Names use ``/``. Failures raise :class:`StorageError`. ``storage / "folder"`` is the storage whose root is that
+    folder; :attr:`name` is the last part of the root's path. Storages of the same root are equal and can be pickled.
+    :func:`weft.checkpoint.address.open_storage` opens a storage from its address.
     """
 
     @property
@@ -46,45 +46,48 @@ class Storage(Protocol):
     def __hash__(self) -> int: ...
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        """Write an object ``name`` that consists of all ``chunks`` to stable storage, and return its size in bytes.
+        """Write ``chunks``, one after another, as the object ``name`` to stable storage. Returns its size in bytes.
 
         The memory of a chunk may change as soon as the next chunk is requested. ``chunks`` is iterated again after a
-        failed attempt.
+        failed attempt. Raises :class:`StorageError` if an object of that name exists.
         """
 
     def create(self, name: str, data: bytes) -> bool:
-        """Create a small object with the bytes ``data`` atomically. Returns False if an object of that name exists."""
+        """Create a small object ``name`` with the bytes ``data`` atomically.
+
+        Returns False if an object of that name exists.
+        """
 
     def read(self, name: str) -> bytes:
-        """Return all bytes of an object."""
+        """Return all bytes of the object ``name``. Raises :class:`MissingObject` if it does not exist."""
 
     def holds(self, name: str) -> bool:
-        """Return whether an object of that name exists."""
+        """Return whether an object called ``name`` exists."""
 
     @property
     def granule(self) -> int:
-        """Number of bytes that are read most efficiently in one request."""
+        """Number of bytes that one request reads most efficiently."""
 
     def read_into(self, name: str, offset: int, *buffers: memoryview) -> None:
-        """Fill ``buffers``, one after another, with the bytes of an object from byte ``offset`` on.
+        """Fill ``buffers``, one after another, with the bytes of the object ``name`` from byte ``offset`` on.
 
-        Raises :class:`MissingObject` if the object is too short.
+        Raises :class:`MissingObject` if the object does not exist or is too short.
         """
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        """Return the objects whose names begin with ``prefix``, with their sizes in bytes."""
+        """Return the sizes in bytes of all objects whose names begin with ``prefix``, by name."""
 
     def folders(self) -> Sequence[str]:
         """Return the names of the folders directly under the root. If the root does not exist, there are none."""
 
     def modified(self, name: str = "") -> float:
-        """Return the Unix time of the last change of an object, or of anything in this storage if ``name`` is empty.
+        """Return the Unix time in seconds of the last change of the object ``name``.
 
-        Raises :class:`MissingObject` if nothing exists.
+        If ``name`` is empty, the last change of any object counts. Raises :class:`MissingObject` if nothing exists.
         """
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects. Missing objects are no error."""
+        """Remove the objects called ``names``. Names of missing objects are ignored."""
 
     def clear(self) -> None:
         """Remove all objects, in any order."""

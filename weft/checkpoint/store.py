@@ -34,16 +34,16 @@ PLACES = "checkpoints.json"
 
 
 def open_checkpoint(where: Where) -> StoredCheckpoint:
-    """Open the checkpoint at ``where``. Nothing is read yet."""
+    """Open the checkpoint at ``where``, a storage or its address. Nothing is read yet."""
     from weft.checkpoint.load import StoredCheckpoint
 
     return StoredCheckpoint(open_storage(where))
 
 
 def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
-    """Return the shape of the model in a Weft checkpoint.
+    """Return the shape of the model in ``checkpoint``.
 
-    Raises :class:`WeftError` if the checkpoint does not describe its model.
+    Raises :class:`WeftError` if the checkpoint does not describe its model, or the model is that of a missing plugin.
     """
     try:
         shape = ModelShape.model_validate(checkpoint.meta["recipe"]["model"])
@@ -58,7 +58,10 @@ def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
 
 
 def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:
-    """Read and verify a checkpoint's other files, such as the tokenizer's. Returns their contents by bare name."""
+    """Read and verify the files beside the tensors of ``checkpoint``, such as the tokenizer's.
+
+    Returns the contents by bare name, such as ``tokenizer.json``.
+    """
     return {
         Path(name).name: checkpoint.file(name, *about)
         for name, about in checkpoint.meta["files"].items()
@@ -66,9 +69,9 @@ def stored_files(checkpoint: StoredCheckpoint) -> dict[str, bytes]:
 
 
 def learned_length(checkpoint: StoredCheckpoint) -> int | None:
-    """Return the length of training sequences in tokens.
+    """Return the length in tokens of the sequences that the run of ``checkpoint`` was trained on.
 
-    Returns None if the checkpoint's run did not start from random weights.
+    Returns None if the run started from another model's weights, or the checkpoint was converted.
     """
     recipe = checkpoint.meta.get("recipe", {})
     if "data" not in checkpoint.meta or recipe.get("model", {}).get("from"):
@@ -78,10 +81,10 @@ def learned_length(checkpoint: StoredCheckpoint) -> int | None:
 
 
 def checkpoint_places(where: Where) -> list[Storage]:
-    """Return the places that may hold checkpoints of the run in folder ``where``.
+    """Return the storages that may hold checkpoints of the run in folder ``where``.
 
-    They are the subfolder ``checkpoints``, the folder itself, and the places listed in the folder's file
-    :data:`PLACES`.
+    They are the subfolder ``checkpoints``, the folder itself, and the storages listed in the folder's file
+    :data:`PLACES`. Raises :class:`WeftError` if that file is damaged.
     """
     place, listed = open_storage(where), []
     with suppress(MissingObject):
@@ -116,12 +119,15 @@ def _number(name: str) -> tuple[int, int] | None:
 
 
 def step_of(place: Storage) -> int:
-    """Return the step in the name of the checkpoint's folder ``place``, or -1 if the name has none."""
+    """Return the step in the name of the checkpoint folder ``place``, such as 200 of ``step-000200``.
+
+    Returns -1 if the name has no step.
+    """
     return (_number(place.name) or (-1, 1))[0]
 
 
 def new_name(taken: Collection[str], step: int) -> str:
-    """Return a folder name for a checkpoint of ``step`` that is not in ``taken``."""
+    """Return a folder name for a checkpoint of step number ``step`` that is not among the names ``taken``."""
     name, number = f"step-{step:06d}", 1
     while name in taken:
         number += 1
@@ -130,9 +136,9 @@ def new_name(taken: Collection[str], step: int) -> str:
 
 
 def check_files(checkpoint: StoredCheckpoint) -> None:
-    """Verify manifests and other files of a checkpoint, and that its data files exist and are long enough.
+    """Verify a checkpoint without reading its tensors: manifests, other files, and the sizes of data files.
 
-    The contents of data files are not read. Raises :class:`DamagedCheckpoint`, which names the damaged file.
+    Raises :class:`DamagedCheckpoint`, which names the damaged file.
     """
     for name, (size, xxh3) in checkpoint.meta["files"].items():
         checkpoint.file(name, size, xxh3)
@@ -146,11 +152,12 @@ def check_files(checkpoint: StoredCheckpoint) -> None:
 def candidates(
     *where: Where, warn: Callable[[str], None] | None = None
 ) -> list[Storage]:
-    """Return the checkpoints that can be loaded from ``where``, newest first.
+    """Return the checkpoints that can be loaded from ``where``, the highest step first.
 
-    Each ``where`` is a checkpoint or the folder of a run, which stands for all its checkpoints. Of two checkpoints of
-    one step the one in the place that is searched first comes first. ``warn``, if given, is called for every place that
-    cannot be read while others can. Raises :class:`WeftError` if there is no checkpoint.
+    Each ``where`` is a checkpoint, or the folder of a run, which stands for all checkpoints of the run. Of two
+    checkpoints of one step the first is that of the storage that is searched first. ``warn``, if given, is called for
+    every storage that cannot be read; without it such a storage is an error. Raises :class:`WeftError` if there is no
+    checkpoint.
     """
     checkpoints: list[Storage] = []
     problems: list[StorageError] = []
@@ -186,7 +193,7 @@ def candidates(
 
 
 def is_new(place: Storage) -> bool:
-    """Return whether ``place`` holds no folders and no objects."""
+    """Return whether the storage ``place`` holds neither folders nor objects."""
     return not place.folders() and not place.list()
 
 
@@ -205,12 +212,12 @@ def load_newest(
     check: Callable[[StoredCheckpoint], object] = lambda checkpoint: None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[StoredCheckpoint, T]:
-    """Load the newest undamaged checkpoint of :func:`candidates`; return it and the result of ``load`` for it.
+    """Load the newest undamaged checkpoint of the runs or checkpoints ``where``. Returns it and the result of ``load``.
 
-    Collective over ``group`` (default: all ranks); all ranks get the same checkpoint. If ``load`` raises
-    :class:`DamagedCheckpoint` or :class:`StorageError` on any rank, ``warn`` is called with the reason, and all ranks
-    try the next older checkpoint. Other errors are raised. ``check`` is called before ``load`` on the first rank alone;
-    its :class:`WeftError` is raised on all ranks.
+    Collective over ``group`` (default: all ranks); all ranks load the same checkpoint. ``load(checkpoint)`` loads it on
+    this rank. If ``load`` raises :class:`DamagedCheckpoint` or :class:`StorageError` on any rank, ``warn`` is called
+    with the reason, and all ranks try the next older checkpoint. Other errors are raised. ``check(checkpoint)`` is
+    called before ``load`` on the first rank alone; its :class:`WeftError` is raised on all ranks.
     """
     main = not dist.is_initialized() or dist.get_rank(group) == 0
     tried = candidates(*where, warn=warn)
@@ -255,11 +262,12 @@ def kept_checkpoints(
     every: int = 0,
     scores: Mapping[int, float] | None = None,
 ) -> list[Storage]:
-    """Return which of ``checkpoints`` (oldest first) to keep.
+    """Return those of ``checkpoints`` (oldest first) that must be kept.
 
-    These are the newest ``last`` ones, one for every ``every`` steps, the one with the lowest of ``scores`` (validation
-    losses by step), and the one that was committed most recently, which has not the highest step after a run has gone
-    back. Of several checkpoints of one step only the newest counts for ``every`` and ``scores``.
+    These are the newest ``last`` checkpoints; with ``every``, those whose step is a multiple of ``every``; and with
+    ``scores`` (validation losses by step), that with the lowest score. The checkpoint that was committed most recently
+    is kept, too: after a run was resumed from an earlier step, it need not have the highest step. Of several
+    checkpoints of one step only the newest counts for ``every`` and ``scores``.
     """
     newest = {step_of(p): p for p in checkpoints}
     kept = (
@@ -279,9 +287,10 @@ def kept_checkpoints(
 
 
 class Pruned(NamedTuple):
-    """Result of :func:`prune`: the ``deleted`` and the ``damaged`` checkpoints.
+    """Result of :func:`prune`.
 
-    In a dry run ``deleted`` holds the checkpoints that would be deleted.
+    ``deleted``: checkpoints that were deleted, or in a dry run would be; ``damaged``: damaged checkpoints that were
+    met.
     """
 
     deleted: list[Storage]
@@ -299,12 +308,14 @@ def prune(
     dry_run: bool = False,
     is_own: Callable[[Storage], bool] = lambda place: True,
 ) -> Pruned:
-    """Delete the checkpoints under ``root`` that :func:`kept_checkpoints` does not keep; with ``keep`` 0 delete none.
+    """Delete old checkpoints under ``root``: all that :func:`kept_checkpoints` does not keep.
 
-    The newest undamaged checkpoint is never deleted. ``check`` raises :class:`WeftError` for a damaged checkpoint; by
-    default it verifies everything but the tensors' values. If all are damaged, nothing is deleted. Checkpoints for
-    which ``is_own`` is false are neither deleted nor counted. Folders of saves that were never committed are deleted,
-    too. The root file is deleted first, so that no half-deleted checkpoint looks whole.
+    ``keep``: number of newest checkpoints to keep (0: delete none); ``every`` and ``scores``: see
+    :func:`kept_checkpoints`. ``check(checkpoint)`` raises :class:`WeftError` if a checkpoint is damaged; the default
+    verifies everything but the tensors' values. The newest undamaged checkpoint always stays, and if all are damaged,
+    nothing is deleted. Checkpoints for which ``is_own`` returns False are neither deleted nor counted. With ``dry_run``
+    nothing is deleted. Otherwise folders of saves that were never committed are deleted, too. The root file is deleted
+    first, so that no half-deleted checkpoint looks whole.
     """
     place = open_storage(root)
     there = committed_checkpoints(place)
@@ -350,7 +361,8 @@ def _abandoned(place: Storage, checkpoints: Sequence[Storage]) -> bool:
 def verify(checkpoint: StoredCheckpoint) -> int:
     """Read and verify a whole checkpoint, including the heads of data files.
 
-    Returns the bytes that were read of data files. Raises :class:`DamagedCheckpoint`, which names the damaged file.
+    Returns the number of bytes of blocks that were read. Raises :class:`DamagedCheckpoint`, which names the damaged
+    file.
     """
     check_files(checkpoint)
     sizes, before = checkpoint.storage.list("data/"), checkpoint.bytes_read
@@ -395,7 +407,10 @@ def _check_head(
 
 
 def rewrite(source: StoredCheckpoint, target: Storage) -> None:
-    """Write a copy of the checkpoint ``source`` to ``target`` with a single data file, and verify each block."""
+    """Write a copy of the checkpoint ``source`` with a single data file to the storage ``target``.
+
+    Each block is verified when it is read. Raises :class:`DamagedCheckpoint` if a block is not what was saved.
+    """
     from weft.checkpoint.writer import write_whole
 
     blocks = sorted(source.all_blocks(), key=lambda b: (b.tensor, b.box))
@@ -418,8 +433,8 @@ def rewrite(source: StoredCheckpoint, target: Storage) -> None:
 
 
 def first_problem(problem: str, group: dist.ProcessGroup | None = None) -> str:
-    """Return on all ranks of ``group`` the ``problem`` of the first rank whose ``problem`` is not empty, or "".
+    """Return the first non-empty ``problem`` of the ranks of ``group``, or "" if all are empty. Collective.
 
-    Collective.
+    ``problem``: this rank's error message; ``group``: by default all ranks. All ranks get the same result.
     """
     return next(filter(None, from_all(problem, group)), "")

@@ -37,9 +37,14 @@ AVERAGE = "optimizer.ema."
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Opened model that ``model.from`` names: its shape, its parameters, and ``files`` beside the weights.
+    """Opened model that ``model.from`` names.
 
-    ``values``: the parameters' values, or None if ``name`` is a ``config.json`` alone.
+    Attributes:
+        name: the model's name in messages.
+        shape: shape of the model.
+        values: function that reads the values of a parameter's box; None if the name is that of a ``config.json``
+            alone.
+        files: contents of the files beside the weights, such as the tokenizer's, by name.
     """
 
     name: str
@@ -48,7 +53,10 @@ class Pretrained:
     files: Mapping[str, bytes] = field(default_factory=dict)
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return the model's own tokenizer, if it has one. Raises :class:`WeftError` if that is damaged."""
+        """Return the tokenizer among the model's files, or None if there is none.
+
+        Raises :class:`WeftError` if the tokenizer's files are damaged.
+        """
         return (
             tokenizer_from_files(self.files, self.name)
             if "tokenizer.json" in self.files
@@ -70,9 +78,10 @@ def is_foreign(where: str) -> bool:
 
 
 def open_pretrained(name: Where) -> Pretrained:
-    """Open the model called ``name``, as ``model.from`` accepts it.
+    """Open the model called ``name``, in any form that ``model.from`` accepts.
 
-    Weights are read later, only the boxes requested.
+    Weights are read only later, and only the boxes that are asked for. Raises :class:`WeftError` if there is no such
+    model.
     """
     where = local_path(str(name))
     place, path = open_storage(where), Path(where)
@@ -110,7 +119,10 @@ def base_name(name: Where) -> str | None:
 
 
 def shape_named(name: str) -> ModelShape:
-    """Return the shape of the model called ``name``. For a model of the hub only ``config.json`` is downloaded."""
+    """Return the shape of the model called ``name``, in any form that ``model.from`` accepts.
+
+    Of a model on the Hugging Face hub only ``config.json`` is downloaded.
+    """
     path = Path(local_path(f"{name}/config.json" if is_of_hub(name) else name))
     return (
         shape_from_config(path)
@@ -120,10 +132,11 @@ def shape_named(name: str) -> ModelShape:
 
 
 def starting_values(recipe: Recipe, shape: ModelShape) -> Values | None:
-    """Return the initial values of a run that starts from ``model.from``.
+    """Return the initial values of a run that starts from the model in ``model.from``, or None.
 
-    They include those of a new adapter if ``shape`` has an adapter and the model has none. Returns None if all
-    parameters start from random values.
+    ``recipe``: the run's recipe; ``shape``: shape of the run's model. None means that all parameters start from random
+    values, because ``model.from`` is left out or names a configuration alone. The values include random ones for what
+    the model lacks: a new adapter, new rows of the vocabulary, or a new output layer.
     """
     pretrained = (
         None if recipe.model.origin is None else open_pretrained(recipe.model.origin)
@@ -148,9 +161,10 @@ def _with_new_head(base: Values, seed: int) -> Values:
 
 
 def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> str:
-    """Return the name of the tensor that holds parameter ``name`` in a checkpoint.
+    """Return the name of the tensor that holds the parameter ``name`` in ``checkpoint``.
 
-    With ``ema`` it is the tensor of the parameter's average, unless the parameter is frozen and has none.
+    With ``ema`` it is the tensor of the parameter's moving average. A frozen parameter has no average; its own tensor
+    is named then.
     """
     average = AVERAGE + name
     return average if ema and average in checkpoint.tensors else f"model.{name}"
@@ -159,9 +173,10 @@ def stored_name(checkpoint: StoredCheckpoint, name: str, ema: bool = False) -> s
 def open_trained(
     checkpoint: StoredCheckpoint, name: str = "", ema: bool = False
 ) -> Pretrained:
-    """Open the model of a Weft checkpoint. A checkpoint of an adapter is joined with its base model.
+    """Open the model in a Weft checkpoint. An adapter is joined with its base model.
 
-    ``ema``: take the averages of the parameters. ``name``: what messages call the model.
+    ``name``: what messages call the model, by default the checkpoint's address; ``ema``: take the parameters' moving
+    averages instead of their last values. Raises :class:`WeftError` if the adapter's base model has changed since.
     """
     shape, base = model_of(checkpoint), checkpoint.meta.get("base")
 

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Commit:
-    """Commit of a save: creation of the root file once all ``manifests`` are in storage.
+    """Commit of a save: creation of the root file as soon as all manifests are in storage.
 
-    It fails after ``timeout`` seconds. ``meta``: contents of the root; ``files``: other files of the checkpoint by
-    name.
+    Attributes:
+        manifests: names of the manifests of all ranks.
+        meta: contents of the root file beside the index of tensors.
+        files: contents of further files of the checkpoint, by name.
+        timeout: seconds after which the commit fails if a manifest is still missing.
     """
 
     manifests: tuple[str, ...]
@@ -27,11 +30,15 @@ class Commit:
 
 @dataclass(frozen=True)
 class WriteTask:
-    """Task to write one rank's part of a save, and on rank 0 to ``commit`` the save.
+    """Task for a rank's writer process: to write the rank's part of a save.
 
-    ``file`` and ``manifest``: names of the data file and its manifest in ``storage``; ``tensors``: descriptions by
-    name; ``shares``: name of tensor and box of each piece, in the order in which they lie in the rank's memory, each
-    row-major.
+    Attributes:
+        storage: storage of the checkpoint.
+        file: name of the data file to write.
+        manifest: name of the manifest to write.
+        tensors: descriptions of tensors, by name.
+        shares: pairs of a tensor's name and a box, in the order in which they lie in the shared memory, each row-major.
+        commit: the commit to make afterwards, on rank 0; None on other ranks.
     """
 
     storage: Storage
@@ -44,9 +51,13 @@ class WriteTask:
 
 @dataclass
 class Report:
-    """Result of writing a rank's part, or of a commit: ``seconds`` of each stage, and ``bytes`` written.
+    """Result of writing a rank's part of a save, or of a commit.
 
-    ``committed``: whether the whole save was committed; ``problem``: why the work failed, or empty.
+    Attributes:
+        seconds: duration of each stage of the work, such as ``hash`` and ``write``.
+        bytes: number of bytes written.
+        committed: whether this is the report of a commit that succeeded.
+        problem: why the work failed; empty if it succeeded.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)

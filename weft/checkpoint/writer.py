@@ -56,10 +56,15 @@ def run_writer(pipe_handle: int, memory_handle: int) -> None:
 
 
 class DataFile:
-    """Data file to be written, iterable as chunks: the head, then the bytes of ``boxes``, which are hashed on the way.
+    """Data file of a checkpoint that is written in chunks: first the head, then the bytes of the boxes.
 
-    ``boxes``: pairs of a tensor's name and a box; ``tensors``: descriptions of the tensors by name. ``contents()``
-    yields the bytes box by box; it is called again if the first attempt to write fails.
+    Iterating yields the chunks and computes the digests of the boxes.
+
+    Args:
+        name: name of the file.
+        boxes: pairs of a tensor's name and a box, in the order of the file.
+        tensors: descriptions of the tensors, by name.
+        contents: function that yields the bytes of each box; it is called again if an attempt to write has failed.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class DataFile:
     def write(self, storage: Storage, manifest: str) -> int:
         """Write the file to ``storage``, then its manifest under the name ``manifest``.
 
-        Returns the file's size in bytes.
+        Returns the size of the data file in bytes.
         """
         size = storage.write(self.name, self)
         storage.write(
@@ -113,10 +118,11 @@ def write_whole(
     meta: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> None:
-    """Write a checkpoint with a single data file to the new place ``storage``.
+    """Write a checkpoint with a single data file to the new storage ``storage``.
 
-    ``boxes``, ``tensors`` and ``contents``: see :class:`DataFile`; ``meta``: contents of the root; ``files``: other
-    files by name. If anything interrupts the writing, even Ctrl-C, ``storage`` is cleared.
+    ``boxes``, ``tensors`` and ``contents``: see :class:`DataFile`; ``meta``: contents of the root file beside the index
+    of tensors; ``files``: contents of further files, by name. If anything interrupts the writing, even Ctrl-C,
+    ``storage`` is cleared.
     """
     attempt = secrets.token_hex(6)
     manifest, named = (
@@ -134,9 +140,9 @@ def write_whole(
 
 
 def write_share(task: WriteTask, memory: mmap.mmap) -> Report:
-    """Write the data file and the manifest of one rank, and return a report.
+    """Write the data file and the manifest of one rank as ``task`` describes them. Returns a report, also of a failure.
 
-    ``memory``: holds the shares of ``task``.
+    ``memory``: shared memory that holds the elements of ``task.shares``.
     """
     begun = time.perf_counter()
     with _caught(Report()) as report:
@@ -187,7 +193,7 @@ def _blocks(
 def commit_report(
     storage: Storage, wanted: Commit, abandoned: Callable[[], bool]
 ) -> Report:
-    """Run :func:`commit`, and return a report with its duration or its problem."""
+    """Run :func:`commit` with the same arguments. Returns a report with its duration or its problem."""
     begun = time.perf_counter()
     with _caught(Report()) as report:
         commit(storage, wanted, abandoned)
@@ -213,7 +219,9 @@ def commit(
 ) -> None:
     """Create the root file of the checkpoint in ``storage`` as soon as every manifest of ``wanted`` is there.
 
-    Raises :class:`WeftError` if a manifest is late or ``abandoned()`` becomes true.
+    ``abandoned()``: whether another rank has failed, so that waiting is in vain. Raises :class:`StorageError` if it
+    returns true, if a manifest is missing after ``wanted.timeout`` seconds, or if the checkpoint has a root file
+    already.
     """
     deadline = time.monotonic() + wanted.timeout
     pause = 0.005

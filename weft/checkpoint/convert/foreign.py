@@ -21,12 +21,21 @@ Stores = dict[str, Sequence[Shard]]
 
 @dataclass
 class Foreign:
-    """Open checkpoint of another program (or of Weft, to convert it).
+    """Open checkpoint of another program, or of Weft, from which :func:`.convert` reads one tensor at a time.
 
-    ``kind``: its format. ``sources``: the source of each parameter, by name; ``moments``: such sources for each moment
-    of the optimizer that is stored; ``step``: number of updates; ``files``: files beside the weights; ``length``:
-    ``data.seq_len`` of a Weft run that started from random weights. Raises :class:`WeftError` if parameters are missing
-    or unknown.
+    Raises :class:`WeftError` if a parameter of ``model`` has no source, or a source belongs to no parameter.
+
+    Attributes:
+        kind: format of the checkpoint, such as ``hf`` or ``weft``.
+        path: where the checkpoint lies.
+        model: shape of the model.
+        sources: source of each parameter's values, by Weft's name of the parameter.
+        moments: sources of the optimizer's moments, by moment (``exp_avg``) and then by parameter; empty if none is
+            stored.
+        step: number of updates made so far.
+        files: contents of files beside the weights, such as the tokenizer's, by name.
+        length: tokens in a training sequence (``data.seq_len``) of a Weft run that started from random weights, else
+            None.
     """
 
     kind: str
@@ -56,9 +65,9 @@ class Foreign:
     def read(
         self, name: str, dtype: torch.dtype | None = None, moment: str = ""
     ) -> torch.Tensor:
-        """Read the whole parameter ``name``, or with ``moment`` that moment of it.
+        """Read the whole parameter ``name``, or one of its optimizer moments if ``moment`` names that moment.
 
-        ``dtype``: the type to convert to, if given.
+        ``dtype``: the type to convert the values to; None keeps the stored type.
         """
         sources = self.moments[moment] if moment else self.sources
         try:
@@ -88,12 +97,18 @@ def _config(path: Path, config: Path | None) -> Path:
 
 
 def shape_beside(path: Path, config: Path | None) -> ModelShape:
-    """Read the shape of the model at ``path`` from its ``config.json``. ``config``: that file, if it lies elsewhere."""
+    """Read the shape of the model at ``path`` from the ``config.json`` in that folder or in the folder above it.
+
+    ``config``: the ``config.json``, if it lies elsewhere. Raises :class:`WeftError` if there is none.
+    """
     return shape_from_config(_config(path, config))
 
 
 def model_files(path: Path, config: Path | None) -> dict[str, bytes]:
-    """Read the model's files beside the weights at ``path``. ``config``: its ``config.json``, if it lies elsewhere."""
+    """Read the files beside the weights at ``path``, such as the tokenizer's, and return their contents by name.
+
+    ``config``: the model's ``config.json``, if it lies elsewhere.
+    """
     file = _config(path, config)
     file = file / CONFIG if file.is_dir() else file
     return files_beside(file) | (tokenizer_files(path) if path.is_dir() else {})

@@ -44,7 +44,11 @@ LLAMA3 = "weft.rope_scaling"
 
 
 def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, list[Shard]]]:
-    """Return the fields and the tensors of a GGUF file, each by name. Values of tensors are read later, on demand."""
+    """Return the metadata fields of a GGUF file by name, and its tensors by name, each as a list of one shard.
+
+    Values of tensors are read later, on demand. Raises :class:`WeftError` if the file is damaged or the package
+    ``gguf`` is missing.
+    """
     try:
         import gguf
 
@@ -77,8 +81,9 @@ def _value(field: Any) -> Any:
 def gguf_shape(
     file: Path, fields: Mapping[str, Any], tensors: Mapping[str, list[Shard]]
 ) -> ModelShape:
-    """Return the shape of the model that the ``fields`` and ``tensors`` of a GGUF file describe.
+    """Return the shape of the model that a GGUF file describes.
 
+    ``file``: the file's path, for error messages; ``fields`` and ``tensors``: its contents from :func:`read_gguf`.
     Raises :class:`WeftError` if Weft does not support the model.
     """
     arch = str(fields.get("general.architecture"))

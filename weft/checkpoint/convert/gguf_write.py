@@ -48,11 +48,12 @@ def export_gguf(
     get: Callable[[str], torch.Tensor], shape: ModelShape, out: Path, kind: str, files: Mapping[str, bytes],
     length: int | None = None,
 ) -> Path:  # fmt: skip
-    """Write the model of ``shape`` to the GGUF file, or into the new folder, ``out``. Returns the file.
+    """Write a model as a GGUF file, and return the file's path.
 
-    ``get`` returns the whole tensor of a given Weft name; ``kind``: type of the weights, one of :data:`KINDS`.
-    ``files``: files beside the weights; ``length``: context length, used if ``files`` give none. Raises
-    :class:`WeftError` for a model or a tokenizer that GGUF cannot describe.
+    ``get`` returns the whole tensor of a given Weft name; ``shape``: shape of the model; ``out``: the new ``.gguf``
+    file, or the new folder for it; ``kind``: type of the weights, one of :data:`KINDS`; ``files``: contents of the
+    files beside the weights, by name; ``length``: context length in tokens, used if ``files`` give none. Raises
+    :class:`UsageError` if ``out`` exists, and :class:`WeftError` for a model or a tokenizer that GGUF cannot describe.
     """
     try:
         import gguf

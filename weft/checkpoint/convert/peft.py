@@ -67,7 +67,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def peft_name(name: str) -> str:
-    """Return PEFT's name for the parameter ``name`` of an adapter."""
+    """Return the name that PEFT's format has for an adapter's parameter with Weft's name ``name``."""
     if name in VOCABULARY.values():
         return BEFORE + hf_name(name)
     module = hf_name(base_weight(name)).removesuffix(".weight")
@@ -75,12 +75,18 @@ def peft_name(name: str) -> str:
 
 
 class PeftAdapter:
-    """Opened folder of a PEFT adapter. Raises :class:`WeftError` if it is damaged or Weft does not support its kind.
+    """Adapter read from a folder in PEFT's format.
 
-    ``adapter``: its settings, whose targets are the weights with stored tensors; ``base``: the name of its base model,
-    if stored; ``sizes``: shapes of the tensors by PEFT's names; ``tokens``: ids of tokens whose rows of the embedding
-    are trained. ``placed``: whole weights that are stored as a base and trained rows; ``orders``: permutations that
-    sort trained rows by token.
+    Raises :class:`WeftError` if the folder is damaged or Weft does not support this kind of adapter.
+
+    Attributes:
+        adapter: settings of the adapter; the targets are the weights for which the folder has tensors.
+        base: name of the base model, or None if the folder does not name one.
+        sizes: shape of each tensor, by PEFT's name.
+        tokens: ids of the tokens whose rows of embedding or output layer are trained.
+        placed: whole weights that the folder stores as two tensors, the base weight and the trained rows, because the
+            vocabulary has grown. The values are the names of the two tensors, and the tokens of the rows.
+        orders: for each tensor of trained rows, the permutation that sorts its rows by token id.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -196,7 +202,8 @@ class PeftAdapter:
     def vocab(self) -> int:
         """Least size of the vocabulary with which the adapter can be used.
 
-        It is the larger of two numbers: the rows of weights that are saved whole, and the highest trained token plus 1.
+        It is the larger of two numbers: the rows of the embedding or output layer that is saved whole, and the highest
+        trained token plus 1.
         """
         sizes = [
             self.sizes[peft_name(VOCABULARY[name])][0] for name in self.adapter.whole
@@ -204,9 +211,9 @@ class PeftAdapter:
         return max([*sizes, *(token + 1 for token in self.tokens)], default=0)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read the tensor with PEFT's name ``name``.
+        """Read the tensor with PEFT's name ``name``. Rows of trained tokens are sorted by token id.
 
-        Rows of trained tokens are put in ascending order of the tokens.
+        A weight that is stored as base and trained rows (``placed``) is returned whole.
         """
         with safe_open(self.folder / TENSORS, "pt") as file:
             if name in self.placed:
@@ -218,7 +225,7 @@ class PeftAdapter:
         return stored[self.orders[name]] if name in self.orders else stored
 
     def values(self, shape: ModelShape) -> Values:
-        """Return the values of the adapter's parameters for a model of ``shape``.
+        """Return a function that reads the adapter's parameters for a model of ``shape``, box by box.
 
         Raises :class:`WeftError` if the adapter does not fit that model.
         """
@@ -294,10 +301,11 @@ def write_adapter(
     tensors: Mapping[str, torch.Tensor], shape: ModelShape, base: str | None, folder: Path,
     files: Mapping[str, bytes] | None = None,
 ) -> None:  # fmt: skip
-    """Write an adapter in PEFT's format to ``folder``.
+    """Write an adapter in PEFT's format to the new folder ``folder``.
 
-    ``tensors``: its parameters by Weft's names; ``shape``: the model with the adapter; ``base``: the name of the base
-    model; ``files``: the tokenizer's files.
+    ``tensors``: parameters by Weft's names, of which those of the adapter are written; ``shape``: shape of the model
+    with the adapter; ``base``: name of the base model, or None; ``files``: contents of files by name, of which the
+    tokenizer's are written.
     """
     adapter = shape.adapter
     assert adapter is not None
@@ -337,10 +345,11 @@ def write_adapter(
 
 
 def read_adapter(folder: Path, model: Transformer) -> HostAdapter:
-    """Read an adapter that PEFT or ``weft export`` wrote, to apply it to some rows of a batch of ``model``.
+    """Read the LoRA adapter in ``folder`` (PEFT's format) in a form that can be applied to some rows of a batch only.
 
-    The whole adapter is read; :func:`weft.models.row_adapters.own_part` cuts it for a rank that holds a part of
-    ``model``. Raises :class:`WeftError` if the adapter is for another model.
+    ``model``: the model that the adapter is for. The whole adapter is read, even if this rank holds only a part of
+    ``model``; :func:`weft.models.row_adapters.own_part` cuts it for the rank. Raises :class:`WeftError` if the adapter
+    is for another model, or is not a LoRA adapter of linear layers alone.
     """
     if not is_adapter(folder):
         raise WeftError(

@@ -30,9 +30,9 @@ TOKENS = 512
 
 @torch.inference_mode()
 def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
-    """Return the experts to which a text's tokens are routed, for each layer with experts: ``[tokens, k]``.
+    """Return the experts to which a text's tokens are routed: an array ``[tokens, k]`` for each layer with experts.
 
-    ``ids``: the tokens of the text.
+    ``ids``: the tokens of the text; ``k``: number of experts per token.
     """
     chosen: dict[int, list[T]] = defaultdict(list)
 
@@ -58,9 +58,11 @@ def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
 def most_chosen(
     chosen: Sequence[np.ndarray], shape: ModelShape, keep: int
 ) -> tuple[list[list[int]], str]:
-    """Return the numbers of each layer's ``keep`` most chosen experts, ascending, and a line about routings lost.
+    """Return the numbers of each layer's ``keep`` most chosen experts, ascending, and a line of text for the user.
 
-    ``chosen``: the experts of each token, by layer (:func:`chosen_experts`).
+    The line says how many choices fell on experts that are not kept. ``chosen``: the experts of each token, by layer
+    (:func:`chosen_experts`). Raises :class:`UsageError` if the model's router or its number of experts does not allow
+    it.
     """
     counts = list(shape.mixtures.values())
     if not shape.experts_per_token <= keep <= min(counts):
@@ -88,8 +90,10 @@ def best_order(
 ) -> tuple[list[list[int]], str]:
     """Return an order of each layer's experts in which few tokens move between ranks, and a line about its effect.
 
-    ``chosen``: the experts of each token, by layer (:func:`chosen_experts`); ``ranks``: number of ranks. ``level``: see
-    :func:`weft.parallel.experts.affinity.place_experts`.
+    The order is a list of expert numbers for each layer, cut into ``ranks`` runs of consecutive experts. ``chosen``:
+    the experts of each token, by layer (:func:`chosen_experts`); ``level``: see
+    :func:`weft.parallel.experts.affinity.place_experts`. Raises :class:`UsageError` if a layer has fewer experts than
+    ranks.
     """
     counts = list(shape.mixtures.values())
     if ranks > min(counts):
@@ -115,9 +119,10 @@ def best_order(
 def with_experts(
     values: Mapping[str, T], experts: Mapping[int, Sequence[int]]
 ) -> dict[str, T]:
-    """Return the parameters ``values`` (by name) with only the given ``experts`` of each layer, in the given order.
+    """Return the parameters ``values`` (by name) with only the given experts of some layers, in the given order.
 
-    ``experts``: the numbers of experts, by layer.
+    ``experts``: for each layer that is changed, the numbers of the experts to keep. Rows of the router and of the
+    experts' weights are selected alike.
     """
     reordered = dict(values)
     for layer, ids in experts.items():
@@ -135,9 +140,10 @@ def export_for_texts(
 ) -> str:  # fmt: skip
     """Export a Hugging Face model whose experts are selected, or reordered, for texts like those in the file ``texts``.
 
-    With ``keep`` only the ``keep`` most chosen experts of each layer are exported, otherwise all, in the best order for
-    ``ranks`` ranks (``level``: see :func:`best_order`). Adapters are merged. ``ema`` and ``dtype``: see
-    :func:`weft.checkpoint.model.export_model`. Returns a line about the effect.
+    ``checkpoint``: the model; ``out``: the new folder; ``warn``, ``ema`` and ``dtype``: see
+    :func:`weft.checkpoint.model.export_model`. With ``keep`` only the ``keep`` most chosen experts of each layer are
+    exported. Otherwise all experts are exported, in the order of :func:`best_order` for ``ranks`` ranks and ``level``.
+    Adapters are merged. Returns a line of text about the effect.
     """
     check_new(out)
     if bool(keep) == bool(ranks):

@@ -27,7 +27,10 @@ CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a tensor that one rank stored. ``read(lo, hi)`` reads its rows ``lo:hi`` on demand."""
+    """Part of a tensor that one rank of another program stored.
+
+    ``shape`` and ``dtype``: of this part. ``read(lo, hi)`` reads its rows ``lo:hi`` on demand.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +39,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class RowsCopy:
-    """Copy of rows ``lo:hi`` of shard number ``shard`` to the region ``to`` (an index) of the logical tensor."""
+    """Copy of rows ``lo:hi`` of one shard to a region of the logical tensor.
+
+    ``shard``: number of the shard; ``to``: index of the region.
+    """
 
     shard: int
     lo: int
@@ -49,20 +55,26 @@ ShardLayout = Callable[[Sizes, ModelShape, int], Iterator[RowsCopy]]
 
 
 def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield the copy that forms a tensor of which every rank stored the whole, all with equal values."""
+    """Yield the single copy that forms a tensor of which every rank stored the whole, all with equal values.
+
+    ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no effect.
+    """
     yield RowsCopy(0, 0, shards[0][0])
 
 
 def averaged(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield the copies for a tensor of which every rank stored the whole with different values. Their mean is used."""
+    """Yield the copies for a tensor of which every rank stored the whole with different values.
+
+    The mean of the values is used. ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no effect.
+    """
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0])
 
 
 def column_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield copies that concatenate the shards along rows, as for the weight of a column-parallel layer.
+    """Yield copies that concatenate the shards along dimension 0, as for the weight of a column-parallel layer.
 
-    ``shards``: the shapes of the shards.
+    ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no effect.
     """
     at = 0
     for i, size in enumerate(shards):
@@ -71,9 +83,9 @@ def column_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Row
 
 
 def row_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield copies that concatenate the shards along columns, as for the weight of a row-parallel layer.
+    """Yield copies that concatenate the shards along dimension 1, as for the weight of a row-parallel layer.
 
-    ``shards``: the shapes of the shards.
+    ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no effect.
     """
     at = 0
     for i, size in enumerate(shards):
@@ -82,9 +94,10 @@ def row_parallel(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCo
 
 
 def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield copies that concatenate the shards along rows, without the rows of padding at the end.
+    """Yield copies that concatenate the shards along dimension 0, without the padding at the end.
 
-    ``shards``: the shapes of the shards. Rows from ``shape.vocab`` on are padding.
+    ``shards``: shapes of the stored shards; ``shape``: the model, from whose row ``shape.vocab`` on rows are padding.
+    ``part`` has no effect.
     """
     at = 0
     for i, size in enumerate(shards):
@@ -94,9 +107,10 @@ def padded(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield the copies for part 0, 1 or 2 (q, k or v) of Megatron's fused weight.
+    """Yield copies that extract the rows of q, k or v from Megatron's fused weight.
 
     The fused weight has, for each key/value head, the rows of its query heads, then of its key, then of its value.
+    ``shards``: shapes of the stored shards; ``shape``: the model; ``part``: 0 for q, 1 for k, 2 for v.
     """
     assert shape.kv_heads and shape.head_dim
     group = shape.heads // shape.kv_heads
@@ -118,9 +132,10 @@ def qkv(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield the copies for part 0 or 1 (gate or up) of a fused weight.
+    """Yield copies that extract the rows of gate or up from a fused weight.
 
-    Each shard holds some rows of gate, then as many rows of up.
+    Each shard holds some rows of gate, then as many rows of up. ``shards``: shapes of the stored shards; ``part``: 0
+    for gate, 1 for up. ``shape`` has no effect.
     """
     at = 0
     for i, size in enumerate(shards):
@@ -130,15 +145,19 @@ def gate_up(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
 
 
 def stacked_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield copies that stack shards, each the weight of one expert, to a tensor ``[experts, ...]``."""
+    """Yield copies that stack the shards, each the weight of one expert, to a tensor ``[experts, ...]``.
+
+    ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no effect.
+    """
     for i, size in enumerate(shards):
         yield RowsCopy(i, 0, size[0], (i,))
 
 
 def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield the copy for a fused gate and up tensor of all experts of a layer.
+    """Yield the copy for gate or up of all experts of a layer, which one fused tensor holds.
 
-    Transformers 5 holds the weights in memory in this form.
+    Transformers 5 has the weights in memory in this form. The single shard is the half of the fused tensor that holds
+    gate or up, and is copied whole. ``shards``: its shape. ``shape`` and ``part`` have no effect.
     """
     return replicated(shards, shape, part)
 
@@ -147,9 +166,11 @@ def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsC
 class NameRule:
     """Rule for reading a foreign tensor.
 
-    ``names``: the Weft tensors that it holds; ``layout``: how its shards form them. ``pairs``: rows of q or k are in
-    Meta's order, where elements that rotate together are neighbours. In the order of Hugging Face and Weft such
-    elements are half a head apart.
+    Attributes:
+        names: Weft's names of the tensors that the foreign tensor holds, without the layer.
+        layout: function that yields the copies by which shards form such a tensor.
+        pairs: whether rows of q or k are in Meta's order, in which elements that rotate together are neighbours. In the
+            order of Hugging Face and Weft such elements are half a head apart.
     """
 
     names: tuple[str, ...]
@@ -201,9 +222,10 @@ DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|(?:.*\.)?(
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Source of a logical tensor: part number ``part`` of the foreign tensor ``name``.
+    """Source of a logical tensor: one part of a foreign tensor.
 
-    ``shards`` hold the foreign tensor, and ``rule`` says how they form it.
+    ``name``: name of the foreign tensor; ``shards``: its stored shards; ``rule``: how the shards form it; ``part``:
+    number of the part among ``rule.names``.
     """
 
     name: str
@@ -213,14 +235,15 @@ class TensorSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the stored elements, that of the first shard."""
+        """Type of the stored elements."""
         return self.shards[0].dtype
 
 
 def rule_and_names(name: str) -> tuple[NameRule, tuple[str, ...]] | None:
-    """Return the rule for the foreign tensor ``name`` and the Weft names of its parts.
+    """Return the rule for the foreign tensor ``name``, and Weft's names of the tensors that it holds.
 
-    Returns None for a tensor that holds no weights. Raises :class:`WeftError` for an unknown one.
+    Returns None for a tensor that holds no weights, such as rotary frequencies. Raises :class:`WeftError` for an
+    unknown name.
     """
     if re.fullmatch(DERIVED, name):
         return None
@@ -243,10 +266,11 @@ def _unread(name: str) -> WeftError:
 def sources_by_name(
     stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()
 ) -> dict[str, TensorSource]:
-    """Return the source of each Weft tensor by its Weft name.
+    """Return the source of each Weft tensor, by Weft's name.
 
-    ``stored``: shards by foreign name. ``averages``: patterns for foreign names of tensors of which every rank stored a
-    different copy; the mean of the copies is used.
+    ``stored``: shards of each foreign tensor, by its name. ``averages``: regular expressions for the names of foreign
+    tensors of which every rank stored a different copy; the mean of the copies is used. Raises :class:`WeftError` for
+    an unknown tensor, two tensors with one Weft name, or a missing expert.
     """
     if any("pre_feedforward_layernorm" in name for name in stored):
         raise WeftError(
@@ -307,10 +331,11 @@ def logical_tensor(
     shape: ModelShape,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Read the whole logical tensor from ``source``.
+    """Read the whole logical tensor that ``source`` describes.
 
-    ``size``: its shape; ``shape``: the model; ``dtype``: the type to convert to, if given. Raises :class:`WeftError` if
-    the shards do not form the tensor exactly.
+    ``size``: shape of the tensor; ``shape``: shape of the model; ``dtype``: the type to convert to, or None for the
+    stored type. Raises :class:`WeftError` if the shards do not form the tensor exactly, or copies that must be equal
+    differ.
     """
     sizes = [shard.shape for shard in source.shards]
     copies = list(source.rule.layout(sizes, shape, source.part))

@@ -25,7 +25,7 @@ from weft.layout.dims import extents, slices, whole_box
 
 @dataclass(frozen=True)
 class ByteRun:
-    """Run of ``size`` bytes at ``offset`` of ``file``."""
+    """Contiguous bytes of a file: ``size`` bytes from byte ``offset`` of ``file`` on."""
 
     file: Path
     offset: int
@@ -34,7 +34,7 @@ class ByteRun:
 
 @dataclass(frozen=True)
 class StoredShard(Shard):
-    """Shard of a tensor, contiguous, whose bytes are the concatenation of ``runs`` of files."""
+    """Contiguous shard of a tensor whose bytes are those of ``runs``, one run after another."""
 
     runs: tuple[ByteRun, ...]
 
@@ -42,7 +42,10 @@ class StoredShard(Shard):
 def stored_shard(
     name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[ByteRun, ...]
 ) -> StoredShard:
-    """Return the shard of tensor ``name`` whose bytes are the concatenation of ``runs``."""
+    """Return the shard of a tensor whose bytes are those of ``runs``, one run after another.
+
+    ``name``: the tensor, for error messages; ``shape`` and ``dtype``: of the shard.
+    """
 
     def read(lo: int, hi: int) -> torch.Tensor:
         out = blank_tensor((hi - lo, *shape[1:]), dtype)
@@ -54,10 +57,10 @@ def stored_shard(
 
 
 def blank_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised tensor in NumPy's memory, which is reused as soon as it is freed.
+    """Return an uninitialised tensor in memory that NumPy allocates, which is reused as soon as it is freed.
 
-    PyTorch allocates by posix_memalign, which does not reuse 16 MiB that have just been freed, so a process that reads
-    a tensor in pieces would grow by the size of the tensor.
+    PyTorch allocates with posix_memalign, which does not reuse 16 MiB that have just been freed. A process that reads a
+    tensor block by block would therefore grow by the size of the whole tensor.
     """
     if not (size := prod(shape) * dtype.itemsize):
         return torch.empty(*shape, dtype=dtype)
@@ -65,7 +68,7 @@ def blank_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]:
-    """Return the runs that make up bytes ``lo:hi`` of the concatenation of ``runs``.
+    """Return the runs that hold bytes ``lo:hi`` of the concatenation of ``runs``.
 
     Raises :class:`WeftError` if the concatenation is shorter.
     """
@@ -83,7 +86,10 @@ def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]
 
 
 def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
-    """Fill the contiguous tensor ``out`` with the bytes of ``runs``. ``name``: the tensor, for error messages."""
+    """Fill the contiguous tensor ``out`` with the bytes of ``runs``, one run after another.
+
+    ``name``: the tensor, for error messages. Raises :class:`WeftError` if a file is missing or too short.
+    """
     view, at = memoryview(out.view(-1).view(torch.uint8).numpy().data), 0
     for run in runs:
         try:
@@ -146,10 +152,10 @@ def _fake(file: Any) -> Any:
 
 
 def load_tree(file: Path) -> Any:
-    """Load a ``torch.save`` file without its tensors' bytes.
+    """Load a ``torch.save`` file with fake tensors, so that the bytes of tensors are not read.
 
     Objects of other classes than PyTorch's become :class:`Inert`, so no code of the file ever runs (``weights_only``
-    stays on). Raises :class:`WeftError`.
+    stays on). Raises :class:`WeftError` if the file is missing or damaged.
     """
     try:
         unknown: list[Any] = [
@@ -166,9 +172,10 @@ def load_tree(file: Path) -> Any:
 
 
 def as_stored(name: str, fake: torch.Tensor, file: Path, base: int = 0) -> StoredShard:
-    """Return the tensor ``fake`` of :func:`load_tree` as a shard that reads its bytes from ``file`` on demand.
+    """Return a fake tensor of :func:`load_tree` as a shard that reads its bytes from ``file`` on demand.
 
-    ``name``: the tensor, for error messages; ``base``: the byte of ``file`` from which the offsets of ``fake`` count.
+    ``name``: the tensor, for error messages; ``base``: the byte of ``file`` from which the offset in ``fake`` counts.
+    Raises :class:`WeftError` if the tensor is not contiguous, or the file is in PyTorch's format of before 1.6.
     """
     offset = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
     if offset is None or not fake.is_contiguous():
@@ -227,7 +234,7 @@ class Reader(dcp.FileSystemReader):
         return about
 
     def tensors(self) -> dict[str, Shard]:
-        """Return the stored tensors by name, without reading their bytes."""
+        """Return every stored tensor by name, as one shard that is read on demand."""
         stored = self.read_metadata()
         about = {
             n: t

@@ -30,10 +30,11 @@ WEFT = "weft"
 def open_foreign(
     source: Where, kind: str | None = None, config: Path | None = None
 ) -> Foreign:
-    """Open the checkpoint at ``source``. ``kind``: its format, by default the one that its file names suggest.
+    """Open the checkpoint at ``source`` for conversion.
 
-    ``config``: the model's ``config.json``, if it lies elsewhere. Only Weft's checkpoints may be in remote storage.
-    Raises :class:`WeftError` if the checkpoint is missing, damaged or of no known format.
+    ``kind``: format of the checkpoint, by default the format that its file names suggest; ``config``: the model's
+    ``config.json``, if it lies elsewhere. Only Weft's checkpoints may be in remote storage. Raises :class:`WeftError`
+    if the checkpoint is missing, damaged or of no known format, and :class:`UsageError` for an unknown ``kind``.
     """
     source = local_path(str(source))
     place, path = open_storage(source), Path(source)

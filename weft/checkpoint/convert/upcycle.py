@@ -36,10 +36,10 @@ SETTINGS = (
 
 
 def upcycled_shape(dense: ModelShape, text: str) -> ModelShape:
-    """Return the shape ``dense`` with experts in place of its feed-forwards.
+    """Return a copy of the shape ``dense`` that has experts in place of the dense feed-forward layers.
 
-    ``text``: settings such as ``experts=8,experts_per_token=2,expert_ffn=512``. Raises :class:`UsageError` if ``text``
-    is malformed or the dense layer cannot be divided into such experts.
+    ``text``: settings of the experts, such as ``experts=8,experts_per_token=2,expert_ffn=512``. Raises
+    :class:`UsageError` if ``text`` is malformed or the dense layer cannot be divided into experts of that width.
     """
     settings: dict[str, str] = {}
     for item in text.split(","):
@@ -78,9 +78,10 @@ def upcycled_shape(dense: ModelShape, text: str) -> ModelShape:
 
 
 def upcycled(foreign: Foreign, text: str, seed: int = 0) -> Foreign:
-    """Return ``foreign`` with its dense feed-forwards replaced by experts, and without optimizer state.
+    """Return the checkpoint ``foreign`` with experts in place of dense feed-forward layers.
 
-    ``text``: the experts' settings, see :func:`upcycled_shape`; ``seed``: of the random rows of the routers.
+    Optimizer state is left out. ``text``: settings of the experts (:func:`upcycled_shape`); ``seed``: seed of the
+    routers' random rows.
     """
     shape = upcycled_shape(foreign.model, text)
     assert shape.ffn and shape.expert_ffn
@@ -120,10 +121,10 @@ ROUTER = NameRule((), replicated)
 
 
 def down_scale(shape: ModelShape, count: int) -> float:
-    """Return the factor for the experts' ``down`` weights after which their weighted sum is the dense layer's output.
+    """Return the factor for the experts' ``down`` weights that makes their weighted sum equal the dense layer's output.
 
-    ``count``: number of experts of the layer. The factor is exact if router weights add up to one, else right on
-    average.
+    ``shape``: the model with experts; ``count``: number of experts in the layer. The sum is equal exactly if a token's
+    router weights add up to 1, otherwise on average.
     """
     assert shape.ffn and shape.expert_ffn
     k = shape.experts_per_token

@@ -38,11 +38,13 @@ def convert(
     source: Where, out: Where, kind: str | None = None, to: str = "weft", config: Path | None = None,
     dtype: torch.dtype | None = None, optimizer: bool = True, upcycle: str | None = None,
 ) -> Foreign:  # fmt: skip
-    """Convert the checkpoint ``source`` from format ``kind`` (default: detected) to format ``to`` at ``out``.
+    """Convert the checkpoint ``source`` to another format, and write it to the new folder or file ``out``.
 
-    ``config``: the model's ``config.json``, if it lies elsewhere; ``dtype``: type of the weights (None keeps theirs);
-    ``optimizer``: whether to write moments; ``upcycle``: experts for a dense model
-    (:mod:`weft.checkpoint.convert.upcycle`). Raises :class:`WeftError`, and then leaves no checkpoint at ``out``.
+    Returns the opened source. ``kind``: format of ``source``, by default detected; ``to``: format of ``out``, one of
+    :data:`WRITERS`; ``config``: the model's ``config.json``, if it lies elsewhere; ``dtype``: type of the weights (None
+    keeps theirs); ``optimizer``: whether to write the optimizer's moments; ``upcycle``: settings of experts to replace
+    dense layers with (:func:`.upcycled_shape`), or None. Raises :class:`WeftError`, and then leaves no checkpoint at
+    ``out``.
     """
     if to not in WRITERS:
         raise UsageError(f"--to {to!r} is not possible; {nearest(to, WRITERS)}")
@@ -91,9 +93,9 @@ def _plan(
 def write_weft(
     foreign: Foreign, out: Storage, dtype: torch.dtype | None, optimizer: bool
 ) -> None:
-    """Write ``foreign`` as a Weft checkpoint with one data file.
+    """Write ``foreign`` as a Weft checkpoint with one data file to the storage ``out``.
 
-    ``dtype``: type of the weights (None keeps theirs); ``optimizer``: whether to write moments.
+    ``dtype``: type of the weights (None keeps theirs); ``optimizer``: whether to write the optimizer's moments.
     """
     wanted = _plan(foreign, dtype, optimizer)
     tensors = {name: output.about for name, output in sorted(wanted.items())}
@@ -139,7 +141,11 @@ def _meta(foreign: Foreign, out: Storage) -> dict[str, Any]:
 def write_hf(
     foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool
 ) -> None:
-    """Write ``foreign`` as a Hugging Face folder. ``optimizer`` has no effect, as the format has no optimizer state."""
+    """Write ``foreign`` as a Hugging Face model to the new folder ``out``.
+
+    ``dtype``: type of the weights (None keeps theirs, or for a Weft run the type of the model that it started from).
+    ``optimizer`` has no effect, as the format has no optimizer state.
+    """
     if foreign.kind == "weft" or "quantization_config" in carried_config(foreign.files):
         # A run keeps float32 of what began in 16 bits, and 8 bits are read as float32.
         dtype = dtype or exported_dtype(None, foreign.files)
@@ -198,10 +204,10 @@ def export_dcp(
     dtype: torch.dtype | None = None,
     optimizer: bool = True,
 ) -> None:
-    """Write ``foreign`` as a DCP folder with Hugging Face's names. No process group is needed.
+    """Write ``foreign`` as a PyTorch DCP checkpoint with Hugging Face's names to the new folder ``out``.
 
-    ``dtype``: type of the weights (None keeps theirs). With ``optimizer`` moments are written as
-    ``optimizer.state.NAME.exp_avg``.
+    No process group is needed. ``dtype``: type of the weights (None keeps theirs). With ``optimizer`` the moments are
+    written, too, as ``optimizer.state.NAME.exp_avg`` and ``optimizer.state.NAME.exp_avg_sq``.
     """
     wanted: dict[str, tuple[_Output, int | None]] = {}
     empty = {}
@@ -258,7 +264,12 @@ def export_dcp(
 def write_gguf(
     foreign: Foreign, out: Path, dtype: torch.dtype | None, optimizer: bool
 ) -> None:
-    """Write ``foreign`` as a GGUF file, or as a folder that holds one. ``optimizer`` has no effect."""
+    """Write ``foreign`` as a GGUF file to ``out``.
+
+    ``out``: the file, if its name ends in ``.gguf``, else a new folder for the file. ``dtype``: type of the weights
+    (None: the type in the model's ``config.json``, else theirs). ``optimizer`` has no effect, as the format has no
+    optimizer state.
+    """
     kept = str(
         dtype or exported_dtype(None, foreign.files) or foreign.sources[TYPICAL].dtype
     ).removeprefix("torch.")
