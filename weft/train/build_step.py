@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def build_step(context: StepContext, recipe: Recipe) -> Step:
-    """Compose the step that the recipe asks for.
+    """Compose the training step from the techniques that the recipe asks for.
 
-    Raises :class:`weft.refusal.Conflict` if two techniques fill one phase.
+    The plain step fills the phases that no technique fills. ``context``: what the techniques work with. Raises
+    :class:`weft.refusal.Conflict` if two techniques fill the same phase of the step.
     """
     asked = AskedRecipe(**dict(recipe))
     filled = [

@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Running:
-    """A run as a callback sees it.
+    """A run as a callback of the recipe sees it; every hook gets this object as its first argument.
 
-    ``folder``: the run's folder. ``progress``: steps and samples so far. ``model`` and ``state``: this rank's parts,
-    which a callback may read and must not change. ``checkpoint``: the last checkpoint, set at the end of the run.
-    ``stopping``: why a callback of this rank asked the run to end; empty if none did.
+    Attributes:
+        ``folder``: the run's folder.
+        ``mesh``: this rank's position among the ranks of the run.
+        ``model``, ``state``: this rank's shard of the model and of its state, which a callback may read and must
+            not change.
+        ``progress``: numbers of steps, samples and tokens so far.
+        ``recorder``: writes the run's records, and prints.
+        ``checkpoint``: the last checkpoint, set at the end of the run; None before, or if none was saved.
+        ``stopping``: why a callback of this rank asked the run to end; empty if none did.
     """
 
     recipe: Recipe
@@ -45,23 +51,30 @@ class Running:
         return self.mesh.speaks
 
     def say(self, text: str) -> None:
-        """Print ``text`` and record it as an event of the run. Only the main rank does."""
+        """Print ``text`` and record it as an event of the run. Does nothing on ranks other than the main rank."""
         self.recorder.event(text)
 
     def log(self, kind: str, **values: Any) -> None:
-        """Record ``values`` under ``kind`` with the run and its trackers. Only the main rank does."""
+        """Record ``values`` in ``metrics.jsonl`` and in the run's trackers, under the record kind ``kind``.
+
+        Does nothing on ranks other than the main rank.
+        """
         self.recorder.log(kind, **values)
 
     def stop(self, why: str) -> None:
-        """End the run after the next step as if it were complete: it saves and exports. ``why``: the reason to report.
+        """End the run after the next step. The run ends as if it were complete: it evaluates, saves and exports.
 
-        A call on one rank is enough.
+        ``why``: the reason to report. A call on one rank is enough.
         """
         self.stopping = why
 
 
 class Callbacks:
-    """The callbacks of a recipe. An exception in a callback names the plugin and ends the run on all ranks."""
+    """The callbacks that a recipe names, built and called in the recipe's order.
+
+    ``uses``: the names and settings of the callbacks. ``running``: the object that is passed to them. An exception in a
+    callback ends the run on all ranks with an error that names the plugin.
+    """
 
     def __init__(self, uses: Sequence[Use], running: Running) -> None:
         self.running = running
@@ -71,11 +84,10 @@ class Callbacks:
             self._callbacks.append((technique, call(technique, use.settings)()))
 
     def call(self, hook: str, *given: Any) -> None:
-        """Call the method named ``hook`` of each callback that has it, with the run and the arguments ``given``.
+        """Call the method named ``hook`` of each callback that has one, with the run and the arguments ``given``.
 
-        The names are those in :data:`weft.plugins.HOOKS`.
-
-        ``after_step`` is called after every ``callback.every``-th step, and never if the callback has no ``every``.
+        The names of hooks are those in :data:`weft.plugins.HOOKS`. ``after_step`` is called after every
+        ``callback.every``-th step, and never if the callback has no attribute ``every``.
         """
         assert hook in HOOKS
         step = self.running.progress.step

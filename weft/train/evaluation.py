@@ -23,11 +23,15 @@ VALIDATION = "validation"
 
 @dataclass
 class Evaluation:
-    """Runs validation and tasks after the steps at which they are due.
+    """Runs the validation and the recipe's tasks after the steps at which they are due.
 
-    Validation losses are appended to ``validations``. With ``optimizer.use_ema`` the moving averages of the parameters
-    replace the parameters during an evaluation. ``before_change`` is called before that, and returns when the state may
-    change. A task is given up on all ranks as soon as ``interrupted`` is true on one rank.
+    With ``optimizer.use_ema`` the moving averages of the parameters replace the parameters during an evaluation.
+
+    Attributes:
+        ``before_change``: called before the averages replace the parameters; returns when the state may change.
+        ``interrupted``: whether this rank is asked to end the run. A task is given up on all ranks as soon as that
+            is true on one rank.
+        ``validations``: list to which each validation loss is appended.
     """
 
     job: Job
@@ -49,17 +53,20 @@ class Evaluation:
         self._done: dict[str, int] = {}  # at which step each was evaluated last
 
     def due(self, step: int) -> list[str]:
-        """Return the names of validation and tasks that are due after ``step``."""
+        """Return the names of the evaluations that are due after ``step``: ``validation`` and names of tasks."""
         return [
             name for name, every in self._every.items() if every and step % every == 0
         ]
 
     def missing(self, step: int) -> list[str]:
-        """Return the names of validation and tasks that have not been evaluated after ``step``."""
+        """Return the names of the evaluations that were not run after ``step`` in this process, validation included."""
         return [name for name in self._every if self._done.get(name) != step]
 
     def run(self, names: list[str], step: int) -> dict[str, float]:
-        """Evaluate ``names`` after ``step``: the validation loss, and the accuracy of each task. Collective."""
+        """Run the evaluations ``names`` after ``step``. Collective.
+
+        Returns by name the validation loss, and the accuracy of each task that was not given up.
+        """
         values = {}
         with self._weights():
             for name in names:

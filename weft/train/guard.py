@@ -1,4 +1,4 @@
-"""The guard of a run: it opens the run and is called at every step. This guard does not survive the loss of ranks."""
+"""The guard of a run: it opens the run and is called at every step. This one does not survive the loss of ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 
 class Regroup(Exception):
-    """Raised on all ranks after a step, when ranks leave or join and new process groups must be formed."""
+    """Ends the training loop on all ranks, because ranks leave or join and new process groups must be formed."""
 
 
 class Guard:
-    """Opens a run in the folder ``out`` and fills its state; its methods that are called at every step do nothing.
+    """Opens a run and fills its state.
 
-    :mod:`weft.resilience` derives guards that keep a run going when ranks are lost. ``validations``: the validation
-    losses of the run so far.
+    The training loop calls a guard's methods at every step; here they do nothing.
+
+    :mod:`weft.resilience` derives guards that keep a run going when ranks are lost. ``out``: the folder to create.
+    ``resume``: the run or checkpoint to continue. ``validations``: the validation losses of the run so far.
     """
 
     #: Whether the state survives in the ranks' memory when they form new groups, so that no checkpoint is needed.
@@ -39,29 +41,29 @@ class Guard:
         self.validations: list[float] = []
 
     def lease(self) -> Lease:
-        """Return the lease that keeps other runs from writing to this run's folders."""
+        """Return a lease, not yet taken, that keeps other runs from writing to this run's folders."""
         return Lease()
 
     def open(self, recipe: Recipe, lease: Lease, size: int) -> Run:
-        """Choose and lease the run's folder and the places of its checkpoints, on rank 0.
+        """Choose and lease the run's folder and the storage of its checkpoints. Called on the main rank only.
 
-        ``size``: about how many bytes a checkpoint has.
+        ``size``: estimated bytes of a checkpoint.
         """
         return open_run(recipe, self.out, self.resume, lease, size)
 
     def signals(self) -> AbstractContextManager[list[int]]:
-        """Return a context with the list of signals that have asked the run to end."""
+        """Return a context manager that yields the list of signals received so far that ask the run to end."""
         return noted_signals(stop_signals())
 
     def fill(self, run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
-        """Load the state from which the run continues. Collective."""
+        """Load into ``state`` the checkpoint from which the run continues; a new run loads none. Collective."""
         return resume_run(run, job, state, mesh)
 
     @contextmanager
     def presence(self, mesh: Mesh, recipe: Recipe) -> Iterator[Presence | None]:
-        """Connect this rank to the other islands of the run for the context.
+        """Connect this rank to the other islands of the run for the duration of the context.
 
-        Yields the record of which islands are present, or None if the run has no other islands.
+        Yields the record of which islands take part, or None if the run has no other islands.
         """
         if mesh.island_store is None:
             yield None
@@ -77,23 +79,26 @@ class Guard:
     def begin(
         self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder
     ) -> None:
-        """Called before the first step."""
+        """Prepare for the run's first step in these process groups. Called once the state is filled.
+
+        ``resumed``: what was loaded. ``recorder``: writes the run's records.
+        """
 
     def step(self, number: int) -> AbstractContextManager[None]:
-        """Return a context around step ``number`` (from 1)."""
+        """Return a context manager that is held while step ``number`` (from 1) runs."""
         return nullcontext()
 
     def due(self, step: int) -> bool:
-        """Return whether the update of this step must be complete when the step ends."""
+        """Return whether the update of ``step`` (from 1) must be complete when the step ends, as for a snapshot."""
         return False
 
     def before_update(self) -> None:
-        """Called before the state changes; returns when the state may change."""
+        """Wait until parameters and optimizer state may change. Called before each change."""
 
     def after_step(self) -> None:
-        """Called after a step. The state does not change until :meth:`before_update` has returned."""
+        """Do the guard's work after a step. The state does not change until :meth:`before_update` has returned."""
 
     @property
     def regroup(self) -> bool:
-        """Whether this rank knows of ranks that are about to leave or join, so that new process groups are needed."""
+        """Whether this rank knows that ranks are about to leave or join, so that new process groups must be formed."""
         return False

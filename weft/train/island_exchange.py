@@ -27,11 +27,14 @@ T = torch.Tensor
 
 
 class Exchanged(NamedTuple):
-    """The result of one exchange of a fragment.
+    """Result of one exchange of a fragment (a subset of the parameters) between islands.
 
-    ``answer``: the mean of the flat tensors that ``islands`` islands have sent. ``kept``: new values
-    by slot name, flattened and concatenated over the fragment's parameters. ``warm``: by parameter, the factor with
-    which PowerSGD begins the next exchange.
+    Attributes:
+        ``answer``: mean of the flat tensors that the islands sent.
+        ``islands``: number of islands over which the mean was taken.
+        ``kept``: new values of the slots (tensors kept for each parameter, such as residuals) that the exchange
+            changed, by slot name; flattened and concatenated over the fragment's parameters.
+        ``warm``: by parameter name, the factor from which PowerSGD starts in the next exchange.
     """
 
     answer: T
@@ -41,10 +44,10 @@ class Exchanged(NamedTuple):
 
 
 class IslandExchange:
-    """This rank's side of all exchanges between islands. :meth:`run` changes no state, so that a thread may call it.
+    """Exchanges fragments (subsets of the parameters) between this rank and the same rank of other islands.
 
-    ``presence``: which islands take part. ``how``: the recipe's settings of the exchange. ``fragments``: the parameters
-    of each fragment.
+    :meth:`run` changes no state, so a background thread may call it. ``presence``: which islands take part. ``how``:
+    the recipe's section ``[sync]``. ``fragments``: the parameters of each fragment.
     """
 
     def __init__(self, state: State, mesh: Mesh, presence: Presence, how: Sync) -> None:
@@ -67,10 +70,10 @@ class IslandExchange:
         ]
 
     def whole(self, f: int, result: Exchanged, sent: int) -> Exchanged:
-        """Gather the whole result of an exchange from the parts that this island's replicas have exchanged.
+        """Gather the whole result of an exchange from the replicas of this island, each of which exchanged a part.
 
-        ``f``: index of the fragment. ``result``: the result for this rank's part. ``sent``: number of elements that
-        all parts have together.
+        ``f``: index of the fragment. ``result``: the result for this rank's part. ``sent``: number of elements in the
+        parts of all replicas together.
         """
         replicas, held = self.replicas[f], self.fragments[f]
         if replicas.group is None:
@@ -95,11 +98,15 @@ class IslandExchange:
     def run(
         self, f: int, number: int, values: T, shared: Mapping[str, T], step: int
     ) -> Exchanged:
-        """Exchange this rank's part of ``values`` for the mean over the partner islands; may run in a thread.
+        """Exchange this rank's part of ``values``, and return its mean over the partner islands.
 
-        ``f``: index of the fragment. ``number``: index of the exchange. ``values``: the fragment's elements, flat.
-        ``shared``: slots that must be equal on all islands. An island whose slots differ from the majority's takes the
-        majority's, and corrects its message accordingly. ``step``: the number of steps so far.
+        May run in a thread.
+
+        ``f``: index of the fragment. ``number``: index of the exchange, from the beginning of the run. ``values``: the
+        fragment's elements, flat. ``step``: the number of steps so far. ``shared``: slots (tensors kept for each
+        parameter) that must be equal on all islands, flat by name. If this island's slots differ from the majority's,
+        the majority's replace them in the result, and the difference of the anchors is added to the values that this
+        island sends.
         """
         held, here = self.fragments[f], self.replicas[f].part(values.numel())
         shared = {name: values[here] for name, values in shared.items()}
@@ -147,10 +154,11 @@ class IslandExchange:
         number: int,
         members: Sequence[int],
     ) -> Exchanged:
-        """Return the mean over the islands ``members``, computed with compressed messages.
+        """Return the mean of ``values`` over the islands ``members``, computed with compressed messages.
 
-        ``values``: this rank's elements, which are the slice ``here`` of the parameters ``held``, concatenated. ``tag``
-        marks the messages, ``number`` is the round. The compression errors (residuals) are in the result's ``kept``.
+        ``values``: this rank's elements, flat: the slice ``here`` of the concatenated parameters ``held``. ``tag``:
+        prefix of the messages' names. ``number``: index of the round. The compression errors (residuals) are in the
+        result's ``kept``.
         """
         left: dict[str, T] = {
             name: flat_values(held, name)[here]
@@ -204,11 +212,12 @@ class IslandExchange:
     def allocation(
         self, wanted: Mapping[str, T], tag: str, number: int, members: Sequence[int]
     ) -> Mapping[str, Compressor]:
-        """Return the compressor of each tensor of ``wanted``, the messages by parameter name.
+        """Return the compressor of each tensor of ``wanted`` (the messages by parameter name).
 
-        With ``how.allocate``, L-GreCo chooses them; else all tensors have the same one. The first of the islands
-        ``members`` chooses anew every ``how.allocate`` rounds. It sends its choice in each round (``number``), because
-        members may have missed the round before. ``tag`` marks the messages.
+        All tensors have the same compressor, unless ``how.allocate`` is set: then L-GreCo chooses them on the first
+        island of ``members``, anew every ``how.allocate`` rounds. That island sends its choice in each round, because
+        an island may have missed the round before. ``number``: index of the round. ``tag``: prefix of the messages'
+        names.
         """
         if not self.how.allocate or len(members) == 1:
             return dict.fromkeys(wanted, self.there)
@@ -244,10 +253,10 @@ class IslandExchange:
         number: int,
         members: Sequence[int],
     ) -> PerTensor:
-        """Return a compressor that treats each parameter's elements in this rank's message on their own.
+        """Return a compressor that compresses each parameter's elements in this rank's message separately.
 
-        ``held``: the fragment's parameters. ``wanted``: the message, flat, which covers the slice ``here`` of the
-        concatenated parameters. The other arguments are those of :meth:`allocation`.
+        ``held``: the fragment's parameters. ``wanted``: the message, flat: the slice ``here`` of the concatenated
+        parameters. ``tag``, ``number`` and ``members`` are those of :meth:`allocation`.
         """
         parts: dict[str, T] = {}
         start = 0

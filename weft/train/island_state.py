@@ -20,11 +20,11 @@ T = torch.Tensor
 
 
 def slots_of(how: Sync) -> tuple[str, ...]:
-    """Return the names of the slots that islands add to every parameter, under the settings ``how``.
+    """Return the names of the slots (tensors kept for each parameter) that islands need under the settings ``how``.
 
-    They are the slots of the method; ``answer``, the result of an exchange that is not applied yet; and with
-    compression the residuals of error feedback. Residuals are ``up`` of the messages, and ``down`` of the means sent
-    back.
+    They are the slots of the synchronisation method; ``answer``, the result of an exchange that is not yet applied, if
+    results are applied later; and with a biased compressor the residuals of error feedback: ``up`` for the messages
+    that islands send, ``down`` for the means that they get back.
     """
     method, (there, back) = how.method, compressors(how)
     names = [*method.slots, *(["answer"] if method.late or how.delay else [])]
@@ -36,7 +36,7 @@ def slots_of(how: Sync) -> tuple[str, ...]:
 
 
 def compressors(how: Sync) -> tuple[Compressor, Compressor]:
-    """Return the compressor of the messages that islands send, and that of the means that they get back."""
+    """Return two compressors: that of the messages that islands send, and that of the means that islands get back."""
     return build_compressor(how.compress), build_compressor(
         how.compress_back or how.compress
     )
@@ -45,7 +45,8 @@ def compressors(how: Sync) -> tuple[Compressor, Compressor]:
 def add_slots(state: State, how: Sync) -> None:
     """Add the slots of :func:`slots_of` to every trained parameter, in float32 or the parameter's type if wider.
 
-    Nothing is added if islands exchange gradients in place of parameters.
+    The slot ``anchor`` starts as a copy of the parameter, all others as zeros. Nothing is added if islands exchange
+    gradients in place of parameters.
     """
     if how.of_gradients:
         return
@@ -56,14 +57,14 @@ def add_slots(state: State, how: Sync) -> None:
 
 
 def values_of(h: Held, slot: str) -> T:
-    """Return this rank's part of a parameter's ``slot``; with ``slot`` "", of the parameter itself."""
+    """Return this rank's shard of the parameter ``h``, or of its slot named ``slot`` if that is not empty."""
     return h.slots[slot].values if slot else h.local.detach()
 
 
 def flat_values(held: Sequence[Held], slot: str = "") -> T:
-    """Return a copy on the host of the ``slot`` of these parameters, flattened and concatenated.
+    """Return the shards of the parameters ``held`` as one flat tensor: a copy on the host, in float32 or wider.
 
-    With ``slot`` "" the copy is of the parameters themselves.
+    If ``slot`` is not empty, the tensor holds the parameters' slots of that name instead.
     """
     flats = [values_of(h, slot) for h in held]
     return (
@@ -74,9 +75,9 @@ def flat_values(held: Sequence[Held], slot: str = "") -> T:
 
 
 def keep_values(slot: str, held: Sequence[Held], flat: T) -> None:
-    """Set the ``slot`` of these parameters from ``flat``, their values flattened and concatenated.
+    """Set the slot named ``slot`` of the parameters ``held`` from ``flat``, their concatenated values.
 
-    With ``slot`` "" the parameters themselves are set.
+    If ``slot`` is empty, the parameters themselves are set.
     """
     for h, values in zip(
         held, flat.split([h.local.numel() for h in held]), strict=True
@@ -85,15 +86,15 @@ def keep_values(slot: str, held: Sequence[Held], flat: T) -> None:
 
 
 def wider(x: T) -> torch.dtype:
-    """Return the wider one of float32 and the tensor's dtype."""
+    """Return the wider of float32 and the dtype of ``x``."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def state_of(state: State, how: Sync, number: int) -> Iterator[tuple[str, Held, str]]:
-    """Yield the state that a joining island takes over at the end of round ``number``.
+    """Yield the tensors that a joining island receives at the end of the round with index ``number``.
 
-    Each item is a message tag, a parameter, and the name of a slot, "" for the parameter itself. Residuals
-    of compression and the optimizer's moments are not handed over: each island has its own.
+    Each item is a message tag, a parameter, and the name of the parameter's slot to send, or "" for the parameter
+    itself. Compression residuals and the optimizer's moments are not sent, because each island has its own.
     """
     for h in state.held:
         if h.local.is_floating_point():
@@ -112,9 +113,9 @@ def send_state(
     number: int,
     about: Sequence[int],
 ) -> None:
-    """Send the tensors of :func:`state_of` to the same rank of the island ``island``, without waiting.
+    """Send the tensors of :func:`state_of` to this rank's counterpart on the island ``island``, without waiting.
 
-    ``number``: the round that has ended. ``about``: integers that are sent with the state, such as counts of tokens.
+    ``number``: index of the round that has ended. ``about``: integers to send with the state, such as counts of tokens.
     """
     streams.send(island, f"state {number}", torch.tensor(about))
     for tag, h, slot in state_of(state, how, number):
@@ -127,10 +128,10 @@ def send_state(
 def take_state(
     state: State, how: Sync, streams: Streams, island: int, number: int
 ) -> list[int]:
-    """Receive the tensors of :func:`state_of` from the same rank of the island ``island`` into ``state``.
+    """Receive the tensors of :func:`state_of` from this rank's counterpart on the island ``island`` into ``state``.
 
-    Returns the integers ``about`` the state that :func:`send_state` has sent with it. Waits without limit for the end
-    of that island's round ``number``. Raises :class:`IslandLost`.
+    Returns the integers that :func:`send_state` got as ``about``. Waits without limit for the sender to end the round
+    with index ``number``. Raises :class:`IslandLost` if the sender is lost.
     """
     about: list[int] = streams.receive(
         island, f"state {number}", torch.int64, limit=inf

@@ -27,9 +27,10 @@ T = torch.Tensor
 
 
 def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
-    """Measure the links between islands and choose the fastest ring, if the settings ``how`` sum around a ring.
+    """Measure the links between islands, and order the islands in the fastest ring. Returns a line to report.
 
-    Returns a line to report.
+    Does nothing and returns an empty string with fewer than three islands, if the settings ``how`` use no ring or fix
+    its order, or if the islands share no store.
     """
     if (
         streams.islands < 3
@@ -44,12 +45,12 @@ def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
 
 
 class Apart(PhaseFiller):
-    """Islands take steps independently, and exchange parameters every ``how.every`` steps.
+    """Fills the phase after a step for islands, which exchange parameters every ``how.every`` steps.
 
-    A *round* lasts ``how.every`` steps. In it each *fragment* (a subset of the parameters) is exchanged once with the
-    partner islands.
-    ``presence`` says which islands take part; ``steps`` counts the steps so far. A request to end the run is passed on
-    in the next round and ends the run with the round after, so that all islands end after the same step.
+    A *round* lasts ``how.every`` steps. In each round, each *fragment* (a subset of the parameters) is exchanged once
+    with the partner islands. ``presence``: which islands take part. ``steps``: the number of steps so far. A request to
+    end the run is sent to the other islands in the next round, and ends the run with the round after that, so that all
+    islands end after the same step.
     """
 
     def __init__(self, context: StepContext, presence: Presence, how: Sync) -> None:
@@ -92,16 +93,16 @@ class Apart(PhaseFiller):
         return results
 
     def end(self, results: list[StepResult]) -> list[StepResult]:
-        """Wait for the exchanges under way, and store their results in the slots ``answer`` of the state.
+        """Wait for the exchanges that are under way, and store their results in the slots ``answer`` of the state.
 
-        Returns ``results`` without requests to end the run.
+        Returns ``results`` with all requests to end the run cleared.
         """
         results = self.without_stop(results)
         self.keep_answers()
         return results
 
     def keep_answers(self) -> None:
-        """Wait for the exchanges under way, and store their results in the slots ``answer`` of the state."""
+        """Wait for the exchanges that are under way, and store their results in the slots ``answer`` of the state."""
         if self.under_way:
             self.context.before_update()
         for f in list(self.under_way):
@@ -117,26 +118,26 @@ class Apart(PhaseFiller):
         return self.presence.take_news()
 
     def without_stop(self, results: list[StepResult]) -> list[StepResult]:
-        """Record that a rank of this island asks to end the run, and clear the request in the step's results."""
+        """Return ``results`` with all requests to end the run cleared, and note whether there was one."""
         self.stops = self.stops or any(result.stop for result in results)
         return [result._replace(stop=False) for result in results]
 
     def is_due(self, f: int) -> bool:
-        """Return whether an exchange of fragment ``f`` begins, or the result of one is applied, after this step."""
+        """Return whether an exchange of fragment ``f`` begins, or its result is applied, after this step."""
         return begins(self.steps, f, self.how) or begins(
             self.steps - self.how.delay, f, self.how
         )
 
     def number(self, f: int) -> int:
-        """Return the index, among all exchanges of the run, of that of fragment ``f`` that begins after this step."""
+        """Return the index, over the whole run, of the exchange of fragment ``f`` that begins after this step."""
         return self.steps // self.how.every * self.how.fragments + f
 
     @torch.no_grad()
     def agree(self, f: int) -> None:
-        """Do what is due for fragment ``f`` after this step.
+        """Begin an exchange of fragment ``f`` or apply the result of one, whichever is due after this step.
 
-        An exchange begins at the fragment's step in the round. Its result is applied at once, or ``how.delay`` steps
-        later, or in the next round if the method asks for that.
+        The result is applied at once, or ``how.delay`` steps after the exchange began, or in the next round if the
+        method asks for that.
         """
         held, delay = self.fragments[f], self.how.delay
         starts, later, answer = (
@@ -173,7 +174,7 @@ class Apart(PhaseFiller):
             )
 
     def answer(self, f: int) -> tuple[T, int]:
-        """Return the mean from the last exchange of fragment ``f``, and the number of islands that took part.
+        """Return the mean from the latest exchange of fragment ``f``, flat, and the number of islands in it.
 
         Waits for the exchange if it is under way.
         """
@@ -190,9 +191,9 @@ class Apart(PhaseFiller):
         )
 
     def keep_exchanged(self, f: int, result: Exchanged) -> tuple[T, int]:
-        """Store the slots of fragment ``f`` that an exchange has changed.
+        """Store the slots of fragment ``f`` that the exchange with the result ``result`` has changed.
 
-        Returns the exchange's mean and the number of islands that took part.
+        Returns the exchange's mean (flat) and the number of islands that took part.
         """
         for name, values in result.kept.items():
             keep_values(name, self.fragments[f], values)
@@ -200,7 +201,10 @@ class Apart(PhaseFiller):
         return result.answer, result.islands
 
     def hand_over(self, island: int, tokens: int) -> None:
-        """Send the state to ``island``, which joins or comes back. ``tokens``: tokens of the latest results."""
+        """Send this rank's state to the island ``island``, which joins or comes back.
+
+        ``tokens``: number of tokens in the step results that are not yet counted by :attr:`presence`.
+        """
         self.keep_answers()
         counts = [
             self.counts.get(f, self.mesh.islands) for f in range(self.how.fragments)

@@ -33,13 +33,22 @@ MOST_SKIPPED = 5
 
 @dataclass
 class Loop:
-    """Fetch data, take a step, record it, evaluate and save, until the run ends.
+    """The training loop of a rank: fetch data, take a step, record it, evaluate and save, until the run ends.
 
-    A run ends when its steps or its data are used up, when a rank asks for it, when too many steps were skipped, or
-    when the validation loss gets no lower (``enough``: the reason). ``begun`` counts the steps that have begun, and
-    ``progress`` those whose results are final. ``skipped_in_a_row``: how many of the last steps were skipped.
-    ``again``: whether the run goes on from the state in the ranks' memory, after ranks left or joined. An evaluation or
-    a checkpoint that was due before that may be missing then.
+    A run ends when its steps or its data are used up, when a rank asks for it, when :data:`MOST_SKIPPED` steps in a row
+    were skipped, or when the validation loss no longer falls.
+
+    Attributes:
+        ``progress``: steps, samples and tokens whose results are final.
+        ``begun``: number of steps that have begun; a step's result may become final only in a later step.
+        ``signals``: signals received that ask the run to end.
+        ``guard``: object that is called at every step, to keep the run going when ranks are lost.
+        ``lowest``: the lowest validation loss so far.
+        ``again``: whether the run continues from the state in the ranks' memory, after ranks left or joined.
+            Evaluations and checkpoints that were due after the last step are then run first.
+        ``stopped``: whether some rank asks to end the run.
+        ``skipped_in_a_row``: number of the latest steps that were skipped, without one in between that was not.
+        ``enough``: why the run ends early because of its validation loss; empty if it does not.
     """
 
     job: Job
@@ -66,7 +75,10 @@ class Loop:
         self.loader = self.job.loader(self.job.corpus.train, self.mesh)
 
     def run(self) -> None:
-        """Train to the end. Raises :class:`Regroup` if ranks are about to leave or to join instead. Collective."""
+        """Train to the end of the run. Collective.
+
+        Raises :class:`Regroup` if the run must go on with other ranks, because ranks are about to leave or to join.
+        """
         self.callbacks.call("start")
         if not self.progress.step:
             self.evaluate_and_save(self.evaluation.missing(0), [])
@@ -99,9 +111,10 @@ class Loop:
         self.end()
 
     def evaluate_and_save(self, names: list[str], levels: Sequence[LevelStore]) -> None:
-        """Run the evaluations ``names``, save to ``levels`` unless the run ends now, and record the best validation.
+        """Run the evaluations ``names``, save a checkpoint to ``levels``, and record the best validation.
 
-        ``names``: validation or tasks. ``levels``: the checkpoint levels that are due.
+        ``names``: ``validation`` or names of tasks. ``levels``: the checkpoint levels that are due; nothing is saved to
+        them if the run ends now.
         """
         self.evaluate(names)
         if levels and not self.ending:
@@ -109,7 +122,7 @@ class Loop:
         self.keep_best()
 
     def take_step(self) -> list[StepResult]:
-        """Fetch the next batches and take a step with them; return the results that are final now."""
+        """Fetch the next batches and take a step. Returns the results that have become final, oldest first."""
         with self.recorder.fetching():
             batches = self.loader.step(self.position)
         assert batches is not None  # the run has no more steps than its data
@@ -117,7 +130,7 @@ class Loop:
         return self.step.take(batches, lr, self.wants_to_stop)
 
     def account(self, results: list[StepResult]) -> None:
-        """Count and record the steps that have become final."""
+        """Count and record the steps whose ``results`` have become final, and call the hook ``after_step``."""
         self.recorder.lap(results)
         for result in results:
             lr = learning_rate(
@@ -137,7 +150,7 @@ class Loop:
             self.callbacks.call("after_step", result)
 
     def check_samples(self, result: StepResult) -> None:
-        """Raise :class:`WeftError` unless the step of ``result`` has seen exactly its own samples, each once."""
+        """Raise :class:`WeftError` unless the step of ``result`` has seen exactly the due samples, each once."""
         due = self.loader.island_samples(self.progress.position)
         if result.samples not in (None, (len(due), int(sample_hashes(due).sum()))):
             raise WeftError(
@@ -153,7 +166,7 @@ class Loop:
                 self.lowest.take(self.progress.step, values[VALIDATION])
 
     def keep_best(self) -> None:
-        """Record the validation just made as the best one, if no earlier one had a lower loss.
+        """Record the latest validation as the best one, if no earlier validation had a loss as low.
 
         With ``validation.keep_best`` a checkpoint of the state is saved as well.
         """
@@ -165,7 +178,7 @@ class Loop:
             self.checkpoints.note_best(best)
 
     def look_back(self) -> None:
-        """End the run, and say why, if enough validations have brought no improvement."""
+        """End the run, and report why, if ``validation.patience`` validations have brought no lower loss."""
         if (
             self.begun < self.steps
             and not self.ending
@@ -175,9 +188,9 @@ class Loop:
             self.recorder.event(why)
 
     def end(self) -> None:
-        """Make the last steps final, evaluate, save, and report why the run ends.
+        """Make the last steps' results final, evaluate, save, and report why the run ends.
 
-        Raises :class:`Regroup` if ranks are about to leave or to join, so that the run must go on.
+        Raises :class:`Regroup` if the run must go on with other ranks, because ranks are about to leave or to join.
         """
         self.account(self.step.finish())
         if self.stopped and self.regroups():
@@ -206,7 +219,10 @@ class Loop:
         self.callbacks.call("end")
 
     def complete(self) -> bool:
-        """Return whether a callback asked the run to stop, so that it ends as if it were complete. Collective."""
+        """Return whether callbacks asked the run to end, so that it ends as if complete, and no signal did.
+
+        Collective.
+        """
         wishes = from_all(
             (bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group
         )
@@ -218,7 +234,7 @@ class Loop:
         return True
 
     def regroups(self) -> bool:
-        """Return whether the run stopped only for ranks that leave or join, and must go on. Collective."""
+        """Return whether the run only pauses for ranks that leave or join: nothing else asked it to end. Collective."""
         return self.mesh.islands == 1 and not any(
             from_all(self.wants_to_end, self.mesh.step_group)
         )
@@ -233,7 +249,7 @@ class Loop:
 
     @property
     def position(self) -> int:
-        """First sample of the next step."""
+        """Index of the first sample of the next step, in the order of the training data."""
         return self.progress.position + (self.begun - self.progress.step) * self.batch
 
     @property
@@ -243,7 +259,7 @@ class Loop:
         )
 
     def check_skipped(self) -> None:
-        """Raise :class:`WeftError` if the last steps were all skipped."""
+        """Raise :class:`WeftError` if the last :data:`MOST_SKIPPED` steps were all skipped."""
         if self.skipped_in_a_row >= MOST_SKIPPED:
             raise WeftError(
                 f"loss or gradient norm were not finite in {self.skipped_in_a_row} steps in a row, which changed "

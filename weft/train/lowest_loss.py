@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:
-    """Return the best validation with which a run at ``step`` can compare its own, and a note.
+    """Return the best validation that a run at ``step`` may compare its losses with, and a note for the user.
 
-    The note says that ``known`` is left out because it is of other data; it is empty in all other cases.
-    ``known``: the best validation in the run's folder. ``data``: digest of the data that the run validates on.
+    ``known``: the best validation stored in the run's folder. ``data``: digest of the data that the run validates on.
+    An empty :class:`Best` is returned if ``known`` is of a later step than ``step``, or was measured on other data. The
+    note is empty unless the data differ.
     """
     if known.step > step:  # it has gone back to before its best
         return Best(), ""
@@ -31,7 +32,7 @@ def comparable(known: Best, data: str, step: int) -> tuple[Best, str]:
 
 
 def lowest_of_run(job: Job, mesh: Mesh, folder: Path, step: int) -> LowestLoss:
-    """Return the lowest validation loss of the run in ``folder``, which is at ``step``. Collective."""
+    """Return the lowest validation loss so far of the run in ``folder``, which has taken ``step`` steps. Collective."""
     known = mesh.on_main(lambda: read_best(folder))
     settings = job.recipe.validation
     data = digest(job.corpus.validated, settings.batches, job.recipe.train.batch)
@@ -41,10 +42,15 @@ def lowest_of_run(job: Job, mesh: Mesh, folder: Path, step: int) -> LowestLoss:
 
 @dataclass
 class LowestLoss:
-    """The lowest validation loss so far, ``best``, on data with the digest ``data``.
+    """The lowest validation loss of a run so far.
 
-    ``known``: the best validation in the run's folder. ``note``: why the run has no earlier loss to compare with; empty
-    if there is nothing to report. ``improved``: :meth:`news` has not returned the present best yet.
+    Attributes:
+        ``settings``: the recipe's section ``[validation]``.
+        ``best``: the lowest loss and its step; step 0 if there is none yet.
+        ``data``: digest of the data that the run validates on.
+        ``known``: the best validation stored in the run's folder when the run was opened.
+        ``note``: why ``known`` cannot be compared with; empty if there is nothing to report.
+        ``improved``: whether ``best`` is new since the last call of :meth:`news`.
     """
 
     settings: Validation
@@ -55,18 +61,24 @@ class LowestLoss:
     improved: bool = False
 
     def take(self, step: int, loss: float) -> None:
-        """Compare ``loss``, the validation loss after ``step``, with the lowest; a loss at step 0 does not count."""
+        """Make ``loss``, measured after ``step``, the best loss if it is the lowest; that of step 0 does not count."""
         if step and loss < self.best.loss:
             self.best, self.improved = Best(step, loss, data=self.data), True
 
     def news(self) -> Best | None:
-        """Return the best validation if no earlier call has returned it and the recipe asks for it, else None."""
+        """Return the best validation if it is new since the last call, else None.
+
+        None is returned, too, if the recipe sets neither ``validation.keep_best`` nor ``validation.patience``.
+        """
         asked = self.settings.keep_best or self.settings.patience
         improved, self.improved = self.improved, False
         return self.best if improved and asked else None
 
     def why_enough(self, step: int) -> str:
-        """Return why the run ends after ``step``, if ``validation.patience`` is used up; else an empty string."""
+        """Return the reason to end the run after ``step``; an empty string if the run goes on.
+
+        The run ends when none of the last ``validation.patience`` validations had a lower loss than the best.
+        """
         patience, every = self.settings.patience, self.settings.every
         if (
             not patience

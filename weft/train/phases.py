@@ -1,4 +1,4 @@
-"""The phases of a training step: an object with these methods can fill them."""
+"""The phases of a training step, and the methods that an object needs to fill each of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Phase(Flag):
-    """A part of a training step; its name in lower case is the method that fills it."""
+    """A phase of a training step. The lower-case name of a phase is the name of the method that fills it."""
 
     #: Passes over the batches leave gradients on this rank.
     GRADIENTS = auto()
@@ -35,54 +35,63 @@ STEP = Phase.GRADIENTS | Phase.AGREE | Phase.UPDATE
 
 
 class GradientPhase(Protocol):
-    """Passes over the batches leave gradients on this rank."""
+    """Interface of the first phase of a step: forward and backward passes leave gradients on this rank."""
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> torch.Tensor:
-        """Run forward and backward over the batches, and leave the gradients on this rank.
+        """Run forward and backward over the batches ``given``, and leave the gradients on this rank.
 
-        Returns this rank's share of the mean loss, or shares of other sums if the filler of the agree phase (``agree``)
-        sums those.
+        ``agree``: the object that fills the next phase. Returns this rank's share of the step's mean loss, or a tensor
+        of other shares if ``agree`` sums those in place of the loss.
         """
 
 
 class AgreePhase(Protocol):
-    """Ranks combine their gradients, and learn the step's result."""
+    """Interface of the second phase of a step: ranks sum their gradients, and learn the step's result."""
 
     def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
-        """See :meth:`weft.train.step.PhaseFiller.label_weight`; plain passes ask it."""
+        """Return the divisor of the summed loss, or None for the label weight of all ranks.
+
+        The plain gradient phase asks for it; see :meth:`weft.train.step.PhaseFiller.label_weight`.
+        """
 
     def beyond(self, number: torch.Tensor) -> torch.Tensor:
-        """See :meth:`weft.train.step.PhaseFiller.beyond`; plain passes ask it."""
+        """Sum ``number`` over the islands that share one update; the plain gradient phase calls it.
+
+        See :meth:`weft.train.step.PhaseFiller.beyond`.
+        """
 
     def agree(self, given: StepInput, shares: torch.Tensor) -> Agreed:
-        """Combine the ranks' gradients, and sum the step's loss, norm and counts over the ranks.
+        """Sum the ranks' gradients, and sum the step's loss, squared gradient norm and counts over the ranks.
 
-        ``shares``: the tensor that the gradients phase has returned. Calls ``before_update`` of the context before this
-        rank gives its shares to the sums.
+        ``shares``: the tensor that the gradient phase has returned. The method calls ``before_update`` of the step's
+        :class:`~weft.train.step.StepContext` before this rank contributes to the sums.
         """
 
 
 class UpdatePhase(Protocol):
-    """Parameters and optimizer state change, on all ranks alike."""
+    """Interface of the third phase of a step: parameters and optimizer state change, on all ranks alike."""
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Update the state, unless the step is skipped. Returns the step results that are final now, oldest first."""
+        """Update the parameters with the gradients in ``agreed``, unless the step is skipped.
+
+        Returns the results, of this step or earlier ones, that have become final, oldest first.
+        """
 
 
 class AfterPhase(Protocol):
-    """Something happens between this step and the next one."""
+    """Interface of an optional last phase: work between one step and the next, such as an exchange between islands."""
 
     def after(
         self, results: list[StepResult], finish: Callable[[], list[StepResult]]
     ) -> list[StepResult]:
-        """Do the work between steps, and return the results that are final now.
+        """Do the work between steps, and return the results that have become final, oldest first.
 
-        ``results``: those that the update phase has returned. ``finish`` completes the step's update, and returns the
-        results that were still due.
+        ``results``: the results that the update phase has returned. ``finish``: completes the step's update, and
+        returns the results that were not yet final.
         """
 
     def end(self, results: list[StepResult]) -> list[StepResult]:
-        """Wait for work of this phase that is under way, as the run may end here.
+        """Wait for work of this phase that is under way, because the run may end here.
 
-        Returns ``results``, those of the last steps, perhaps changed.
+        ``results``: the results of the last steps, which are returned, perhaps changed.
         """

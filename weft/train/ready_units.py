@@ -1,4 +1,4 @@
-"""Detects during backward when the gradients of all parameters of a unit (mostly a block) are complete."""
+"""Detection, during backward, of units (mostly blocks of the model) whose gradients are all complete."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -10,10 +10,10 @@ from weft.parallel.state import Unit
 
 
 class ReadyUnits:
-    """Calls ``complete(unit)`` as soon as every parameter of the unit that learns has its gradient.
+    """Calls ``complete(unit)`` during backward as soon as every trained parameter of a unit has its gradient.
 
-    Gradients are watched from :meth:`expect` to :meth:`end`, during one backward pass. They are autograd's own, or
-    already reduced over the data ranks where units are sharded.
+    A unit is a group of parameters that are updated together, mostly a block. Gradients are watched from :meth:`expect`
+    to :meth:`end`, during one backward pass; those of sharded units are already reduced over the data ranks then.
     """
 
     def __init__(self, units: Iterable[Unit], complete: Callable[[Unit], None]) -> None:
@@ -31,14 +31,14 @@ class ReadyUnits:
                 )
 
     def expect(self) -> None:
-        """Begin to watch. From now on autograd accumulates the last gradient of each parameter."""
+        """Begin to watch. The next gradient that autograd accumulates for a parameter counts as its last."""
         self.missing = {
             unit: len(parameters) for unit, parameters in self.names.items()
         }
         self.watching = True
 
     def end(self) -> list[Unit]:
-        """Stop watching. Returns the incomplete units, some parameter of which had no part in the loss."""
+        """Stop watching. Returns the units that are not complete because some parameter took no part in the loss."""
         self.watching = False
         return [unit for unit, missing in self.missing.items() if missing]
 

@@ -34,9 +34,12 @@ Results = list[StepResult]
 
 
 class Recorder:
-    """Records a run: metrics, the display, profiles and traces. Only the main rank writes and prints.
+    """Records a run: metrics, the display in the terminal, profiles and traces.
 
-    The time from :meth:`restart_clock` to :meth:`lap` is that of the steps that became final in between.
+    Only the main rank writes and prints.
+
+    The time between :meth:`restart_clock` and :meth:`lap` is attributed to the steps whose results became final in it.
+    ``folder``: the run's folder.
     """
 
     def __init__(self, job: Job, mesh: Mesh, folder: Path) -> None:
@@ -65,7 +68,7 @@ class Recorder:
 
     @contextmanager
     def recording(self, progress: Progress) -> Iterator[None]:
-        """Record the run inside the context; the counts in ``progress`` are read anew for each record."""
+        """Return a context in which the run is recorded. Each record reads the current counts from ``progress``."""
         recipe, mesh, shape = self._recipe, self._mesh, self._job.shape
         self._progress = progress
         parameters = parameter_count(shape, shape.vocab)
@@ -98,16 +101,16 @@ class Recorder:
             yield
 
     def event(self, text: str) -> None:
-        """Print a line, and record it."""
+        """Print the line ``text``, and record it as an event of the run."""
         self._display.note(text)
         self.log("event", message=text)
 
     def forget(self, step: int) -> None:
-        """Drop the records of the steps after ``step``, which the run takes again."""
+        """Delete the records of the steps after ``step``, because the run takes these steps again."""
         self._metrics.forget(step)
 
     def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
-        """Record ``values`` under the name ``kind``, for ``step`` or by default for the last final step."""
+        """Write a record of the kind ``kind`` with ``values`` for ``step``, by default the last final step."""
         self._metrics.log(kind, self._progress.step if step is None else step, **values)
 
     def validation(self, loss: float) -> None:
@@ -115,11 +118,11 @@ class Recorder:
         self._display.update(self._progress.step, validation=loss)
 
     def passes(self, done: int, of: int) -> None:
-        """Show that ``done`` of the ``of`` passes (forward and backward) of a step are done, if the step takes long."""
+        """Show that ``done`` of a step's ``of`` passes (forward and backward) are done, if the step takes long."""
         self._display.passes(done, of)
 
     def task(self, name: str, answered: Answered) -> None:
-        """Record and print the results of a task."""
+        """Record and print the results of the task ``name``."""
         self.log(
             f"task.{name}",
             accuracy=answered.accuracy,
@@ -132,9 +135,10 @@ class Recorder:
         )
 
     def activations(self, choice: Mapping[str, Any]) -> None:
-        """Record and print how many blocks' activations leave the device.
+        """Record and print how many blocks' activations are offloaded.
 
-        ``choice``: this number of blocks, and the measured rates that led to it.
+        ``choice``: ``blocks`` of ``of`` blocks, their ``place`` (host or file), and the measured rates ``write`` and
+        ``read`` in bytes per second.
         """
         self.log("activations", **choice)
         self.event(
@@ -143,20 +147,23 @@ class Recorder:
         )
 
     def report(self, kind: str, line: str, values: Mapping[str, Any]) -> None:
-        """Record ``values`` under ``kind``, and print ``line``."""
+        """Write a record of the kind ``kind`` with ``values``, and print ``line``."""
         self.log(kind, **values)
         self.event(line)
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """Measure the time in which a step's data are fetched, as a context."""
+        """Return a context whose duration is recorded as the time to fetch a step's data."""
         begun = time.perf_counter()
         with record_function("weft:data"):
             yield
         self._data_s = time.perf_counter() - begun
 
     def watch(self, number: int, take_step: Callable[[], Results]) -> Results:
-        """Take step ``number`` (from 0) and return its results; every ``observe.split_every`` steps profile it."""
+        """Call ``take_step`` for step ``number`` (from 0), and return its results.
+
+        Profiles every ``observe.split_every``-th step.
+        """
         every = self._recipe.observe.split_every
         if self._tracing or not every or number % every != min(2, every - 1):
             self._split = None
@@ -168,18 +175,24 @@ class Recorder:
         return results
 
     def restart_clock(self) -> None:
-        """Start the clock of the next steps, so that the time before now belongs to no step."""
+        """Start the clock of the next step. The time since the last step is attributed to no step."""
         self._begun = time.perf_counter()
         self._display.restart_clock()
 
     def lap(self, results: Sequence[StepResult]) -> None:
-        """Divide the time since the clock was started equally among the steps of ``results``, and restart the clock."""
+        """Divide the time since the clock was started equally among the steps of ``results``; restart the clock.
+
+        Does nothing if ``results`` is empty.
+        """
         if results:
             now = time.perf_counter()
             self._seconds, self._begun = (now - self._begun) / len(results), now
 
     def step(self, result: StepResult, lr: float) -> None:
-        """Record the result of a final step, which ``progress`` has counted."""
+        """Record the final result of the step that ``progress`` has counted last.
+
+        ``lr``: the learning rate of the step.
+        """
         memory = memory_gib(self._mesh.device)
         seen: dict[str, float | None] = {
             "loss": result.loss,
@@ -255,7 +268,7 @@ class Recorder:
         self.log("experts", **record)
 
     def end_step(self, news: Sequence[str]) -> None:
-        """Report the lines ``news`` of a step, and tell the trace of the profiler that the step has ended."""
+        """Print and record the lines ``news`` of a step, and let the profiler's trace begin the next step."""
         for line in news:
             self.event(line)
         self._tracing = self._traced()

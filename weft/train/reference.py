@@ -1,7 +1,7 @@
-"""Log-probabilities of answers by the reference model of preference losses, computed once before training.
+"""Log-probabilities of answers under the reference model of preference losses, computed once before training.
 
-They do not depend on the trained parameters, so no step runs the reference model. It runs once over every pair, under
-the layout of the run, and the results are cached.
+The reference model does not change during training. It runs once over every pair, under the layout of the run, and the
+results are cached, so that no training step runs it.
 """
 
 import dataclasses
@@ -34,9 +34,10 @@ FILE = "log_probabilities.npy"
 
 
 def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
-    """Return ``job`` with the reference model's log-probabilities, if its loss needs them, and notes to print.
+    """Return ``job`` with the reference model's log-probabilities if its loss needs them, and lines to print.
 
-    They come from the cache, or are computed and cached. Collective.
+    The log-probabilities are read from the cache; if they are not there or damaged, they are computed and cached.
+    Collective.
     """
     if not needs_reference(job.recipe.loss):
         return job, []
@@ -61,9 +62,10 @@ def with_cached_reference(job: Job, mesh: Mesh) -> tuple[Job, list[str]]:
 
 
 def with_computed_reference(job: Job, mesh: Mesh, values: Values, steps: int) -> Job:
-    """Return ``job`` with the log-probabilities that its first ``steps`` steps need. Collective; nothing is cached.
+    """Return ``job`` with the reference log-probabilities of its first ``steps`` steps, if its loss needs any.
 
-    The reference model has the shape of the job's model and the parameter values ``values``.
+    ``values``: parameter values of the reference model, whose shape is that of the job's model. Nothing is cached.
+    Collective.
     """
     if not needs_reference(job.recipe.loss):
         return job
@@ -79,10 +81,11 @@ def log_probabilities(
     values: Values | None,
     steps: Iterable[Sequence[Batch]],
 ) -> np.ndarray:
-    """Compute log-probabilities of both answers of every pair, ``[pairs of the job, 2]``; 0 for pairs not in ``steps``.
+    """Compute the log-probabilities of both answers of every pair under a reference model. Collective.
 
     ``shape`` and ``values``: shape and parameter values of the reference model. ``steps``: the batches of each step.
-    Raises :class:`WeftError` if a log-probability is not finite. Collective.
+    The result is ``[pairs of the job, 2]``, with 0 for pairs that are not in ``steps``. Raises :class:`WeftError` if a
+    log-probability is not finite.
     """
     # both answers, and how often they were counted
     table = torch.zeros(_pairs_of(job), 3, dtype=torch.float64)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def slot_bytes(settings: Optimizer, width: int) -> float:
-    """Estimate the bytes of optimizer state per element of a parameter, without scales and other small slots.
+    """Estimate the bytes of optimizer state per element of a parameter, without scales and other small tensors.
 
     ``width``: bytes of an element of the parameter itself.
     """
@@ -29,7 +29,7 @@ def slot_bytes(settings: Optimizer, width: int) -> float:
 
 
 class Assignment(NamedTuple):
-    """Update of a parameter: the update rule, the factor of the learning rate ``lr``, and the weight decay."""
+    """How a parameter is updated: its update rule, the factor ``lr`` of the learning rate, and its weight decay."""
 
     rule: UpdateRule
     lr: float
@@ -37,10 +37,10 @@ class Assignment(NamedTuple):
 
 
 class RuleOptimizer:
-    """Updates every parameter by the update rule that ``settings`` choose for it.
+    """Updates every parameter by the update rule that the recipe's ``settings`` choose for it.
 
-    Weight decay applies to matrices only, unless a group says otherwise. With ``optimizer.ema`` a moving average of
-    each parameter is a slot beside those of the rule.
+    Weight decay applies to matrices only, unless a parameter group says otherwise. With ``optimizer.ema`` a moving
+    average of each parameter is kept beside the rule's own state.
     """
 
     def __init__(self, settings: Optimizer, mesh: Mesh) -> None:
@@ -52,10 +52,10 @@ class RuleOptimizer:
         self.assigned: dict[str, Assignment] = {}  # by the parameter's name
 
     def assignment(self, held: Held) -> Assignment:
-        """Return the rule, rate factor and weight decay of a parameter.
+        """Return the update rule, the factor of the learning rate and the weight decay of the parameter ``held``.
 
-        The shape chooses the rule. The last group whose pattern matches the name sets rate and decay. The result is
-        cached by name.
+        The parameter's shape decides the rule. The last group of ``optimizer.groups`` whose pattern matches the
+        parameter's name decides factor and decay. The result is cached by name.
         """
         if held.name not in self.assigned:
             self.assigned[held.name] = self._assignment(held)
@@ -105,7 +105,10 @@ LONGEST_WARMUP = 100
 
 
 def warmup_steps(settings: Optimizer, steps: int) -> int:
-    """Return the number of warm-up steps of a run with ``steps`` steps: as set, or a tenth of them and at most 100."""
+    """Return the number of warm-up steps of a run of ``steps`` steps.
+
+    ``optimizer.warmup`` is a number of steps or a share of the run; without it, a tenth of the steps and at most 100.
+    """
     if settings.warmup is None:
         return min(LONGEST_WARMUP, steps // 10)
     return (
@@ -141,7 +144,7 @@ def learning_rate(settings: Optimizer, step: int, steps: int) -> float:
 
 
 def warmup_note(settings: Optimizer, steps: int) -> str:
-    """Return a note on a run that ends before its warm-up does, else an empty string."""
+    """Return a line for the user if the run of ``steps`` steps ends before its warm-up does, else an empty string."""
     warmup = warmup_steps(settings, steps)
     if warmup <= steps:
         return ""
@@ -159,10 +162,10 @@ RATE = ("lr", "schedule", "warmup", "decay", "min_lr")
 def rate_jump(
     before: Optimizer, after: Optimizer, step: int, planned: int, steps: int
 ) -> str:
-    """Return a note on a learning rate that jumps when a run is resumed; empty if it changes by less than 1 %.
+    """Return a line if the learning rate jumps by more than 1 % where a run is resumed, else an empty string.
 
-    ``before`` and ``after``: the settings up to step ``step`` and from that step on. ``planned``: the steps that the
-    run was to have. ``steps``: the steps that the run has now.
+    ``before`` and ``after``: the optimizer settings before and after ``step``, at which the run resumes. ``planned``:
+    the number of steps that the run was to have before. ``steps``: the number of steps that the run has now.
     """
     if step >= steps:
         return ""

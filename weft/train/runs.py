@@ -1,6 +1,6 @@
-"""Where a run goes: its folder, the places of its checkpoints, and the checkpoint that it resumes from.
+"""Where a run is written: its folder, the storage of its checkpoints, and the checkpoint that it resumes from.
 
-They are checked before ranks are started; rank 0 then checks them again and leases them.
+These are checked before ranks are started; rank 0 then checks them again and leases them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A run's folder, the places that the run may resume from, and the levels of its checkpoints.
+    """The storage of a run, chosen by :func:`open_run`.
 
-    A new run has no ``sources``. ``in_memory``: the run resumes from the state in other ranks' memory.
+    ``folder``: the run's folder. ``sources``: folders or addresses of checkpoints that the run may resume from; empty
+    for a new run. ``levels``: the levels of its checkpoints, each a storage with an interval of its own. ``in_memory``:
+    whether the run resumes from the state in other ranks' memory.
     """
 
     folder: Path
@@ -60,7 +62,7 @@ class Run:
 
     @property
     def places(self) -> list[Storage]:
-        """Return the places that only one run at a time may write. A level in memory belongs to the run's folder."""
+        """Storage that only one run at a time may write: the run's folder, and checkpoint levels outside memory."""
         return [
             LocalStorage(self.folder),
             *(level.place for level in self.levels if not level.in_memory),
@@ -68,10 +70,10 @@ class Run:
 
 
 def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
-    """Prepare a job (:func:`weft.train.setup.prepare`) and check its places before ranks start.
+    """Prepare a job (:func:`weft.train.setup.prepare`) and check the storage of its run before ranks start.
 
-    Checks what ``out`` and ``resume`` mean, whether these places can be written, and whether the newest checkpoint
-    is of this model.
+    ``out``: the folder to create. ``resume``: the run or checkpoint to continue. Checks whether both can be used,
+    whether the storage can be written, and whether the newest checkpoint is of this model.
     """
     recipe = as_recorded(recipe, out, resume)
     with Lease() as lease:
@@ -87,9 +89,10 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
 
 
 def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
-    """Return the recipe with the defaults of the run to resume, where Weft's defaults have changed since.
+    """Return ``recipe`` with the older defaults of the run to resume, where Weft's defaults have changed since.
 
-    Runs from before ``data.bos`` had a warm-up of 100 steps, and documents without a BOS.
+    ``out`` and ``resume`` are those of :func:`open_run`. Runs from before ``data.bos`` existed had a warm-up of 100
+    steps, and documents without a BOS token.
     """
     if resume is None or (
         recipe.data.bos != "auto" and recipe.optimizer.warmup is not None
@@ -135,10 +138,10 @@ def _is_readable(checkpoint: StoredCheckpoint) -> bool:
 def open_run(
     recipe: Recipe, out: Path | None, resume: str | None, lease: Lease, size: int
 ) -> Run:
-    """Choose and lease the folder of a run and the places of its checkpoints.
+    """Choose and lease the folder of a run and the storage of its checkpoints.
 
-    ``out``: the folder to create. ``resume``: the run or checkpoint to go on from. ``size``: about how many bytes a
-    checkpoint has.
+    ``out``: the folder to create. ``resume``: the run or checkpoint to continue. ``size``: estimated bytes of a
+    checkpoint.
     """
     while True:
         folder, sources = _choose(recipe, out, resume)
@@ -160,10 +163,12 @@ def open_run(
 def open_for_island(
     mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, lease: Lease, size: int
 ) -> Run:
-    """Open the run of an island, on the island's first rank.
+    """Open the run of this island, on the island's first rank.
 
-    ``open_first``: opens the run of the first island, in whose folder the folders of the other islands are. ``size``:
-    about how many bytes a checkpoint has.
+    Folders of other islands are inside the first island's.
+
+    ``open_first``: opens the run of the first island. ``size``: estimated bytes of a checkpoint. Raises
+    :class:`WeftError` if the first island cannot open its run.
     """
     if mesh.island_store is None:
         return open_first()
@@ -200,8 +205,10 @@ def _counterpart(run: Run, island_store: dist.Store) -> str:
 
 @dataclass
 class Resumed:
-    """Result of resuming a run: its progress, ``notes`` to print, and for each rank the bytes and seconds of
-    loading.
+    """Result of resuming a run.
+
+    ``progress``: steps and samples at which the run continues. ``notes``: lines to print. ``loads``: for each rank, the
+    bytes read and the seconds of each stage of loading, by name.
     """
 
     progress: Progress
@@ -216,7 +223,7 @@ class Resumed:
 
 
 def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
-    """Load the newest checkpoint that is whole on all ranks, unless the run is new. Collective.
+    """Load into ``state`` the newest checkpoint that is whole on all ranks; a new run loads none. Collective.
 
     The notes of the result name the loaded checkpoint, the incomplete ones, and where the recipe differs from the
     recipe in the checkpoint.
@@ -272,7 +279,10 @@ def _jump_of_rate(checkpoint: StoredCheckpoint, job: Job, progress: Progress) ->
 
 
 def checkpoint_size(job: Job) -> int:
-    """Estimate the bytes of a checkpoint: parameters, and moments of trained ones; for adapters without the base."""
+    """Estimate the bytes of a checkpoint: all parameters, and the moments of trained ones.
+
+    With an adapter, only trained parameters are counted, because the checkpoint leaves out the base model.
+    """
     train, wide = job.recipe.train, 8 if job.recipe.train.dtype == "float64" else 4
     moments, frozen = (
         slot_bytes(job.recipe.optimizer, wide),
@@ -326,7 +336,7 @@ def _choose(
 
 
 def unused_folder(folder: Path) -> Path:
-    """Return ``folder``, or the first of ``folder-2``, ``folder-3``, ... that does not exist."""
+    """Return ``folder`` if it does not exist, else the first of ``folder-2``, ``folder-3``, ... that does not exist."""
     run, number = folder, 1
     while run.exists():
         number += 1

@@ -1,7 +1,7 @@
 """The log-probability of given continuations of given texts, under any training layout.
 
-The passes are those of validation. Their loss is replaced meanwhile: instead of the tokens' cross entropy it adds up
-the log-probability of each text's tokens.
+The forward passes are those of validation, with another loss: in place of the tokens' cross entropy, it adds up the
+log-probability of each text's tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ from weft.train.step import loss_sum, sum_over_passes
 
 @dataclass
 class Scorer:
-    """Replaces a model's loss and adds up the scores of labels for each text, in ``sums``.
+    """Replaces a model's loss during scoring, and adds up the scores of labels for each text in ``sums``.
 
-    The argument ``counts`` of a call identifies the text of each label, as an index from 1. The name is that of the
-    label weights, through which :func:`pack_texts` passes these indices.
+    The argument ``counts`` of a call identifies the text of each label, as an index from 1. The argument is called so
+    because :func:`pack_texts` passes these indices in the field of the label weights.
     """
 
     # float64 [texts, 2]: log-probability, and how many tokens are the likeliest
@@ -49,8 +49,8 @@ class Scorer:
 def pack_texts(texts: Sequence[Text], room: int) -> RowList:
     """Pack texts into rows of at most ``room`` tokens.
 
-    The field ``weights`` of the rows holds an identifier in place of a weight: the index, from 1, of each label's text.
-    :class:`Scorer` adds up scores by it.
+    The field ``weights`` of the rows holds, in place of a weight, the index from 1 of each label's text;
+    :class:`Scorer` adds up scores by this index.
     """
     order, ends = pack_documents(
         np.array([len(t.given) + len(t.following) - 1 for t in texts]), room
@@ -86,11 +86,11 @@ def scores(
     room: int = 1024,
     wanted: Callable[[], bool] = lambda: True,
 ) -> list[Score]:
-    """Compute the log-probability of each text's continuation. Collective; all ranks get the same.
+    """Compute the log-probability of each text's continuation. Collective; the result is the same on all ranks.
 
-    ``state`` may be None on one device. ``rows``: rows of a rank in a forward pass; ``passes``: forward passes of a
-    rank in a step. ``room``: tokens in a row, enlarged to the longest text. ``wanted`` is called on every rank before
-    every step; if it is false on any rank, scoring stops and the list is empty.
+    ``state`` may be None on one device. ``rows``: rows of a rank in a forward pass. ``passes``: forward passes of a
+    rank in a step. ``room``: tokens in a row, raised to the length of the longest text. ``wanted`` is called on every
+    rank before every step; if it returns false on any rank, scoring stops and the list is empty.
     """
     if not texts:
         return []

@@ -52,10 +52,17 @@ LEARNING = ("balance", "balance_loss", "z_loss", "bias_rate")
 
 @dataclass(frozen=True)
 class Job:
-    """A checked recipe with its data opened and the shape of its model complete.
+    """A checked recipe with its data opened and the shape of its model complete; :func:`prepare` makes it.
 
-    ``notes``: lines to print. ``speeds``: relative speeds of all ranks; empty if they are alike. ``files``: the files
-    that checkpoints hold beside the state, by name: the tokenizer, and what came with the model to start from.
+    Attributes:
+        ``recipe``: the recipe as it was given.
+        ``shape``: the model's shape, with its vocabulary and adapter.
+        ``corpus``: the opened training and validation data, and the tokenizer.
+        ``notes``: lines to print.
+        ``tasks``: the opened tasks that the run evaluates.
+        ``speeds``: relative speeds of all ranks; empty if they are alike.
+        ``files``: files that checkpoints hold beside the state, by name: the tokenizer, and files of the model to
+            start from.
     """
 
     recipe: Recipe
@@ -67,7 +74,7 @@ class Job:
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def loader(self, order: Order, mesh: Mesh) -> Loader:
-        """Return this rank's loader of the samples in ``order``, the order of training or of validation."""
+        """Return this rank's loader of the samples in ``order``, the order of training or validation data."""
         data, layout = self.recipe.data, mesh.layout
         trains = order is self.corpus.train
         # each island has samples of its own to learn from, and all evaluate on the same
@@ -122,7 +129,7 @@ class Job:
     def batch_speeds(self, layout: Layout) -> tuple[float, ...]:
         """Return the relative speed of each data rank of ``layout``; empty if all are alike.
 
-        The speed of a data rank is that of the slowest rank among those that share its batches.
+        A data rank is a group of ranks that share the same batches; its speed is that of its slowest rank.
         """
         if len(set(self.speeds)) < 2:
             return ()
@@ -135,9 +142,9 @@ class Job:
         )
 
     def steps(self, progress: Progress) -> int:
-        """Return the number of steps of the run: ``train.steps``, or fewer where the data ends first.
+        """Return the number of steps of the whole run: ``train.steps``, or fewer if the data ends first.
 
-        ``progress``: the steps and samples so far. The steps that follow have the recipe's batch.
+        ``progress``: the steps and samples so far. The steps that are left are counted with the recipe's batch size.
         """
         asked, total = self.recipe.train.steps, self.corpus.train.total
         if total is None:
@@ -148,7 +155,10 @@ class Job:
         return min(asked or end, end)
 
     def facts(self, progress: Progress) -> dict[str, Any]:
-        """Return the facts about a run that its record and its checkpoints hold."""
+        """Return recipe, layout, data fingerprint and number of steps, for the run's records and checkpoints.
+
+        ``progress``: the steps and samples so far, from which the number of steps follows.
+        """
         recipe = self.recipe.model_copy(update={"model": self.shape})
         facts = {
             "recipe": recipe.model_dump(mode="json"),
@@ -165,7 +175,10 @@ class Job:
 
 
 def device_type(recipe: Recipe) -> str:
-    """Return ``cpu`` or ``cuda``, as ``train.device`` asks; with ``auto``, ``cuda`` if PyTorch sees a GPU."""
+    """Return ``cpu`` or ``cuda``, as ``train.device`` asks; with ``auto``, ``cuda`` if PyTorch sees a GPU.
+
+    Raises :class:`UsageError` if the recipe asks for ``cuda`` and PyTorch sees no GPU.
+    """
     wanted = recipe.train.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UsageError(
@@ -177,7 +190,10 @@ def device_type(recipe: Recipe) -> str:
 
 
 def prepare(recipe: Recipe) -> Job:
-    """Open the data, complete the model's shape and check that layout, model, data and memory go together."""
+    """Open the data, complete the model's shape, and check that layout, model, data and memory go together.
+
+    Raises :class:`UsageError` or :class:`WeftError` if they do not.
+    """
     check_sources(recipe.data)
     pretrained = pretrained_of(recipe)
     shape = _completed(recipe, pretrained)
@@ -237,10 +253,11 @@ def build_for_training(
     passed: Callable[[int, int], None] | None = None,
     report: Callable[[dict[str, Any]], None] = lambda chosen: None,
 ) -> Built:  # fmt: skip
-    """Build the model and its state under ``mesh``, with optimizer, ready for the first step. Collective.
+    """Build the model and its state under ``mesh``, with the optimizer, ready for the first step. Collective.
 
-    ``values`` and ``report``: see :func:`weft.parallel.build.parallelize`. ``passed``: see
-    :class:`weft.models.hooks.Hooks`.
+    ``values``: initial parameter values, by default seeded random ones. ``passed``: called after each forward and
+    backward pass with the number of passes done and of all passes. ``report``: called with the number of blocks whose
+    activations are offloaded, and the rates that were measured for this choice.
     """
     memory = recipe.memory
     if (
@@ -272,9 +289,10 @@ def build_for_training(
 def hooks_of(
     loss: Loss, vocab: int, passed: Callable[[int, int], None] | None = None
 ) -> Hooks:
-    """Return the hooks of a model's passes; they hold the loss that ``loss.kind`` names unless that is cross entropy.
+    """Return the functions that a model's passes call: the loss that ``loss.kind`` names, none for cross entropy.
 
-    ``vocab``: size of the vocabulary. ``passed``: see :class:`weft.models.hooks.Hooks`.
+    ``vocab``: size of the vocabulary. ``passed``: called after each forward and backward pass with the number of passes
+    done and of all passes.
     """
     if loss.of_pairs:
         from weft.models.preference import objective
@@ -288,7 +306,10 @@ def hooks_of(
 
 
 def check_names(shape: ModelShape, train: Train) -> None:
-    """Refuse adapter targets and patterns of ``train.freeze`` that match nothing, or that leave nothing to learn."""
+    """Refuse patterns of the adapter's targets and of ``train.freeze`` that match nothing or leave nothing to learn.
+
+    Raises :class:`UsageError` that names the pattern.
+    """
     adapter = shape.adapter
     for pattern in adapter.targets if adapter else ():
         if not any(is_target(pattern, path) for path in projections(shape)):
@@ -340,7 +361,7 @@ def _check_patterns(adapter: Adapter, adapted: Sequence[str]) -> None:
 
 
 def pretrained_of(recipe: Recipe) -> Pretrained | None:
-    """Open the pretrained model that ``model.from`` names; None without one."""
+    """Open the pretrained model that ``model.from`` names; None if the recipe has no ``model.from``."""
     if recipe.model.origin is None:
         return None
     from weft.checkpoint.weights import open_pretrained
@@ -349,7 +370,10 @@ def pretrained_of(recipe: Recipe) -> Pretrained | None:
 
 
 def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> Pretrained | None:
-    """Open the model that ``loss.reference`` names; None without one. Refuses a model with other tokens."""
+    """Open the reference model that ``loss.reference`` names; None if the recipe has no ``loss.reference``.
+
+    ``tokenizer``: the run's tokenizer. Raises :class:`UsageError` if the model has other tokens or no weights.
+    """
     if (name := recipe.loss.reference) is None:
         return None
     from weft.checkpoint.weights import open_pretrained
@@ -449,7 +473,7 @@ def _base_shape(given: ModelShape, pretrained: Pretrained | None) -> ModelShape:
 
 
 def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
-    """Return the tokenizer that ``data.tokenizer`` names, or else the pretrained model's."""
+    """Return the tokenizer that ``data.tokenizer`` names; without it, that of the pretrained model."""
     return tokenizer_of_data(recipe.data, _own_tokenizer(recipe, pretrained_of(recipe)))
 
 
@@ -508,7 +532,10 @@ def _files(
 
 
 def state_bytes(shape: ModelShape, recipe: Recipe) -> float:
-    """Return the bytes in memory of all parameters, and of gradients and moments of the trained ones."""
+    """Return the bytes in memory, over all ranks, of all parameters and of the gradients and moments of trained ones.
+
+    Tensors that rest in files are not counted.
+    """
     train, wide = recipe.train, 8 if recipe.train.dtype == "float64" else 4
     here = {
         kind: recipe.memory.place_of(kind) != "file"
@@ -539,7 +566,7 @@ PROCESS = 150 << 20
 def check_memory(recipe: Recipe, shape: ModelShape, here: int = 0) -> None:
     """Raise :class:`WeftError` if parameters, gradients and moments alone need more memory than there is.
 
-    ``here``: number of ranks on this machine; 0: as the launcher says, else all ranks.
+    ``here``: number of ranks on this machine; 0 means the number that the launcher has set, or all ranks.
     """
     parameters = parameter_count(shape, shape.vocab)
     need = state_bytes(shape, recipe) / recipe.layout.size(

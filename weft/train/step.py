@@ -1,7 +1,7 @@
-"""The training step: the same lines for one device and for every layout.
+"""The training step: the same code for one device and for every layout.
 
-Gradients are reduced in two places only, both before clipping: the state's units sum over the data axes while backward
-runs, and :func:`reduced` sums what ranks with the same data computed a share of.
+Gradients are reduced in two places only, both before clipping: the units of the state sum gradients over the data axes
+while backward runs, and :func:`reduced` sums those that several ranks computed from their share of the same data.
 """
 
 from __future__ import annotations
@@ -65,14 +65,17 @@ LOSS, SQUARE_NORM, STOPS, TOKENS, SAMPLES, MARKS = range(6)
 
 
 def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """Return this rank's share of the step's real tokens; ranks with the same data count once. Scalar, float64."""
+    """Return this rank's share of the number of real tokens in a step; the shares of all ranks add up to it.
+
+    Ranks with the same data count once; padding does not count. Scalar, float64.
+    """
     return own_share(sum(b.real_tokens for b in batches), mesh, **BY_DATA)
 
 
 def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """Return this rank's shares of the number of samples and of the sum of their hashes. Float64 ``[2]``.
+    """Return this rank's shares of the number of samples in a step, and of the sum of their hashes. Float64 ``[2]``.
 
-    Hashes are those of :func:`~weft.data.order.sample_hashes`.
+    Hashes are those of :func:`~weft.data.order.sample_hashes`. The shares of all ranks add up to the totals.
     """
     seen = [sample for batch in batches for sample in batch.samples]
     return torch.stack(
@@ -84,9 +87,9 @@ def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 
 
 def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """Return this rank's share of the total weight of the step's labels, by which the summed loss is divided.
+    """Return this rank's share of the total weight of a step's labels, by which the summed loss is divided.
 
-    A label weighs 1 unless the data says otherwise. Scalar, float64.
+    A label has weight 1 unless the data say otherwise. The shares of all ranks add up to the total. Scalar, float64.
     """
     return own_share(sum(b.label_weight for b in batches), mesh, **BY_DATA)
 
@@ -94,10 +97,10 @@ def share_of_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 def count_loads(
     model: Transformer, batches: Sequence[Batch], mesh: Mesh, beyond: Beyond = unchanged
 ) -> None:
-    """Start to count how many tokens the routers send to each expert in a step of these batches.
+    """Start to count how many tokens the routers send to each expert in the step of ``batches``.
 
-    ``beyond``: sums a value over the islands that share the update (:meth:`PhaseFiller.beyond`).
-    Collective if the routers' losses divide by the tokens of the whole step.
+    ``beyond``: sums a tensor over the islands that share one update (:meth:`PhaseFiller.beyond`). Collective if the
+    routers' losses divide by the number of tokens of the whole step.
     """
     if model.loads is None:
         return
@@ -107,12 +110,12 @@ def count_loads(
 
 
 def nonzero_weight(total: torch.Tensor) -> torch.Tensor:
-    """Return ``total``, the weight of all labels; where it is 0, return 1, so that a division by it is safe."""
+    """Return ``total``, the weight of all labels, or 1 where it is 0, so that a division is safe."""
     return torch.where(total > 0, total, 1.0)
 
 
 class PendingSum:
-    """An asynchronous sum of all ranks' shares. Calling the object waits for the sum."""
+    """An asynchronous sum of all ranks' ``share``. Calling the object waits for the sum and returns it."""
 
     def __init__(self, share: torch.Tensor, mesh: Mesh) -> None:
         self.value = share.clone()
@@ -137,7 +140,7 @@ def pass_loss(
     mesh: Mesh,
     route: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Run forward on one batch, and return this rank's share of the step's mean loss; equal on all ranks of ``tp``.
+    """Run forward on ``batch``, and return this rank's share of the step's mean loss, equal on all ranks of ``tp``.
 
     ``total``: the weight of all labels of the step, by which the summed loss is divided. ``route``: indices of the
     blocks to run, by default all.
@@ -160,12 +163,17 @@ def accumulate(
     beyond: Beyond = unchanged,
     early: EarlyUpdates | None = None,
 ) -> torch.Tensor:
-    """Run forward and backward of every pass (gradient accumulation); return this rank's share of the mean loss.
+    """Run forward and backward of every pass (gradient accumulation). Returns this rank's share of the mean loss.
 
-    ``routes``: the indices of the blocks that each pass runs, by default all; repeated if there are more passes.
-    ``before_last`` is called with this rank's share of the loss before the last backward; not with a pipeline.
-    ``weight``: the divisor of the summed loss, by default the weight of the labels of all ranks, summed over islands by
-    ``beyond``. ``early``: updates that a pipeline makes while it still runs.
+    Arguments:
+        ``routes``: for each pass, the indices of the blocks to run, by default all; used again from the first if
+            there are more passes.
+        ``before_last``: called with this rank's share of the mean loss before the last backward; never with a
+            pipeline.
+        ``weight``: the divisor of the summed loss, by default the label weight summed over all ranks and, by
+            ``beyond``, over islands.
+        ``beyond``: sums a tensor over the islands that share one update.
+        ``early``: updates of parameters that a pipeline makes while its backward still runs.
     """
     set_reference_point(model, state, batches, mesh, beyond)
     count_loads(model, batches, mesh, beyond)
@@ -203,7 +211,10 @@ def accumulate(
 
 
 def compares_with_a_point(objective: Objective | None) -> TypeGuard[PairLoss]:
-    """Return whether a loss on pairs compares with a reference point (:func:`set_reference_point`)."""
+    """Return whether ``objective`` is a loss on pairs that needs a reference point, as KTO does.
+
+    :func:`set_reference_point` sets the point.
+    """
     return bool(getattr(objective, "has_point", False))
 
 
@@ -214,10 +225,10 @@ def set_reference_point(
     mesh: Mesh,
     beyond: Beyond = unchanged,
 ) -> None:
-    """Set the reference point of a loss such as KTO; any other loss is left alone. Collective.
+    """Set the reference point of the model's loss if the loss has one, as KTO does; else do nothing. Collective.
 
-    The point is the mean divergence of the model from the reference model (at least 0), by forward passes over the
-    step's batches. ``beyond`` sums over islands.
+    The point is the mean divergence of the model from the reference model (at least 0), from forward passes over the
+    step's ``batches``. ``beyond``: sums a tensor over the islands that share one update.
     """
     loss = model.hooks.objective
     if not compares_with_a_point(loss):
@@ -229,7 +240,7 @@ def set_reference_point(
 
 
 def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``x`` on ``device``, copied only if needed: gradients of an offloaded state are on the host."""
+    """Return ``x`` on ``device``, copied only if it is elsewhere, as gradients of an offloaded state are."""
     return x if x.device == device else x.to(device)
 
 
@@ -237,9 +248,10 @@ def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def sum_over_axis(
     axis: str, grads: dict[str, torch.Tensor], state: State, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Sum over ``axis`` the gradients of the parameters that ``axis`` does not cut (norms over ``tp``), in one call.
+    """Sum over ``axis`` the gradients of parameters that this mesh axis does not cut, such as norms over ``tp``.
 
-    Every rank along the axis has computed a part of these gradients from its share of the work.
+    Each rank along the axis has computed a part of these gradients from its share of the work. There is one all-reduce.
+    Returns ``grads`` with the sums in it.
     """
     names = [h.name for h in state.learning if gradient_types(h.logical)[axis] is P]
     if mesh.size(axis) == 1 or not names:
@@ -255,7 +267,7 @@ def sum_over_copies(
 ) -> dict[str, torch.Tensor]:
     """Sum the gradients of parameters that several pipeline stages use, such as tied embeddings.
 
-    There is one all-reduce per set of stages.
+    There is one all-reduce per set of stages. Returns ``grads`` with the sums in it.
     """
     for group, names in state.copies.items():
 
@@ -277,7 +289,7 @@ def as_flat(
 ) -> dict[str, torch.Tensor]:
     """Concatenate the gradients ``names`` into one flat tensor on ``device``, and apply the function ``work`` to it.
 
-    Returns the parts of its result by name.
+    Returns the function's result, split by name into tensors of the gradients' shapes.
     """
     flat = torch.cat([grads[name].flatten() for name in names])
     place = flat.device
@@ -288,7 +300,7 @@ def as_flat(
 def split_like(
     flat: torch.Tensor, like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Split ``flat`` into views with the names and shapes of ``like``."""
+    """Split ``flat`` into views with the names and shapes of the tensors in ``like``."""
     pieces = flat.split([x.numel() for x in like.values()])
     return {
         name: piece.view(x.shape)
@@ -300,7 +312,10 @@ def split_like(
 def square_norm(
     grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh
 ) -> torch.Tensor:
-    """Return this rank's share of the squared global gradient norm; the sum over ranks counts each element once."""
+    """Return this rank's share of the squared global gradient norm. The shares of all ranks add up to it.
+
+    Every element of a gradient is counted on one rank only. Scalar, float64.
+    """
     for h in state.learning:
         declare(grads[h.name], mesh, **state_types(h.logical))
     with untyped():  # that each counts once follows from the placements, not from types
@@ -321,9 +336,10 @@ def square_norm(
 def reduced(
     state: State, mesh: Mesh, looked_at: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return the local gradients, summed over all ranks that hold or compute a share of the same parameter.
+    """Return this rank's gradients by name, summed over all ranks that hold or computed a share of the same parameter.
 
-    ``looked_at``: whether the caller reads the gradients. If not, their transfer to host or file may be under way.
+    ``looked_at``: whether the caller reads the gradients; if not, their transfer to host or file may still be under
+    way.
     """
     grads = state.gradients(
         settled=looked_at or bool(state.copies) or mesh.size(*MODEL_AXES) > 1
@@ -334,14 +350,14 @@ def reduced(
 def summed_over_axes(
     grads: dict[str, torch.Tensor], state: State, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Sum gradients over each of :data:`weft.layout.axes.MODEL_AXES` (:func:`sum_over_axis`)."""
+    """Return ``grads`` summed over each of :data:`weft.layout.axes.MODEL_AXES` by :func:`sum_over_axis`."""
     for axis in MODEL_AXES:
         grads = sum_over_axis(axis, grads, state, mesh)
     return grads
 
 
 def step_result(sums: torch.Tensor) -> StepResult:
-    """Return the result of a step from ``sums``, the shares of :func:`shares_of_sums` summed over all ranks."""
+    """Return the result of a step from ``sums``, the vector of :func:`shares_of_sums` summed over all ranks."""
     loss, square, stops, tokens, samples, marked, *counts = sums.tolist()
     sent, loads = list[float](), list[float]()
     if counts:
@@ -359,7 +375,7 @@ def step_result(sums: torch.Tensor) -> StepResult:
 def update(
     state: State, grads: Mapping[str, torch.Tensor], lr: float, scale: float = 1.0
 ) -> None:
-    """Update all parameters by their reduced gradients times ``scale``, unit by unit."""
+    """Update all parameters by their reduced gradients ``grads`` times ``scale``, unit by unit."""
     for unit in state.units:
         state.update(unit, grads, lr, scale)
     state.settle()
@@ -371,19 +387,27 @@ def clear_gradients(model: Transformer, state: State) -> None:
 
 
 def clip_scale(norm: float, clip: float) -> float:
-    """Return the factor that scales gradients of global norm ``norm`` down to ``clip``; 1 if none is needed."""
+    """Return the factor that scales gradients of global norm ``norm`` down to the norm ``clip``.
+
+    The factor is 1 if the norm is not larger, or if ``clip`` is 0.
+    """
     return clip / (norm + 1e-6) if clip and norm > clip else 1.0
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """Objects that the steps of a run work on and call.
+    """What the phases of a run's steps work on and call.
 
-    ``before_update`` returns when parameters and optimizer state may change. A rank calls it before it gives its share
-    to the step's sums; a rank that has these sums knows that the call has returned on all ranks. ``inspect``
-    sees the reduced, unclipped local gradients; ``routes``: see :func:`accumulate`. ``presence``:
-    the islands that are present, if the run has any. ``begun``: the number of steps taken before.
-    ``report`` is called with what a technique has chosen: a kind of record, a line, and the record's values.
+    Attributes:
+        ``before_update``: returns when parameters and optimizer state may change. Every rank calls it before it
+            contributes to the step's sums, so that a rank that has these sums knows that the call has returned on all
+            ranks.
+        ``inspect``: called with the reduced, unclipped gradients of this rank.
+        ``routes``: for each pass, the indices of the blocks to run; empty: all blocks.
+        ``presence``: which islands take part; None if the run has no islands.
+        ``begun``: the number of steps taken before.
+        ``report``: called when a technique has chosen something, with a kind of record, a line to print, and the
+            record's values.
     """
 
     model: Transformer
@@ -400,18 +424,19 @@ class StepContext:
 
     @property
     def streamed(self) -> bool:
-        """Whether the units of the model pass memory one by one, as their weights rest in files."""
+        """Whether the weights rest in files, so that only one unit of the model after the other is in memory."""
         return self.model.pipeline is not None and self.model.pipeline.streamed
 
 
 class PhaseFiller:
-    """Base of objects that fill phases of a step (:mod:`weft.train.step_technique`); it fills none.
+    """Base class of objects that fill phases of a training step; the base class fills none.
 
-    A technique adds the methods of the phases that it declares (:mod:`weft.train.phases`).
+    A technique (:mod:`weft.train.step_technique`) adds the methods of the phases that it declares
+    (:mod:`weft.train.phases`).
     """
 
     def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
-        """Return the divisor of the summed loss in plain passes; None means the label weight of all ranks."""
+        """Return the divisor of the summed loss, for the plain gradient phase; None: the label weight of all ranks."""
         return None
 
     def beyond(self, number: torch.Tensor) -> torch.Tensor:
@@ -419,20 +444,20 @@ class PhaseFiller:
         return number
 
     def finish(self) -> list[StepResult]:
-        """Make the last step final, and return the results that were still due."""
+        """Make the last step's result final. Returns the results that were not yet final, oldest first."""
         return []
 
     def summary(self) -> str:
-        """Return a line about all steps for the end of a run; mostly empty."""
+        """Return a line about all steps that is printed at the end of a run; empty if there is nothing to say."""
         return ""
 
     def news(self) -> list[str]:
-        """Return lines to report that are new since the last call."""
+        """Return the lines to print that are new since the last call."""
         return []
 
 
 class PlainStep(PhaseFiller):
-    """Fills the phases of a step that no technique fills, in the plain way."""
+    """Fills the phases of a training step that no technique fills: gradients, one all-reduce, one update."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
@@ -465,9 +490,9 @@ def update_unless_skipped(
     agreed: Agreed,
     update: Callable[[UnitGradients, float, float], None],
 ) -> StepResult:
-    """Call ``update`` with gradients, learning rate and clipping factor, unless the loss or norm is not finite.
+    """Call ``update`` with gradients by unit, learning rate and clipping factor, unless loss or norm is not finite.
 
-    Returns the step's result, which says whether the update was skipped.
+    Returns the step's result, which says whether the update was skipped. The gradients are cleared in both cases.
     """
     with record_function("weft:optimizer"):
         result = agreed.result()
@@ -487,9 +512,9 @@ def reduced_and_sums(
     loss: torch.Tensor,
     before_sums: Callable[[], None],
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return the reduced local gradients after all passes, and the sums over the step's ranks.
+    """Return this rank's reduced gradients by name after all passes, and the step's sums over all ranks.
 
-    ``loss``: this rank's share of the mean loss. ``before_sums`` is called before the one all-reduce of the sums
+    ``loss``: this rank's share of the mean loss. ``before_sums``: called before the one all-reduce of the sums
     (:func:`shares_of_sums`).
     """
     state, mesh = context.state, context.mesh
@@ -503,11 +528,11 @@ def reduced_and_sums(
 def shares_of_sums(
     context: StepContext, given: StepInput, loss: torch.Tensor, square: torch.Tensor
 ) -> torch.Tensor:
-    """Return this rank's shares of the step's sums, from which :func:`step_result` reads the result.
+    """Return this rank's shares of a step's sums, from which :func:`step_result` reads the result once they are summed.
 
-    They are mean loss, squared gradient norm (of which ``square`` is its share), ranks that wish to stop, real
-    tokens, samples and the sum of their marks; with experts also the bytes sent for them, and their loads. Float64
-    ``[6]``, or ``[9 + experts]``.
+    The elements are the mean loss, the squared gradient norm (of which ``square`` is the share), the number of ranks
+    that ask to stop, real tokens, samples, and the sum of the samples' hashes; with experts also the bytes sent for
+    them by kind, and the tokens routed to each expert. Float64 ``[6]``, or ``[9 + experts]``.
     """
     mesh, loads = context.mesh, context.model.loads
     shares = (
@@ -526,9 +551,13 @@ def shares_of_sums(
 class Step:
     """A training step: phases, each filled by one object, that turn batches into an update of the state.
 
-    Every step has one result, which may become final only while later steps run. A loss or gradient norm that is not
-    finite skips the update, on all ranks alike. ``clip``: the largest global norm that gradients keep; 0: any.
-    ``fillers``: what fills the phases, each once.
+    Every step has one result, which may become final only while later steps run. If loss or gradient norm is not
+    finite, all ranks skip the update.
+
+    Attributes:
+        ``gradients``, ``agree``, ``update``, ``after``: the objects that fill these phases; ``after`` may be None.
+        ``fillers``: the objects of techniques among them, each once.
+        ``clip``: largest global gradient norm, above which gradients are scaled down; 0: no limit.
     """
 
     state: State
@@ -542,7 +571,7 @@ class Step:
     def take(
         self, batches: Sequence[Batch], lr: float, stop: bool = False
     ) -> list[StepResult]:
-        """Take a step. Returns the results that are final now, oldest first.
+        """Take a step. Returns the results, of this step or earlier ones, that have become final, oldest first.
 
         ``stop``: whether this rank asks to end the run; the step's result says whether any rank does.
         """
@@ -553,26 +582,29 @@ class Step:
         return results if self.after is None else self.after.after(results, self.settle)
 
     def settle(self) -> list[StepResult]:
-        """Complete the last step's update. Returns the results that were still due."""
+        """Complete the last step's update. Returns the results that were not yet final, oldest first."""
         self.state.settle()
         return [r for filler in self.fillers for r in filler.finish()]
 
     def finish(self) -> list[StepResult]:
-        """Complete the last step's update and what happens after steps, as the run may end here."""
+        """Complete the last step's update and all work of the phase after it, because the run may end here.
+
+        Returns the results that were not yet final, oldest first.
+        """
         results = self.settle()
         return results if self.after is None else self.after.end(results)
 
     def summary(self) -> str:
-        """Return a line about all steps for the end of a run; mostly empty."""
+        """Return a line about all steps that is printed at the end of a run; empty if there is nothing to say."""
         return "; ".join(filter(None, (filler.summary() for filler in self.fillers)))
 
     def news(self) -> list[str]:
-        """Return lines to report that are new since the last call."""
+        """Return the lines to print that are new since the last call."""
         return [line for filler in self.fillers for line in filler.news()]
 
 
 def plain_step(context: StepContext, clip: float) -> Step:
-    """Return the step in which no technique fills a phase."""
+    """Return a training step without techniques. ``clip``: largest global gradient norm; 0: no limit."""
     plain = PlainStep(context)
     return Step(context.state, plain, plain, plain, None, [], clip)
 
@@ -586,7 +618,10 @@ def train_step(
     clip: float,
     stop: bool = False,
 ) -> StepResult:
-    """Take one plain step (:class:`PlainStep`)."""
+    """Take one step without techniques (:class:`PlainStep`), and return its result.
+
+    ``clip``: largest global gradient norm; 0: no limit. ``stop``: whether this rank asks to end the run.
+    """
     plain = plain_step(StepContext(model, state, mesh), clip)
     return plain.take(batches, lr, stop)[0]
 
@@ -594,7 +629,12 @@ def train_step(
 def reduced_gradients(
     model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Run a plain step up to clipping. Returns the reduced local gradients and the step's sums."""
+    """Run a plain step without clipping and update.
+
+    Returns this rank's reduced gradients by name, and the step's sums.
+
+    The sums are those of :func:`shares_of_sums`, summed over all ranks.
+    """
     context = StepContext(model, state, mesh, inspect=lambda grads: None)
     loss = accumulate(model, state, batches, mesh)
     return reduced_and_sums(context, StepInput(batches, 0.0), loss, lambda: None)
@@ -606,7 +646,7 @@ def loss_sum(
 ) -> torch.Tensor:
     """Return the summed loss of forward passes over ``batches`` on this rank, equal on all ranks of ``tp``.
 
-    ``hooks``: hooks whose losses replace the model's.
+    ``hooks``: functions for the passes to call, whose losses replace the model's; None: the model's own.
     """
     if model.pipeline is not None:
         return model.pipeline.evaluate(batches, hooks)
@@ -619,7 +659,7 @@ def loss_sum(
 
 
 def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """Turn ``numbers``, a tensor of sums from this rank's forward passes, into this rank's share of the global sums."""
+    """Turn ``numbers``, sums over this rank's forward passes, into this rank's share of the sums over all ranks."""
     # gathered copies are kept for a backward that did not come, and parameters may change
     if mesh.size("near"):
         state.release(drop=True)
@@ -638,7 +678,7 @@ def loss_shares(
 ) -> torch.Tensor:  # fmt: skip
     """Return this rank's shares of the summed loss and of the total label weight of ``steps``. Float64 ``[2]``.
 
-    ``steps``: the batches of each step. ``hooks``: hooks whose losses replace the model's.
+    ``steps``: the batches of each step. ``hooks``: functions for the passes to call, whose losses replace the model's.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     for batches in steps:
@@ -648,7 +688,10 @@ def loss_shares(
 
 
 def own_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
-    """Return the weight of these batches' labels; 0 on all stages but the first, so that labels count once."""
+    """Return the total weight of the labels in ``batches``.
+
+    It is 0 on all pipeline stages but the first, so that labels count once.
+    """
     return own_number(
         (mesh.rank("pp") == 0) * sum(b.label_weight for b in batches), mesh
     )
@@ -658,7 +701,10 @@ def own_weight(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 def evaluate(
     model: Transformer, state: State, steps: Iterable[Sequence[Batch]], mesh: Mesh
 ) -> float:
-    """Return the mean loss, weighted by label, over the batches of ``steps``; equal on all ranks. Collective."""
+    """Return the mean loss, weighted by label, over the batches of ``steps``; equal on all ranks. Collective.
+
+    ``steps``: the batches of each step.
+    """
     if compares_with_a_point(model.hooks.objective):
         shares = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         for batches in steps:

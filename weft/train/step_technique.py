@@ -1,7 +1,7 @@
 """The interface of techniques that fill phases of the training step.
 
-One technique fills a phase; the plain step (:class:`weft.train.step.PlainStep`) fills the others. So two techniques
-that fill one phase exclude each other, and no rule need say so.
+A phase is filled by one technique, or else by the plain step (:class:`weft.train.step.PlainStep`). Two techniques that
+fill the same phase therefore exclude each other, without a rule that says so.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class StepTechnique:
-    """A technique that fills phases of a training step; it is made with its settings.
+    """Base class of techniques that fill phases of a training step; a technique is built from its recipe settings.
 
     ``fills``: the phases. ``does``: what the technique does, for an error line, in which ``{0}`` is the recipe.
-    ``instead``: what else a user can do than to leave the technique out.
+    ``instead``: another remedy for that error line than to leave the technique out; empty if there is none.
     """
 
     fills: ClassVar[Phase]
@@ -26,5 +26,5 @@ class StepTechnique:
     instead: ClassVar[str] = ""
 
     def fill(self, context: StepContext, recipe: Recipe) -> PhaseFiller | None:
-        """Return an object with the methods of the phases, or None if there is nothing to do on this mesh."""
+        """Return an object with the methods of the phases, or None if there is nothing to do on the run's mesh."""
         raise NotImplementedError

@@ -13,13 +13,21 @@ if TYPE_CHECKING:
 
 
 class StepResult(NamedTuple):
-    """The result of a step over all ranks that took it. A ``skipped`` step changed nothing.
+    """The result of a step, summed over all ranks that took it.
 
-    ``loss``: the weighted mean over the step's real ``tokens``. ``stop``: whether some rank asks to end the run.
-    ``loads``: tokens routed to each expert, layer after layer; with a capacity, then the tokens that each dropped.
-    ``sent``: bytes that ranks sent each other for the experts, in the order of :data:`weft.models.router.SENT`.
-    ``samples``: how many samples the step has seen and the sum of their :func:`~weft.data.order.sample_hashes`; None if
-    nobody counts them. ``undone``: updates made before the norm was known had to be taken back.
+    Attributes:
+        ``loss``: weighted mean over the step's real tokens.
+        ``grad_norm``: global gradient norm before clipping.
+        ``tokens``: number of real tokens, without padding.
+        ``skipped``: whether the update was left out, because loss or norm was not finite.
+        ``stop``: whether some rank asks to end the run.
+        ``loads``: tokens routed to each expert, layer after layer; with a capacity, then the tokens that each layer
+            dropped.
+        ``sent``: bytes that ranks sent each other for experts, by kind in the order of
+            :data:`weft.models.router.SENT`.
+        ``samples``: number of samples, and sum of their :func:`~weft.data.order.sample_hashes`; None if nobody
+            counts them.
+        ``undone``: whether updates that were made before the norm was known had to be taken back.
     """
 
     loss: float
@@ -34,7 +42,11 @@ class StepResult(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """The input of a step. ``stop``: whether this rank asks to end the run. ``clip``: largest global norm."""
+    """The input of a step on this rank.
+
+    ``batches``: the microbatches. ``clip``: largest global gradient norm; 0: no limit. ``stop``: whether this rank asks
+    to end the run.
+    """
 
     batches: Sequence[Batch]
     lr: float
@@ -43,7 +55,11 @@ class StepInput(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """Agreed results of a step: reduced local gradients by name; ``result`` waits for the step's result."""
+    """What ranks have agreed on in a step.
+
+    ``grads``: this rank's reduced gradients by name. ``result``: a function that waits for the step's result and
+    returns it.
+    """
 
     grads: dict[str, torch.Tensor]
     result: Callable[[], StepResult]

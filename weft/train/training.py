@@ -42,7 +42,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run. ``interrupted``: the signal that stopped it, 0 if it finished."""
+    """Outcome of a run.
+
+    ``run``: the run's folder. ``checkpoint``: the last checkpoint, None if none was saved. ``progress``: steps, samples
+    and tokens of the run. ``validations``: its validation losses. ``interrupted``: the signal that stopped it, 0 if it
+    finished.
+    """
 
     run: Path
     checkpoint: Storage | None
@@ -52,21 +57,19 @@ class Outcome:
 
     @property
     def best(self) -> Best:
-        """The lowest validation loss of the run and its step; with ``validation.keep_best`` also its checkpoint."""
+        """The lowest validation loss of the run and its step, and with ``validation.keep_best`` also its checkpoint."""
         return read_best(self.run)
 
     def metrics(self, kind: str = "train") -> list[dict[str, Any]]:
-        """Return the records of a ``kind`` (``train``, ``validation``, ...) as they are in ``metrics.jsonl``,
-        by step.
-        """
+        """Return the run's records of a ``kind`` (``train``, ``validation``, ...) in ``metrics.jsonl``, by step."""
         return read_metrics(self.run).get(kind, [])
 
 
 class Ending(NamedTuple):
-    """End of a run for one rank.
+    """End of a run on one rank.
 
-    ``outcome`` is None if other ranks finished the run without this one. ``concludes``: whether this rank writes the
-    report.
+    ``outcome``: None if other ranks finished the run without this rank. ``concludes``: whether this rank writes the
+    report of the run.
     """
 
     recipe: Recipe
@@ -81,10 +84,11 @@ def train_job(
     resume: str | None = None,
     guard: Guard | None = None,
 ) -> Outcome:
-    """Train until the recipe or the data ends or a signal arrives, and save. Collective.
+    """Train until the recipe's steps or the data end or a signal arrives, and save. Collective.
 
-    ``guard`` opens the run and is called at every step; it defaults to one for ``out`` and ``resume``. A guard that
-    survives the loss of ranks may raise :class:`weft.train.guard.Regroup`.
+    ``out``: the folder to create. ``resume``: the run or checkpoint to continue. ``guard``: object that opens the run
+    and is called at every step, by default a :class:`Guard` for ``out`` and ``resume``. A guard that survives the loss
+    of ranks may raise :class:`weft.train.guard.Regroup`.
     """
     if mesh.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -102,9 +106,9 @@ def train_job(
 
 
 def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
-    """Open a run's places, build and fill its state, and return its loop. Collective.
+    """Open a run's folders, build and fill its state, and return its loop. Collective.
 
-    ``stack`` closes what the loop needs.
+    ``guard``: object that opens the run. ``stack``: closes what was opened for the loop, when the caller leaves it.
     """
     recipe, lease = job.recipe, stack.enter_context(guard.lease())
     run = open_folders(job, mesh, guard, lease)
@@ -164,13 +168,13 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
 
 
 def report_notes(recorder: Recorder, *notes: str) -> None:
-    """Print and record the notes that are not empty."""
+    """Print and record those of the lines ``notes`` that are not empty."""
     for note in filter(None, notes):
         recorder.event(note)
 
 
 def open_folders(job: Job, mesh: Mesh, guard: Guard, lease: Lease) -> Run:
-    """Choose and lease the folder and the places of a run. Collective."""
+    """Choose and lease the run's folder and the storage of its checkpoints. Collective."""
     recipe, size = job.recipe, checkpoint_size(job)
     opened = partial(guard.open, recipe, lease, size)
     run = mesh.on_main(lambda: open_for_island(mesh, opened, recipe, lease, size))
@@ -182,7 +186,11 @@ def open_folders(job: Job, mesh: Mesh, guard: Guard, lease: Lease) -> Run:
 
 
 def build_state(job: Job, mesh: Mesh, run: Run, recorder: Recorder) -> Built:
-    """Build the model and its state; a run that begins from ``model.from`` gets its values. Collective."""
+    """Build the model and its state. Collective.
+
+    A new run from ``model.from`` starts with the values of that model; with an adapter, a resumed run reads its base
+    again.
+    """
     recipe, values = job.recipe, None
     from_origin = recipe.model.origin is not None and not run.in_memory
     if from_origin and (run.fresh or job.shape.adapter):
@@ -196,7 +204,7 @@ def build_state(job: Job, mesh: Mesh, run: Run, recorder: Recorder) -> Built:
 
 
 def nothing_left(job: Job, step: int) -> str:
-    """Return the message for a run that is resumed after its last step."""
+    """Return the line that says that a resumed run has no steps left. ``step``: the number of steps it has taken."""
     train, data = job.recipe.train, job.recipe.data
     limit = (
         f"train.steps = {train.steps}"

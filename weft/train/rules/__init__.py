@@ -1,1 +1,1 @@
-"""Rules by which optimizers update parameters, a unit of the state at a time."""
+"""Shared parts of the update rules of optimizers; a rule updates the parameters of one unit of the state at a time."""

@@ -1,7 +1,7 @@
 """Moments in codes of 8 or 4 bits with one scale for each block of a row (Dettmers et al. 2021; Li et al. 2023).
 
-Blocks are counted from the beginning of the logical row: ranks that share a block agree on its scale, so that the
-update does not depend on the layout, and another layout can go on with the same state.
+Blocks are counted from the beginning of the logical row. Ranks that share a block agree on its scale, so that the
+update does not depend on the layout, and a run can resume under another layout.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,11 @@ T = torch.Tensor
 
 
 class BlockMoments:
-    """Stores moments as codes of ``bits`` bits. The scale of a block is its element of largest magnitude, with sign."""
+    """Stores a parameter's two moments as codes of ``bits`` bits (8 or 4), in blocks of ``size`` neighbouring elements.
+
+    The scale of a block is its element of largest magnitude, with its sign. ``ranks``: sums over the ranks that share a
+    block.
+    """
 
     def __init__(self, bits: int, size: int, ranks: RankSums) -> None:
         self.bits, self.size, self.ranks = bits, size, ranks

@@ -1,8 +1,8 @@
 """AdamW whose moments are kept in 8 or 4 bits, or in bfloat16, between updates.
 
-8 and 4 bits are codes with one scale for each block of a row (Dettmers et al. 2021; Li et al. 2023 for 4 bits). Blocks
-are counted from the beginning of the logical row: ranks that share a block agree on its scale, so that the update does
-not depend on the layout, and another layout can go on with the same state.
+8-bit and 4-bit moments are codes with one scale for each block of a row (Dettmers et al. 2021; Li et al. 2023 for 4
+bits). Blocks are counted from the beginning of the logical row. Ranks that share a block agree on its scale, so that
+the update does not depend on the layout, and a run can resume under another layout.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ SMALL = 4096
 
 
 class Encoding(Protocol):
-    """Storage of a parameter's two moments between updates."""
+    """Interface of a compact storage of a parameter's two AdamW moments between updates."""
 
     def slots(self, held: Held) -> dict[str, Part]: ...
 
     def load(self, held: Held) -> list[T]:
-        """Return the two moments in the state's precision."""
+        """Return the two moments of the parameter ``held``, decoded to the precision of the state."""
 
     def store(self, held: Held, moments: Sequence[T]) -> None:
-        """Store the moments. ``held.updates`` counts the update that computed them."""
+        """Encode and store the two moments of ``held``. ``held.updates`` counts already the update that gave them."""
 
 
 class CompactAdamW(UpdateRule):
-    """AdamW that decodes the moments of one parameter at a time; small parameters keep full moments."""
+    """AdamW that stores moments by ``encoding`` and decodes those of one parameter at a time.
+
+    Vectors, and matrices with fewer than :data:`SMALL` elements, keep their moments in full precision.
+    """
 
     def __init__(
         self, settings: Optimizer, ranks: RankSums, encoding: Encoding
@@ -68,7 +71,7 @@ class CompactAdamW(UpdateRule):
 
 
 class BlockSettings(Section):
-    """Settings of moments that are stored in blocks."""
+    """Recipe settings of optimizers whose moments are stored in blocks with one scale each."""
 
     block: PositiveInt = Field(
         256,

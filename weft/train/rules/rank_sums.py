@@ -1,8 +1,9 @@
-"""Sums over the ranks that hold the other parts of a parameter, for update rules.
+"""Sums over the ranks that hold the other shards of a parameter, for update rules.
 
-A rule sees the part of each parameter that this rank holds. Whatever else it needs it gets by sums over the ranks among
-which a dimension is cut, so that its update equals that of one device under every layout. All ranks that hold parts of
-the same parameters call a rule with these in the same order, even if they hold no rows of them.
+An update rule sees this rank's shard of each parameter. Whatever else the rule needs it gets by sums over the ranks
+among which a dimension is cut, so that its update equals that of one device under every layout. All ranks that hold
+shards of the same parameters must call a rule with these parameters in the same order, even if they hold no rows of
+them.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,10 @@ T = torch.Tensor
 
 
 class Extent(NamedTuple):
-    """A dimension of a slot: one entry for every ``per`` elements along the parameter's dimension ``of`` (an index).
+    """One dimension of a slot (a tensor that an update rule keeps for a parameter).
 
-    With ``of`` None, the slot has a dimension of ``size`` entries that the parameter lacks.
+    ``of``: index of the parameter's dimension that the slot's dimension follows, with one entry for every ``per``
+    elements. If ``of`` is None, the parameter has no such dimension, and the slot has ``size`` entries along it.
     """
 
     of: int | None
@@ -34,12 +36,12 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSums:
-    """Sums over the ranks that hold different parts of a parameter."""
+    """Collectives over the ranks that hold different shards of a parameter, for update rules."""
 
     mesh: Mesh
 
     def axes(self, held: Held, dims: Sequence[int]) -> list[str]:
-        """Return the mesh axes larger than 1 that cut these dimensions of a parameter."""
+        """Return the mesh axes larger than 1 that cut dimensions of the parameter ``held``; ``dims``: their indices."""
         _, sharing = self.mesh.sharing(held.logical)
         cutting = [axis for i in dims for axis in held.logical.cuts[i]] + [sharing] * (
             0 in dims
@@ -47,11 +49,11 @@ class RankSums:
         return [axis for axis in dict.fromkeys(cutting) if self.mesh.size(axis) > 1]
 
     def sum(self, x: T, held: Held, *dims: int) -> T:
-        """Sum ``x`` in place over the ranks among which the parameter ``held`` is cut along the dimensions ``dims``."""
+        """Sum ``x`` in place over the ranks among which ``held`` is cut along the dimensions with indices ``dims``."""
         return self._reduced(x, held, dims, dist.ReduceOp.SUM)
 
     def largest(self, x: T, held: Held, *dims: int) -> T:
-        """Replace each element of ``x`` by its maximum over the ranks among which ``held`` is cut along ``dims``."""
+        """Replace ``x``, in place, by its elementwise maximum over the ranks of :meth:`sum`."""
         return self._reduced(x, held, dims, dist.ReduceOp.MAX)
 
     def _reduced(
@@ -64,19 +66,19 @@ class RankSums:
         return x.copy_(there) if axes and there is not x else x
 
     def whole(self, x: T, held: Held) -> T:
-        """Return the logical tensor of which each rank has the part ``x``, cut like the parameter."""
+        """Return the whole tensor of which this rank has the shard ``x``, cut like the parameter ``held``."""
         full = x.new_zeros(held.logical.shape)
         full[slices(held.box)] = x
         return self.sum(full, held, *range(full.dim()))
 
     def own_part(self, full: T, held: Held) -> T:
-        """Return this rank's part of ``full``, a logical tensor shaped like the parameter."""
+        """Return this rank's shard of ``full``, a whole tensor shaped like the parameter ``held``."""
         return full[slices(held.box)]
 
     def agreed(self, x: T) -> T:
-        """Broadcast the first replica's ``x`` to all ranks that hold parts of the same parameters, in place.
+        """Broadcast ``x`` of the first replica in place to all ranks that hold shards of the same parameters.
 
-        This is for results that may differ between processors, by rounding or by the choice among equal values.
+        Use it for results that may differ between processors, by rounding or by the choice among equal values.
         """
         there = x.to(self.mesh.device)
         for axis in ("dp", "state", *MODEL_AXES):
@@ -88,9 +90,10 @@ class RankSums:
     def slot(
         self, held: Held, *extents: Extent, dtype: torch.dtype | None = None
     ) -> Part:
-        """Return a slot of zeros with the dimensions ``extents``.
+        """Return a slot of zeros (a tensor to keep for the parameter ``held``) with the dimensions ``extents``.
 
-        Those that follow a dimension of the parameter are cut over ranks like that dimension.
+        Slot dimensions that follow a dimension of the parameter are cut over ranks like that dimension. ``dtype``: by
+        default that of the parameter.
         """
         dims = held.logical.dims
         here = [(0, e.size) if e.of is None else held.box[e.of] for e in extents]
@@ -119,15 +122,17 @@ class RankSums:
 
 
 def like(held: Held, dtype: torch.dtype | None = None) -> Part:
-    """Return a slot of zeros, shaped and cut like the parameter."""
+    """Return a slot of zeros (a tensor to keep for the parameter ``held``), shaped and cut like the parameter."""
     return held.part(torch.zeros_like(held.local, dtype=dtype))
 
 
 def count_update(held: Sequence[Held]) -> int:
-    """Count one more update of parameters that are always updated together, and return how many there have been.
+    """Count one more update of the parameters ``held``, and return how many there have been.
 
-    A rule must also count parameters of which this rank holds no rows. The count seeds random directions, which must be
-    equal on all ranks.
+    The parameters must always be updated together.
+
+    A rule must also count updates of parameters of which this rank holds no rows: the count seeds random directions
+    that must be equal on all ranks.
     """
     for h in held:
         h.updates += 1
@@ -135,7 +140,10 @@ def count_update(held: Sequence[Held]) -> int:
 
 
 def logical_positions(held: Held, first: int = 0, last: int | None = None) -> T:
-    """Return the index in the flattened logical tensor of each element of local rows ``first`` to ``last``. Int64."""
+    """Return the index of each element of this rank's rows in the flattened whole tensor of ``held``. Int64.
+
+    ``first``: index of the first local row to take. ``last``: end of the rows, exclusive; None: to the end.
+    """
     positions = torch.zeros((), dtype=torch.int64, device=held.local.device)
     (begin, end), *others = held.box
     rows = (begin + first, end if last is None else begin + last)

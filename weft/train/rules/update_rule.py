@@ -28,13 +28,19 @@ WHOLE_ROWS = Rule(
 
 
 class UpdateRule:
-    """Updates parameters in place. A rule is built with the section ``[optimizer]`` and the ranks' sums.
+    """Base class of update rules, which update parameters in place.
 
-    ``for_matrices``: the rule is for the matrices of blocks (two dimensions or more, none of them the vocabulary);
-    AdamW updates all other parameters. ``for_stacks``: also for stacks of matrices, such as experts. ``elementwise``:
-    the update of an element needs only that element's gradient and slots, so that a rank needs no other rank.
-    ``shaping``: settings that change the slots, so that a run cannot resume with other values. ``kept``: about how many
-    elements all slots have per element of a parameter.
+    A rule is built with the section ``[optimizer]`` and a :class:`~weft.train.rules.rank_sums.RankSums`.
+
+    Attributes:
+        ``for_matrices``: whether the rule is only for the matrices of blocks (two dimensions or more, none of them
+            the vocabulary); AdamW then updates all other parameters.
+        ``for_stacks``: whether such a rule also updates stacks of matrices, such as those of experts.
+        ``elementwise``: whether the update of an element needs only that element's gradient and state, so that
+            ranks need not communicate.
+        ``kept``: about how many elements of optimizer state the rule keeps per element of a parameter.
+        ``shaping``: names of settings that change the shapes of the state, so that a run cannot resume with other
+            values of them.
     """
 
     for_matrices: ClassVar[bool] = False
@@ -44,11 +50,14 @@ class UpdateRule:
     shaping: ClassVar[tuple[str, ...]] = ()
 
     def rare_seconds(self, held: Sequence[Held], timed: Timer) -> float:
-        """Estimate the seconds per update of work that only some updates do; ``timed`` times a sample of this work."""
+        """Estimate the seconds per update, on average, of work that only some updates do, such as a decomposition.
+
+        ``held``: the parameters. ``timed``: a function that runs a sample of the work and returns its seconds.
+        """
         return 0.0
 
     def slots(self, held: Held) -> dict[str, Part]:
-        """Return the initial slots of this parameter by name."""
+        """Return the initial optimizer state of the parameter ``held``: tensors by slot name."""
         return {}
 
     def update(
@@ -60,6 +69,6 @@ class UpdateRule:
     ) -> None:
         """Update the parameters ``held`` once in place by their gradients ``grads``.
 
-        ``lr``: learning rate. ``decay``: decoupled weight decay, which is multiplied by ``lr``.
+        ``lr``: learning rate. ``decay``: decoupled weight decay, which the rule multiplies by ``lr``.
         """
         raise NotImplementedError
