@@ -42,14 +42,18 @@ Update = Callable[[Sequence[Held], Sequence[T]], None]
 
 
 class UnitUpdate(NamedTuple):
-    """The update of a unit: ``held``, its parameters that learn, and ``grads``, their reduced gradients."""
+    """The optimizer update of one unit (parameters that are updated together).
+
+    ``held``: the unit's parameters that learn, as this rank holds them; ``grads``: their reduced gradients, in that
+    order.
+    """
 
     held: Sequence[Held]
     grads: Sequence[T]
 
     @property
     def tensors(self) -> list[T]:
-        """The tensors that the update reads; the tensors that it changes come first."""
+        """The tensors that the update reads: first those that it also changes (:attr:`changed`), then the gradients."""
         return [*self.changed, *self.grads]
 
     @property
@@ -60,7 +64,7 @@ class UnitUpdate(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the bytes that a copy of the update's tensors takes in the memory of another device."""
+        """Bytes that a copy of the update's tensors takes in the memory of another device, with each tensor aligned."""
         return sum(-(-t.nbytes // ALIGNED) * ALIGNED for t in self.tensors)
 
     def copied(self, room: T) -> "UnitUpdate":
@@ -101,19 +105,19 @@ class Lane:
             work()
 
     def finish(self) -> None:
-        """Wait until the device has run the work that this lane's thread has launched."""
+        """Wait until a CUDA device has run all work that this lane's thread has launched; on a CPU, return at once."""
         if self.stream is not None:
             self.stream.synchronize()
 
 
 class Alternating:
-    """Updates units on the host, and meanwhile a ``share`` of the units on ``device``.
+    """Updates units on the host, and meanwhile a ``share`` of the units on ``device`` (Maurya et al. 2024, 2410.21316).
 
-    The units updated on the device are spread evenly among all. With ``share`` "auto" half of the units are on the
-    device at first, and the times of updates are measured. Then every number of units on the device is simulated with
-    these times; the fastest gives the share, and ``report`` is called with it. Host and device compute the same bits
-    where their arithmetic does. A CPU as ``device`` is a second thread. ``wrap`` is called with each action of the
-    table and the callable that runs it.
+    The units updated on the device are spread evenly among all. With ``share`` "auto" half of the units are updated on
+    the device at first, and the actions of these updates are timed. Then every number of units on the device is
+    simulated with these times; the fastest number gives the share, and ``report`` is called with a dict of the choice.
+    Host and device compute the same bits where their arithmetic does; a CPU as ``device`` is a second thread. ``wrap``
+    (attribute) is called with each action of the table and the callable that runs it.
     """
 
     def __init__(
@@ -133,7 +137,10 @@ class Alternating:
     def __call__(
         self, units: Sequence[tuple[Sequence[Held], Sequence[T]]], update: Update
     ) -> None:
-        """Update the parameters of each unit by its gradients."""
+        """Update the parameters of all ``units`` in place with the optimizer ``update``.
+
+        Each unit is given as its parameters and their reduced gradients.
+        """
         jobs = [UnitUpdate(held, grads) for held, grads in units]
         sizes = [job.size for job in jobs]
         if self.share is None and self._profiled >= PROFILED:

@@ -41,9 +41,10 @@ def check_fits(
     shape: ModelShape, layout: Layout, train: Train | None = None, optimizer: Optimizer | None = None,
     memory: Memory | None = None,
 ) -> None:  # fmt: skip
-    """Raise :class:`Conflict` for settings that the table of conflicts refuses.
+    """Raise :class:`Conflict` for settings that cannot be combined, by the rules of :mod:`weft.recipe.conflicts`.
 
-    ``shape.vocab`` may be 0 while the size of the vocabulary is not yet known.
+    The arguments are sections of a recipe; for those left out the defaults are checked. ``shape.vocab`` may be 0 while
+    the size of the vocabulary is not yet known.
     """
     asked = AskedRecipe(
         layout=layout,
@@ -56,7 +57,7 @@ def check_fits(
 
 
 class Built(NamedTuple):
-    """The model that computes on this rank, and its state. Nothing is added to either afterwards."""
+    """The model that computes on this rank, and its state, as :func:`parallelize` builds them."""
 
     model: Transformer
     state: State
@@ -68,14 +69,15 @@ def parallelize(
     hooks: Hooks = NO_HOOKS, report: Callable[[dict[str, Any]], None] = lambda chosen: None,
     optimizer: Updater | None = None,
 ) -> Built:  # fmt: skip
-    """Build ``shape`` under ``mesh``, step by step; each step is logged by its name.
+    """Build the model ``shape`` on this rank of ``mesh``, with its state; each step is logged by its name.
 
-    ``values``: initial values, by default seeded ones that are the same under every layout. ``seq_len`` weighs
-    attention where layers are assigned to stages. Parameters that ``train.freeze`` names are frozen; with an adapter,
-    all parameters of the base are. ``memory``: where tensors rest, by default the device. ``lift`` removes parts that
-    get no memory here. Without ``summed``, gradients stay those of a replica (``dp``). ``hooks``: functions that passes
-    call. ``report`` gets the number of blocks whose activations leave the device. ``optimizer``: None for a state
-    that is never updated.
+    ``train``: section of the recipe, for data types, recomputation and what ``train.freeze`` freezes; with an adapter,
+    all parameters of the base are frozen. ``values``: initial values, by default seeded ones that are the same under
+    every layout. ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline stages. ``memory``: where
+    tensors rest, by default the device. ``lift``: function that removes parts of the model that get no memory here.
+    ``summed``: whether gradients are summed over replicas (``dp``). ``hooks``: functions that passes call. ``report``:
+    is called with the number of blocks whose activations leave the device. ``optimizer``: None for a state that is
+    never updated.
     """
     memory = memory or Memory()
     dtype = getattr(torch, train.dtype)
@@ -182,10 +184,10 @@ def freeze(
     narrow: torch.dtype | None,
     kept: Container[str],
 ) -> None:
-    """Set the data types of parameters, and freeze the parameters that do not learn.
+    """Set the data types of the model's parameters, and freeze the parameters that do not learn.
 
-    Frozen parameters get the type ``narrow``, as they have no small updates that could get lost. Parameters whose names
-    are in ``kept`` keep their type.
+    Parameters are float32, or float64 if ``train.dtype`` is. Frozen parameters get the type ``narrow`` if it is given,
+    as they have no small updates that could get lost. Parameters whose names are in ``kept`` keep their type.
     """
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
     for name, parameter in model.named_parameters():
@@ -196,9 +198,9 @@ def freeze(
 
 
 def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
-    """Return the tiers (device, host or files) in which the state and saved activations rest.
+    """Return the tiers (device, host or files) in which the state and saved activations rest, as ``memory`` says.
 
-    ``timeout``: seconds to wait for a transfer.
+    ``timeout``: seconds to wait for a transfer to or from a tier.
     """
     if not memory.away:
         return OnDevice()
@@ -208,9 +210,10 @@ def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
 
 
 def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) -> bool:
-    """Return whether state and parameters are different tensors: sharded, replicated, narrower or offloaded.
+    """Return whether the state's tensors differ from the parameters that compute.
 
-    Replicas whose gradients are not to be ``summed`` here can have one tensor for both.
+    They do where the state is cut over ranks, replicated over ``dp``, in a wider type than compute, or offloaded.
+    Replicas whose gradients are not ``summed`` here do not count.
     """
     if mesh.device_mesh is None:
         return False
@@ -222,7 +225,10 @@ def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) ->
 def whole_model(
     shape: ModelShape, mesh: Mesh, loss_chunk: int = 1024, hooks: Hooks = NO_HOOKS
 ) -> Transformer:
-    """Make a whole model, Weft's or a plugin's."""
+    """Make the model ``shape`` with all its layers on this rank: Weft's transformer, or a plugin's model.
+
+    ``loss_chunk``: tokens whose logits are in memory at once; ``hooks``: functions that passes call.
+    """
     if not shape.kind:
         return Transformer(shape, mesh, loss_chunk, hooks=hooks)
     from weft.models.plugin_model import PluginModel
@@ -231,7 +237,7 @@ def whole_model(
 
 
 def untrained_values(shape: ModelShape, seed: int) -> Values:
-    """Return the initial values of a model without an adapter: seeded ones, or those of a plugin's module."""
+    """Return the initial values of a model without an adapter: those of a plugin's module, or else seeded ones."""
     if not shape.kind:
         return seeded_values(seed)
     from weft.models.plugin_model import plugin_values
@@ -240,9 +246,10 @@ def untrained_values(shape: ModelShape, seed: int) -> Values:
 
 
 def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) -> None:
-    """Move a model's parameters from the meta device to ``device``, and allocate memory only for those in ``kept``.
+    """Move a model's parameters from the meta device to ``device``, but allocate memory only for those in ``kept``.
 
-    Module by module: a model whose state rests in files may not fit in memory even for a moment.
+    ``kept``: names of parameters. It goes module by module: a model whose state rests in files may not fit in memory
+    even for a moment.
     """
     for prefix, module in model.named_modules():
         module.to_empty(device=device, recurse=False)
@@ -252,9 +259,9 @@ def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) 
 
 
 def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:
-    """Connect attention and experts of the blocks over the ranks of ``mesh``, and set what the blocks recompute.
+    """Make attention and experts of ``model`` compute over the ranks of ``mesh``, and set what its blocks recompute.
 
-    ``recompute``: name of the recomputation mode of activations.
+    ``recompute``: the mode of activation recomputation, as ``train.recompute`` names it.
     """
     if mesh.layout.ep > 1:
         from weft.parallel.experts.connect import connect_experts
@@ -270,7 +277,7 @@ def connect(model: Transformer, mesh: Mesh, recompute: str) -> None:
 
 
 def attention_over(mesh: Mesh, shape: ModelShape) -> Attend:
-    """Return the attention of layers over the ranks of ``mesh``. Collective."""
+    """Return the attention function that softmax layers call, which computes over the ranks of ``mesh``. Collective."""
     attend: Attend = local_attention
     if mesh.size("cp") > 1:
         from weft.parallel.context.attend import context_attention
@@ -286,7 +293,7 @@ def attention_over(mesh: Mesh, shape: ModelShape) -> Attend:
 def resident_state(
     model: Transformer, mesh: Mesh, make: Callable[..., State] = State
 ) -> State:
-    """Build the state of a model whose parameters are all whole on this rank.
+    """Build the state of a model whose parameters are all whole on this rank and are themselves the state.
 
     ``make`` creates the state from units: each block is a unit, and the parameters outside of blocks are one more.
     """

@@ -72,11 +72,13 @@ def costs_of(model: ModelShape) -> DocumentTimes:
 def greedy(
     lengths: np.ndarray, capacity: int, ranks: int, costs: DocumentTimes
 ) -> Plan:
-    """Plan documents of ``lengths`` (tokens) on ``ranks`` ranks of ``capacity`` tokens per pass (ByteScale).
+    """Plan which of ``ranks`` ranks compute each document, in which passes (ByteScale, Ge et al. 2025, 2502.21231).
 
-    A document gets the ranks that its memory needs, and more if one rank would keep all others waiting. Groups take the
-    ranks that are free first. Short documents fill the time in which a rank waits for a group, and then the least busy
-    ranks, longest first (LPT). Several limits for spreading documents are compared by ``costs``.
+    ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``costs``: coefficients
+    of documents' times. A document gets the ranks that its memory needs, and more if one rank would keep all others
+    waiting. Groups take the ranks that are free first. Short documents fill the time in which a rank waits for a group,
+    and then the least busy ranks, longest document first. Several limits for spreading a document are tried; the
+    fastest plan wins.
     """
     need = _ranks_needed(lengths, capacity, ranks)
     plans = [
@@ -249,9 +251,9 @@ def _by_rank(passes: Iterable[Pass], ranks: int) -> Plan:
 
 
 def in_rounds(plan: Plan) -> Plan:
-    """Insert empty passes, so that all ranks run equally many passes, and a group its shared pass in the same round.
+    """Insert empty passes into ``plan``, so that all ranks run equally many, and groups share a pass at the same index.
 
-    Then all ranks meet in every round, as ``ep`` needs; the price is that each waits for the longest pass of a round.
+    Then all ranks meet in every pass, as ``ep`` needs; the price is that each waits for the longest pass at its index.
     """
     in_step: list[list[Pass]] = [[] for _ in plan]
 
@@ -351,10 +353,13 @@ def flexsp(
     buckets: int = 8,
     nodes: int = NODES,
 ) -> Plan:
-    """Plan group sizes of every micro-batch by mixed-integer programming over buckets of lengths (scipy's HiGHS).
+    """Plan the group sizes of every micro-batch by mixed-integer programming (FlexSP, Wang et al. 2024, 2412.01523).
 
-    Documents, sorted by length, are cut into as few micro-batches as memory allows, or up to two more ("blaster").
-    ``nodes``: limit of the search. Raises :class:`UsageError` without scipy.
+    ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``ranks``: their number;
+    ``costs``: coefficients of documents' times; ``buckets``: most different lengths that the program sees, others being
+    rounded up; ``nodes``: limit of its search tree. Documents, sorted by length, are cut into as few micro-batches as
+    memory allows, or up to two more, whichever is faster. Raises :class:`UsageError` without scipy, whose HiGHS solves
+    the program.
     """
     _ranks_needed(lengths, capacity, ranks)
     order = np.argsort(-lengths, kind="stable")
@@ -514,10 +519,10 @@ def make_plan(
     ranks: int,
     costs: DocumentTimes,
 ) -> Plan:
-    """Make a plan with the planner named ``name``, and check it. Raises :class:`PlanError` for a plan that cannot run.
+    """Make the plan of a step with the planner named ``name``, and check it; raise :class:`PlanError` if it cannot run.
 
-    ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``costs``: coefficients
-    of the time of documents.
+    ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``ranks``: number of data
+    ranks; ``costs``: coefficients of documents' times.
     """
     lengths = np.asarray(lengths, np.int64)
     plan = PLANNERS[name](lengths, capacity, ranks, costs)
@@ -528,7 +533,11 @@ def make_plan(
 def step_planner(
     layout: Layout, costs: DocumentTimes
 ) -> Callable[[np.ndarray, int], Plan]:
-    """Return the planner of ``layout``: a function of the documents' lengths and of a rank's tokens per pass."""
+    """Return the planner that ``layout.balance`` names: a function that returns the checked plan of a step.
+
+    Its arguments are the documents' lengths in tokens, and the tokens that a rank can hold in a pass. ``costs``:
+    coefficients of documents' times.
+    """
 
     def planned(lengths: np.ndarray, capacity: int) -> Plan:
         ranks = layout.size(*DATA_AXES)

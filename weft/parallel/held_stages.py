@@ -12,9 +12,15 @@ from weft.schedule.vocab import share_stage
 
 @dataclass(frozen=True)
 class HeldStages:
-    """The stages of a model under a layout, the ranks that hold each (``holders``), and this rank's stages (``held``).
+    """The pipeline stages of a model under a layout, and which of them this rank holds.
 
-    ``cut``: the stages that ranks hold whole; where passes take turns, ``stages`` has one stage for each layer.
+    Attributes:
+        ``shape``, ``mesh``: the model and the layout over ranks.
+        ``seq_len``: tokens of a sequence.
+        ``cut``: the stages that ranks hold whole.
+        ``stages``: the stages of the schedule; ``cut``, or one stage for each layer under ``layout.overlap``.
+        ``held``: indices in ``stages`` of the stages that this rank holds.
+        ``holders``: for each of ``stages``, the ranks along ``pp`` that hold it.
     """
 
     shape: ModelShape
@@ -51,9 +57,9 @@ class HeldStages:
         return ends | ({"norm", "head"} if any(stage.head for stage in held) else set())
 
     def users(self, name: str) -> list[int]:
-        """List this rank's stages that compute with parameter ``name``.
+        """List the indices of this rank's stages that compute with the parameter ``name``.
 
-        For a share of the vocabulary this is the share's virtual stage.
+        For a parameter that is cut over the vocabulary this is the virtual stage of this rank's share.
         """
         if self._of_vocabulary(name):
             return [share_stage(len(self.stages), self.mesh.rank("pp"))]
@@ -90,7 +96,7 @@ class HeldStages:
 
 
 def hold_stages(shape: ModelShape, mesh: Mesh, seq_len: int) -> HeldStages:
-    """Assign the layers of a model to stages, and stages to ranks, by their modelled time.
+    """Assign the layers of a model to stages, and stages to ranks, such that the slowest stage is as fast as possible.
 
     ``seq_len``: tokens of a sequence, from which the time of attention follows.
     """

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 
 class HybridAttention:
-    """Attention over the ranks of ``group``, which share the current pass by a plan of document lengths.
+    """Attention over those ranks that share the current pass by a plan of document lengths (``layout.balance``).
 
-    Where ``group`` is None, the pass is unplanned and ``static``, the attention of the layout, computes it.
+    ``group`` (attribute) names these ranks, and is set before each pass by :func:`share_pass`. Where it is None the
+    pass is unplanned, and ``static``, the attention of the layout, computes it.
     """
 
     def __init__(self, mesh: Mesh, static: Attend) -> None:
@@ -47,7 +48,7 @@ class HybridAttention:
 
 
 def share_pass(model: Transformer, group: PassGroup | None) -> None:
-    """Set the ranks over which the model's attention runs from now on; with None those of the layout."""
+    """Set the ranks over which the model's attention runs from now on; ``group`` None: the ranks of the layout."""
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if isinstance(block.attention.attend, HybridAttention):
@@ -57,7 +58,7 @@ def share_pass(model: Transformer, group: PassGroup | None) -> None:
 
 @torch.no_grad()
 def check_plan(batches: Sequence[Batch], mesh: Mesh) -> None:
-    """Check that the ``batches`` of all ranks follow the same plan of a step. Collective.
+    """Check that the ``batches`` of all ranks follow the same plan of a step, by the plans' checksums. Collective.
 
     Raises :class:`WeftError` on all ranks if plans differ, as ranks would otherwise wait for each other for ever.
     """

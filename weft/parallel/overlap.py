@@ -27,7 +27,7 @@ TURNS = {"passes": Beside.OTHER_PASS, "pairs": Beside.SAME_PASS}
 
 
 def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return one stage per layer; the first also holds the embedding, and the last the norm and the head."""
+    """Cut ``stages`` into stages of one layer each; the first also holds the embedding, the last norm and head."""
     layers = [i for stage in stages for i in stage.layers]
     return tuple(
         Stage(range(i, i + 1), i == layers[0], i == layers[-1]) for i in layers
@@ -35,10 +35,12 @@ def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def with_turns(table: Table, stages: Sequence[Stage], layout: Layout) -> Table:
-    """Cut ``table`` layer by layer and at the exchanges of experts, so that passes of two microbatches take turns.
+    """Cut the schedule ``table`` so that one microbatch computes while tokens of another travel to experts and back.
 
-    ``stages``: the stages of ``table``. Passes do not take turns where ranks would wait for each other in a circle, as
-    with too few microbatches.
+    Each layer becomes a stage, and each pass of a layer is cut at its dispatch and combine (the all-to-alls of
+    experts); parts of two microbatches' passes then alternate, as ``layout.overlap`` says. ``stages``: the stages of
+    ``table``. The parts do not alternate where ranks would wait for each other in a circle, as with too few
+    microbatches.
     """
     layers = [len(stage.layers) for stage in stages]
     try:
@@ -51,10 +53,15 @@ def with_turns(table: Table, stages: Sequence[Stage], layout: Layout) -> Table:
 
 @dataclass(eq=False)
 class LayerPass:
-    """A microbatch's pass through a layer, which runs part by part.
+    """A microbatch's pass through a layer with experts, in parts: it pauses at each exchange of tokens.
 
-    ``steps``: generator that runs one part at a time; ``leaf``: the layer's input; ``end`` computes the layer's output
-    from the result of ``steps``.
+    Attributes:
+        ``steps``: generator that runs one part of forward at a time.
+        ``leaf``: the layer's input, a leaf whose gradient backward leaves; None behind the embedding.
+        ``tape``: where weight gradients are postponed to; None if they are not.
+        ``end``: computes the layer's output from what ``steps`` returns.
+        ``parts``: the parts of the autograd graph so far; backward takes them from the end.
+        ``result``: the layer's output, None until forward is complete.
     """
 
     steps: Steps
@@ -96,10 +103,11 @@ class LayerPass:
 def layer_ops(
     begin: Callable[[Action, Sequence[T]], LayerPass], table: Table, rank: int
 ) -> dict[str, Op]:
-    """Return the operations, by kind of action, that run the parts of passes on ``rank``.
+    """Return the operations on ``rank``, by kind of action, that run the parts of passes through layers.
 
-    ``begin`` creates the pass of a microbatch through a layer. The :class:`LayerPass` stands for every value but those
-    that leave the rank.
+    ``begin``: function from an action and the values that it reads to a new :class:`LayerPass`, before any part has
+    run; ``table``: the schedule (:func:`with_turns`). On the rank the :class:`LayerPass` itself stands for all values
+    that actions of a pass hand to each other; values for other ranks are tensors.
     """
     travels = {a.reads[0] for a in table.ranks[rank] if a.kind == SEND}
 

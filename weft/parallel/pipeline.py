@@ -32,7 +32,9 @@ T = torch.Tensor
 class Pipeline:
     """A rank's part of a pipelined model, and its schedules by number of microbatches.
 
-    Call :meth:`start` before any other method. ``last``: measurements of the latest pass.
+    Call :meth:`start` before any other method. ``loss_chunk``: tokens whose logits are in memory at once; ``seq_len``:
+    tokens of a sequence; ``timeout``: seconds to wait for another stage; ``last`` (attribute): measurements of the
+    latest pass.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class Pipeline:
     ) -> State:
         """Take over the model's parameters, connect to the other ranks of the pipeline, and return the state.
 
-        The parameters must be allocated on the device. ``compute``: type of parameters in compute; ``tiers``: where the
-        state rests; ``make`` builds the state.
+        The parameters must be allocated on the device. ``compute``: data type in which parameters compute; ``tiers``:
+        where the state rests; ``make``: builds the state from units and from the names of parameters that several ranks
+        hold.
         """
         self.streamed, self.compute = tiers.places.get("weights") == "file", compute
         described = dict(self.model.logical_parameters())
@@ -110,7 +113,7 @@ class Pipeline:
         return state
 
     def table(self, microbatches: int, forward_only: bool = False) -> Table:
-        """Return the lowered schedule for ``microbatches`` microbatches, built and validated at the first call.
+        """Return the lowered schedule for ``microbatches`` microbatches; it is built and validated at the first call.
 
         With ``forward_only`` it is the schedule of evaluation, in which microbatches pass all stages.
         """
@@ -135,8 +138,8 @@ class Pipeline:
     ) -> T:
         """Run forward and backward of every microbatch; return this rank's share of the mean loss, equal on ``tp``.
 
-        ``total`` returns the sum of the weights of the step's labels, and is called when the first loss is computed.
-        ``early``: units to update during backward.
+        ``batches``: one batch per microbatch; ``total``: returns the sum of the weights of the step's labels, and is
+        called when the first loss is computed; ``early``: units to update during backward.
         """
         passed = self._run(self.table(len(batches)), batches, total, early=early)
         rest = [unit for unit in self.here.units if unit not in passed.summed]
@@ -150,10 +153,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate_at(self, points: Sequence[Point], batches: Sequence[Batch]) -> list[T]:
-        """Return this rank's share of the summed losses of ``batches`` for each of several points in parameter space.
+        """Return this rank's share of the summed losses of ``batches`` at each of ``points`` in parameter space.
 
-        A point is a function that gives the values of each parameter's rows. Weights that rest in a tier are brought in
-        once for all points.
+        A point is a function from a parameter to the values of its rows on this rank. Weights that rest in a tier are
+        brought in once for all points.
         """
         passed = self._evaluated([b for _ in points for b in batches], points)
         count = len(batches)

@@ -40,10 +40,10 @@ KEPT = 2
 
 
 class Turns(NamedTuple):
-    """The choice of gathered weights that stay in memory until their stage runs again.
+    """The gathered weights that stay in memory until their stage runs again, as :func:`turns` chooses them.
 
-    ``again``: ids of the gather actions whose weights stay until the stage's next gather; ``first``: the first stages,
-    whose weights stay too.
+    ``again``: ids of the gather actions whose weights stay until the next gather of the same stage; ``first``: the
+    stages gathered first in the step, whose weights stay until the next step.
     """
 
     again: frozenset[int]
@@ -51,11 +51,11 @@ class Turns(NamedTuple):
 
 
 def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -> Turns:
-    """Choose which weights stay in memory from one of a rank's ``gathers`` to the next gather of the same stage.
+    """Choose which weights stay in memory from one gather to the next gather of the same stage.
 
-    ``gathers`` are in the order of execution. Weights stay if their stage comes again after one other stage, and so do
-    those of the first stages. Of the remaining weights those that are needed soonest stay, as many as fit in ``room``
-    bytes. ``size_of``: bytes of a stage's weights.
+    ``gathers``: a rank's gather actions in the order of execution; ``size_of``: bytes of a stage's weights. Weights
+    stay if their stage comes again after one other stage, and so do those of the first stages. Of the remaining weights
+    those that are needed soonest stay, as many as fit in ``room`` bytes.
     """
     last: dict[int, int] = {}
     waits = []  # how many gathers a stage would stay for, and the gather before them
@@ -74,11 +74,18 @@ def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -
 
 @dataclass(frozen=True)
 class PipelineRank:
-    """This rank's part of a pipeline: the data of every pass.
+    """This rank's part of a pipeline: what every :class:`PipelinePass` works with.
 
-    ``stages``: all stages of the model; ``users``: this rank's units, each with the stages that use it. ``streamed``:
-    weights rest in files. ``output``: the share of the vocabulary, if it is cut. ``wire``: None on a single rank.
-    ``visit`` and ``fetch``: those of the state. ``live``: the stages whose weights are gathered.
+    Attributes:
+        ``model``, ``mesh``: the model with this rank's layers, and the layout over ranks.
+        ``stages``: all stages of the model.
+        ``users``: this rank's units, each with the indices of the stages that use it.
+        ``tiers``: where weights, gradients and optimizer state rest.
+        ``streamed``: whether weights rest in files.
+        ``output``: this rank's share of the vocabulary, if the vocabulary is cut; else None.
+        ``wire``: transfers to other ranks; None on a single rank.
+        ``visit``, ``fetch``: the methods of :class:`weft.parallel.state.State` with these names.
+        ``live``: the stages whose weights are gathered at present.
     """
 
     model: Transformer
@@ -106,12 +113,17 @@ class PipelineRank:
         return [unit for stages, unit in self.users if stage in stages]
 
     def weights_of(self, stage: int) -> int:
-        """Return the bytes of a stage's weights that rest in a file."""
+        """Return the bytes of those weights of ``stage`` that rest in a file."""
         return sum(self.tiers.size(unit, "weights") for unit in self.units_of(stage))
 
 
 class StageInput(NamedTuple):
-    """The input of a stage: ``x``, its ``leaf`` for backward, rotary angles, and the counts of routers."""
+    """What a stage computes with in forward.
+
+    ``x``: its input; ``leaf``: the same tensor as leaf of the autograd graph, whose gradient backward leaves (None
+    where the stage embeds the tokens itself); ``rope``: rotary angles; ``seen``: counts of the routers, None if nothing
+    counts.
+    """
 
     x: T
     leaf: T | None
@@ -120,10 +132,12 @@ class StageInput(NamedTuple):
 
 
 class PipelinePass:
-    """One execution of a table by this rank's part ``here`` of a pipeline.
+    """One execution of the schedule ``table`` on this rank: forward and backward of all microbatches in ``batches``.
 
-    ``total`` returns the weight of the step's labels, and is called when the first loss is due. With ``points``,
-    microbatches are computed at each point in turn, without gradients. ``hooks`` replace those of the model.
+    ``here``: this rank's part of the pipeline; ``total``: returns the sum of the weights of the step's labels, and is
+    called when the first loss is due; ``points``: functions that give other values for parameters, with which the
+    microbatches are computed in turn without gradients; ``hooks``: replace those of the model; ``early``: units to
+    update during backward.
     """
 
     def __init__(
@@ -155,7 +169,7 @@ class PipelinePass:
         }
 
     def run(self) -> Executed:
-        """Execute the table on this rank."""
+        """Execute the table on this rank; return the times of its actions. It leaves the losses in ``losses``."""
         here = self.here
         self.tiers.restart()
         executed = execute(self.table, here.rank, self._ops(), here.wire)

@@ -14,11 +14,11 @@ T = torch.Tensor
 
 
 class RevocableUpdates:
-    """Optimizer updates of ``units`` that can be undone until :meth:`commit` keeps them all.
+    """Optimizer updates of ``units`` that can be undone until :meth:`commit` makes them final (SuperOffload).
 
-    Call :meth:`keep` with a unit before it is updated. ``done``: the units that have been updated. ``bytes``: memory of
-    the copies. Tensors that rest in a tier get room for a second version there at once, so that a full disk is known
-    before the first update.
+    Call :meth:`keep` with a unit before it is updated. ``done`` (attribute): the units updated since the last
+    :meth:`commit`. Tensors that rest in a tier get room for a second version there at once, so that a full disk is
+    known before the first update; other tensors of the units are copied in memory.
     """
 
     def __init__(self, state: State, units: Sequence[Unit]) -> None:
@@ -48,13 +48,13 @@ class RevocableUpdates:
 
     @torch.no_grad()
     def keep(self, *units: Unit) -> None:
-        """Copy the tensors of these units that rest in no tier, for :meth:`undo`."""
+        """Copy the tensors of ``units`` that rest in no tier, so that :meth:`undo` can restore them."""
         for unit in units:
             torch._foreach_copy_(self._copies[unit], self._changing[unit])
 
     @torch.no_grad()
     def update(self, unit: Unit, grads: Mapping[str, T], lr: float) -> None:
-        """Update a unit by its reduced gradients ``grads``, by name; ``lr``: learning rate.
+        """Update ``unit`` by its reduced gradients ``grads``, by parameter name; ``lr``: learning rate.
 
         This is collective if the optimizer's rule is.
         """

@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """The tensors that a ZeRO stage (Rajbhandari et al. 2020) keeps whole between uses."""
+    """What a ZeRO stage (Rajbhandari et al. 2020) keeps whole on every rank between uses.
+
+    ``parameters``: gathered once per step, not in forward and backward of every pass; ``gradients``: reduced once per
+    step, not after every pass.
+    """
 
     # gather once per step instead of once per forward and backward of every pass
     parameters: bool
@@ -53,9 +57,10 @@ STAGES: dict[int, Kept] = {
 
 @dataclass(eq=False)
 class HookUnit(Unit):
-    """The parameters of one FSDP2 module: of a block, or at the root those of embedding, norm and head.
+    """A unit that FSDP2 gathers and reduces from hooks of autograd: the parameters of one FSDP2 module.
 
-    Hooks of autograd reduce gradients in the passes that :meth:`begin_pass` selects.
+    The module is a block, or the root with embedding, norm and head. ``kept``: what the ZeRO stage keeps whole;
+    gradients are reduced in the passes for which :meth:`begin_pass` asks.
     """
 
     module: FSDPModule
@@ -81,11 +86,12 @@ class HookUnit(Unit):
 def shard_data_parallel(
     model: Transformer, mesh: Mesh, train: Train, memory: Memory
 ) -> None:
-    """Hand parameters, gradients and their reduction over the data axes to FSDP2, one group per block.
+    """Hand the model's parameters and gradients to FSDP2, which shards them over the data axes, a group per block.
 
     Gradients become *sums* over ``dp``, ``shard`` and ``cp`` (the loss is already divided by the global token count).
-    With ``bfloat16`` the groups also compute in bf16 from fp32 parameters and reduce in fp32. If the state is
-    offloaded, each gather fetches parameters from the host, and gradients go there as soon as they are reduced.
+    If ``train.dtype`` is bfloat16, groups compute in bf16 from fp32 parameters and reduce in fp32. If ``memory``
+    offloads the state, each gather fetches parameters from the host, and gradients go there as soon as they are
+    reduced.
     """
     data_mesh = _data_mesh(mesh)
     policy = MixedPrecisionPolicy()
@@ -195,7 +201,7 @@ def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter]
 def sharded_state(
     model: Transformer, mesh: Mesh, make: Callable[..., State] = State
 ) -> State:
-    """Build, with ``make``, the state of a model that :func:`shard_data_parallel` has sharded.
+    """Build the state of a model that :func:`shard_data_parallel` has sharded; ``make`` creates it from units.
 
     The model's parameters must be allocated.
     """

@@ -31,13 +31,20 @@ T = torch.Tensor
 
 @dataclass
 class Held:
-    """A parameter as this rank holds it: ``local`` are the elements ``placement.box`` of the logical tensor.
+    """A parameter as this rank holds it, with what the optimizer keeps for it.
 
-    A frozen parameter (``parameter.requires_grad`` is false) has no gradient, slots or updates. ``gradient`` reads the
-    reduced gradient from ``parameter``. ``slots``: parts of other tensors that belong to the parameter, by name
-    (moments, for example). ``updates`` counts updates, as a tensor for the fused kernels. ``rows``: the rows held along
-    dimension 0, where they differ from the box (experts that have moved). ``norm``: the gradient's norm, where it was
-    taken before the gradient went to a file.
+    A frozen parameter (``parameter.requires_grad`` is false) has no gradient, slots or updates.
+
+    Attributes:
+        ``name``, ``logical``: the parameter's name, and the whole tensor of which ranks hold parts.
+        ``placement``: which part this rank holds: the elements ``placement.box`` of the logical tensor.
+        ``local``: these elements, as the state keeps them.
+        ``parameter``: the PyTorch parameter that these elements are, or are this rank's shard of.
+        ``gradient``: function that reads the reduced gradient of the elements from ``parameter``.
+        ``slots``: what is kept beside the value, such as moments, by name.
+        ``updates``: the number of updates, as a tensor for fused kernels.
+        ``rows``: indices of the rows held along dimension 0, where they differ from the box (experts that have moved).
+        ``norm``: norm of the gradient, where it was taken before the gradient went to a file; else None.
     """
 
     name: str
@@ -65,7 +72,7 @@ class Held:
         return self.placement.box
 
     def part(self, values: T) -> Part:
-        """Return ``values``, shaped like ``local``, as this rank's part of a tensor shaped like the parameter."""
+        """Return ``values``, a tensor shaped like ``local``, as a part that knows its box in the whole tensor."""
         dims = tuple(d.name for d in self.logical.dims)
         tensor = Tensor(self.logical.shape, NAMES[values.dtype], dims)
         at = self.placement
@@ -74,10 +81,10 @@ class Held:
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that are gathered, reduced and updated together.
+    """Parameters that are gathered, reduced and updated together, usually those of one block.
 
-    The parameters of this class are always whole on this rank, and are not shared with ranks that have other data.
-    Subclasses gather and reduce.
+    The parameters of this class are always whole on this rank, and are not shared with ranks that have other data, so
+    that its methods do nothing. Subclasses gather and reduce.
     """
 
     held: list[Held]
@@ -98,7 +105,10 @@ class Unit:
 
 
 def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
-    """Group parameters by the number of their block, as text; embedding, norm and head are under ""."""
+    """Group parameters by the index of their block, as text; embedding, norm and head are under "".
+
+    ``held``: parameters by name.
+    """
     units: dict[str, list[Held]] = {}
     for name, h in held.items():
         kind, _, rest = name.partition(".")
@@ -108,17 +118,21 @@ def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
 
 
 class Updater(Protocol):
-    """An optimizer: updates parameters, and names the slots that it keeps with each."""
+    """An optimizer's rule: updates parameters in place, and names the slots (such as moments) of each."""
 
     def slots(self, held: Held) -> dict[str, Part]:
         """Return the initial optimizer slots of the parameter ``held``, by name."""
 
     def __call__(self, held: Sequence[Held], grads: Sequence[T], lr: float) -> None:
-        """Update parameters and their slots in place by gradients, at learning rate ``lr``. Collective."""
+        """Update parameters and their slots in place by the gradients ``grads``. Collective. ``lr``: learning rate."""
 
 
 class DueUpdate(NamedTuple):
-    """A postponed update of a unit: its gradients, the learning rate, and the factor that multiplies the gradients."""
+    """A postponed update of a unit.
+
+    ``grads``: function that returns the unit's gradients by name; ``lr``: learning rate; ``scale``: factor that
+    multiplies the gradients.
+    """
 
     grads: Callable[[Unit], Mapping[str, T]]
     lr: float
@@ -126,15 +140,23 @@ class DueUpdate(NamedTuple):
 
 
 class State:
-    """All parameters that this rank holds, with their slots, in units.
+    """All parameters that this rank holds, with their gradients and slots (such as moments), in units.
 
-    ``copies``: parameters that ranks of other stages hold too, by the group of these ranks. ``go_home`` moves all rows
-    to the ranks that their boxes name, and returns whether any were elsewhere; it is collective. ``learning``: the
-    parameters that are not frozen; with ``base_elsewhere`` checkpoints leave out the frozen ones. Tensors that
-    ``tiers`` keep are brought in while their unit is updated. ``due``: updates that wait until their unit is visited;
-    readers of tensors, such as checkpoints and proofs, call :meth:`settle` first. ``failed``: the error of an update
-    that may have left some units unchanged; it is raised again then.
-    ``optimizer``: None in a state that is never updated.
+    The step, the proof, checkpoints and moves between layouts read and change the model's state through this class.
+
+    Attributes:
+        ``units``: the units, each with parameters that are updated together.
+        ``held``, ``learning``: the parameters of all units, and those of them that are not frozen.
+        ``copies``: names of parameters that ranks of other pipeline stages hold too, by process group of these ranks.
+        ``tiers``: where tensors rest; they are brought in while their unit is updated.
+        ``base_elsewhere``: whether checkpoints leave out frozen parameters.
+        ``optimizer``: the update rule; None in a state that is never updated.
+        ``due``: updates that wait until their unit is visited; readers of tensors, such as checkpoints and proofs, call
+            :meth:`settle` first.
+        ``failed``: error of an update that may have left some units unchanged; :meth:`settle` raises it again.
+
+    The argument ``go_home`` is a collective function that moves all rows to the ranks that their boxes name, and
+    returns whether any were elsewhere.
     """
 
     def __init__(
@@ -169,12 +191,12 @@ class State:
             self.tiers.rest(unit, "moments", moments)
 
     def gather(self) -> None:
-        """Make all parameters ready for compute. Collective."""
+        """Make the whole parameters of all units ready for compute. Collective."""
         for unit in self.units:
             unit.gather()
 
     def release(self, drop: bool = True) -> None:
-        """Forget the gathered full parameters of all units; ``drop``: free their memory too."""
+        """Forget the gathered whole parameters of all units; ``drop``: free their memory too."""
         for unit in self.units:
             unit.release(drop)
 
@@ -185,8 +207,8 @@ class State:
     def gradients(self, settled: bool = True) -> dict[str, T]:
         """Return the gradient of each learning parameter on this rank, by name; zeros where backward left none.
 
-        With ``settled`` False, gradients that rest in a file may not be read yet, as they may still be on their way
-        there.
+        Postponed updates are run first. Gradients that rest in a file are waited for, unless ``settled`` is False: then
+        they may not be read yet, as they may still be on their way there.
         """
         self._make_due()
         if settled:
@@ -210,10 +232,11 @@ class State:
         scale: float = 1.0,
         revocable: bool = False,
     ) -> None:
-        """Update the parameters and slots of a unit by its reduced gradients, times ``scale``. Collective.
+        """Update the parameters and slots of ``unit`` by its reduced gradients, times ``scale``. Collective.
 
-        The gradients are scaled in place. :meth:`settle` waits for the transfers. A ``revocable`` update can be undone
-        by :class:`weft.parallel.revocable_updates.RevocableUpdates`.
+        ``grads``: gradients by parameter name, which are scaled in place; ``lr``: learning rate. Transfers to tiers go
+        on until :meth:`settle`. A ``revocable`` update can be undone by
+        :class:`weft.parallel.revocable_updates.RevocableUpdates`.
         """
         if any(h.learns for h in unit.held):
             with self.tiers.trying(unit) if revocable else self.tiers.updating(unit):
@@ -238,8 +261,8 @@ class State:
     ) -> None:
         """Postpone the update of every unit to its next :meth:`visit`, or to :meth:`settle` if that comes first.
 
-        ``grads``: function that returns a unit's gradients, which are multiplied by ``scale``; ``lr``: learning rate.
-        Units that are never visited are updated now. Units in ``but`` are left out.
+        ``grads``: function that returns a unit's gradients by name, which are multiplied by ``scale``; ``lr``: learning
+        rate; ``but``: units that are left out. Units that are never visited are updated now.
         """
         self._make_due()
         for unit in self.units:
@@ -251,10 +274,10 @@ class State:
                 self.update(unit, grads(unit), lr, scale)
 
     def fetch(self, unit: Unit) -> None:
-        """Start to fetch from tiers the tensors that :meth:`visit` of ``unit`` will need.
+        """Start to fetch from tiers the tensors that the next :meth:`visit` of ``unit`` needs.
 
-        These are its weights, or all its tensors if :meth:`update_later` has postponed its update. The tensors of the
-        unit whose update was postponed first follow.
+        These are the unit's weights, or all its tensors if :meth:`update_later` has postponed its update. The tensors
+        of the unit whose postponed update has waited longest follow.
         """
         groups = self.tiers.groups
         kinds = groups.get(unit, ()) if unit in self.due else ["weights"]
@@ -265,7 +288,7 @@ class State:
     def visit(self, unit: Unit) -> None:
         """Run the update of ``unit`` that :meth:`update_later` has postponed, if there is one.
 
-        Its weights then stay in memory for the pass that follows.
+        The unit's weights then stay in memory for the pass that follows.
         """
         if due := self.due.pop(unit, None):
             grads, lr, scale = due
@@ -289,7 +312,10 @@ class State:
             self.update(unit, grads(unit), lr, scale)
 
     def expose(self) -> None:
-        """Prepare the tensors of the state for changes by code outside of this class."""
+        """Prepare the state's tensors for changes by code outside of this class.
+
+        Postponed updates are run, and checksums of tensors that rest in files are dropped.
+        """
         self.settle()
         self.tiers.forget_sums()
 
@@ -331,19 +357,23 @@ class State:
             h.updates.fill_(count)
 
     def bring_home(self) -> None:
-        """Move all rows to the ranks that their boxes name. Collective."""
+        """Move all rows (such as experts that have moved) back to the ranks whose boxes contain them. Collective."""
         if self._go_home():
             self.release()  # what was gathered is of other rows
 
     def tensors(self) -> dict[str, Part]:
-        """Return this rank's part of every tensor of the state, by the tensor's name. Collective."""
+        """Return this rank's part of every tensor of the state by name, prepared for changes. Collective.
+
+        Names are ``model.`` and the parameter's, or ``optimizer.``, the slot's and the parameter's.
+        """
         self.bring_home()
         self.expose()
         return self.parts()
 
     def parts(self) -> dict[str, Part]:
-        """Return this rank's part of every tensor for reading between two steps: rows stay where they are, and no rank
-        waits.
+        """Return this rank's part of every tensor by name, for reading between two steps without any waiting.
+
+        Experts that have moved to other ranks are left there.
         """
         slots = {
             f"optimizer.{slot}.{h.name}": part
@@ -368,7 +398,7 @@ class State:
 
     @torch.no_grad()
     def fill(self, values: Values) -> None:
-        """Write initial ``values`` into all parameters, and make the optimizer's slots."""
+        """Write initial ``values`` into all parameters, and make the optimizer's slots from them."""
         self.expose()
         for h in self.held:
             if h.local.numel():

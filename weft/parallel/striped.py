@@ -30,9 +30,11 @@ SQUARE = 128
 
 
 class Stripes:
-    """The owners of a step's rows among the ranks of ``group`` (None: this rank owns all).
+    """Which of the ranks of ``group`` owns each row (token) of a step; without a group this rank owns all.
 
-    Rows of all ranks are ordered rank by rank, and for each rank as in the step. ``size``: tokens of a block.
+    The token at position ``p`` of a text belongs to rank ``p`` modulo the ranks. Rows of all ranks are ordered rank by
+    rank, and for each rank as in the step. ``spans``: the new tokens of each text, with the number of its past tokens;
+    ``size``: tokens of a cache block on all ranks together.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Stripes:
         return self._exchanged(copies, [self.count] * self.ranks, self.counts)
 
     def returned(self, x: T) -> T:
-        """Return this rank's results to the rows' owners: ``[all rows, ...]`` to ``[ranks, own rows, ...]``."""
+        """Send results for all rows back to the rows' owners: ``[all rows, ...]`` to ``[ranks, own rows, ...]``."""
         own = self._exchanged(x, self.counts, [self.count] * self.ranks)
         return own.unflatten(0, (self.ranks, self.count))
 
@@ -98,12 +100,16 @@ class Stripes:
 
 
 class StripedKeys(KeyValuePages):
-    """Pages with the keys and values of each rank's own tokens; a block has that many fewer tokens on a rank."""
+    """Cache pages that hold the keys and values of this rank's own tokens, an equal part of each block."""
 
     stripes: Stripes
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T:
-        """Return ``[1, own tokens, heads or kv_heads, head_dim]``; behind them there may be padding."""
+        """Return the attention of this rank's new tokens to all cached and new tokens on all ranks. Collective.
+
+        The result is ``[1, own tokens, heads or kv_heads, head_dim]``, padded to the length of ``q``. ``window``:
+        number of tokens that a token sees, 0 for all.
+        """
         self.keep(k, v)
         stripes, width = self.stripes, v.shape[-1]
         queries = stripes.gathered(q[0, : stripes.count])
@@ -121,7 +127,7 @@ class StripedKeys(KeyValuePages):
         return F.pad(total.to(q.dtype), (0, 0, 0, 0, 0, padding))[None]
 
     def keep(self, k: T, v: T) -> None:
-        """Write the keys and values of new tokens."""
+        """Write the keys ``k`` and values ``v`` of this rank's new tokens to the cache."""
         self.write(k, v)
 
     def _attend(
@@ -149,10 +155,10 @@ class StripedKeys(KeyValuePages):
 
 
 def attend_behind(q: T, k: T, v: T, past: int, window: int) -> tuple[T, T]:
-    """Return causal attention of new tokens to ``past`` cached keys and to the new tokens, and its log-sum-exp.
+    """Return causal attention of a text's new tokens to its cached and new tokens, and the log-sum-exp of the scores.
 
-    ``q``: queries of the new tokens, ``[tokens, heads, width]``; ``k`` and ``v`` hold the cached tokens, and then the
-    new ones. ``window``: number of tokens that a token sees, 0 for all.
+    ``q``: queries of the new tokens, ``[tokens, heads, width]``; ``k`` and ``v`` hold the ``past`` cached tokens, and
+    then the new ones. ``window``: number of tokens that a token sees, 0 for all.
     """
     end = past + len(q)
     if len(q) > 1:
@@ -171,23 +177,26 @@ def attend_behind(q: T, k: T, v: T, past: int, window: int) -> tuple[T, T]:
 
 
 class StripedLatents(StripedKeys):
-    """Pages with latent vectors in the place of keys and values."""
+    """Cache pages that hold latent vectors (multi-head latent attention) in the place of keys and values."""
 
     # attended to in absorbed form in any case, as nobody has all of a beginning
     tokens = 1
 
     def keep(self, k: T, v: T) -> None:
-        """Write the latent vectors; the values are their first elements, and are not written twice."""
+        """Write the latent vectors ``k`` of new tokens; ``v`` holds only their first elements, and is not written."""
         self.write(k)
 
 
 class SplitStates(StatePages):
-    """Pages with the states of this rank's share of the heads, for all tokens."""
+    """Cache pages of linear attention: states of this rank's share of the heads, from all ranks' tokens."""
 
     stripes: Stripes
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T) -> T:
-        """Return ``[1, own tokens, heads or kv_heads, head_dim]``; behind them there may be padding."""
+        """Return the linear attention of this rank's new tokens. Collective.
+
+        The result is ``[1, own tokens, heads or kv_heads, head_dim]``, padded to the length of ``q``.
+        """
         stripes, group = self.stripes, q.shape[2] // k.shape[2]
         shares = [
             part(q.shape[2], stripes.ranks, rank) for rank in range(stripes.ranks)
@@ -218,7 +227,7 @@ class SplitStates(StatePages):
 def striped(
     pages: KeyValuePages | StatePages, group: dist.ProcessGroup
 ) -> StripedKeys | SplitStates:
-    """Return the pages that replace ``pages`` where tokens are cut over the ranks of ``group``."""
+    """Return the cache pages that replace ``pages`` where the tokens of a text are cut over the ranks of ``group``."""
     if isinstance(pages, StatePages):
         lo, hi = part(len(pages.decay), group.size(), group.rank())
         return SplitStates(pages.size, pages.decay[lo:hi])

@@ -33,7 +33,7 @@ reduce_scatter = (
 def exchanged_rows(
     rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, Any]:
-    """Start an exchange of ``rows``; return the buffer of received rows, and a work handle to wait for.
+    """Start an all-to-all exchange of ``rows``; return the buffer of received rows, and a work handle to wait for.
 
     ``sent[i]`` rows go to rank ``i`` of ``group``, in order, and ``received[i]`` rows come from it.
     """
@@ -45,7 +45,10 @@ def exchanged_rows(
 
 
 class Full(NamedTuple):
-    """A whole parameter that this rank computes with, and the placement of the rows of it that this rank holds."""
+    """A whole parameter that this rank computes with.
+
+    ``logical``: the tensor of the one-device model; ``placement``: which rows of it this rank holds as state.
+    """
 
     name: str
     logical: Logical
@@ -54,11 +57,12 @@ class Full(NamedTuple):
 
 
 class TableUnit(Unit):
-    """Parameters that are whole between :meth:`gather` and :meth:`release` only.
+    """Unit that actions of a schedule gather and reduce; whole only between :meth:`gather` and :meth:`release`.
 
-    The rows that a rank holds are in full precision, on the host if they are offloaded. ``compute``: type of the
-    gathered parameters. The state is float32, or float64 if ``compute`` is; the state of frozen parameters is in the
-    type of ``compute``, as no small updates can get lost. All parameters of a unit are frozen, or none.
+    The state, the rows that this rank holds, is in full precision, on the host or in a file if it is offloaded.
+    ``named``: the parameters, all frozen or none; ``compute``: data type of the gathered parameters; ``tiers``: where
+    tensors rest. The state is float32, or float64 if ``compute`` is; the state of frozen parameters has the type
+    ``compute``, as no small updates can get lost.
     """
 
     visited = True
@@ -123,7 +127,10 @@ class TableUnit(Unit):
     def gather(
         self, values: Callable[[Held], torch.Tensor] = attrgetter("local")
     ) -> None:
-        """Make the full parameters from the rows of all ranks, or from other ``values`` in the place of the rows."""
+        """Make the whole parameters from the rows of all ranks. Collective.
+
+        ``values``: function from a parameter to the values of this rank's rows, if not those of the state.
+        """
         if self.live:
             return
         self.live = True
@@ -154,9 +161,10 @@ class TableUnit(Unit):
             full.data.copy_(pieces.reshape(-1)[:numel].view(shape))
 
     def gather_at(self, points: Sequence[Callable[[Held], torch.Tensor]]) -> None:
-        """Gather the full parameters at several points from rows that are fetched once; :meth:`show` picks a point.
+        """Gather the whole parameters at several ``points``, of which :meth:`show` then picks one. Collective.
 
-        The rows stay unchanged. A unit that does not learn is the same at all points.
+        A point is a function from a parameter to the values of this rank's rows. Rows that rest in a tier are fetched
+        once for all points, and stay unchanged. A unit that does not learn is the same at all points.
         """
         with self.tiers.at_hand(self, "weights"):
             for values in points if self.learns else ():
@@ -168,7 +176,7 @@ class TableUnit(Unit):
             self.gather()
 
     def show(self, point: int) -> None:
-        """Switch the full parameters to those of the point with index ``point``."""
+        """Switch the whole parameters to the point with index ``point`` of the last :meth:`gather_at`."""
         for full, values in zip(self.full, self.at[point] if self.at else ()):  # noqa: B905
             full.data = values
 
@@ -192,9 +200,9 @@ class TableUnit(Unit):
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Add the last backward's gradients to running sums in the type of the state.
+        """Add the gradients of the latest backward to running sums in the data type of the state.
 
-        Nothing is done where parameters have that type already.
+        Nothing is done where parameters compute in that type.
         """
         if self.wide == self.compute:
             return
@@ -208,9 +216,9 @@ class TableUnit(Unit):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the gradients so far over the ranks that share the state.
+        """Sum the whole parameters' gradients over the ranks that share the state. Collective.
 
-        Each rank adds the rows that it holds to its sums of earlier reductions.
+        Each rank adds the rows that it holds to its sums of the step's earlier reductions.
         """
         if not (self.apart and self.learns):
             return
@@ -273,7 +281,7 @@ class TableUnit(Unit):
 
 @torch.no_grad()
 def sum_over_replicas(units: Iterable[TableUnit], mesh: Mesh) -> None:
-    """Sum the reduced gradients of ``units`` over data-parallel replicas.
+    """Sum the reduced gradients of ``units`` over data-parallel replicas (``dp``). Collective.
 
     Units with the same replicas are summed in one call.
     """

@@ -19,9 +19,10 @@ T = torch.Tensor
 
 
 class OutputShard:
-    """This rank's rows of output layer and embedding, which are cut over ``pp`` and ``tp``.
+    """This rank's share of the vocabulary: its rows of output layer and embedding, cut over ``pp`` and ``tp``.
 
-    ``first``: index of the first row in the vocabulary.
+    It runs the passes of vocabulary parallelism (:mod:`weft.schedule.vocab`). ``first``: index of its first row in the
+    vocabulary.
     """
 
     def __init__(self, model: Transformer, mesh: Mesh) -> None:
@@ -37,10 +38,11 @@ class OutputShard:
         losses: dict[int, T],
         objective: Objective | None,
     ) -> dict[str, Op]:
-        """Return the operations of the vocabulary passes, by kind of action.
+        """Return the operations of the vocabulary passes by kind: ``E``, ``S``, ``C``, ``T``, ``G`` and ``D``.
 
-        ``total`` returns the sum of the weights of the step's labels, by which the loss is divided; each microbatch's
-        loss is stored in ``losses``. ``objective``: the loss of pairs of answers, if the recipe has one.
+        :mod:`weft.schedule.vocab` says what each kind computes. ``batches``: one batch per microbatch; ``total``:
+        returns the sum of the weights of the step's labels, by which the loss is divided; ``losses``: gets each
+        microbatch's loss, by microbatch; ``objective``: the loss of pairs of answers, if the recipe has one.
         """
         self.batches, self.total, self.losses = batches, total, losses
         self.objective = objective

@@ -14,7 +14,10 @@ from weft.registry import find
 
 
 def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
-    """Return the attention that the layout asks for. Collective over ``cp``."""
+    """Return the attention function over the ranks of ``cp`` that the layout asks for: tiles, Ulysses or both.
+
+    Collective over ``cp``, as Ulysses needs a process group. ``shape``: the model.
+    """
     layout = mesh.layout
     if mesh.size("cp") == 1:
         return local_attention
@@ -41,7 +44,7 @@ def across(
 ) -> T:  # fmt: skip
     """Return causal attention over the global ranks ``peers``, by the context scheme named ``scheme``.
 
-    The other arguments and the result are those of :func:`tile_attention`.
+    If the scheme has an operator of its own, that computes it. For all other arguments see :func:`tile_attention`.
     """
     if operator := find("context", scheme).implementation().operator():
         out: T = operator(q, k, v, cu_seqlens, peers, index, lengths, window)[0]

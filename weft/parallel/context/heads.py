@@ -11,10 +11,11 @@ T = torch.Tensor
 
 
 def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[int]]:
-    """Return the ranges of query heads that each rank computes, and of the key/value heads that these query heads read.
+    """Return which query heads each rank computes, and which key/value heads these query heads read.
 
-    Both lists are flat: ``[start, end, start, end, ...]``, rank by rank. The number of ranks need not divide the
-    numbers of heads: ranges of query heads differ by one, and a key/value head goes to all ranks that read it.
+    Both are ranges of indices, flat: ``[start, end, start, end, ...]``, rank by rank. The number of ranks need not
+    divide the numbers of heads: ranges of query heads differ by one in length, and a key/value head goes to all ranks
+    that read it.
     """
     own = [part(heads, ranks, rank) for rank in range(ranks)]
     group = heads // kv_heads
@@ -24,9 +25,10 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[
 
 
 def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | None:
-    """Return, for each query head of ``rank``, the index of the key/value head that it reads among those of the rank.
+    """Return for each query head of ``rank`` the index, among the rank's key/value heads, of the one that it reads.
 
-    The result is None where every key/value head serves equally many query heads, in order.
+    The result is None where every key/value head of the rank serves equally many query heads, in order. ``heads``,
+    ``kv_heads``: numbers of heads on all ``ranks`` ranks together.
     """
     first, last = part(heads, ranks, rank)
     group = heads // kv_heads
@@ -39,10 +41,11 @@ def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | 
 def exchange_heads(
     x: T, group: str, ranges: Sequence[int], index: int, inward: bool
 ) -> T:
-    """Exchange tokens of all heads for heads of all tokens (``inward``), or back.
+    """Exchange this rank's tokens of all heads for its own heads of all tokens (``inward``), or back, by all-to-all.
 
-    Inward ``[batch, seq, heads, head_dim]`` becomes ``[batch, ranks * seq, own heads, head_dim]``. ``ranges``: heads of
-    every rank, flat; where they overlap, outward adds the gradients of a head that several ranks read. This is an
+    Inward ``[batch, seq, heads, head_dim]`` becomes ``[batch, ranks * seq, own heads, head_dim]``. ``group``: name of
+    the process group; ``ranges``: the heads of every rank, flat (:func:`head_ranges`); ``index``: this rank's position
+    in the group. Where ranges overlap, outward adds up the gradients of a head that several ranks read. This is an
     operator so that selective recomputation can keep its result.
     """
     cuts = list(zip(ranges[::2], ranges[1::2], strict=True))

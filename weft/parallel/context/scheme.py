@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 class AttentionScheme:
     """A scheme of attention over ``cp``: decides which rank computes each tile of the score matrix, and in which step.
 
-    If ``paired``, a rank owns an early and a late block of the sequence, so that causal work is even; else one block.
+    ``paired``: whether a rank owns two blocks of the sequence, an early and a late one, so that all ranks have equal
+    work under the causal mask; otherwise a rank owns one block.
     """
 
     paired: ClassVar[bool] = False
@@ -22,8 +23,9 @@ class AttentionScheme:
         raise NotImplementedError
 
     def operator(self) -> Callable[..., Any] | None:
-        """Return an operator that replaces :func:`weft.parallel.context.tile_attention.tile_attention`, or None.
+        """Return an operator that computes this scheme in place of ``tile_attention``, or None if the scheme has none.
 
-        It takes the arguments of that function but ``scheme``, and its first result is the attention.
+        The operator takes the arguments of :func:`weft.parallel.context.tile_attention.tile_attention` except
+        ``scheme``, and its first result is the attention.
         """
         return None

@@ -17,9 +17,10 @@ from weft.registry import find
 
 
 class Tile(NamedTuple):
-    """A tile of the score matrix: block ``q`` of queries against block ``k`` of keys, on a rank in a step.
+    """A tile of the score matrix: the block ``q`` of queries against the block ``k`` of keys and values.
 
-    ``mask``: ``causal`` for a block against itself, ``full`` for a block against an earlier one.
+    ``step`` and ``rank``: when and where it is computed; ``mask``: ``causal`` for a block against itself, ``full`` for
+    a block against an earlier block.
     """
 
     step: int
@@ -30,11 +31,11 @@ class Tile(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A transfer of a block while ``step`` is computed.
+    """A transfer of a block from rank ``source`` to rank ``target`` while ``step`` is computed.
 
-    ``kind``: ``q`` (queries) and ``kv`` (keys and values) go where they are used; their results ``o`` and ``dkv`` go
-    home. In backward ``q`` takes the gradient and the statistics of its output along, and ``o`` is the gradient of the
-    queries.
+    ``block``: index of the block; ``kind``: ``q`` (queries) and ``kv`` (keys and values) go where they are used, their
+    results ``o`` and ``dkv`` go back to the owner of the block. In backward ``q`` takes the gradient and the statistics
+    of its output along, and ``o`` is the gradient of the queries.
     """
 
     step: int
@@ -47,8 +48,8 @@ class Move(NamedTuple):
 class GuestBlock(NamedTuple):
     """The stay of a block on a rank that does not own it.
 
-    ``kind``: "q" for queries, "kv" for keys and values. The stay lasts from step ``first``, the first that uses the
-    block there, to step ``last``.
+    ``kind``: "q" for queries, "kv" for keys and values; ``block``: index of the block; ``rank``: the rank that it
+    visits; ``first`` and ``last``: the first and last step in which that rank uses it.
     """
 
     kind: str
@@ -68,10 +69,11 @@ class TableError(WeftError):
 
 @dataclass(frozen=True)
 class TileTable:
-    """A scheme for some number of ranks: its tiles, and the blocks of each rank.
+    """A scheme of attention for some number of ranks, as a table of tiles.
 
-    ``owners[rank]``: the blocks whose queries, keys and values ``rank`` holds, in its order. ``buffers``: the largest
-    number of other ranks' blocks that a rank holds at once, with those on their way to it.
+    ``name``: the scheme; ``owners[rank]``: the blocks whose queries, keys and values ``rank`` holds, in order;
+    ``tiles``: the tiles of all ranks and steps; ``buffers``: the largest number of other ranks' blocks that a rank
+    holds at once, those on their way to it included.
     """
 
     name: str
@@ -95,7 +97,7 @@ class TileTable:
 
     @cached_property
     def at(self) -> dict[tuple[int, int], list[Tile]]:
-        """Tiles by ``(step, rank)``."""
+        """The tiles by ``(step, rank)``."""
         tiles: dict[tuple[int, int], list[Tile]] = defaultdict(list)
         for t in self.tiles:
             tiles[t.step, t.rank].append(t)
@@ -117,9 +119,10 @@ class TileTable:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """The transfers of blocks, in an order that all ranks agree on.
+        """The transfers of blocks, in an order that is the same on all ranks.
 
-        A block is sent by the nearest preceding rank that holds the block in the previous step, as in a ring.
+        A block is sent by the nearest preceding rank that holds it in the step before, as in a ring; its result is sent
+        to the block's owner.
         """
         # who else has a block at a step
         held: dict[tuple[str, int, int], list[int]] = defaultdict(list)
@@ -139,19 +142,22 @@ class TileTable:
 
     @cached_property
     def moves_at(self) -> dict[int, list[tuple[int, Move]]]:
-        """The transfers of blocks by step, each with its index in :attr:`moves`."""
+        """The transfers of blocks by the step in which they happen, each with its index in :attr:`moves`."""
         moves: dict[int, list[tuple[int, Move]]] = defaultdict(list)
         for number, move in enumerate(self.moves):
             moves[move.step].append((number, move))
         return dict(moves)
 
     def only(self, needed: Callable[[Tile], bool]) -> "TileTable":
-        """Return the table with only the tiles for which ``needed`` returns True, and the transfers for these tiles."""
+        """Return a table of those tiles for which ``needed`` returns True, and of the transfers for these tiles."""
         return replace(self, tiles=tuple(t for t in self.tiles if needed(t)))
 
 
 def validate_tiles(table: TileTable) -> TileTable:
-    """Raise :class:`TableError` unless every tile is computed once, on a rank that has its blocks; return the table."""
+    """Return the table if it computes causal attention; else raise :class:`TableError`.
+
+    Every tile must be computed once, on a rank that has its blocks by then, with the right mask and within the buffers.
+    """
     name, blocks = f"attention table {table.name!r}", sorted(chain(*table.owners))
     if len(blocks) < table.ranks or not all(table.owners):
         idle = [r for r, owned in enumerate(table.owners) if not owned]
@@ -209,22 +215,19 @@ def validate_tiles(table: TileTable) -> TileTable:
 
 
 def zigzag_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Assign to every rank an early and a late block of the sequence, so that causal work is even.
-
-    Returns the blocks of each rank.
-    """
+    """Return the blocks of each rank if a rank owns an early and a late block, so that causal work is even."""
     return tuple((r, 2 * ranks - 1 - r) for r in range(ranks))
 
 
 def contiguous_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Assign to rank ``r`` block ``r`` of the sequence. Returns the blocks of each rank."""
+    """Return the blocks of each rank if rank ``r`` owns block ``r`` of the sequence."""
     return tuple((r,) for r in range(ranks))
 
 
 def tiles_between(
     step: int, rank: int, queries: Collection[int], keys: Collection[int]
 ) -> list[Tile]:
-    """Return the tiles of query blocks ``queries`` and key blocks ``keys`` that causal attention needs.
+    """Return the tiles of query blocks ``queries`` and key blocks ``keys``, without those above the causal diagonal.
 
     All tiles are computed by ``rank`` in step ``step``.
     """
@@ -239,10 +242,11 @@ def tiles_between(
 def circle(
     name: str, owners: tuple[tuple[int, ...], ...], travels: str, buffers: int
 ) -> TileTable:
-    """Return a ring's table: in step ``t`` rank ``r`` works with the blocks of rank ``r - t`` (modulo the ranks).
+    """Return the table of ring attention: in step ``t``, rank ``r`` works with the blocks of rank ``r - t``.
 
-    ``travels``: whether blocks of queries ("q") or of keys and values ("kv") go around the ring. ``owners``: the blocks
-    of each rank; ``buffers``: number of other ranks' blocks that a rank may hold.
+    Numbers of ranks are modulo the ranks. ``name``: the scheme; ``owners``: the blocks of each rank; ``travels``:
+    whether blocks of queries ("q") or of keys and values ("kv") go around the ring; ``buffers``: number of other ranks'
+    blocks that a rank may hold.
     """
     size, tiles = len(owners), []
     for step in range(size):

@@ -28,7 +28,10 @@ TileGradients = tuple[T, T, T]
 
 
 class TilePiece(NamedTuple):
-    """One call of a kernel: ``rows`` of query block ``q`` against ``cols`` of key block ``k``."""
+    """One call of the attention kernel: ``rows`` of query block ``q`` against ``cols`` of key block ``k``.
+
+    ``segments``: the rectangles and triangles of scores to compute, in coordinates of these rows and columns.
+    """
 
     rows: slice
     cols: slice
@@ -38,10 +41,11 @@ class TilePiece(NamedTuple):
 
 
 class Trip:
-    """A table applied to documents: the work of rank ``index`` of ``peers`` (global ranks).
+    """A tile table applied to documents, as run by one rank: the pieces of its tiles, and the transfers that they need.
 
-    ``lengths``: tokens of every block in a row; ``cu``: document boundaries in the flattened rows; ``window``: the
-    number of tokens that a token sees, 0 for all of its document.
+    ``cu``: cumulative document boundaries in the flattened rows; ``lengths``: tokens of every block in a row;
+    ``peers``: global ranks in the order of the table; ``index``: this rank's position among them; ``window``: number of
+    tokens that a token sees, 0 for all of its document.
     """
 
     def __init__(
@@ -91,9 +95,10 @@ class Trip:
     ) -> dict[Key, list[T]]:
         """Run the table; return the results for the blocks that this rank owns, by kind and block.
 
-        ``held``: own blocks, to which visiting blocks are added while they stay. ``like``: for each kind of block,
-        empty tensors of the type and shape of its rows. ``blank``: for each kind of result, the values of an empty one.
-        ``compute`` returns the results of one :class:`TilePiece`; ``merge`` adds a result to another in place.
+        ``held``: own blocks by kind and block; blocks of other ranks are added while they stay. ``like``: for each kind
+        of block or result, empty tensors of the type and shape of its rows. ``blank``: for each kind of result, the
+        values of an empty result. ``compute``: returns the results of a query block and a key block for one
+        :class:`TilePiece`; ``merge``: adds a result to another in place.
         """
         totals: dict[Key, list[T]] = {}
         leaving: dict[Key, list[T]] = {}
@@ -203,11 +208,11 @@ def _check(
 def tile_pieces(
     cu: tuple[int, ...], lengths: tuple[int, ...], q: int, k: int, window: int = 0
 ) -> list[TilePiece]:
-    """List the segments to compute of query block ``q`` against key block ``k``, in coordinates of the two blocks.
+    """List the kernel calls for query block ``q`` against key block ``k``; the list is empty if no query needs a key.
 
-    A block of queries has one causal segment per document with the keys of the same block, and at most one full segment
-    per row with an earlier block, for the document that spans both. A ``window`` cuts both. The list is empty where no
-    query needs a key.
+    ``cu``: cumulative document boundaries; ``lengths``: tokens of every block in a row. A block against itself has one
+    causal segment per document; against an earlier block at most one full segment per row, for the document that spans
+    both. Segments are in coordinates of the two blocks. ``window``: number of tokens that a token sees, 0 for all.
     """
     starts, row = [0, *accumulate(lengths)], sum(lengths)
     nq, nk, rows = lengths[q], lengths[k], cu[-1] // sum(lengths)
@@ -285,9 +290,11 @@ def tile_attention(
 ) -> tuple[T, T]:  # fmt: skip
     """Return causal attention over the ranks ``peers``: ``out`` like ``q``, and ``lse`` ``[batch * seq held, heads]``.
 
-    ``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of the blocks that rank ``index`` owns. ``peers``:
-    global ranks in the order of the table; ``lengths``: tokens of a row in every block, empty for equal lengths;
-    ``window`` as of :func:`weft.models.attention.attention`. docs/reference/techniques.md counts the bytes.
+    ``lse``: log-sum-exp of the scores. ``q``, ``k``, ``v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of the
+    blocks that this rank owns; ``cu_seqlens``: cumulative document boundaries on all ranks; ``scheme``: name of the
+    context scheme; ``peers``: global ranks in the order of its table; ``index``: this rank's position among them;
+    ``lengths``: tokens of a row in every block, empty for equal lengths; ``window``: number of tokens that a token
+    sees, 0 for all. docs/reference/techniques.md counts the bytes that travel.
     """
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     qs, ks, vs = trip.cut(q), trip.cut(k), trip.cut(v)
@@ -319,9 +326,10 @@ def tile_attention_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int,
     lengths: Sequence[int], window: int = 0,
 ) -> TileGradients:  # fmt: skip
-    """Return the gradients of queries, keys and values from ``grad``, the gradient of the attention's output.
+    """Return the gradients of queries, keys and values.
 
-    ``out`` and ``lse`` are the results of :func:`tile_attention`; the other arguments are those of that function.
+    ``grad``: gradient of the attention's output; ``out`` and ``lse``: results of :func:`tile_attention`; all other
+    arguments are those of :func:`tile_attention`.
     """
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     queries = [trip.cut(x) for x in (q, grad, out, lse.unflatten(0, q.shape[:2]))]

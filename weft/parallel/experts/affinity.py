@@ -33,7 +33,11 @@ def steps_between(
 
 
 def loads_of(chosen: Sequence[np.ndarray], experts: Sequence[int]) -> list[np.ndarray]:
-    """Count how many times tokens were routed to each expert, layer by layer; arguments as of :func:`steps_between`."""
+    """Count how many tokens are routed to each expert: ``[experts]`` for each layer.
+
+    ``chosen``: for each layer the experts that tokens are routed to, ``[tokens, k]``; ``experts``: number of experts of
+    each layer.
+    """
     return [
         np.bincount(ids.ravel(), minlength=count)
         for ids, count in zip(chosen, experts, strict=True)
@@ -41,9 +45,9 @@ def loads_of(chosen: Sequence[np.ndarray], experts: Sequence[int]) -> list[np.nd
 
 
 def share_that_stays(steps: Sequence[np.ndarray], owners: Owners) -> float:
-    """Return the share of tokens' transitions between adjacent layers that stay on the same rank.
+    """Return the share of tokens' transitions between experts of adjacent layers that stay on one rank.
 
-    ``steps``: counts of transitions as of :func:`steps_between`; ``owners``: the rank of every expert, for each layer.
+    ``steps``: counts of transitions (:func:`steps_between`); ``owners``: the rank of every expert, for each layer.
     """
     stays = sum(
         counts[here[:, None] == there].sum()
@@ -55,16 +59,18 @@ def share_that_stays(steps: Sequence[np.ndarray], owners: Owners) -> float:
 def largest_load(loads: Sequence[np.ndarray], owners: Owners) -> float:
     """Return the largest load of a rank in any layer, relative to the mean load of ranks in that layer.
 
-    ``loads``: for each layer, how many times tokens were routed to each expert; ``owners``: the rank of every expert.
+    ``loads``: for each layer, how many tokens are routed to each expert; ``owners``: for each layer, the rank of every
+    expert.
     """
     by_rank = map(np.bincount, owners, loads)
     return max(float(load.max() / load.mean()) for load in by_rank)
 
 
 def random_owners(experts: Sequence[int], ranks: int, seed: int = 0) -> Owners:
-    """Assign the experts of each layer to random ranks; the numbers of experts of two ranks differ by one at most.
+    """Assign the experts of each layer to random ranks; the numbers of experts on two ranks differ by one at most.
 
-    ``experts``: the number of experts of each layer.
+    ``experts``: the number of experts of each layer; ``seed``: of the random numbers. Returns the rank of every expert,
+    for each layer.
     """
     rng = np.random.default_rng(seed)
     split = (np.array_split(np.arange(count), ranks) for count in experts)
@@ -81,12 +87,13 @@ def place_experts(
     level: float = 0.0,
     starts: int = 4,
 ) -> Owners:
-    """Assign equally many experts to each rank, so that most transitions of tokens stay on a rank.
+    """Assign equally many experts to each rank, so that most tokens' experts in adjacent layers share a rank.
 
-    Returns the rank of every expert, for each layer. ``steps``: counts of transitions as of :func:`steps_between`;
-    ``loads``: as of :func:`loads_of`. Local search from ``starts`` random assignments: go through the layers back and
-    forth and make the best swaps of two experts, with the other layers fixed, until no swap helps. ``level`` weighs the
-    variance of the ranks' loads (over their mean, averaged over layers) against the share of transitions that stay.
+    Returns the rank of every expert, for each layer. ``steps``: counts of tokens' transitions between experts of
+    adjacent layers (:func:`steps_between`); ``loads``: tokens routed to each expert (:func:`loads_of`). A local search
+    from ``starts`` random assignments goes through the layers back and forth and makes the best swaps of two experts,
+    with the other layers fixed, until no swap helps. ``level`` weighs the variance of the ranks' loads (over their
+    mean, averaged over layers) against the share of transitions that stay on a rank.
     """
     total = sum(counts.sum() for counts in steps)
     # What the square of a rank's load costs, in steps.

@@ -23,7 +23,7 @@ LEAST, MOST = 2**20, 8
 
 
 def connect_experts(model: Transformer, mesh: Mesh) -> None:
-    """Give each mixture of experts the dispatcher that brings tokens to experts of other ranks (``ep``)."""
+    """Give each mixture of experts in ``model`` the dispatcher that brings tokens to other ranks' experts (``ep``)."""
     for module in model.modules():
         if isinstance(module, Mixture):
             assert model.loads is not None
@@ -33,10 +33,11 @@ def connect_experts(model: Transformer, mesh: Mesh) -> None:
 
 
 def count_pieces(layout: Layout, tokens: T, choice: Choice) -> int:
-    """Return the number of pieces in which tokens are dispatched to experts, the same on all ranks.
+    """Return into how many chunks the tokens of a pass are cut before dispatch, the same number on all ranks.
 
     ``layout.pieces`` decides if set. Else tokens are cut so that a message has about one MiB; they are not cut without
-    gradients or where ranks may have different numbers of tokens.
+    gradients or where ranks may have different numbers of tokens. ``tokens``: ``[tokens, embed]``; ``choice``: the
+    experts that they are routed to.
     """
     # documents by length, a prompt: unequally many
     if layout.pieces or layout.balance or not torch.is_grad_enabled():
@@ -50,7 +51,8 @@ def connect_mixture(
 ) -> ExpertRanks:
     """Give a mixture of experts the dispatcher that ``way`` makes, and return the mixture's :class:`ExpertRanks`.
 
-    ``sent`` counts the bytes that this rank sends to other ranks, by kind.
+    ``way``: function from the ranks that hold the experts to a dispatcher among them; ``sent``: counter to which the
+    bytes that this rank sends are added, by kind of data.
     """
     ranks = ExpertRanks(mixture.mesh, mixture.experts.logical["gate"].dims, sent)
     placing = Placing(ranks, way(ranks))

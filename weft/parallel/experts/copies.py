@@ -36,11 +36,13 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Assignment of experts to ranks in the passes of a step, with copies.
+    """Assignment of a layer's experts to ranks in the passes of a step, with copies on other ranks than the owner.
 
-    ``copies``: the ranks that have each expert, bool ``[experts, ranks]``; ``slots``: the slot of the expert on each of
-    these ranks, ``[experts, ranks]``. ``lent``: the indices of this rank's experts whose weights other ranks get, rank
-    by rank; ``sent``: the number of experts sent to each rank; ``received``: the number received from each.
+    Attributes:
+        ``copies``: the ranks that have each expert, bool ``[experts, ranks]``.
+        ``slots``: the slot (position in a rank's stack of weights) of the expert on these ranks, ``[experts, ranks]``.
+        ``lent``: indices of this rank's own experts whose weights other ranks get, rank by rank.
+        ``sent``, ``received``: numbers of experts that this rank sends to each rank, and receives from each rank.
     """
 
     copies: T
@@ -59,9 +61,10 @@ def planner() -> ThreadPoolExecutor:
 class Copies:
     """Copies of a layer's experts that ranks lend each other; each rank has ``spare`` slots for them.
 
-    A plan is made as soon as a step's counts are known, and waited for in the layer's next pass. With a ``state`` that
-    may move, experts change their owners now and then: ``order`` lists the experts owner by owner, and ``home`` does so
-    as the layout has it.
+    A plan is made as soon as the routing counts of a step are known, and waited for in the layer's next pass. Experts
+    also change their owners now and then, once :func:`let_experts_move` has set ``state``. ``ranks``: the ranks that
+    hold the layer's experts; ``order`` lists the experts owner by owner, and ``home`` lists them so for the owners that
+    the layout gives.
     """
 
     def __init__(self, ranks: Homes, spare: int) -> None:
@@ -83,7 +86,8 @@ class Copies:
     def learn_from(self, loads: Sequence[int]) -> None:
         """Plan the copies of the next step from a moving mean of experts' loads, in which the last step weighs most.
 
-        ``loads``: tokens routed to each expert in the last step.
+        ``loads``: tokens routed to each expert in the last step. If that pays, experts change their owners first, which
+        is collective.
         """
         self.running = self.running / 2 + np.repeat(loads, self.ranks.pieces)
         self.rested += 1
@@ -98,7 +102,10 @@ class Copies:
         self.replan()
 
     def move_to(self, order: np.ndarray) -> None:
-        """Move experts between ranks; ``order`` lists the experts rank by rank. Collective."""
+        """Move experts between ranks, with their state. Collective.
+
+        ``order``: the experts owner by owner after the move.
+        """
         places = Places(self.order, self.sizes, self.home)
         move_experts(self.ranks, self.state, places, order)
         self.order = order
@@ -140,9 +147,9 @@ class Copies:
         )
 
     def slots_of(self, ids: T) -> T:
-        """Return the slot for each expert in ``ids``, the experts that tokens are routed to.
+        """Return the slot of an expert's copy for each entry of ``ids``, the experts that tokens are routed to.
 
-        An expert's copies share its tokens of all ranks evenly.
+        The copies of an expert share its tokens of all ranks evenly. Collective.
         """
         plan, ranks, flat = self.plan, self.ranks, ids.flatten()
         # the last are of choices that are dropped
@@ -158,10 +165,10 @@ class Copies:
         return chosen.view_as(ids)
 
     def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
-        """Start to receive the weights of the experts that this rank borrows from others.
+        """Start to receive the weights of the experts that this rank borrows; return a function that waits for them.
 
-        ``weights``: stacks ``[experts, ...]`` of this rank's own experts. Each expert travels as one row with all of
-        its weights. The returned function waits for the rows, and returns them for each stack.
+        ``weights``: stacks ``[experts, ...]`` of this rank's own experts, of which other ranks get theirs. The function
+        returns the borrowed experts' weights, one stack for each of ``weights``.
         """
         plan = self.plan
         rows = torch.cat([w[plan.lent].flatten(1) for w in weights], 1)
@@ -178,7 +185,7 @@ class Copies:
 
 
 def moving_layers(model: Transformer) -> dict[str, Copies]:
-    """Return the copies of all mixtures of ``model`` whose experts may change their owners, by the layer's name."""
+    """Return the :class:`Copies` of each mixture of experts in ``model`` that has spare slots, by the layer's name."""
     return {
         name: module.copies
         for name, module in model.named_modules()
@@ -187,7 +194,10 @@ def moving_layers(model: Transformer) -> dict[str, Copies]:
 
 
 def let_experts_move(layers: Mapping[str, Copies], state: State) -> None:
-    """Allow the experts of ``state`` to change their owners after steps; :func:`bring_experts_home` undoes that."""
+    """Allow the experts of ``layers`` to change their owners after steps, with their weights and slots in ``state``.
+
+    ``layers``: the copies of each mixture by the layer's name. :func:`bring_experts_home` moves the experts back.
+    """
     held = {h.name: h for h in state.held}
     for name, copies in layers.items():
         copies.expose = state.expose
@@ -197,7 +207,10 @@ def let_experts_move(layers: Mapping[str, Copies], state: State) -> None:
 
 
 def bring_experts_home(layers: Mapping[str, Copies]) -> bool:
-    """Move all experts to the owners that the layout gives; return whether any had another owner. Collective."""
+    """Move all experts to the owners that the layout gives; return whether any had another owner. Collective.
+
+    ``layers``: the copies of each mixture of experts by the layer's name.
+    """
     away = [c for c in layers.values() if (c.order != c.home).any()]
     for copies in away:
         copies.move_to(copies.home)

@@ -45,11 +45,12 @@ def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
 
 
 def halved(loads: Array, own: Array, spare: int) -> Array:
-    """Return a table with copies of experts until each copy has at most half of a rank's mean load, or no room is left.
+    """Return a table of experts' copies, bool ``[experts, ranks]``, with more copies of the experts with large loads.
 
-    Each step copies the expert with the largest load per copy to the least loaded rank that has room for it (after
-    DeepSeek's EPLB). ``loads``: of experts, 1 being a rank's mean load; ``own``: the owner of each expert, bool
-    ``[experts, ranks]``, which is not changed; ``spare``: slots of a rank for copies.
+    Copies are added until each has at most half of a rank's mean load, or no rank has room. Each step copies the expert
+    with the largest load per copy to the least loaded rank with room for it (after DeepSeek's EPLB). ``loads``: load of
+    each expert, 1 being a rank's mean load; ``own``: the owner of each expert, bool ``[experts, ranks]``; ``spare``:
+    slots of a rank for copies.
     """
     copies = own.copy()
     while True:
@@ -62,11 +63,12 @@ def halved(loads: Array, own: Array, spare: int) -> Array:
 
 
 def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
-    """Return ``copies`` after changes that even the ranks' loads; each change is of one expert on the most loaded rank.
+    """Return a table like ``copies``, bool ``[experts, ranks]``, after changes that make the ranks' loads more even.
 
-    That expert gets another copy, is moved, or leaves the rank if it has other copies. The change with the least sum of
-    squares of the ranks' loads is made. ``loads``: of experts; ``own``: the owner of each expert, bool ``[experts,
-    ranks]``; ``spare``: slots of a rank for copies.
+    Each change is of one expert on the most loaded rank: the expert gets another copy, is moved, or leaves the rank if
+    it has other copies. The change with the least sum of squares of the ranks' loads is made. ``loads``: load of each
+    expert, 1 being a rank's mean load; ``own``: the owner of each expert, bool ``[experts, ranks]``; ``spare``: slots
+    of a rank for copies.
     """
     copies, unit = copies.copy(), np.eye(copies.shape[1])
     while True:
@@ -99,7 +101,7 @@ def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
 
 
 def swapped(loads: Array, order: Array, sizes: Array) -> Array:
-    """Swap experts between two ranks at a time until the loads of owned experts are even; return the new order.
+    """Swap experts between two owners at a time until the owners' loads are even; return the new order of experts.
 
     ``loads``: tokens routed to each expert; ``order``: experts owner by owner; ``sizes``: number of experts that each
     rank owns. The part of an expert's load above the ranks' mean does not count, as only copies can take it.

@@ -40,7 +40,7 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Sends a row for each pair of a token and an expert that it is routed to, to the rank that has the expert."""
+    """Dispatcher that sends a row for each pair of a token and an expert that it is routed to, to the expert's rank."""
 
     members: Members
 
@@ -77,7 +77,7 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class PerMember:
-    """Sends one copy of a token to each rank of the group that has, or leads to, any of the token's experts.
+    """Dispatcher that sends one copy of a token to each rank of the group with (or on the way to) any of its experts.
 
     The dispatcher ``inner`` brings the token from there to its experts. The receiving rank adds up the results of a
     token before they go back.
@@ -123,7 +123,10 @@ class PerMember:
 
 
 class AllGather:
-    """Sends all tokens to all ranks of the group; each rank adds up the results of its own experts for every token."""
+    """Dispatcher that sends all tokens to all ranks of the group.
+
+    Each rank computes its own experts for every token, and their weighted results are summed over the ranks.
+    """
 
     def __init__(self, members: Members) -> None:
         self.members, self.fan_out = members, local_experts(members)
@@ -150,7 +153,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class EachChoice:
-    """Sends a copy of a token for each expert that the token is routed to.
+    """Dispatcher that sends a copy of a token for each expert that the token is routed to, by ``inner``.
 
     The experts' results come back one by one, and the rank that the token came from weights them and adds them up.
     """
@@ -174,9 +177,11 @@ class EachChoice:
 
 
 def then(arriving: Arriving, meta: tuple[Any, ...]) -> Arriving:
-    """Return a function that waits for ``arriving`` rows and appends ``meta`` to the metadata of an inner dispatcher.
+    """Return a function that waits for the rows of an inner dispatcher, and adds ``meta`` to the metadata of these
+    rows.
 
-    ``meta``: what an outer dispatcher needs to combine the results.
+    ``arriving``: the inner dispatcher's function that waits for the rows; ``meta``: what the outer dispatcher needs to
+    combine the results.
     """
 
     def arrived() -> Dispatched:
@@ -187,21 +192,21 @@ def then(arriving: Arriving, meta: tuple[Any, ...]) -> Arriving:
 
 
 def local_experts(members: Members) -> LocalExperts:
-    """Return the dispatcher to this rank's own experts.
+    """Return the dispatcher that gives this rank's rows to its own experts, and sends nothing.
 
-    Tokens may also be routed to experts of other ranks, which this dispatcher leaves out.
+    Rows that are routed to experts of other ranks are left out.
     """
     return LocalExperts(range(members.first, members.last), others=True)
 
 
 def per_rank(members: Members) -> Dispatcher:
-    """Return the dispatcher that sends one copy of a token to each rank that has any of its experts."""
+    """Return the dispatcher that sends one copy of a token to each rank of ``members`` that has any of its experts."""
     return PerMember(members, local_experts(members))
 
 
 @dataclass(frozen=True)
 class Placing:
-    """Dispatches as ``inner`` does, after replacing the indices of experts by slots on ``ranks``."""
+    """Dispatcher ``inner`` behind a step that replaces experts' indices by slots on ``ranks``."""
 
     ranks: ExpertRanks
     inner: Dispatcher

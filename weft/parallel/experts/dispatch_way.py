@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 
 class DispatchWay:
-    """Makes the dispatcher of a mixture of experts.
+    """Interface of the technique kind ``dispatch``: makes the dispatcher of a mixture of experts.
 
-    ``by_node``: the dispatcher treats ranks of the same node differently, so that the fuzzer draws it only where nodes
-    are known. ``copies``: ranks may lend each other the weights of their experts.
+    ``by_node``: whether the dispatcher treats ranks of the same node differently, so that the fuzzer draws it only
+    where nodes are known. ``copies``: whether ranks may lend each other the weights of their experts.
     """
 
     by_node: ClassVar[bool] = False
     copies: ClassVar[bool] = False
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
-        """Return the dispatcher among ``ranks``."""
+        """Return the dispatcher that brings tokens to the experts on ``ranks``, and results back."""
         raise NotImplementedError

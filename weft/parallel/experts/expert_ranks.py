@@ -20,14 +20,18 @@ T = torch.Tensor
 
 
 class ExpertRanks(Homes):
-    """The ranks that hold all experts of a layer together. ``slot_of``: the slot of each expert.
+    """The ranks that hold all experts of a layer together, and the slots of each.
 
-    If there are fewer experts than ranks, each expert is cut in ``pieces``, which are placed like experts. The slots
-    after those of a rank's own experts are for ``copies`` of experts of other ranks.
+    A slot is a position in a rank's stack of expert weights; slots are numbered over all ranks. If there are fewer
+    experts than ranks, each expert is cut in ``pieces``, which are placed like experts. ``slot_of``: the slot of each
+    expert or piece; slots after those of a rank's own experts are for ``copies`` of experts of other ranks.
     """
 
     def __init__(self, mesh: Mesh, dims: Sequence[Dim], sent: Counter[str]) -> None:
-        """``dims``: dimensions of a stack of weights; the first one counts the experts."""
+        """``dims``: dimensions of a stack of expert weights, of which the first counts the experts.
+
+        ``sent``: counter to which the bytes that this rank sends are added, by kind of data.
+        """
         experts = dims[0].count
         group, layout = mesh.group("exchange"), mesh.layout
         count, self.pieces = layout.ep, max(1, layout.ep // experts)
@@ -59,9 +63,10 @@ class ExpertRanks(Homes):
             ]
 
     def placed(self, choice: Choice) -> Choice:
-        """Replace the experts in a routing ``choice`` by slots.
+        """Replace the experts in a routing ``choice`` by the slots where their weights are, numbered over all ranks.
 
-        An expert that is cut becomes the slots of all its pieces.
+        An expert that is cut becomes the slots of all its pieces, each with the expert's routing weight; an expert with
+        copies becomes the slot of one of them.
         """
         with untyped():
             pieces = torch.arange(self.pieces, device=choice.ids.device)
@@ -74,10 +79,10 @@ class ExpertRanks(Homes):
         return Choice(weights, self.declared(slots))
 
     def across(self, block: int, joined: int = 1) -> Members:
-        """Return the ranks at this rank's position in each block of neighbouring ranks; each leads to its block's
-        slots.
+        """Return the ranks that have this rank's position in their blocks of neighbouring ranks, such as the nodes.
 
-        ``block``: ranks of a block; ``joined``: number of neighbouring slots of a block that count as one.
+        Each of these ranks leads to the slots of its whole block. ``block``: ranks in a block; ``joined``: number of
+        neighbouring slots of a block that count as one slot.
         """
         start = self.rank // block * block
         first = self.shares[start][0] // joined
@@ -87,10 +92,10 @@ class ExpertRanks(Homes):
         return Members(self.mesh, group, owner, first, last, self.sent)
 
     def within(self, block: int, from_anywhere: bool = False) -> Members:
-        """Return the group of the ranks in this rank's block of ``block`` neighbouring ranks.
+        """Return the ranks of this rank's block of ``block`` neighbouring ranks, each with its own slots.
 
-        Its ranks lead to the slots of this block. With ``from_anywhere`` they lead to all slots: for a slot of another
-        block, the rank at the position that the slot's owner has in its block.
+        With ``from_anywhere`` they also lead to the slots of other blocks: to a slot of another block leads the rank
+        that has the same position in its block as the slot's owner.
         """
         here = from_anywhere | (self.owner // block == self.rank // block)
         owner = torch.where(here & (self.owner < self.count), self.owner % block, block)

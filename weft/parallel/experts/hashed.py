@@ -23,9 +23,10 @@ T = torch.Tensor
 
 
 class Hashed:
-    """Dispatches the means of similar tokens by ``inner``; without gradients it dispatches all tokens.
+    """Dispatcher of LSH-MoE (Nie et al. 2024): sends the mean of similar tokens that are routed to the same expert.
 
-    A token that is alone in its bucket is unchanged.
+    Tokens with the same hash form a bucket, and ``inner`` sends its mean; the result for the mean stands for all of
+    them. A token that is alone in its bucket is unchanged. Without gradients all tokens are sent.
     """
 
     def __init__(self, ranks: ExpertRanks, inner: Dispatcher) -> None:
@@ -94,7 +95,7 @@ def summed(rows: T, buckets: T, count: int) -> T:
 def shared(sums: T, buckets: T) -> T:
     """Return for each row the entry of its bucket in ``sums``: ``[buckets, ...]`` to ``[rows, ...]``.
 
-    ``buckets``: the bucket of each row.
+    ``buckets``: index of the bucket of each row.
     """
     return MovedRows.apply(sums, *_ways(len(sums))[::-1], buckets)
 
@@ -110,6 +111,9 @@ def _ways(count: int) -> tuple[Any, Any]:
 
 @lru_cache
 def rotations(width: int, count: int, device: torch.device) -> T:
-    """Draw ``count`` random rotations of vectors, the same on all ranks and in every run: ``[count, width, width]``."""
+    """Draw ``count`` random rotations of vectors of ``width`` elements: ``[count, width, width]`` on ``device``.
+
+    They are the same on all ranks and in every run.
+    """
     drawn = torch.randn(count, width, width, generator=torch.Generator().manual_seed(0))
     return torch.linalg.qr(drawn).Q.to(device)

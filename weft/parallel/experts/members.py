@@ -16,11 +16,17 @@ T = torch.Tensor
 
 
 class Members:
-    """Ranks of a group that exchange rows of tokens on the way to *slots* of experts.
+    """Ranks of a process group that exchange rows of tokens on the way to the slots of experts.
 
-    ``owner[s]``: the member that has slot ``s``, or leads to it, ``[slots + 1]``; the value ``count`` (the number of
-    members) stands for no member. The last slot is that of dropped tokens. This rank has the slots from ``first`` up to
-    ``last``. ``sent`` counts the bytes that this rank sends to others, by :data:`weft.models.router.SENT`.
+    A slot is a position in a rank's stack of expert weights; slots are numbered over all ranks.
+
+    Attributes:
+        ``owner``: the member that has each slot, or leads to it, ``[slots + 1]``; the value ``count`` stands for no
+            member, and the last entry is that of dropped tokens.
+        ``slots``: the number of slots.
+        ``first``, ``last``: this rank has the slots from ``first`` up to but not including ``last``.
+        ``count``, ``rank``: the number of members, and this rank's number among them.
+        ``sent``: counts the bytes that this rank sends to others, by kind of data (:data:`weft.models.router.SENT`).
     """
 
     def __init__(
@@ -38,7 +44,10 @@ class Members:
         self.count, self.rank = group.size(), group.rank()
 
     def note(self, what: str, rows: T, count: int) -> None:
-        """Add the bytes of ``count`` rows like ``rows`` to those sent for ``what``, a key of the counter ``sent``."""
+        """Add the bytes of ``count`` rows shaped like those of ``rows`` to the bytes sent for ``what``.
+
+        ``what``: a key of the counter ``sent``.
+        """
         self.sent[what] += count * rows.shape[1:].numel() * rows.element_size()
 
     def wanted(self, slots: T) -> T:
@@ -63,7 +72,7 @@ class Members:
         return int(largest) if has_numbers(largest) else number
 
     def declared(self, x: T) -> T:
-        """Declare to the type checker that ``x`` follows from the routing of tokens, and return it."""
+        """Declare to the checker of layout types that ``x`` follows from the routing of tokens, and return it."""
         return declare(x, self.mesh, **by_token(self.mesh))
 
 
@@ -71,8 +80,8 @@ class Homes(Members):
     """The ranks that hold all experts of a layer together.
 
     Where an expert is cut, its ``pieces`` are placed like experts. ``items``: the number of experts, or of pieces, on
-    all ranks together. ``homes[r]``: the experts or pieces of rank ``r``; ``shares[r]``: the range of its slots, which
-    begins with the slots of these.
+    all ranks together. ``homes[r]``: the experts or pieces of rank ``r``; ``shares[r]``: the range of its slots, of
+    which the first are for these and the others for copies.
     """
 
     pieces: int

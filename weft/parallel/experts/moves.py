@@ -25,11 +25,12 @@ Array = np.ndarray
 def better_order(
     loads: Array, order: Array, sizes: Array, spare: int, cost: float
 ) -> Array:
-    """Return an order of experts, rank by rank, with fewer copies on other ranks, or ``order`` if moving does not pay.
+    """Return an order of experts, owner by owner, that needs fewer copies; or ``order`` itself if moving does not pay.
 
-    A move pays if it saves more than its cost until the next move. ``loads``: tokens routed to each expert; ``sizes``:
-    number of experts that each rank owns; ``spare``: slots of a rank for copies; ``cost`` of moving an expert, as a
-    multiple of sending a copy of it. A copy is sent at least twice in a step, as weights and as gradients.
+    A move pays if it saves more than its cost until the next move. ``loads``: tokens routed to each expert; ``order``:
+    the present order; ``sizes``: number of experts that each rank owns; ``spare``: slots of a rank for copies;
+    ``cost``: of moving an expert, as a multiple of sending a copy of its weights. A copy costs two sendings per step,
+    of weights and of gradients.
     """
 
     def copies(order: Array) -> int:
@@ -43,16 +44,16 @@ def better_order(
 
 
 def tensors_of(state: Sequence[Held]) -> list[torch.Tensor]:
-    """List the weights and optimizer slots of the parameters in ``state``."""
+    """List the values and optimizer slots on this rank of the parameters in ``state``."""
     return [
         t for h in state for t in (h.local, *(part.values for part in h.slots.values()))
     ]
 
 
 class Places(NamedTuple):
-    """The owners of a layer's experts: ``order`` lists the experts rank by rank.
+    """The owners of a layer's experts: ``order`` lists the experts owner by owner.
 
-    ``sizes``: number of experts that each rank owns; ``home``: the order that the layout gives.
+    ``sizes``: number of experts that each rank owns; ``home``: the order for the owners that the layout gives.
     """
 
     order: Array
@@ -66,8 +67,8 @@ def move_experts(
 ) -> None:
     """Move a layer's experts between ranks, with their weights and optimizer slots. Collective among ``ranks``.
 
-    ``state``: the parameters of the experts; ``places``: present owners; ``order``: experts rank by rank after the
-    move.
+    ``state``: the parameters of the experts on this rank; ``places``: present owners; ``order``: experts owner by owner
+    after the move.
     """
     me, ends = ranks.rank, places.sizes.cumsum()
     rank_of, start = np.arange(ranks.count).repeat(places.sizes), ends - places.sizes

@@ -31,10 +31,11 @@ def exchanged(
     members: Members,
     what: str = "tokens",
 ) -> Awaited:
-    """Start an exchange of rows between members; return a function that waits for the received rows.
+    """Start an all-to-all of rows between members; return a function that waits for the received rows.
 
     The first ``sent[0]`` of ``rows`` go to member 0, the next ``sent[1]`` to member 1, and so on; ``received[i]`` rows
-    come from member ``i``. ``what``: the kind of data, for counting bytes; see :data:`weft.models.router.SENT`.
+    come from member ``i``. In backward the gradients travel back. ``what``: the kind of data, by which bytes are
+    counted (:data:`weft.models.router.SENT`).
     """
     there, back = (
         partial(start_exchange, sent=out, received=into, members=members, what=what)
@@ -46,8 +47,8 @@ def exchanged(
 def gathered(x: T, members: Members, what: str = "tokens") -> Awaited:
     """Start to gather the rows ``x`` of all members; return a function that waits for ``[members * rows, ...]``.
 
-    All members have equally many rows. ``what``: the kind of data, for counting bytes; see
-    :data:`weft.models.router.SENT`.
+    All members have equally many rows. ``what``: the kind of data, by which bytes are counted
+    (:data:`weft.models.router.SENT`).
     """
     there, back = (
         partial(way, members=members, what=what) for way in (_gather, _scatter)
@@ -58,7 +59,7 @@ def gathered(x: T, members: Members, what: str = "tokens") -> Awaited:
 def scattered(x: T, members: Members) -> Awaited:
     """Start to sum ``x`` over all members; return a function that waits for this member's rows of the sum.
 
-    All members get equally many rows.
+    Member ``i`` gets the ``i``-th of as many equal ranges of rows as there are members.
     """
     there, back = (
         partial(way, members=members, what="tokens") for way in (_scatter, _gather)
@@ -69,7 +70,7 @@ def scattered(x: T, members: Members) -> Awaited:
 def start_exchange(
     rows: T, sent: list[int], received: list[int], members: Members, what: str
 ) -> Moving:
-    """Start an exchange of rows through which no gradient flows; arguments as in :func:`exchanged`.
+    """Start an exchange of rows through which no gradient flows; for the arguments see :func:`exchanged`.
 
     Returns the buffer of received rows, and the work to wait for.
     """
