@@ -38,11 +38,19 @@ HOLD_S = 0.01, 0.04
 
 
 class Agreement:
-    """One member's state in the protocol. ``send(address, message)`` sends a message to another member, and may lose
-    it.
+    """State of one member in the protocol by which members agree on the next view (the set of members of the run).
 
     The caller passes every received message to :meth:`hear`, and calls :meth:`step` after each message and at regular
-    intervals. Addresses are pairs (host, port).
+    intervals.
+
+    Attributes:
+        census: what this member knows of the others.
+        send: ``send(address, message)`` sends a message to the member at ``(host, port)``, and may lose the message.
+        seen: view that this process was last given; None before the first.
+        fatal: reason why the run must end at all members; "" while it may go on.
+        ended: whether this process has come to the end of the run.
+        outcome: result of :meth:`want`: the next view, or the error that prevents it; None while it is undecided.
+        noted: for a newcomer, whether a member has answered it.
     """
 
     def __init__(
@@ -84,7 +92,7 @@ class Agreement:
         self.seen = view
 
     def start_over(self, contacts: Collection[Address]) -> None:
-        """Become a newcomer that asks the members at ``contacts`` to be let in."""
+        """Become a newcomer that asks the members at the addresses ``contacts`` to let this process into the run."""
         self._life += 1
         self.census.me = replace(self.me, number=NEWCOMER)
         self.census.start_over(contacts)
@@ -94,8 +102,9 @@ class Agreement:
     def want(self, facts: Message, limit: float, patience: float | None = None) -> None:
         """Ask for the next view. Within ``limit`` seconds ``outcome`` is that view, or the error that prevents it.
 
-        ``facts`` are handed to all members of that view. If the present view is broken, the next one leaves out members
-        that are alive but have not asked for it within ``patience`` seconds (default: half of ``limit``).
+        ``facts``: what this member tells all members of the next view, as JSON. ``patience``: seconds after which a
+        member that is alive but has not asked for the next view is left out, if the present view is broken (default:
+        half of ``limit``).
         """
         self._call += 1
         self._facts = json.loads(json.dumps(facts))  # as others will see them
@@ -106,7 +115,7 @@ class Agreement:
             self.outcome = None
 
     def take(self) -> View | Exception | None:
-        """Return the outcome of :meth:`want`, or None if there is none yet, and forget the request."""
+        """Return the outcome of :meth:`want`, or None if it is undecided, and withdraw the request."""
         outcome, self.outcome, self._facts = self.outcome, None, None
         if isinstance(outcome, View):
             self.seen = outcome
@@ -114,7 +123,7 @@ class Agreement:
 
     @property
     def held(self) -> bool:
-        """Whether :meth:`step` must be called again soon."""
+        """Whether this member delays a new proposal for a moment, so that :meth:`step` must be called again soon."""
         return self._hold > self._clock()
 
     @property
@@ -125,7 +134,7 @@ class Agreement:
     # Messages to others, and from them.
 
     def stand(self) -> Message:
-        """Return the ``stand`` message, which tells the other members this member's state."""
+        """Return the message by which this member tells the others its state (its ``"t"`` is ``stand``)."""
         census = self.census
         return {
             "t": "stand", "epoch": census.epoch, "promised": self._promised, "call": self._call, "facts": self._facts,
@@ -137,15 +146,16 @@ class Agreement:
         }  # fmt: skip
 
     def repeat(self) -> None:
-        """Send this member's proposal of the next view again to the members that have not acknowledged the proposal."""
+        """Send this member's proposal of the next view, if any, again to the members that have not acknowledged it."""
         if self._proposal:
             for member in self._proposal.members:
                 if member.address not in self._acked:
                     self.send(member.address, self._propose_message())
 
     def hear(self, address: Address, message: Message, reply: Send) -> None:
-        """Handle a message from the member at ``address``. ``reply`` sends an answer over the connection of the
-        message.
+        """Handle ``message`` from the member at ``address``.
+
+        ``reply(answer)`` sends an answer over the connection on which the message came.
         """
         kind, number, census = message["t"], message["from"], self.census
         if census.view is None:
@@ -238,7 +248,8 @@ class Agreement:
     def step(self) -> None:
         """Make this member's next move in the agreement, if a move is due.
 
-        The leader proposes or commits the next view. Any member gives up when its time limit is over.
+        The leader, which is the remaining member with the lowest number, proposes or commits the next view. Any member
+        gives up when the time limit of its request (:meth:`want`) is over.
         """
         now = self._clock()
         if not self.waits:

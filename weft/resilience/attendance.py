@@ -23,11 +23,13 @@ Start = tuple[int, str]
 
 
 class Stay(NamedTuple):
-    """Period in which an island takes part in the exchanges. ``life``: a random word that identifies one start of the
-    island.
+    """Period in which an island takes part in the exchanges between islands.
 
-    ``after``: number of the last exchange before the period. ``until``: number of the last exchange in the period; None
-    while the island is present.
+    Attributes:
+        island: number of the island.
+        life: random word that identifies one start of the island.
+        after: number of the last exchange before the period.
+        until: number of the last exchange in the period; None while the island is present.
     """
 
     island: int
@@ -44,9 +46,10 @@ class Stay(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Islands that a new view has lost or gained. ``went``: stays that have ended; ``joined``: islands that are back.
+    """Islands that a new view has lost or gained.
 
-    ``unable``: why this rank cannot go on; empty if it can.
+    ``went``: stays of islands that are lost; ``joined``: numbers of islands that are back; ``unable``: why this rank
+    cannot go on, or "" if it can.
     """
 
     went: list[Stay]
@@ -56,14 +59,23 @@ class Changes(NamedTuple):
 
 @dataclass
 class Attendance:
-    """What one rank knows about the islands and their exchanges. It is the rank at ``place``, in one ``start`` of an
-    island.
+    """What one rank knows about the islands and their exchanges.
 
-    ``ranks``: the number of ranks per island. ``how``: the recipe's section ``[sync]``. ``members``: numbers of
-    members, by island and place; ``known``: the facts of each member, by its number. ``waiting``: stays of islands that
-    have no state yet; ``giver``: the island that hands them its state. ``begun``: number of the last exchange that has
-    begun here; ``committed``: that of the last exchange that is over. ``pending``: an exchange for which this rank has
-    received everything. ``got``: the exchange after which this rank received its state; None: not yet.
+    Attributes:
+        start: number of this rank's island, and the random word that identifies this start of the island.
+        place: number of this rank within its island.
+        ranks: number of ranks per island.
+        how: the recipe's section ``[sync]``.
+        stays: periods in which islands take or took part.
+        members: numbers of the members, by island and by place in the island.
+        known: facts of each member, by the member's number.
+        waiting: future stays of islands that have no state yet.
+        giver: number of the island that hands its state to the waiting islands.
+        begun: number of the last exchange that has begun here.
+        committed: number of the last exchange that is over.
+        pending: exchange for which this rank has received everything (its number, and the function that draws
+            partners).
+        got: number of the exchange after which this rank received its state; None before that.
     """
 
     start: Start
@@ -82,18 +94,18 @@ class Attendance:
 
     @property
     def present(self) -> list[Stay]:
-        """The stays of the islands that are present."""
+        """The stays of islands that take part now."""
         return [stay for stay in self.stays if stay.until is None]
 
     @property
     def own_stay(self) -> Stay | None:
-        """Future stay of this rank's island, which waits for the state of another island; None if it does not wait."""
+        """Future stay of this rank's island, while the island waits for the state of another; otherwise None."""
         return next((stay for stay in self.waiting if stay.start == self.start), None)
 
     def begin(self, lives: Mapping[int, str]) -> None:
         """Start with the run's first view, in which all islands take part from the beginning.
 
-        ``lives``: the random word that identifies this start of each island, by the island's number.
+        ``lives``: for each island, by number, the random word that identifies its start.
         """
         self.stays = [
             Stay(island, life, -1, None) for island, life in sorted(lives.items())
@@ -101,7 +113,7 @@ class Attendance:
         self.got = -1
 
     def facts(self) -> Facts:
-        """Return the facts that this rank contributes to the agreement on the next view."""
+        """Return what this rank tells the other ranks when they agree on the next view, as JSON."""
         island, life = self.start
         return {
             "island": island, "life": life, "place": self.place, "stays": [list(stay) for stay in self.stays],
@@ -109,11 +121,14 @@ class Attendance:
         }  # fmt: skip
 
     def population(self, number: int) -> list[int]:
-        """Return the islands among which the partners of exchange ``number`` are drawn, present or not."""
+        """Return the islands, present or lost since, among which the partners of an exchange are drawn.
+
+        ``number``: number of the exchange.
+        """
         return sorted({stay.island for stay in self.stays if stay.covers(number)})
 
     def partners(self, number: int, draw: Draw) -> list[int]:
-        """Return the present islands with which this rank's island exchanges in exchange ``number``.
+        """Return the present islands with which this rank's island exchanges in exchange number ``number``.
 
         ``draw(islands)`` chooses the partners among the islands that :meth:`population` returns.
         """
@@ -121,7 +136,10 @@ class Attendance:
         return [island for island in draw(self.population(number)) if island in here]
 
     def newcomers(self, number: int) -> list[int]:
-        """Return the islands that join after exchange ``number`` and get their state from this island."""
+        """Return the islands that join after exchange number ``number`` and get their state from this rank's island.
+
+        The list is empty if another island hands over its state.
+        """
         count = self.how.fragments
         if self.giver != self.start[0]:
             return []
@@ -132,9 +150,10 @@ class Attendance:
         ]
 
     def adopt(self, members: Sequence[Member], facts: Sequence[Facts]) -> Changes:
-        """Update which islands are present when a view begins, with the same result on all ranks.
+        """Work out which islands are present in a new view, with the same result on all ranks. Returns the changes.
 
-        ``members``: the members of the view; ``facts``: what each of these members contributed, in the same order.
+        ``members``: members of the view; ``facts``: for each of these members, in the same order, what it said in the
+        agreement (:meth:`facts`).
         """
         started: dict[Start, dict[int, Facts]] = {}  # by place
         numbers: dict[Start, dict[int, int]] = {}

@@ -28,8 +28,10 @@ Message = dict[str, Any]
 
 @dataclass
 class OtherMember:
-    """Another process that is a member or wants to be one. ``said``: its last ``stand`` message in this view, {} if
-    none.
+    """Another process that is a member of the run or wants to be one.
+
+    ``member``: its address and number; ``said``: its last ``stand`` message in this view, {} if none; ``life``: how
+    often it had started over as a newcomer when its last message came.
     """
 
     member: Member
@@ -43,7 +45,7 @@ class OtherMember:
 
     @property
     def accused(self) -> list[tuple[Address, str, bool]]:
-        """Members that this member has lost: their addresses, the reasons, and whether the losses are proved."""
+        """Members that this member considers lost: address, reason, and whether the loss is proved, of each."""
         return [
             ((host, port), why, proved)
             for host, port, why, proved in self.said.get("lost", ())
@@ -51,10 +53,16 @@ class OtherMember:
 
 
 class Census:
-    """The other processes that this member knows, which of them are lost, and whether the present view still works.
+    """What one member knows of the other processes: which are lost, and whether the present view still works.
 
-    ``view``: the last committed view; None for a newcomer. ``lost`` belongs to that view. ``why``: the reason why the
-    view can do no further step; "" while it can.
+    Attributes:
+        me: this member.
+        view: last committed view; None for a newcomer.
+        peers: the other processes, by address.
+        lost: losses of members of the present view, by address.
+        leaving: whether this member is about to leave the run.
+        why: reason why the present view can do no further step; "" while it can.
+        breaks: reasons that the agent has not yet reported to the process.
     """
 
     def __init__(self, me: Member) -> None:
@@ -72,7 +80,7 @@ class Census:
         return self.view.epoch if self.view else 0
 
     def start_over(self, contacts: Collection[Address]) -> None:
-        """Forget all members; from now on know only the addresses ``contacts``."""
+        """Forget all members, and become a newcomer that knows only the addresses ``contacts``."""
         self.view, self.why, self.leaving, self.lost = None, "", False, {}
         self.peers = {
             (host, port): OtherMember(Member(NEWCOMER, host, port, "", 0, 0.0))
@@ -80,7 +88,10 @@ class Census:
         }
 
     def know(self, members: Collection[Member]) -> None:
-        """Record the ``members`` of the run, which a newcomer was told by one of these members."""
+        """Replace the addresses that a newcomer knows by ``members``, all members of the run.
+
+        A member of the run has sent the newcomer this list.
+        """
         others = [member for member in members if member.address != self.me.address]
         self.peers = {
             other.address: self.peers.get(other.address, OtherMember(other))
@@ -90,7 +101,10 @@ class Census:
             self.peers[other.address].member = other
 
     def adopt(self, view: View) -> list[Member]:
-        """Make ``view`` the present one. Return the members that it leaves out, which are forgotten here."""
+        """Make ``view`` the present view, and forget the members that are not in it.
+
+        Returns the members of the previous view that ``view`` leaves out.
+        """
         before, self.view = self.view, view
         me = view.at(self.me.address)
         assert me is not None
@@ -127,9 +141,9 @@ class Census:
     ) -> None:
         """Record that the member at ``address`` is lost, for the reason ``why``.
 
-        ``proved``: the member is certainly gone, and not just silent. ``witnessed``: another member was in contact with
-        it to its end. Without a witness the proof does not count if this member or the lost one had considered the
-        other lost before: the lost member may have gone on with others, and died later.
+        ``proved``: the member is certainly gone, and not just silent. ``witnessed``: another member that had contact to
+        the lost member up to its end has reported the loss. Without a witness the proof does not count if the lost
+        member had considered this member lost before: it may have gone on with others, and died later.
         """
         peer, known = self.peers[address], self.lost.get(address)
         if known and (known.proved or not witnessed):
@@ -146,7 +160,7 @@ class Census:
             self.break_view(f"rank {self.view.rank(peer.member.number)} {why}")
 
     def lose_absent(self, seconds: float) -> None:
-        """Record as lost the members that are alive, but have let ``seconds`` pass without asking for the next view."""
+        """Record as lost every member that is alive but has let ``seconds`` pass without asking for the next view."""
         for peer in self.others():
             if not peer.wants and peer.member.address not in self.lost:
                 self.lose(
@@ -154,7 +168,10 @@ class Census:
                 )
 
     def hear(self, peer: OtherMember, message: Message) -> None:
-        """Handle a member's ``stand`` message, which shows that it lives and whom it has lost."""
+        """Record a ``stand`` message of a member, which shows that the member is alive and whom it considers lost.
+
+        ``peer``: the member; ``message``: its message.
+        """
         peer.said, peer.life = message, message["life"]
         loss = self.lost.get(peer.member.address)
         if (
@@ -190,7 +207,7 @@ class Census:
         ]
 
     def trusted(self) -> list[OtherMember]:
-        """Return the other members of the present view that this member has not lost."""
+        """Return the other members of the present view that this member does not consider lost."""
         return [peer for peer in self.others() if peer.member.address not in self.lost]
 
     def newcomers(self) -> list[OtherMember]:
@@ -230,7 +247,10 @@ class Census:
         return [member for member in self.view.members if member.number in kept]
 
     def joiners(self, kept: Collection[Member]) -> list[OtherMember]:
-        """Return the newcomers that can be let in: each reaches all members in ``kept``, and all of these reach it."""
+        """Return the newcomers that can be let into the next view.
+
+        Each of them reaches all members in ``kept`` (those that go on), and is reached by all of them.
+        """
         places = {member.address for member in kept}
         hearers = [self.peers[address] for address in places - {self.me.address}]
 
@@ -245,8 +265,9 @@ class Census:
         return [peer for peer in self.newcomers() if fits(peer)]
 
     def excused(self) -> set[Address]:
-        """Return the addresses of members that certainly take part in no other view: they are proved to be gone, or
-        leave.
+        """Return the addresses of members that certainly take part in no other view.
+
+        Such members are proved to be gone, or have announced that they leave.
         """
         gone = {
             address
@@ -258,8 +279,9 @@ class Census:
         }
 
     def stopped(self) -> set[Address]:
-        """Return the addresses of members whose process is stopped (SIGSTOP), as this member or a trusted one has
-        observed.
+        """Return the addresses of members whose process is stopped (SIGSTOP).
+
+        This member, or a member that it does not consider lost, has observed the stop.
         """
         losses = [
             (address, loss.why, loss.proved) for address, loss in self.lost.items()
@@ -268,8 +290,9 @@ class Census:
         return {address for address, why, proved in losses if why == STOPPED and proved}
 
     def reason(self, address: Address) -> str:
-        """Return why the member at ``address`` is not in the next view, as recorded by this member or reported by
-        another.
+        """Return in words why the member at ``address`` is not in the next view.
+
+        The reason is that recorded by this member, else that reported by another member.
         """
         if address in self.lost:
             return self.lost[address].why
@@ -281,12 +304,15 @@ class Census:
         )
 
     def reason_left_out(self, number: int) -> str:
-        """Return why the run left out the member with this ``number``, in the present view or an earlier one."""
+        """Return in words why the run has left out a member, in this view or an earlier one.
+
+        ``number``: number of the member.
+        """
         assert self.view is not None
         return (self.view.reasons or {}).get(number, GONE)
 
     def wants_change(self) -> bool:
-        """Return whether a process asks to join or a member asks to leave."""
+        """Return whether a process can be let into the run, or a member asks to leave it."""
         if self.view is None:
             return False
         leaving = self.leaving or any(
@@ -296,7 +322,7 @@ class Census:
 
     @property
     def called(self) -> bool:
-        """Whether this member should ask for the next view.
+        """Whether this member should ask for the next view, too.
 
         It should if another member has asked for the next view, or if a process wants to join or to leave.
         """

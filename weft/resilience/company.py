@@ -21,14 +21,20 @@ ATTEMPTS = 8
 
 
 class Handover(NamedTuple):
-    """State that an island has taken over: that after round ``round``, when the run had counted ``tokens`` tokens."""
+    """State that an island has taken over from another.
+
+    ``round``: number of the round after which the state was taken; ``tokens``: tokens that the run had counted by then.
+    """
 
     round: int
     tokens: int
 
 
 class Company(Presence):
-    """Decides which islands take part in exchanges, for islands that come and go, by the views of ``party``."""
+    """Decides which islands take part in which exchange, for islands that come and go.
+
+    ``party``: this rank's part in the views of the run, from which the present islands follow.
+    """
 
     def __init__(self, party: IslandParty) -> None:
         super().__init__(party.streams)
@@ -143,11 +149,12 @@ class Company(Presence):
     def come_in(
         self, take: Callable[[int, int], list[int]], all_say: Callable[[Any], list[Any]]
     ) -> Handover:
-        """Receive the state from another island at the end of a round, and try again if that island is lost meanwhile.
+        """Receive the model's state from another island at the end of a round. Returns which state it is.
 
-        ``take(island, round)`` receives the state of ``island`` after ``round``; it returns the count of tokens, the
-        island counts of the fragments, and the order of the ring. ``all_say(value)`` gathers a value from every rank of
-        this island.
+        If the other island is lost meanwhile, the next one is asked. ``take(island, round)`` receives the state of
+        ``island`` after ``round``. It returns a list of integers: the count of tokens, then for each fragment the
+        number of islands in its last mean, then the order of the ring. ``all_say(value)`` gathers a value from every
+        rank of this island.
         """
         attendance, fragments = self.attendance, self.attendance.how.fragments
         while True:

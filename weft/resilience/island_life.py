@@ -45,9 +45,10 @@ VERDICT_S = 15.0
 
 @dataclass(frozen=True)
 class IslandRank:
-    """Identifies this process as the rank at ``place`` of the island with the number ``island``.
+    """Identity of this process in a run of islands.
 
-    ``store``: the key-value store that the ranks of this start of the island share.
+    ``recipe``: the run's recipe; ``island``: number of the island; ``place``: number of this rank within the island;
+    ``store``: key-value store that the ranks of this start of the island share.
     """
 
     recipe: Recipe
@@ -59,10 +60,10 @@ class IslandRank:
     def party(
         self, token: str, number: int, shared: dist.Store | None = None
     ) -> Iterator[IslandParty]:
-        """Run this rank's agent and its streams to other islands in the context, and end them after the run.
+        """Run this rank's agent and its connections to other islands while the context lasts, and end them afterwards.
 
-        ``token``: the run's secret; ``number``: this rank's number as a member; ``shared``: the store that all islands
-        share, while there is one.
+        ``token``: the run's secret; ``number``: this rank's number as a member; ``shared``: key-value store that all
+        islands share, or None if this island joins later. Yields this rank's part in the views.
         """
         recipe, resilience = self.recipe, self.recipe.resilience
         settle_in(device_type(recipe), recipe.train.threads)
@@ -88,10 +89,11 @@ class IslandRank:
 
 
 def start_island(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
-    """Train as one of the ranks of an island that were started together.
+    """Train as one of the ranks of an island that were started together. Returns how the training has ended.
 
-    ``out``: the run folder, None for the default; ``resume``: "auto", a run or a checkpoint. An island may be restarted
-    while the store of its first start still runs. Its ranks then ask to join the run.
+    ``out``: the run folder, or None for the default; ``resume``: "auto", a run or a checkpoint to continue from, or
+    None. An island may be started again while the key-value store of the run's start still exists. Its ranks then ask
+    to join the run.
     """
     store, rank, world = next(
         dist.rendezvous("env://", timeout=timedelta(seconds=recipe.train.timeout))
@@ -132,9 +134,9 @@ def start_island(recipe: Recipe, out: Path | None, resume: str | None) -> Ending
 
 
 def return_island(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
-    """Train as a rank of the island in ``folder``, which joins its run again.
+    """Train as a rank of an island that joins its run again. Returns how the training has ended.
 
-    ``roster``: the members of the run.
+    ``folder``: the island's run folder; ``roster``: members of the run, read from that folder.
     """
     if roster.members[0].host.startswith(PEER):
         from weft.peers.rendezvous import join_peers
@@ -208,9 +210,10 @@ def _await_verdict(error: Exception, party: IslandParty) -> None:
 
 
 class IslandGuard(Watching):
-    """Hooks around the steps of one rank of an island.
+    """Hooks around the training steps of one rank of an island.
 
-    ``folder``: the run folder of the rank's island, given if the rank joins a run later.
+    ``party``: this rank's part in the views of the run; ``folder``: the run folder of the rank's island, or None for
+    the default; ``resume``: "auto", a run or a checkpoint to continue from, or None.
     """
 
     def __init__(

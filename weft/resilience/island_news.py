@@ -10,16 +10,17 @@ from weft.resilience.views import GONE, View
 
 
 class IslandEvent(NamedTuple):
-    """Change among the islands, recorded in the run's metrics: its ``kind``, and the ``values`` of the record."""
+    """Change among the islands, for the run's metrics. ``kind``: kind of the record; ``values``: its named values."""
 
     kind: str
     values: dict[str, Any]
 
 
 class IslandNews:
-    """Collects lines for the user and events for the metrics until they are taken.
+    """Lines for the user and events for the metrics about other islands, collected until they are taken.
 
-    ``folder``: the folder of the run's first island, as shown in commands.
+    ``attendance``: what this rank knows about the islands; ``folder``: folder of the run's first island, as shown in
+    commands.
     """
 
     def __init__(self, attendance: Attendance) -> None:
@@ -33,9 +34,9 @@ class IslandNews:
         return events
 
     def report(self, view: View, changes: Changes, noticed: float) -> None:
-        """Report the islands that a new ``view`` has lost or gained, as listed in ``changes``.
+        """Report the islands that the new view ``view`` has lost or gained, as listed in ``changes``.
 
-        ``noticed``: the time at which this rank noticed that a new view was needed, in seconds since the epoch.
+        ``noticed``: the Unix time in seconds at which this rank noticed that a new view was needed.
         """
         attendance, gone = self.attendance, []
         lost = {member.member.number: member.why for member in view.lost}
@@ -63,8 +64,9 @@ class IslandNews:
             }))  # fmt: skip
 
     def note_exchange(self, number: int, partners: Sequence[int]) -> None:
-        """Record the islands with which this island exchanges in exchange ``number``, if they differ from the previous
-        ones.
+        """Record which islands exchange with this island in exchange number ``number``, if they have changed.
+
+        ``partners``: numbers of these islands. They are compared with those of the previous call.
         """
         if list(partners) != self._partners:
             self.events.append(
@@ -82,7 +84,8 @@ class IslandNews:
     def tell(self, text: str) -> None:
         """Add a line of text for the user.
 
-        If the run's first island is absent, the first present island also prints the line at once.
+        The lines are printed by the run's first island. If that island is absent, the first present island prints this
+        line at once.
         """
         self.lines.append(text)
         first = min((stay.island for stay in self.attendance.present), default=0)

@@ -29,11 +29,19 @@ KNOWN = 4
 
 
 class IslandParty:
-    """One rank's side of its island (:class:`weft.resilience.life.Party`), which follows the views in its own thread.
+    """One rank's part in the views of a run of islands; a thread of its own follows the views (:class:`.life.Party`).
 
-    ``changed``: the condition that guards the attendance and all following fields. ``addresses``: for each island, the
-    endpoint of its rank with this rank's place. ``fatal``: why this process ends. ``known``: addresses of other
-    members.
+    Attributes:
+        membership: agent that agrees on views with the other ranks.
+        attendance: what this rank knows about the islands.
+        streams: connections to other islands.
+        detect: seconds of silence after which a rank counts as lost.
+        changed: condition whose lock guards the attendance and the following attributes.
+        view: present view; None before the first.
+        addresses: for each island, the address of the rank that has this rank's place there.
+        known: addresses of members that this rank asks to let it in; empty if it was started with the run.
+        changing: whether an agreement on the next view is under way.
+        fatal: error that ends this process; None while it goes on.
     """
 
     step = 0
@@ -57,7 +65,7 @@ class IslandParty:
         self._noticed = 0.0  # when the next view was seen to be needed
 
     def begin(self, view: View) -> None:
-        """Start with the run's first ``view``, in which all islands take part from the beginning."""
+        """Start with the run's first view ``view``, in which all islands take part from the beginning."""
         with self.changed:
             self.attendance.begin(
                 {int(said["island"]): said["life"] for said in view.facts}
@@ -68,7 +76,7 @@ class IslandParty:
         self._follow(Life(LifeMove.STAY, of_island=True))
 
     def come(self) -> None:
-        """Ask the members of the run to let this rank in; return when it has been let in."""
+        """Ask the members of the run to let this rank in. Returns when it has been let in."""
         self._follow(Life(LifeMove.JOIN, of_island=True))
         with self.changed:
             self.changed.wait_for(lambda: self.view or self.fatal)
@@ -89,9 +97,9 @@ class IslandParty:
                 self.give_up(LeftOut(left_out) if life.left_out else error)
 
     def steady(self) -> View:
-        """Return the present view; while an agreement on the next view is under way, wait for its end.
+        """Return the present view. While an agreement on the next view is under way, wait for its end.
 
-        The caller must hold the lock of ``changed``.
+        The caller must hold the lock of ``changed``. Raises the error that ends this process, if there is one.
         """
         while self.changing and self.fatal is None:
             self.changed.wait()
@@ -139,7 +147,10 @@ class IslandParty:
                 raise Regroup
 
     def part(self, broken: bool) -> None:
-        """Do nothing: the streams are broken off when the next view is requested."""
+        """Do nothing. Connections to other islands are cut by :meth:`facts`, when the next view is asked for.
+
+        ``broken``: whether the view has failed.
+        """
 
     def _adopt(self, view: View, facts: Sequence[Facts]) -> str:
         """Enter a view and start the epoch of its streams; return why this rank cannot go on, or ""."""
@@ -159,7 +170,7 @@ class IslandParty:
     # --- the end ---
 
     def all_ended(self) -> bool:
-        """Return whether all other members have finished the run, are lost, or only wait to take part."""
+        """Return whether all other members have finished the run, are lost, or have not yet been able to take part."""
         with self.changed:
             if self.view is None:
                 return False
@@ -173,8 +184,9 @@ class IslandParty:
             return all(facts.get("ended") or facts.get("waits") for facts in said)
 
     def end(self) -> None:
-        """Announce that this rank has finished; return when all other ranks have finished, or after :data:`END_S`
-        seconds.
+        """Announce that this rank has finished the run, and wait until all other ranks have.
+
+        The wait lasts at most :data:`END_S` seconds.
         """
         deadline = time.monotonic() + END_S
         self.ended = True
@@ -183,12 +195,15 @@ class IslandParty:
             self.changed.wait_for(self.all_ended, max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """End the agent, and the thread that follows the views."""
+        """End the agent and the thread that follows the views."""
         self.closing = True
         self.membership.close()
 
     def on_break(self, why: str) -> None:
-        """Handle the loss of a member of the view. ``why``: the reason in words. Called in the agent's thread."""
+        """Cut the connections to other islands, as a member of the present view is lost. Called in the agent's thread.
+
+        ``why``: the reason in words. If the lost member is of this rank's island, this process ends, too.
+        """
         with self.changed:
             if self.membership.why:  # else the next one is there already
                 self.streams.break_off(why)
@@ -205,7 +220,11 @@ class IslandParty:
             )
 
     def give_up(self, error: Exception) -> None:
-        """End this process with ``error``. The main thread raises the error itself if it checks for it soon enough."""
+        """End this process because of ``error``.
+
+        A thread ends the process in a short while. The main thread raises ``error`` itself if it asks for the view
+        before that (:meth:`steady`).
+        """
         with self.changed:
             if self.fatal is not None or self.closing:
                 return

@@ -49,10 +49,11 @@ SETTINGS = {
 def recipe_for(
     recipe: Recipe, shape: ModelShape, ranks: int, cluster: Cluster | None = None
 ) -> Recipe:
-    """Return ``recipe`` with a layout for ``ranks`` ranks, or for as many of them as a layout of its model can use.
+    """Return ``recipe`` with a layout for another number of ranks.
 
-    ``shape``: the complete shape of the model; ``cluster``: the machine, for the estimates. Raises :class:`UsageError`
-    if there is no layout.
+    The layout uses all ``ranks`` ranks, or as many of them as a layout of this model can use. ``shape``: the complete
+    shape of the model; ``cluster``: description of the machines, for estimates of time. Raises :class:`UsageError` if
+    there is no layout.
     """
     if ranks == recipe.layout.world:
         return recipe

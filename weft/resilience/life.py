@@ -28,7 +28,7 @@ ENDED = "the run has ended"
 
 
 class LifeMove(Enum):
-    """The next action of a rank."""
+    """Next action of a rank in its life from view to view."""
 
     JOIN = "ask members of the run to be let in"
     AGREE = "agree with the others on the next view"
@@ -37,10 +37,10 @@ class LifeMove(Enum):
 
 
 class ViewEntry(NamedTuple):
-    """Whether a member can take part in a view that it has just entered.
+    """Result of entering a view: whether this member can take part in it.
 
-    ``unable``: why this member cannot take part in the view; empty if it can. ``again``: another member cannot take
-    part, so that the others agree on one more view.
+    ``unable``: why this member cannot take part; "" if it can. ``again``: whether another member cannot take part, so
+    that the others must agree on one more view.
     """
 
     unable: str = ""
@@ -49,12 +49,17 @@ class ViewEntry(NamedTuple):
 
 @dataclass
 class Life:
-    """The state machine of one rank's life.
+    """State machine that decides what a rank does next: join the run, agree on the next view, take part in it, or end.
 
-    ``of_island``: the rank ends if it is left out or fails, and its island is started again. Other ranks ask to be let
-    in again, and their own errors end the run for all. ``error``: why the rank ends; None if it ends well.
-    ``farewell``: the reason that makes all other ranks end too; empty if they go on. ``left_out``: the others have gone
-    on without this rank. ``attempts`` counts the failed stays since the first attempt of the step after ``step``.
+    Attributes:
+        move: next action of the rank.
+        of_island: whether the rank belongs to an island that is started again after a loss. Such a rank ends if it is
+            left out or fails. Other ranks ask to be let in again, and their own errors end the run for all.
+        error: why the rank ends; None if it ends well.
+        farewell: reason that makes all other ranks end, too; "" if they go on.
+        left_out: whether the others have gone on without this rank.
+        attempts: number of times that the step after ``step`` has failed.
+        step: number of the last step that was done.
     """
 
     move: LifeMove
@@ -66,21 +71,21 @@ class Life:
     step: int = 0
 
     def advance(self, step: int) -> None:
-        """Record that the training step with number ``step`` is done; failures before it no longer count."""
+        """Record that training step number ``step`` is done. Failures before it no longer count."""
         if step > self.step:
             self.attempts, self.step = 0, step
 
     def regroup(self) -> None:
         """Record that this rank agrees on the next view now.
 
-        Call it when the present view has ended on purpose, or when a member has answered this rank's wish to join.
+        Call it when the present view has ended on purpose, or when a member has answered this rank's request to join.
         """
         self.move = LifeMove.AGREE
 
     def enter(self, view: View, entry: ViewEntry) -> None:
-        """Enter ``view``, the next view; ``entry``: whether this member can take part in it.
+        """Record that this rank has entered ``view``. ``entry``: whether this rank can take part in it.
 
-        Failures are counted anew, as a run may go far back after the loss of ranks.
+        If the view has lost members, failures are counted anew, as the run may go far back.
         """
         if view.lost:
             self.attempts = self.step = 0
@@ -90,7 +95,7 @@ class Life:
             self.end(LeftOut(entry.unable))
 
     def refuse(self, error: Fatal | LeftOut | TooFew) -> None:
-        """Record ``error``, the reason why there is no next view for this rank."""
+        """Record that there is no next view for this rank, because of ``error``, and decide what follows."""
         if isinstance(error, LeftOut) and not self.of_island:
             self.left_out = True
             if error.asked:
@@ -104,10 +109,11 @@ class Life:
             self.end(None if str(error) == ENDED else error)
 
     def fail(self, error: Exception, broken: bool, step: int) -> str:
-        """Record that a stay has failed with ``error`` after ``step``; return the text to report to the others, or "".
+        """Record that training in the present view has failed with ``error`` after step number ``step``.
 
-        ``broken``: the members know already that the view has lost somebody. The run ends on an error of this rank's
-        own, or after too many attempts.
+        Returns the text to report to the other ranks, or "" if there is nothing to report. ``broken``: the members know
+        already that the view has lost a member. An error of this rank's own ends the run, and so do too many failures
+        of one step.
         """
         cause = cause_of(error)
         own = isinstance(error, WeftError) or isinstance(cause, SystemExit)
@@ -124,8 +130,8 @@ class Life:
     def end(self, error: Exception | None = None, farewell: str = "") -> None:
         """Record that this rank's part in the run is over.
 
-        ``error``: why the rank ends; None if it ends well. ``farewell``: the reason that makes all other ranks end too;
-        empty if they go on.
+        ``error``: why the rank ends; None if it ends well. ``farewell``: the reason that makes all other ranks end,
+        too; "" if they go on. A rank of an island gives no such reason.
         """
         self.move, self.error = LifeMove.END, error
         self.farewell = "" if self.of_island else farewell
@@ -146,7 +152,7 @@ class Agent(Protocol):
 
 
 class Party(Protocol[R_co]):
-    """Interface of what takes part in views: a rank without islands, or one rank's side of an island."""
+    """Interface of what takes part in views: a rank of a run without islands, or one rank's side of an island."""
 
     @property
     def step(self) -> int:
@@ -159,17 +165,18 @@ class Party(Protocol[R_co]):
         """
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that this rank tells all members of the next view."""
+        """Return what this rank tells all members of the next view, as JSON."""
 
     def patience(self) -> float:
-        """Return the seconds after which members that are alive but have not asked for the next view are left out."""
+        """Return the seconds after which a member that is alive but has not asked for the next view is left out."""
 
     def enter(self, view: View) -> ViewEntry:
-        """Make ``view`` the present one."""
+        """Make ``view`` the present view. Returns whether this rank can take part in it."""
 
     def stay(self) -> R_co:
-        """Take part in the present view to the end of the run. Raises :class:`Regroup` if the view ends before
-        the run.
+        """Take part in the present view until the run ends. Returns the result of the run.
+
+        Raises :class:`Regroup` if the view ends before the run.
         """
 
     def part(self, broken: bool) -> None:
@@ -177,10 +184,11 @@ class Party(Protocol[R_co]):
 
 
 def live(life: Life, agent: Agent, party: Party[R], limit: float) -> R | None:
-    """Go from view to view until this rank's part in the run is over; return the result of the last stay.
+    """Go from view to view until this rank's part in the run is over. Returns the result of the last stay in a view.
 
-    Returns None if this rank was asked to leave, or the run has ended without it. An agreement may take ``limit``
-    seconds. Raises the error that ends this rank.
+    ``life``: decides the next action; ``agent``: agrees on views; ``party``: takes part in them (:meth:`Party.stay`);
+    ``limit``: seconds that an agreement may take. Returns None if this rank was asked to leave, or the run has ended
+    without it. Raises the error that ends this rank.
     """
     ending: R | None = None
     while life.move is not LifeMove.END:

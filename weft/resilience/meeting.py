@@ -17,7 +17,11 @@ def announce(
     rank: int,
     facts: dict[str, Any] | None = None,
 ) -> None:
-    """Write this rank's address and ``facts`` to ``store``, where the launcher and all other ranks read them."""
+    """Write this rank's address and ``facts`` to ``store``, where the launcher and all other ranks read them.
+
+    ``membership``: this rank's agent; ``store``: key-value store of the run's start; ``facts``: what this rank tells
+    the others, as JSON.
+    """
     store.set(
         f"{MEMBERS}/{rank}",
         json.dumps({"member": asdict(membership.me), "facts": facts or {}}),
@@ -28,10 +32,11 @@ def exchange_addresses(
     membership: Membership, store: dist.Store, rank: int, world: int, about: dict[str, Any],
     facts: dict[str, Any] | None = None,
 ) -> View:  # fmt: skip
-    """Exchange addresses and ``facts`` with all ranks that were started; return the first view of the run.
+    """Exchange addresses with all ranks that were started together. Returns the first view of the run.
 
-    ``store``: the key-value store of the start; ``rank`` and ``world``: this rank and the number of ranks; ``about``:
-    what the run hands to newcomers.
+    ``membership``: this rank's agent; ``store``: key-value store of the run's start; ``rank`` and ``world``: this rank
+    and the number of ranks; ``about``: what the run tells later newcomers, such as the recipe; ``facts``: what this
+    rank tells the other members. Both are JSON.
     """
     announce(membership, store, rank, facts)
     met = [json.loads(store.get(f"{MEMBERS}/{other}")) for other in range(world)]

@@ -70,12 +70,14 @@ class _Link:
 
 
 class Membership:
-    """The agent of this process. ``detect``: seconds of silence after which a member counts as lost.
+    """Agent of this process: a thread that watches the other members of the run, and agrees with them on views.
 
-    ``on_break(why)`` is called from the agent's thread when the view can do no further step. It must return soon, as no
-    heartbeats are sent meanwhile. ``token``: the run's secret. ``endpoint``: where the others reach this process, by
-    default a new one on this machine; it is closed with the agent. ``interrupted()``: whether the process is about to
-    end, so that it does not wait for others much longer.
+    ``detect``: seconds of silence after which a member counts as lost; ``token``: the run's secret; ``endpoint``:
+    listener of this process, by default a new one on this machine, which is closed with the agent; ``number``: number
+    of this member, if it has one. ``on_break(why)`` is called in the agent's thread when the view can do no further
+    step; it must return soon, as no heartbeats are sent meanwhile. ``interrupted()``: whether the process was told to
+    end, so that it does not wait for others much longer. The attribute ``published`` holds what members have published,
+    by their numbers.
     """
 
     def __init__(
@@ -118,12 +120,12 @@ class Membership:
 
     @property
     def view(self) -> View | None:
-        """Last view on which this process has agreed with the others; None before the first."""
+        """Last view on which this process has agreed with the others; None before the first view."""
         return self._agreement.seen
 
     @property
     def why(self) -> str:
-        """Reason why the view can do no further step; "" while it can."""
+        """Reason why the present view can do no further step; "" while it can."""
         return self._census.why
 
     def begin(
@@ -132,9 +134,10 @@ class Membership:
         about: dict[str, Any],
         facts: Sequence[dict[str, Any]] = (),
     ) -> View:
-        """Return the first view of a run; all members call this with the same arguments.
+        """Return the first view of a run. All members must call this with the same arguments.
 
-        ``members``: all members by rank; ``about``: the facts that newcomers get; ``facts``: those of each member.
+        ``members``: all members, by rank; ``about``: what the run tells later newcomers; ``facts``: what each member
+        tells the others, by rank. Both are JSON.
         """
         numbers = max(member.number for member in members) + 1
         view = View(
@@ -152,10 +155,10 @@ class Membership:
         return view
 
     def join(self, contacts: Sequence[Address], limit: float) -> None:
-        """Ask the members at the addresses ``contacts`` to let this process in; return when a member has answered.
+        """Ask the members at the addresses ``contacts`` to let this process into the run, and wait for an answer.
 
-        :meth:`next` then waits for the view that includes this process. Raises :class:`TooFew` if no member answers
-        within ``limit`` seconds.
+        Afterwards :meth:`next` waits for the view that includes this process. Raises :class:`TooFew` if no member
+        answers within ``limit`` seconds.
         """
         with self._lock:
             self._agreement.start_over([(host, port) for host, port in contacts])
@@ -168,10 +171,13 @@ class Membership:
     def next(
         self, facts: dict[str, Any], limit: float, patience: float | None = None
     ) -> View:
-        """Agree on the next view and return it, with every member's ``facts``. Arguments as in ``Agreement.want``.
+        """Agree on the next view with the other members, and return it.
 
-        Raises :class:`LeftOut` if the others go on without this member, :class:`TooFew` if no view is agreed on within
-        ``limit`` seconds, and :class:`Fatal` if a member says that the run must end.
+        ``facts``: what this member tells all members of that view, as JSON; the view holds the facts of every member.
+        ``limit``: seconds that the agreement may take. ``patience``: seconds after which a member that is alive but has
+        not asked for the next view is left out, if the present view is broken (default: half of ``limit``). Raises
+        :class:`LeftOut` if the others go on without this member, :class:`TooFew` if no view is agreed on in time, and
+        :class:`Fatal` if a member says that the run must end.
         """
         agreement = self._agreement
         with self._lock:
@@ -216,13 +222,16 @@ class Membership:
 
     @property
     def called(self) -> bool:
-        """Whether all members should call :meth:`next`: others have, or a process wants to join or to leave."""
+        """Whether all members should call :meth:`next`.
+
+        They should if a member has called it, or if a process wants to join or to leave.
+        """
         with self._lock:
             return self._census.called
 
     @property
     def lost(self) -> set[int]:
-        """Numbers of the members that are known to be lost to the present view."""
+        """Numbers of the members of the present view that are known to be lost."""
         with self._lock:
             return {
                 peer.member.number
@@ -231,14 +240,15 @@ class Membership:
             }
 
     def wants_change(self) -> bool:
-        """Return whether a process wants to join or leave, so that all members should call :meth:`next` after this
-        step.
+        """Return whether a process wants to join or to leave the run.
+
+        If so, all members should call :meth:`next` after the present step.
         """
         with self._lock:
             return self._census.wants_change()
 
     def report(self, text: str) -> None:
-        """Report that a collective failed with the error ``text``: this view can do no further step."""
+        """Report that a collective failed with the error ``text``, so that the present view can do no further step."""
         with self._lock:
             self._census.break_view(text)
         self._wake()
@@ -251,12 +261,12 @@ class Membership:
 
     @property
     def leaving(self) -> bool:
-        """Whether this member is about to leave, by its own wish or that of others."""
+        """Whether this member is about to leave the run, by its own wish or because it was asked to."""
         with self._lock:
             return self._census.leaving
 
     def remove(self, number: int) -> None:
-        """Ask the member with the given ``number`` to leave."""
+        """Ask the member with the number ``number`` to leave the run."""
         if number == self.me.number:
             self.leave()
         with self._lock:
@@ -265,8 +275,9 @@ class Membership:
                     self._send_to(address, {"t": "remove"})
 
     def fatal(self, text: str) -> None:
-        """End the run at every member for the reason ``text``; return when all members have been told, or after a short
-        time.
+        """End the run at every member, for the reason ``text``.
+
+        Returns when the message has been sent to all members, or after :data:`GOODBYE_S` seconds.
         """
         with self._lock:
             self._agreement.fatal = text
@@ -274,9 +285,9 @@ class Membership:
         self._flush()
 
     def end(self, limit: float) -> None:
-        """Announce that this process has finished the run; return when all others have, or after ``limit`` seconds.
+        """Announce that this process has finished the run, and wait up to ``limit`` seconds until all others have.
 
-        No collective is used for this, as one that is hung up at this moment may wait for ever
+        No collective is used for this, because a collective that is broken off at this moment may wait for ever
         (:mod:`weft.net.hangup`).
         """
         with self._lock:
@@ -287,10 +298,10 @@ class Membership:
             )
 
     def publish(self, **facts: Any) -> None:
-        """Send ``facts``, small values in JSON, to all other members.
+        """Send ``facts``, small JSON values by name, to all other members.
 
-        The others find them in their ``published`` under this member's number. Facts published earlier stay unless they
-        are overwritten.
+        The others find them in their ``published``, under this member's number. Facts published earlier stay unless
+        they are overwritten.
         """
         with self._lock:
             self._facts = {**self._facts, **facts}

@@ -40,12 +40,23 @@ FROM_START = (
 
 
 class RankGuard(Watching):
-    """Hooks around the steps of one rank, and the data that the rank keeps from view to view.
+    """Hooks around the training steps of one rank, and the data that the rank keeps from view to view.
 
-    ``view``: the present view. ``recovery``: the copies from which the view continues; None if it continues from a
-    checkpoint or begins. ``snapshots``: copies of the state; those of the previous view are kept until the present one
-    has its own. ``since``: when the previous view ended; ``seconds``: the duration of each part of the way into the
-    present view.
+    Attributes:
+        view: present view.
+        membership: agent that agrees on views with the other ranks.
+        recipe: the run's recipe.
+        received: signals that have asked this process to stop.
+        life: state machine that decides what the rank does next.
+        run: the run's folder and storages; None before it is opened.
+        snapshots: copies of the state in memory. Those of the previous view are kept until the present view has its
+            own.
+        recovery: copies from which the present view continues; None if it continues from a checkpoint or begins.
+        slow: slow ranks and the reaction to them.
+        progress: progress through steps and data.
+        seconds: duration of each stage of the change to the present view.
+        since: time (``time.monotonic``) at which the previous view ended.
+        longest_step: seconds of the longest step so far.
     """
 
     view: View
@@ -76,7 +87,10 @@ class RankGuard(Watching):
     # --- copies of the state ---
 
     def hand_over(self, mesh: Mesh) -> None:
-        """Copy the present state, so that the ranks that stay in the run hold all of it. Collective over ``mesh``."""
+        """Copy the present state in memory, so that the ranks that stay in the run hold all of it.
+
+        Collective over ``mesh``.
+        """
         leaves = from_all(self.membership.leaving, mesh.step_group)
         if self.snapshots:
             before = self.snapshots[-1]
@@ -92,8 +106,9 @@ class RankGuard(Watching):
         dist.barrier(group=mesh.step_group)
 
     def why_no_room(self, mesh: Mesh) -> str:
-        """Return why a machine has no memory for the copies of its ranks' state; empty if all machines have.
-        Collective.
+        """Return in words why a machine lacks the memory for copies of its ranks' state; "" if no machine does.
+
+        Collective over ``mesh``.
         """
         machine = self.membership.me.machine
         here = sum(
@@ -114,10 +129,9 @@ class RankGuard(Watching):
         return next(filter(None, from_all(why, mesh.step_group)), "")
 
     def copies_of(self, mesh: Mesh, leaving: Sequence[int] = ()) -> Snapshots:
-        """Create the copies of the state for the ranks of ``mesh``, to be updated after the following steps.
-        Collective.
+        """Create the copies in memory of the state of the ranks of ``mesh``, still empty. Collective over ``mesh``.
 
-        ``leaving``: ranks that are about to leave, so that all they hold is copied to others.
+        ``leaving``: ranks that are about to leave, so that the parts that only they hold are copied to ranks that stay.
         """
         machines = [member.machine for member in self.view.members[: mesh.layout.world]]
         self.snapshots.append(Snapshots(

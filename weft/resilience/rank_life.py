@@ -59,7 +59,8 @@ LEAVE = signal.SIGUSR2
 def start_rank(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
     """Train as one of the ranks that were started together, in a run that survives the loss of ranks.
 
-    ``out``: the run folder, None for the default; ``resume``: "auto", a run or a checkpoint.
+    ``out``: the run folder, or None for the default; ``resume``: "auto", a run or a checkpoint to continue from, or
+    None. Returns how the training has ended.
     """
     with noted(recipe) as received:
         limit = timedelta(seconds=recipe.train.timeout)
@@ -84,7 +85,10 @@ def start_rank(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
 
 
 def join_rank(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
-    """Train as one more rank of the run in ``folder``, whose members are listed in ``roster``."""
+    """Train as one more rank of a run that has already begun. Returns how the training has ended.
+
+    ``folder``: the run's folder; ``roster``: members of the run, read from that folder.
+    """
     with noted(recipe) as received:
         if "RANK" in os.environ:  # the launcher is to see that this rank is there
             store, rank, _ = next(
@@ -103,9 +107,9 @@ def join_rank(recipe: Recipe, folder: Path, roster: Roster) -> Ending:
 
 @contextmanager
 def noted(recipe: Recipe) -> Iterator[list[int]]:
-    """Prepare this process to be a training rank; yield the list of received signals that ask it to stop.
+    """Prepare this process to be a training rank, and note signals while the context lasts.
 
-    The list is filled while the context lasts.
+    Yields a list, which grows by every received signal that asks the process to stop.
     """
     settle_in(device_type(recipe), recipe.train.threads)
     with noted_signals(stop_signals()) as received:
@@ -117,10 +121,11 @@ def rank_party(
     recipe: Recipe, out: Path | None, resume: str | None, received: list[int], life: Life, token: str, host: str,
     number: int = NEWCOMER,
 ) -> Iterator["RankParty"]:  # fmt: skip
-    """Run this rank's agent, which watches the other ranks, for the context; yield the rank's part in the views.
+    """Run this rank's agent, which watches the other ranks, while the context lasts. Yields its part in the views.
 
-    ``received``: the signals that have asked the process to stop; ``life``: what the rank does next; ``token``: the
-    run's secret; ``host``: where its endpoint listens; ``number``: its number as a member.
+    ``out`` and ``resume``: see :func:`start_rank`; ``received``: signals that have asked the process to stop; ``life``:
+    what the rank does next; ``token``: the run's secret; ``host``: address at which this process listens; ``number``:
+    this rank's number as a member, if it has one.
     """
     party = RankParty(RankGuard(recipe, out, resume, received, life))
     resilience = recipe.resilience
@@ -141,10 +146,17 @@ def rank_party(
 
 
 class RankParty:
-    """One rank's part in all views (:class:`weft.resilience.life.Party`): it trains as long as a view lasts.
+    """One rank's part in all views of a run without islands: it trains while a view lasts (:class:`.life.Party`).
 
-    ``store``: the key-value store of the first view, later the one that this rank serves for the next view. ``known``:
-    addresses of other members.
+    Attributes:
+        guard: hooks around the training steps.
+        membership: agent that agrees on views with the other ranks.
+        limit: time that a collective or an agreement may take.
+        device: "cpu" or "cuda".
+        store: key-value store with which process groups of the first view are created; later the one that this rank
+            offers for the next view.
+        known: addresses of other members.
+        job: what the training needs, prepared before the first view.
     """
 
     membership: Membership
@@ -158,7 +170,7 @@ class RankParty:
         self._hang_up: HangUp | None = None
 
     def live(self) -> Ending:
-        """Train from view to view until this rank's part in the run is over; return how the training has ended."""
+        """Train from view to view until this rank's part in the run is over. Returns how the training has ended."""
         ending = live(
             self.guard.life, self.membership, self, self.limit.total_seconds()
         )
@@ -208,7 +220,7 @@ class RankParty:
         return ViewEntry(again=bool(differing))
 
     def take(self, view: View) -> None:
-        """Make ``view`` the present one."""
+        """Make ``view`` the present view, and note the addresses of its other members."""
         self.guard.view = view
         self.known = [
             member.address for member in view.members if member != self.membership.me
@@ -220,7 +232,10 @@ class RankParty:
         return self.guard.view.members.index(self.membership.me)
 
     def stay(self) -> Ending:
-        """Train in the present view to the end of the run."""
+        """Train in the present view until the run ends. Returns how the training has ended.
+
+        Raises :class:`Regroup` if the view ends on purpose before the run, and :class:`PeerLost` if a rank is lost.
+        """
         guard, membership = self.guard, self.membership
         if self.job is None:
             self.job = prepare(self.recipe)
@@ -250,7 +265,10 @@ class RankParty:
         return Ending(self.recipe, outcome, mesh.is_main)
 
     def part(self, broken: bool) -> None:
-        """Leave the process groups. ``broken``: others may never finish their collectives in them."""
+        """Leave the process groups of the present view.
+
+        ``broken``: the view has failed, so that other ranks may never finish their collectives in these groups.
+        """
         self.guard.since, self.guard.slow.rebalance = time.monotonic(), False
         hang_up, self._hang_up = self._hang_up, None
         trace.end_tracing()
@@ -272,9 +290,10 @@ class RankParty:
     # --- the ranks of a view ---
 
     def recipe_now(self, job: Job) -> Recipe:
-        """Return the recipe with a layout for the present number of ranks.
+        """Return the recipe with a layout for the present number of ranks. ``job``: what the training needs.
 
-        If the ranks are too few for the model of ``job``, save the state in their memory, and raise :class:`WeftError`.
+        If the ranks are too few, or have too little memory, save the state in their memory as a checkpoint, and raise
+        :class:`WeftError`.
         """
         from weft.resilience.layouts import recipe_for
 
@@ -299,9 +318,10 @@ class RankParty:
             ) from None
 
     def rescue(self, job: Job) -> str:
-        """Save the state that the ranks hold in memory as a checkpoint; return words for an error message.
+        """Save the state that the ranks hold in memory as a checkpoint. Returns words for an error message.
 
-        The words name the state from which the run of ``job`` can continue.
+        The words name the state from which the run can continue. ``job``: what the training needs. If no complete state
+        is in memory, nothing is saved, and the words name the last checkpoint.
         """
         guard = self.guard
         if guard.recovery is None or guard.run is None:
@@ -322,7 +342,7 @@ class RankParty:
         )
 
     def join_groups(self, world: int, device: str) -> None:
-        """Join the default process group of the present view, as one of its first ``world`` members.
+        """Join the default process group, whose members are the first ``world`` members of the present view.
 
         ``device``: "cpu" or "cuda".
         """
@@ -338,15 +358,18 @@ class RankParty:
         )  # fmt: skip
 
     def wait_for_place(self) -> NoReturn:
-        """Wait until the present view ends, as the layout has no place for this rank; then raise :class:`PeerLost`."""
+        """Wait until the present view ends, because its layout has no use for this rank.
+
+        Then raise :class:`PeerLost`, so that this rank agrees on the next view.
+        """
         while not self.membership.why:
             time.sleep(LOOK_S)
         raise PeerLost(self.membership.why)
 
     def on_break(self, why: str) -> None:
-        """Break off collectives and copies, as the view can do no further step. ``why``: the reason in words.
+        """Break off collectives and copies, as the present view can do no further step. Called in the agent's thread.
 
-        Called in the agent's thread.
+        ``why``: the reason in words.
         """
         if self._hang_up is not None:
             self._hang_up.hang_up()
@@ -354,7 +377,10 @@ class RankParty:
             copies.break_off()
 
     def end_stuck(self) -> None:
-        """End the process, as the main thread waits in a collective that does not end. Called in another thread."""
+        """End this process, because its main thread waits in a collective that nothing ends.
+
+        Called in another thread.
+        """
         error = LeftOut(
             f"rank {self.rank} is in a collective that the others have left, and that nothing ends"
         )

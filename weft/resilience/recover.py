@@ -25,11 +25,16 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Recovery:
-    """State to which all ranks go back: that after ``progress.step``, as the view of ``epoch`` (the *old* view) had it.
+    """State in the ranks' memory to which all ranks go back after a loss.
 
-    ``gives[rank]``: the segments that this rank of the new view sends, as pairs of an owner (a rank of the old view)
-    and a segment's number. ``helpers``: pairs of a new rank and the lost old rank whose parts it sends. ``differing``:
-    new ranks whose copies differ from the majority's copies of the same parts, and are not used.
+    An *old* rank is a rank of the view whose copies are used; a *new* rank is a rank of the view that continues.
+
+    Attributes:
+        epoch: number of the old view.
+        progress: progress of the run at that state.
+        gives: for each new rank, the segments of copies that it sends, as pairs of an old rank and a segment's number.
+        helpers: pairs of a new rank and the lost old rank whose parts it sends.
+        differing: new ranks whose copies differ from the majority's copies of the same parts, and are not used.
     """
 
     epoch: int
@@ -50,11 +55,11 @@ class Recovery:
 
 
 def newest_recovery(facts: Sequence[Facts]) -> Recovery | None:
-    """Return the newest state that is complete in the copies of all members; None if none is complete.
+    """Return the newest state of which the members of the next view together hold complete copies.
 
-    ``facts``: for each member, by its rank in the new view, which copies it holds. Only the newest view with a complete
-    state counts. If copies of the same elements differ, the version that most owners have counts; without a majority
-    the state counts as incomplete.
+    Returns None if no state is complete. ``facts``: for each member, by its rank in the next view, what it said in the
+    agreement, with a list of its copies (:data:`FACT`). If copies of the same elements differ, the version that most
+    old ranks had is taken. Without a majority the state counts as incomplete.
     """
     views: dict[int, dict[int, Facts]] = {}
     for rank, fact in enumerate(facts):
@@ -126,10 +131,10 @@ def restore(
     state: State,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Fill ``state``, under any layout, as ``recovery`` says; return the bytes sent to others. Collective over the new
-    view.
+    """Fill ``state``, whatever its layout, with the state of ``recovery``. Returns the bytes sent to other ranks.
 
-    ``snapshots``: this rank's copies of earlier views; none if it was in no view before.
+    Collective over the ranks of ``group``, those of the new view. ``snapshots``: this rank's copies of earlier views;
+    empty if it was in none.
     """
     from weft.checkpoint.reshard import redistribute
 
@@ -144,9 +149,10 @@ def restore(
 def parts_to_give(
     recovery: Recovery, snapshots: Sequence[Snapshots], rank: int
 ) -> Iterator[tuple[str, Part]]:
-    """Yield the names and the parts of tensors that this ``rank`` of the new view sends to the other ranks.
+    """Yield the name and the values of each part of a tensor that this rank sends to the other ranks.
 
-    ``recovery``: the state to restore; ``snapshots``: this rank's copies of earlier views.
+    ``recovery``: the state to restore; ``snapshots``: this rank's copies of earlier views; ``rank``: its rank in the
+    new view.
     """
     for copies in snapshots:
         if copies.epoch == recovery.epoch:

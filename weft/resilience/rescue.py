@@ -29,11 +29,11 @@ def save_copies(
     lease: Lease,
     mesh: Mesh,
 ) -> Storage:
-    """Save the state of ``recovery`` to the last checkpoint level of ``run``. Collective over ``mesh``.
+    """Save the state of ``recovery`` as a checkpoint at the last level of ``run``. Collective over ``mesh``.
 
-    ``snapshots``: this rank's copies of earlier views; ``lease``: this process's right to write the run's folder. Each
-    rank saves an equal share, and needs no memory beyond that and its copies. Raises :class:`WeftError` if saving
-    fails.
+    ``snapshots``: this rank's copies of earlier views; ``job``: what the training needs; ``lease``: this process's
+    lease of the run's storages. Each rank saves an equal share, and needs no memory beyond that share and its copies.
+    Returns the checkpoint's storage. Raises :class:`WeftError` if saving fails.
     """
     rank, world = mesh.rank("dp"), mesh.size("dp")
     facts = job.facts(recovery.progress)

@@ -18,7 +18,11 @@ REMOVE = "ranks/remove"
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of a view by rank, with the run's secret and the facts for newcomers."""
+    """Members of a run's present view, as a file in the run's folder lists them for newcomers.
+
+    ``epoch``: number of the view; ``members``: its members, by rank; ``token``: the run's secret; ``about``: what the
+    run tells newcomers, such as the recipe.
+    """
 
     epoch: int
     members: tuple[Member, ...]
@@ -27,9 +31,9 @@ class Roster:
 
 
 def write_roster(folder: Path, view: View, token: str) -> None:
-    """Write the members of ``view`` and the run's secret ``token`` into the run's folder.
+    """Write the members of ``view`` and the run's secret ``token`` to a file in the run's folder ``folder``.
 
-    Only the owner may read the file, as whoever has the token can take part in the run.
+    Only the owner may read the file, as whoever has the secret can take part in the run.
     """
     members = [
         asdict(member) | {"rank": rank} for rank, member in enumerate(view.members)
@@ -53,7 +57,10 @@ def write_roster(folder: Path, view: View, token: str) -> None:
 
 
 def read_roster(folder: Path) -> Roster:
-    """Return the last view of the run in this folder. Raises :class:`UsageError` if there is none."""
+    """Return the members of the run in ``folder``, as last written by :func:`write_roster`.
+
+    Raises :class:`UsageError` if the folder has no such file, or the file cannot be read.
+    """
     try:
         words = json.loads((folder / FILE).read_text())
         names = Member.__dataclass_fields__
@@ -73,13 +80,16 @@ def read_roster(folder: Path) -> Roster:
 
 
 def ask_to_leave(folder: Path, numbers: list[int]) -> None:
-    """Ask the members with these ``numbers`` to leave the run, by a file in the run's folder."""
+    """Ask members to leave the run, by a file in the run's folder ``folder``. ``numbers``: the members' numbers."""
     with (folder / REMOVE).open("a") as file:
         file.write("".join(f"{number}\n" for number in numbers))
 
 
 def asked_to_leave(folder: Path) -> list[int]:
-    """Return the numbers that :func:`ask_to_leave` has written since the last call, and remove its file."""
+    """Return the numbers of members that :func:`ask_to_leave` has written since the last call, and remove the file.
+
+    ``folder``: the run's folder.
+    """
     path = folder / REMOVE
     if not path.exists():
         return []

@@ -10,7 +10,8 @@ from weft.train.training import Ending
 def survive(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
     """Train as one of the ranks that were started together, in a run that survives the loss of ranks or islands.
 
-    ``out``: the run folder, None for the default; ``resume``: "auto", a run or a checkpoint.
+    ``out``: the run folder, or None for the default; ``resume``: "auto", a run or a checkpoint to continue from, or
+    None. Returns how the training has ended.
     """
     if recipe.islands_come_and_go:
         from weft.resilience.island_life import start_island
@@ -22,7 +23,10 @@ def survive(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
 
 
 def join_run(folder: Path) -> Ending:
-    """Join the run in ``folder`` as one more rank, or as a rank of the island with that folder."""
+    """Join the run in ``folder`` as one more rank, and train. Returns how the training has ended.
+
+    If ``folder`` is that of an island, this process becomes a rank of the island.
+    """
     roster = read_roster(folder)
     recipe = build_recipe(roster.about["recipe"])
     if "island" in roster.about:

@@ -20,8 +20,10 @@ LEAVE_OUT, UNLIKE = 1.7, 0.3
 class SlowRanks:
     """Ranks that compute slowly, and the reaction to them. All ranks of the run hold the same values.
 
-    ``actions``: the setting ``resilience.actions``. ``factors``: by a slow member's number, its compute time divided by
-    that of others. ``rebalance``: whether the work must be divided anew.
+    Attributes:
+        actions: the setting ``resilience.actions``: what is done about slow ranks.
+        factors: for each slow member, by number, its compute time divided by that of the others.
+        rebalance: whether the batch must be divided anew among the ranks.
     """
 
     actions: str
@@ -31,15 +33,15 @@ class SlowRanks:
     _digests: object = None  # what was judged last
 
     def speeds(self, members: Sequence[Member]) -> tuple[float, ...]:
-        """Return the relative compute speed of each member in ``members``: 1 for a member that is not slow."""
+        """Return the compute speed of each member in ``members``, relative to a member that is not slow (1)."""
         return tuple(1 / self.factors.get(member.number, 1.0) for member in members)
 
     def shares(
         self, job: Job, members: Sequence[Member], layout: Layout
     ) -> dict[int, float]:
-        """Return each rank's share of the batch, relative to the mean share; {} if all shares are equal.
+        """Return each rank's share of the batch, relative to the mean share. The result is {} if all shares are equal.
 
-        ``members`` and ``layout``: those of the present view.
+        ``job``: what the training needs; ``members`` and ``layout``: of the present view.
         """
         speeds = replace(job, speeds=self.speeds(members)).batch_speeds(layout)
         if not speeds:
@@ -54,7 +56,7 @@ class SlowRanks:
         }
 
     def begin(self, watch: DelayWatch) -> None:
-        """Ignore what ``watch`` has measured so far: only later measurements lead to an action."""
+        """Ignore what ``watch`` has measured so far. Only later measurements lead to an action."""
         self._digests = watch.digests
 
     def act(
@@ -63,9 +65,10 @@ class SlowRanks:
         members: Sequence[Member],
         remove: Callable[[int], None],
     ) -> None:
-        """Apply the recipe's action to ``members`` that two successive judgements of ``watch`` call slow.
+        """Apply the recipe's action to members that ``watch`` has judged slow twice in succession.
 
-        Does nothing if ``watch`` has no new judgement. ``remove(number)`` asks a member to leave.
+        ``watch``: judges which ranks are slow; without a new judgement nothing is done. ``members``: members of the
+        present view, by rank; ``remove(number)``: asks a member to leave.
         """
         if watch.digests is self._digests:
             return

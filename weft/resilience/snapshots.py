@@ -48,7 +48,7 @@ Table = Mapping[str, tuple[Tensor, Box, bool]]
 
 
 def why_none(recipe: Recipe) -> str:
-    """Return why the run of this recipe keeps no copies of its state in memory; empty if it keeps them."""
+    """Return in words why a run of ``recipe`` keeps no copies of its state in memory; "" if it keeps them."""
     away = [
         kind
         for kind in ("weights", "moments")
@@ -60,11 +60,11 @@ def why_none(recipe: Recipe) -> str:
 
 
 def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]:
-    """Return the buddy of every rank: the rank that keeps a copy of its part.
+    """Return the buddy of every rank: the rank that keeps a copy of its part of the state.
 
-    ``machines[rank]``: where each rank runs. The buddy is on another machine, if there is one: the first rank of a
-    machine has the first rank of the next machine as its buddy, and so on. On a single machine it is the next rank, and
-    a single rank is its own buddy. Ranks that are ``leaving`` are no buddies if others stay.
+    ``machines``: the machine of each rank; ``leaving``: ranks that are no buddies as long as others stay. The buddy is
+    on another machine, if there are several: the first rank of a machine has the first rank of the next machine as its
+    buddy, and so on. On a single machine it is the next rank, and a single rank is its own buddy.
     """
     order = sorted(
         range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank)
@@ -82,7 +82,11 @@ def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]
 
 
 class TensorSlice(NamedTuple):
-    """Slice ``box`` of a tensor in a segment. Its elements begin at byte ``start`` of the segment."""
+    """Slice of a tensor in a segment of a copy.
+
+    ``name``: name of the tensor; ``box``: its elements in the slice; ``tensor``: description of the whole tensor;
+    ``start``: byte of the segment at which the elements begin.
+    """
 
     name: str
     box: Box
@@ -100,10 +104,14 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class SnapshotSegment:
-    """Parts of the state that the same ranks hold, the ``holders``. Every copy lays them out in the same way.
+    """Segment of a copy: all parts of the state that the same ranks hold, laid out alike in every copy.
 
-    ``fixed``: the parts never change. ``sender``: the holder that sends the parts to its buddy; -1 if another holder
-    remains after the loss of any rank or host.
+    Attributes:
+        holders: ranks that hold the parts.
+        fixed: whether the parts never change (frozen parameters).
+        sender: holder that sends the parts to its buddy; -1 if another holder remains after the loss of any rank or
+            host.
+        pieces: slices of tensors in the segment.
     """
 
     holders: tuple[int, ...]
@@ -119,10 +127,10 @@ class SnapshotSegment:
 def segments_of(
     tables: Sequence[Table], machines: Sequence[str], leaving: Collection[int] = ()
 ) -> list[SnapshotSegment]:
-    """Return the parts of all ranks, grouped by the ranks that hold them; the same result on every rank.
+    """Return the parts of the state of all ranks, grouped into segments by the ranks that hold them.
 
-    ``tables``: the parts of each rank; ``machines``: the machine of each rank. With ``leaving`` ranks, only parts that
-    no staying rank holds are sent.
+    ``tables``: description of each rank's parts; ``machines``: the machine of each rank; ``leaving``: ranks that leave.
+    If there are such ranks, only parts that no staying rank holds are sent. The result is the same on every rank.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, table in enumerate(tables):
@@ -157,11 +165,18 @@ def segments_of(
 
 @dataclass
 class SnapshotCopy:
-    """Copy of some ``segments`` of one rank's state, by segment number, one behind the other in ``memory``.
+    """Copy in memory of some segments of one rank's state.
 
-    ``starts``: the byte at which each segment begins. Once the copy is ``whole``, it has the values after ``step``.
-    ``rows``: the row numbers of tensors whose rows differ from their box's (experts that were moved). ``digests``:
-    hashes of segments by number.
+    Attributes:
+        segments: segments of the copy, by number, in the order in which they lie in ``memory``.
+        pinned: whether the memory is pinned for copies from a GPU.
+        step: step after which the state was copied; None before, and for parts that never change.
+        whole: whether the copy is complete.
+        progress: progress of the run after that step.
+        rows: row numbers of tensors whose rows are not those of their box (experts that were moved), by name.
+        digests: digest of each segment, by number.
+        starts: byte of ``memory`` at which each segment begins, by number.
+        memory: bytes of the copy.
     """
 
     segments: Mapping[int, SnapshotSegment]
@@ -180,7 +195,7 @@ class SnapshotCopy:
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
 
     def view(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """Return the bytes of this copy's memory from offset ``start`` to offset ``stop`` (by default the end)."""
+        """Return a view of this copy's memory from byte ``start`` to byte ``stop`` (by default the end)."""
         return self.memory.numpy()[start:stop].data
 
     def hash_segment(self, number: int) -> str:
@@ -188,7 +203,10 @@ class SnapshotCopy:
         return hash_views([self.view(start, start + self.segments[number].size)])
 
     def values(self, number: int) -> Iterator[tuple[TensorSlice, T]]:
-        """Yield every slice of a tensor in segment ``number``, with its elements in this copy's memory."""
+        """Yield every slice of a tensor in a segment, with a tensor that views its elements in this copy's memory.
+
+        ``number``: number of the segment.
+        """
         for piece in self.segments[number].pieces:
             at = self.starts[number] + piece.start
             flat = self.memory[at : at + piece.size].view(
@@ -205,12 +223,20 @@ def hash_views(views: Iterable[memoryview]) -> str:
 
 
 class Snapshots:
-    """The copies of one view: this rank's, and those that it keeps for others. Creating it is collective over
-    ``group``.
+    """Copies of the state in memory for one view: this rank's own, and those that it keeps for other ranks.
 
-    ``machines``: of every rank of the group; ``endpoint``: of this process; ``token``: the run's secret. A copy is made
-    after every ``every``-th step, and waited for at most ``limit`` seconds. ``leaving`` ranks send parts that only they
-    hold to the staying ranks, which send nothing.
+    Creating the object is collective over ``group``.
+
+    Args:
+        state: this rank's state.
+        machines: the machine of each rank of the group.
+        endpoint: listener of this process.
+        token: the run's secret.
+        epoch: number of the view.
+        every: number of steps between two copies.
+        limit: seconds that a copy may take.
+        group: ranks that copy together (default: all).
+        leaving: ranks about to leave. They send parts that only they hold to the staying ranks, which send nothing.
     """
 
     def __init__(
@@ -260,20 +286,21 @@ class Snapshots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's memory that its copies and those kept for other ranks take."""
+        """Bytes of this rank's memory that its own copies and those kept for other ranks take together."""
         return sum(copy.memory.nbytes for copy in (*self._own, *self._held.values()))
 
     @property
     def sent(self) -> int:
-        """Bytes sent to the buddy after a step."""
+        """Bytes that this rank sends to its buddy for each copy."""
         return sum(
             s.size for s in self.segments if s.sender == self.rank and not s.fixed
         )
 
     def begin(self, progress: Progress, now: bool = False) -> None:
-        """Begin to copy the state after step ``progress.step``, if a copy is due after that step, or if ``now`` is set.
+        """Begin to copy the state after step number ``progress.step``, if a copy is due then or ``now`` is set.
 
-        The state may not change until :meth:`complete` has returned. Call it when that step is over on all ranks.
+        ``progress``: the run's progress, which is stored with the copy. Call this when the step is over on all ranks.
+        The state may not change until :meth:`complete` has returned.
         """
         if progress.step == self._begun or not (
             now or self._begun < 0 or progress.step % self.every == 0
@@ -303,9 +330,9 @@ class Snapshots:
             self.complete()
 
     def complete(self) -> None:
-        """Wait until the last copy is complete, here and at the buddy; the state may change then.
+        """Wait until the last copy is complete, on this rank and on its buddy. Afterwards the state may change.
 
-        Raises :class:`PeerLost` if the buddy is gone, or has not answered for :attr:`limit` seconds.
+        Raises :class:`PeerLost` if the buddy is gone, or has not answered for ``limit`` seconds.
         """
         in_time = self._done.wait(self.limit)
         if self._problem or not in_time:
@@ -320,16 +347,18 @@ class Snapshots:
         self._channel.close()
 
     def stop(self) -> None:
-        """Stop sending and receiving; complete copies stay. May be called by any thread, and more than once."""
+        """Stop sending and receiving. Complete copies are kept. May be called in any thread, and more than once."""
         self.break_off()
         self._jobs.put(None)
         self._thread.join(STOP_S)
 
     def held(self) -> dict[str, Any]:
-        """Return the complete copies on this rank as JSON, and end all copying, also that of others to this rank.
+        """End all copying, also that of other ranks to this one, and describe the complete copies as JSON.
 
-        Each copy has an ``owner`` (the rank whose part it is), a ``step`` (None: it never changes), and the digests of
-        its segments. If a view ends on purpose, all ranks must have returned from :meth:`complete` before.
+        In the result ``copies`` is a list; each entry has an ``owner`` (the rank whose state it is), a ``step`` (None
+        for parts that never change), the ``progress`` then, and the ``digests`` of its segments. The other keys are
+        ``epoch``, ``rank``, ``world`` and ``segments`` (the ranks that hold each segment). If a view ends on purpose,
+        all ranks must have returned from :meth:`complete` before.
         """
         self.stop()
         fixed = {
@@ -357,7 +386,10 @@ class Snapshots:
         }
 
     def parts(self, step: int, owner: int, number: int) -> Iterator[tuple[str, Part]]:
-        """Yield the named parts of segment ``number`` of ``owner`` after ``step``; its copy must be complete."""
+        """Yield the name and the values of each part of a tensor in a copy's segment. The copy must be complete.
+
+        ``step``: step of the copy; ``owner``: rank whose state was copied; ``number``: number of the segment.
+        """
         segment = self.segments[number]
         if segment.fixed and owner == self.rank:
             yield from (

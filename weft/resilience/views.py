@@ -24,7 +24,10 @@ GONE, LEFT, STOPPED = "is gone", "left", "is stopped"
 
 
 class LeftOut(WeftError):
-    """The other members go on without this rank or its island. ``asked``: whether this rank was asked to leave."""
+    """Error of a rank that the other members of the run have gone on without, or whose island they have.
+
+    ``asked``: whether this rank was asked to leave.
+    """
 
     exit_code = LEFT_OUT
 
@@ -34,22 +37,28 @@ class LeftOut(WeftError):
 
 
 class TooFew(WeftError):
-    """No next view could be agreed on in time. The message names the missing members."""
+    """Error of a member that could not agree on a next view in time. The message names the missing members."""
 
 
 class Fatal(WeftError):
-    """A member has said that the run must end. The message says why."""
+    """Error at every member after one of them has said that the run must end. The message says why."""
 
     secondary = True
 
 
 @dataclass(frozen=True)
 class Member:
-    """A process of a run. Its ``number`` is never given to another process; its rank is its position in the present
-    view.
+    """Process that is a member of a run, or wants to be one.
 
-    ``host`` and ``port``: where its agent listens. ``machine``, ``pid`` and ``started`` identify the process for others
-    on the same machine, so that they can see whether it is gone, stopped or just slow.
+    Attributes:
+        number: number of the member, which is never given to another process. Its rank is its position in the present
+            view.
+        host: address at which its agent listens.
+        port: port at which its agent listens.
+        machine: identity of its machine. With ``pid`` and ``started`` it lets members on the same machine see whether
+            the process is gone, stopped or just slow.
+        pid: its process id.
+        started: time at which the process started.
     """
 
     number: int
@@ -66,7 +75,10 @@ class Member:
 
 @dataclass(frozen=True)
 class MemberLoss:
-    """Loss of a member of a view: the reason in words, and whether the member is certainly gone, not just silent."""
+    """Loss of a member of a view.
+
+    ``why``: the reason in words; ``proved``: whether the member is certainly gone, and not just silent.
+    """
 
     why: str
     proved: bool
@@ -74,8 +86,9 @@ class MemberLoss:
 
 @dataclass(frozen=True)
 class Lost:
-    """Member of the previous view that is not in the new view. ``rank``: its rank in the previous view; ``why``: the
-    reason.
+    """Member of the previous view that is not in the new view.
+
+    ``member``: the member; ``rank``: its rank in the previous view; ``why``: the reason in words.
     """
 
     member: Member
@@ -85,7 +98,17 @@ class Lost:
 
 @dataclass(frozen=True)
 class View:
-    """Members that take part in a run until the next view. A member's rank is its index in ``members``."""
+    """Set of the members that take part in a run, until the members agree on the next such set.
+
+    Attributes:
+        epoch: number of the view, from 1.
+        members: members by rank: first those of the previous view in their order, then newcomers.
+        facts: what each member said when this view was agreed on, by rank; ``{}`` in the first view.
+        lost: members of this process's previous view that are not in this one.
+        about: what the run tells newcomers, as given with the first view.
+        numbers: how many member numbers have been given in this run.
+        reasons: why each member that the run has ever lost was lost, by the member's number.
+    """
 
     epoch: int
     # those of the view before in their order, then newcomers
@@ -120,14 +143,14 @@ class View:
         )
 
     def message(self) -> dict[str, Any]:
-        """Return the view as JSON, without ``lost``, which differs between receivers."""
+        """Return the view as JSON. ``lost`` is left out, because it differs between receivers."""
         return asdict(self) | {"lost": []}
 
     @classmethod
     def of(cls, message: dict[str, Any], before: View | None) -> View:
-        """Build a view from ``message``, which :meth:`message` has made.
+        """Build a view from ``message``, the result of :meth:`message` at another member.
 
-        ``before``: this process's previous view, from which the lost members follow.
+        ``before``: this process's previous view (None: none), from which the lost members follow.
         """
         reasons = {int(number): why for number, why in message["reasons"].items()}
         members = tuple(Member(**member) for member in message["members"])
@@ -150,7 +173,10 @@ class View:
 
 
 def this_process(number: int, address: Address) -> Member:
-    """Describe this process as the member ``number``, whose agent listens at ``address``."""
+    """Return a description of this process as a member of a run.
+
+    ``number``: its number as a member; ``address``: host and port at which its agent listens.
+    """
     return Member(
         number, *address, machine_id("pid", "net"), os.getpid(), started_at(os.getpid())
     )
@@ -159,10 +185,11 @@ def this_process(number: int, address: Address) -> Member:
 def reach_each_other(
     numbers: Iterable[int], accusations: Iterable[tuple[int, int]]
 ) -> list[int]:
-    """Return the ``numbers`` of members that can go on together, sorted.
+    """Return the numbers of members that can go on together, sorted.
 
-    ``accusations``: pairs (a, b) of members, where a does not reach b. One member of each such pair must go: first the
-    member in most pairs; of several, the one with the highest number, which is the newest.
+    ``numbers``: the members to choose from; ``accusations``: pairs (a, b) of members' numbers, where a does not reach
+    b. One member of each such pair must go: first the member that is in most pairs; of several, the member with the
+    highest number, which is the newest.
     """
     kept = set(numbers)
     pairs = {frozenset(pair) for pair in accusations if kept.issuperset(pair)}
@@ -180,11 +207,13 @@ def is_quorum(
     excused: Collection[Address],
     stopped: Collection[Address] = (),
 ) -> bool:
-    """Return whether the members ``kept`` may go on from ``view`` without any risk that other members of it do so too.
+    """Return whether the members ``kept`` may go on from ``view`` without the risk that other members of it do so too.
 
-    They must be more than half of those that are not ``excused`` (known not to go on anywhere), or exactly half with
-    the lowest number among them. ``stopped`` members may be continued, and then go on with others that are not kept;
-    where there are no such others, they are excused too.
+    ``view``: members of the view; ``kept``: addresses of those that would go on; ``excused``: addresses of members that
+    are known not to go on anywhere; ``stopped``: addresses of members whose process is stopped. The kept members must
+    be more than half of those that are not excused, or exactly half if the lowest number is among them. A stopped
+    member may be continued, and then go on with others that are not kept. If there are no such others, stopped members
+    are excused, too.
     """
     gone = {member.address for member in view}.intersection(excused)
     if all(

@@ -13,7 +13,10 @@ from weft.train.setup import Job
 
 
 class Watching(Guard):
-    """Hooks of a run that names its slow ranks: they trace collectives, and record which ranks are slow."""
+    """Hooks around the steps of a run that trace collectives, and record which ranks are slow.
+
+    ``watch``: judges which ranks are slow; None while ranks are not watched.
+    """
 
     watch: DelayWatch | None = None
 
@@ -27,9 +30,9 @@ class Watching(Guard):
         self.watch_ranks(mesh, recorder)
 
     def watch_ranks(self, mesh: Mesh, recorder: Recorder, epoch: int = 0) -> None:
-        """Trace the collectives in the process groups of ``mesh``, whose ranks are those of the view ``epoch``.
+        """Begin to trace the collectives in the process groups of ``mesh``. A single rank is not watched.
 
-        ``recorder``: records which ranks are slow. A single rank is not watched.
+        ``recorder``: receives reports about slow ranks; ``epoch``: number of the view whose ranks the mesh has.
         """
         self.watch = None
         if mesh.step_group is not None and mesh.layout.world > 1:
