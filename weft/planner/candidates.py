@@ -37,9 +37,10 @@ def divisors(n: int, most: float = math.inf) -> list[int]:
 
 @dataclass(frozen=True)
 class Refused:
-    """A rule of divisibility, and how many ways to cut the ranks have it as the first rule that they break.
+    """A rule of divisibility, and the number of divisions of the ranks that break this rule before any other.
 
-    ``example``: one such way, in words. ``fix``: a remedy.
+    A division gives the sizes of ``tp``, ``pp``, ``cp`` and the data axes. ``count``: number of such divisions.
+    ``example``: the conflicting values of one of them. ``fix``: a remedy.
     """
 
     rule: str
@@ -50,7 +51,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of divisibility that a layout of ``count`` ranks must meet, for ``batch`` sequences of ``seq`` tokens."""
+    """Rules of divisibility that a layout of ``count`` ranks must meet, for ``batch`` sequences of ``seq`` tokens.
+
+    ``shape``: the model; ``machine``: the devices and links of the cluster.
+    """
 
     shape: Shape
     machine: Machine
@@ -59,7 +63,10 @@ class Rules:
     seq: int
 
     def ways(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield every ``(tp, pp, cp, data)`` whose product is the number of ranks."""
+        """Yield every ``(tp, pp, cp, data)`` whose product is the number of ranks.
+
+        ``data``: ranks that process different sequences, the product of ``dp`` and ``shard``.
+        """
         for tp in divisors(self.count):
             for pp in divisors(self.count // tp):
                 for cp in divisors(self.count // tp // pp):
@@ -68,9 +75,10 @@ class Rules:
     def broken(
         self, tp: int, pp: int, cp: int, data: int
     ) -> tuple[str, str, str] | None:
-        """Return the first rule that this layout breaks: its text, the conflicting values, and a remedy.
+        """Return ``(text, conflicting values, remedy)`` of the first rule that the layout breaks; None if it breaks no
+        rule.
 
-        None stands for a layout that breaks no rule.
+        ``data``: ranks that process different sequences, the product of ``dp`` and ``shard``.
         """
         heads, kv, layers = (
             int(self.shape.heads),
@@ -123,8 +131,9 @@ class Rules:
         ]
 
     def candidates(self, bits: int) -> Plan:
-        """Return all layouts that break no rule, for products of ``bits`` bits. Raises :class:`UsageError` if there is
-        none.
+        """Return all layouts that break no rule, as one :class:`Plan` of arrays with an entry per layout.
+
+        ``bits``: width of the operands of matrix products. Raises :class:`UsageError` if there is no layout.
         """
         rows = [
             row
@@ -212,12 +221,13 @@ def variants(
     wanted: dict[str, int],
     places: Sequence[int],
 ) -> Plan:
-    """Return variants of ``plans`` with secondary partitions, and with state in one of ``places``.
+    """Return variants of ``plans`` with secondary partitions (ZeRO++ hpZ), and with state away from the device.
 
-    Both cost something, so they are tried only where they may help. A secondary partition is tried where ZeRO-3 gathers
-    across slow links and memory is left; other places are tried where memory is not enough. ``fits``: which plans fit
-    in memory. ``cheap``: by addition, which plans might be the fastest if the addition cost nothing. ``wanted``: the
-    values that the user demands by field; they are tried everywhere.
+    Both cost time, so they are tried only where they may help. A secondary partition is tried where ZeRO-3 gathers
+    across slow links and memory is left. State away from the device is tried where device memory is not enough.
+    ``fits``: which plans fit in memory. ``cheap``: which plans might be the fastest if the variation cost nothing, by
+    its name: ``secondary`` or ``away``. ``wanted``: values that the user demands by field of :class:`Plan`; these are
+    tried everywhere. ``places``: the places to try (host, file), by index.
     """
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
@@ -262,14 +272,17 @@ def variants(
 
 
 def take(plans: Plan, which: Any) -> Plan:
-    """Select plans by a mask or by indices. Resets ``outer`` to 0, because the search chooses it last."""
+    """Return the rows of ``plans`` that ``which``, a mask or indices, selects.
+
+    ``outer`` becomes 0 in all of them, because the search chooses it last.
+    """
     return replace(
         plans, outer=0, **{name: getattr(plans, name)[which] for name in CHOSEN}
     )
 
 
 def join_splits(parts: Sequence[Plan]) -> Plan:
-    """Concatenate the plans of all ``parts``."""
+    """Concatenate the rows of all ``parts``, which are plans of arrays."""
     return replace(
         parts[0],
         outer=0,
@@ -289,9 +302,10 @@ def _can_rest(way: dict[str, int]) -> bool:
 def nearby(
     state: NDArray[np.float64], tp: NDArray[np.float64], machine: Machine
 ) -> NDArray[np.float64]:
-    """Return the largest number of ranks that fast links join and that divides ``state`` evenly.
+    """Return the largest number of ranks that fast links join and that divides ``state``, for each plan.
 
-    ``state``: numbers of ranks over which ZeRO cuts the state; ``tp``: ranks between two neighbours among these.
+    ``state``: the numbers of ranks over which ZeRO cuts the state. ``tp``: the distance between the numbers of two such
+    ranks that are neighbours. All arrays are ``[plans]``.
     """
     pairs = {
         (s, t): max(divisors(int(s), machine.domain // t), default=1)

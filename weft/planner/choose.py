@@ -19,7 +19,7 @@ from weft.shapes.shape import shape_of
 
 @dataclass(frozen=True)
 class ChosenLayout:
-    """A recipe with its layout.
+    """A recipe with the layout that the planner has chosen for it.
 
     ``overrides``: the layout and changed settings as arguments of a command line. ``line``: a report for the user.
     """
@@ -30,9 +30,10 @@ class ChosenLayout:
 
 
 def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
-    """Return the settings of ``recipe`` that restrict its layout, as pins.
+    """Return the settings of ``recipe`` that restrict its layout, as pins for the search.
 
-    They are in ``[train]``, ``[memory]`` and ``[optimizer]``. ``cluster`` tells whether host and device differ.
+    They are in ``[train]``, ``[memory]`` and ``[optimizer]``. ``cluster`` tells whether the host's memory is separate
+    from the device's; if not, settings that keep state on the host restrict nothing.
     """
     train = recipe.train
     pins = [Pin.parse(f"{name}={getattr(train, name)}") for name in ("micro_batch", "recompute")
@@ -77,9 +78,9 @@ def choose_layout(
 
 
 def recipe_under(recipe: Recipe, final: Final) -> tuple[Recipe, dict[str, Any]]:
-    """Return ``recipe`` with the layout of ``final``, and the settings that this changes in ``[train]`` and others.
+    """Return ``recipe`` with the layout of ``final``, and the settings outside ``[layout]`` that this layout needs.
 
-    The settings are by section and name.
+    The settings are a dictionary of values by name for each section, such as ``{"train": {"micro_batch": 2}}``.
     """
     plan = final.plan
     train: dict[str, Any] = {

@@ -54,13 +54,23 @@ CASTS = 0.3
 
 @dataclass(frozen=True)
 class Plan:
-    """Distribution of a step over devices: ``dp`` copies x ``shard`` x ``cp`` x ``pp`` x ``tp`` ranks.
+    """Distribution of a step over ``dp * shard * cp * pp * tp`` ranks. Each field is a number or an array of numbers.
 
-    ``ep`` divides ``dp * shard``: experts live on the ranks of other axes. ``secondary``: the ranks over which ZeRO-3
-    keeps parameters cut until backward, if not all (ZeRO++ hpZ). ``schedule``, ``recompute`` and ``context`` are
-    indices into the tables above; ``weights``, ``moments`` and ``activations`` are indices into the table of the places
-    where they rest. ``bits``: width of the products' operands. ``batch`` and ``micro_batch`` count sequences of ``seq``
-    tokens. ``outer`` 1: copies (``dp``) are further apart than pipeline ranks; 0: pipeline ranks are further apart.
+    Attributes:
+        ``dp``, ``shard``, ``cp``, ``pp``, ``tp``: ranks along the axes of the layout.
+        ``ep``: ranks over which experts are spread. They are ranks of the other axes, not further ones.
+        ``zero``: ZeRO stage, 0 to 3.
+        ``secondary``: ranks over which ZeRO-3 keeps parameters cut between forward and backward, if not all (ZeRO++
+            hpZ); 0: all.
+        ``context``: scheme of attention along ``cp``, an index into :data:`CONTEXT`.
+        ``schedule``: pipeline schedule, an index into :func:`schedules`; ``virtual``: stages per pipeline rank.
+        ``batch``, ``micro_batch``: sequences of a step over all ranks, and of a rank's pass.
+        ``seq``: tokens of a sequence.
+        ``recompute``: a value of :class:`Recompute`.
+        ``bits``: width of the operands of matrix products.
+        ``weights``, ``moments``, ``activations``: where each rests, an index into :data:`weft.recipe.PLACES`.
+        ``outer``: 1 if the copies along ``dp`` are further apart in the network than pipeline ranks, 0 if pipeline
+            ranks are.
     """
 
     dp: Num = 1
@@ -107,8 +117,10 @@ class Plan:
 
     @property
     def away(self) -> dict[str, str]:
-        """The state and activations that rest away from the device and their places, as a recipe's ``[memory]``
-        section.
+        """Places of state and activations that rest away from the device, as settings of a recipe's section
+        ``[memory]``.
+
+        Moments are left out where they rest in the same place as weights, as that is the default.
         """
         places = {
             kind: PLACES[int(getattr(self, kind))]
@@ -128,11 +140,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds per step on the slowest rank, by cause. Communication counts as far as compute does not hide it.
+    """Seconds of a step on the slowest rank, by cause. Communication counts as far as compute does not hide it.
 
-    ``bubble``: the time that this rank waits in the pipeline. Ranks with less work are idle for longer:
-    :attr:`weft.schedule.simulate.Simulation.bubble_rate`, a mean over the ranks, counts that as well. ``host``: exposed
-    transfers of state and activations on the host or in files (:func:`weft.planner.tiers.with_tiers`).
+    Attributes:
+        ``compute``, ``recompute``: forward and backward, and the part of forward that backward repeats.
+        ``tp``, ``cp``, ``ep``, ``pp``, ``dp``: exposed communication along each axis; ``dp`` includes that of
+            ``shard``.
+        ``bubble``: time for which this rank waits in the pipeline. Ranks with less work are idle for longer;
+            :attr:`weft.schedule.simulate.Simulation.bubble_rate`, a mean over the ranks, counts that as well.
+        ``optimizer``: the update of the parameters.
+        ``other``: stragglers and fixed costs.
+        ``host``: exposed transfers of state and activations on the host or in files
+            (:func:`weft.planner.tiers.with_tiers`).
     """
 
     compute: Num
@@ -153,7 +172,11 @@ class Cost:
 
 
 class AxisLink(NamedTuple):
-    """Link between the ranks along one axis of a layout: bytes/s per rank, and seconds of latency."""
+    """Links between the ranks along one axis of a layout.
+
+    ``bandwidth``: bytes per second of each rank. ``ring_latency`` and ``tree_latency``: seconds that a collective in a
+    ring, or in a tree, takes besides the transfer of its bytes.
+    """
 
     bandwidth: Num
     ring_latency: Num
@@ -165,9 +188,10 @@ def axis_link(
 ) -> AxisLink:
     """Return bandwidth and latency of collectives over ``size`` ranks, whose numbers are ``stride`` apart.
 
-    A ring that leaves the fast domain uses the network links of all its members inside. A ring that leaves a site
-    shares the links between sites in the same way. Inside the domain the start of a collective takes time, not its
-    hops.
+    ``engine``: constants of the training program, such as the share of the nominal bandwidth that it reaches. A ring
+    over several fast domains crosses each border by the network links of all its members inside the domain. Links
+    between sites are shared in the same way. Inside a domain the start of a collective takes time, and the number of
+    hops does not count.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     local = np.clip(machine.site // stride, 1, size)
@@ -195,7 +219,7 @@ def axis_link(
 
 
 def gather(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
-    """Return the seconds of a ring all-gather or reduce-scatter over ``size`` ranks.
+    """Return the seconds of ring all-gathers or reduce-scatters over ``size`` ranks, joined by ``link``.
 
     ``full``: bytes of the whole tensor, which is moved in ``times`` collectives.
     """
@@ -205,9 +229,9 @@ def gather(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
 
 
 def reduce(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
-    """Return the seconds of an all-reduce over ``size`` ranks: the bytes of two all-gathers at the latency of a tree.
+    """Return the seconds of all-reduces over ``size`` ranks: the bytes of two all-gathers at the latency of a tree.
 
-    ``full``: bytes of the whole tensor, which is moved in ``times`` collectives.
+    ``full``: bytes of the whole tensor, which is moved in ``times`` collectives. ``link``: what joins the ranks.
     """
     return (size > 1) * (
         2 * (size - 1) / size * full / link.bandwidth + times * 2 * link.tree_latency
@@ -219,7 +243,7 @@ def exchange(
 ) -> Num:
     """Return the seconds of an all-to-all over ``size`` ranks, whose numbers are ``stride`` apart.
 
-    ``sent``: bytes that each rank holds. Bytes that leave the fast domain cross the rank's own NIC.
+    ``sent``: bytes that each rank holds before the exchange. Bytes that leave the fast domain cross the rank's own NIC.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     out = sent * (size - inside) / size / (machine.network * engine.network)
@@ -233,10 +257,14 @@ def exchange(
 class MicrobatchSeconds:
     """Seconds of one microbatch.
 
-    For one layer: ``forward``, ``backward`` (of which ``weight`` makes weight gradients), and ``again`` to recompute.
-    ``tp``, ``cp``, ``ep``: exposed communication of a forward-sized pass, of which there are ``count`` in forward and
-    backward together. ``head``: output layer and loss, all three products. ``hop``: the transfer from one stage to the
-    next.
+    Attributes:
+        ``forward``, ``backward``: compute of one layer.
+        ``weight``: the part of ``backward`` that computes the gradients of weights.
+        ``again``: recomputation of one layer in backward.
+        ``tp``, ``cp``, ``ep``: exposed communication of one layer along each axis, in a pass as long as forward.
+        ``count``: number of such passes in forward, backward and recomputation together.
+        ``head``: output layer and loss, in forward and backward.
+        ``hop``: the transfer from one pipeline stage to the next.
     """
 
     forward: Num
@@ -270,7 +298,7 @@ class AxisSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Roofline:
-    """Inputs of the cost of a step: the model, the machine, the plan, and the program's constants."""
+    """Formulas for the seconds of one layer, from the model, the machine, the plan, and the program's constants."""
 
     shape: Shape
     machine: Machine
@@ -299,20 +327,23 @@ class Roofline:
     def product(self, m: Num, n: Num, k: Num) -> Num:
         """Return the seconds of the matrix product ``[m, k] @ [k, n]`` in forward.
 
-        Each of the two products in backward takes as long.
+        Backward has two products for it, the gradients of both factors, which take as long each.
         """
         rate = self.machine.peak * self.machine.clock * self.engine.matmul
         moved = self.width * (m * k + n * k) + 2 * m * n
         return 2 * m * n * k / rate + moved / self.machine.hbm
 
     def feed_forward(self, tokens: Num, ffn: Num) -> Num:
-        """Return the seconds of the products of a feed-forward layer of width ``ffn``."""
+        """Return the seconds in forward of the products of a feed-forward layer of width ``ffn``.
+
+        ``tokens``: number of tokens that the rank processes.
+        """
         up = (1 + self.shape.gated) * ffn
         embed = self.shape.embed
         return self.product(tokens, up, embed) + self.product(tokens, embed, ffn)
 
     def products(self) -> Num:
-        """Return the seconds of a layer's products in its forward pass."""
+        """Return the seconds of a layer's matrix products in its forward pass, without attention scores."""
         shape, tokens, tp = self.shape, self.tokens, self.plan.tp
         matmuls = self.product(tokens, shape.qkv_width / tp, shape.embed)
         matmuls = matmuls + self.product(
@@ -331,7 +362,10 @@ class Roofline:
         )
 
     def attention(self) -> Num:
-        """Return the seconds of a layer's attention in its forward pass, including the masked half of the scores."""
+        """Return the seconds of a layer's attention in its forward pass.
+
+        Scores that the causal mask hides count too; scores outside a window count only if attention is not fused.
+        """
         shape, machine = self.shape, self.machine
         score = self.tokens * self.plan.seq * shape.heads / self.plan.tp
         # fused kernels skip what windows leave out
@@ -386,7 +420,7 @@ class Roofline:
         return AxisSeconds(along_tp, along_cp, along_ep)
 
     def hop(self) -> Num:
-        """Return the seconds to send a microbatch from one stage to the next; every tp rank sends its part."""
+        """Return the seconds to send a microbatch from one pipeline stage to the next; every tp rank sends its part."""
         machine, plan = self.machine, self.plan
         stride = plan.world / plan.pp / np.where(plan.outer > 0, plan.dp, 1)
         pair, _, start = axis_link(machine, self.engine, stride, np.minimum(plan.pp, 2))
@@ -402,7 +436,7 @@ class Roofline:
 def passes(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> MicrobatchSeconds:
-    """Return the seconds of one microbatch in one layer, in the output layer and between stages."""
+    """Return the seconds of one microbatch in one layer, in the output layer, and between pipeline stages."""
     parts = Roofline(shape, machine, plan, engine)
     matmuls, attention = parts.products(), parts.attention()
     pointwise = parts.pointwise()
@@ -449,7 +483,10 @@ def passes(
 
 
 def expert_cut(plan: Plan, engine: EngineConstants) -> Num:
-    """Return the number of tp ranks over which each expert's width is cut; 1 if experts are spread over tp instead."""
+    """Return the number of tp ranks over which the hidden width of each expert is cut.
+
+    It is 1 where whole experts are spread over the tp ranks instead.
+    """
     state = np.where(plan.shard > 1, plan.shard * plan.cp, plan.cp)
     folds = (plan.data * plan.cp % plan.ep == 0) & (
         (state % plan.ep == 0) | (plan.ep % state == 0)
@@ -467,11 +504,12 @@ def gradients(
     turn: Num,
     copies: Num = 1,
 ) -> tuple[Num, Num]:
-    """Return ``(communication, optimizer)``, seconds per step of a rank with ``layers`` layers.
+    """Return ``(communication, optimizer)``: seconds per step of a rank with ``layers`` layers.
 
     The communication is that of gradients and of sharded parameters, as far as compute does not hide it. ``cover``:
-    seconds of compute that hide it with ZeRO-3; ``turn``: seconds of compute that hide it otherwise, those of one
-    microbatch. ``copies``: copies of the parameters in a pipeline (DualPipe: 2).
+    seconds of the step's compute, which hides the communication of ZeRO-3. ``turn``: seconds of the compute of one
+    microbatch, which hides the communication of other stages of ZeRO. ``copies``: copies of every parameter that a
+    pipeline holds (DualPipe: 2).
     """
     tp, cp = plan.tp, plan.cp
     replicas = plan.data * cp
@@ -533,14 +571,14 @@ def schedule_number(name: str) -> int:
 
 
 def builder_numbered(number: Num) -> ScheduleBuilder:
-    """Return the builder of the schedule with this index."""
+    """Return the builder of the schedule with the index ``number`` in :func:`schedules`."""
     return builder_of(schedules()[int(number)])
 
 
 def by_schedule(plan: Plan, form: Callable[[ScheduleBuilder], Num]) -> Num:
-    """Return the value of ``form`` for the schedule of every plan.
+    """Return for every plan the value of ``form`` for the plan's schedule.
 
-    ``form``: a formula that takes the builder of a schedule. 1F1B with several chunks per rank counts as interleaved.
+    ``form``: a function of the builder of a schedule. 1F1B with several stages per rank counts as interleaved 1F1B.
     """
     looped = (plan.schedule == schedule_number("1f1b")) & (plan.virtual > 1)
     schedule, values = (
@@ -553,7 +591,10 @@ def by_schedule(plan: Plan, form: Callable[[ScheduleBuilder], Num]) -> Num:
 
 
 def copies(plan: Plan) -> Num:
-    """Return how many copies of every parameter a pipeline holds."""
+    """Return how many copies of every parameter the pipeline of a plan holds.
+
+    They are 2 for schedules that run microbatches in both directions (DualPipe), else 1.
+    """
     return 1 + by_schedule(plan, lambda builder: builder.twice) * (plan.pp > 1)
 
 
@@ -566,7 +607,7 @@ def rest(plan: Plan, engine: EngineConstants, known: Num) -> Num:
 
 
 def most_layers(shape: Shape, stages: Num) -> Num:
-    """Return the number of layers in the fullest of ``stages`` stages."""
+    """Return the number of layers in the fullest of ``stages`` pipeline stages that are cut by number of layers."""
     even = np.ceil(shape.layers / stages) == shape.layers / stages
     # Where layers do not divide, embedding and head are counted as layers, as Megatron and Weft place them.
     return np.where(even, shape.layers / stages, np.ceil((shape.layers + 2) / stages))
@@ -583,9 +624,10 @@ def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
 
 
 class StageLayers(NamedTuple):
-    """Layers of a pipeline's first stage, of the fullest stage between the ends, and of the last stage.
+    """Numbers of layers in a pipeline's first stage, in the fullest of the stages between, and in the last stage.
 
-    ``by_work``: stages are cut by the time that their layers take, including the output layer.
+    ``by_work``: whether stages are cut by the time that their layers take, including the output layer, and not by
+    number.
     """
 
     first: Num

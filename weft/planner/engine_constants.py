@@ -14,31 +14,49 @@ from weft.shapes.shape import Num
 
 @dataclass(frozen=True)
 class EngineConstants:
-    """Time constants, then memory constants. Each may be an array with one entry per row.
+    """Constants that say how well a class of training programs uses a machine. Each may be an array, one entry per run.
 
-    ``matmul``: share of the device's attainable product rate; ``attention``: share of the 16-bit peak that fused
-    attention reaches; ``flash``: 1 if attention is fused, 0 if scores are written to memory; ``elementwise``: bytes
-    moved per token and unit of width in the forward of a layer, outside attention and feed-forward, ``inner`` inside
-    (per element of their widths); ``kernels``: launches in the forward of a layer; ``exposed_dp``, ``exposed_cp``:
-    share of that communication that is never hidden; ``network``: share of its nominal bandwidth; ``buckets``:
-    gradient scatters per layer under ZeRO-1; ``step``: seconds per step of everything else; ``jitter``: share of time
-    lost per doubling of ranks beyond a node; ``sequence``: 1 if norm regions are cut over tp as well;
-    ``moe``: elementwise traffic of routing, in units of ``elementwise``; ``dispatch``: launches that routing adds, in
-    units of ``kernels`` (with waits for the counts of tokens per expert); ``rough``: traffic of experts with biases and
-    a clamped gate beyond that of others, in units of ``inner``; ``level``: 1 if pipelines are cut by work, the output
-    layer as the layers that weigh as much, 0 if by layers; ``whole``: 1 if experts are never cut over tp, 0 if they
-    are unless tp's ranks are among those that they are spread over.
+    Attributes (time):
+        ``matmul``: share of the device's attainable rate that matrix products reach.
+        ``attention``: share of the 16-bit peak that fused attention reaches.
+        ``flash``: 1 if attention is fused, 0 if scores are written to memory.
+        ``elementwise``: bytes moved per token and unit of width in the forward of a layer, outside attention and
+            feed-forward.
+        ``inner``: the same inside attention and feed-forward, per unit of their inner widths.
+        ``kernels``: kernel launches in the forward of a layer.
+        ``exposed_dp``, ``exposed_cp``: share of the communication along ``dp`` and ``cp`` that is never hidden.
+        ``network``: share of the network's nominal bandwidth that is reached.
+        ``buckets``: gradient scatters per layer under ZeRO-1.
+        ``step``: seconds per step of everything else.
+        ``jitter``: share of time lost to stragglers per doubling of the ranks beyond 8.
+        ``sequence``: 1 if the regions around norms are cut over ``tp`` as well (sequence parallelism), else 0.
+        ``moe``: elementwise traffic of routing, in units of ``elementwise``.
+        ``dispatch``: launches that routing adds, in units of ``kernels``, with waits for the counts of tokens per
+            expert.
+        ``rough``: traffic that experts with biases and a clamped gate have beyond that of others, in units of
+            ``inner``.
+        ``level``: 1 if pipelines are cut into stages by work, where the output layer counts as the layers of its
+            weight; 0 if by number of layers.
+        ``whole``: 1 if experts are never cut over ``tp``; 0 if they are, unless the ranks of ``tp`` are among those
+            over which experts are spread.
 
-    ``gradient``: bytes per parameter; ``master``: bytes of optimizer state per parameter; ``constant``: GiB of
-    context, communication buffers and fragmentation (measured, one number per class); ``saved``: bytes kept per
-    token and unit of width outside attention and feed-forward; ``vocab``: bytes per logit, of at most ``chunk`` tokens
-    at a time; ``gathered``: of ``saved``, bytes that tensor parallelism does not cut (inputs of products, gathered);
-    ``inside``: tensors of the feed-forward's inner width that are saved beyond gate, up and their product; ``remade``:
-    of those of experts, how many backward makes again instead;
-    ``stream``: bytes per token and unit of width of a block's input; ``products``: 1 if selective recomputation keeps
-    every other product, 0 if it keeps attention alone; ``undone``: bytes per token and inner width of what backward is
-    at; ``table``: bytes per entry of the output layer's gradient, from loss to backward; ``single``: 1 if gradients of
-    a step's only pass are whole, 0 if each is reduced as it is made.
+    Attributes (memory):
+        ``gradient``: bytes of gradient per parameter.
+        ``master``: bytes of optimizer state per parameter.
+        ``constant``: GiB of context, communication buffers and fragmentation, as measured.
+        ``saved``: bytes kept for backward per token and unit of width, outside attention and feed-forward.
+        ``vocab``: bytes per logit.
+        ``chunk``: the most tokens whose logits are in memory at a time.
+        ``gathered``: the part of ``saved`` that ``tp`` does not cut, because inputs of products are gathered.
+        ``inside``: number of tensors of the feed-forward's inner width that are saved beside gate, up and their
+            product.
+        ``remade``: number of such tensors of experts that backward computes again instead.
+        ``stream``: bytes per token and unit of width of a block's input.
+        ``products``: 1 if selective recomputation keeps every other product, 0 if it keeps attention alone.
+        ``undone``: bytes per token and unit of inner width that backward holds of the layer at which it is.
+        ``table``: bytes per entry of the output layer's gradient, which lives from loss to backward.
+        ``single``: 1 if the gradients of a step with one pass are kept whole, 0 if each is reduced as soon as it is
+            computed.
     """
 
     matmul: Num = 1.0
@@ -88,7 +106,10 @@ ENGINES = _programs()
 
 
 def scaled(engine: EngineConstants, factors: dict[str, Num]) -> EngineConstants:
-    """Return the engine with its constants multiplied by ``factors``, by name; exposed shares stay at most 1."""
+    """Return ``engine`` with its constants multiplied by ``factors``, which maps names of constants to factors.
+
+    The shares ``exposed_dp`` and ``exposed_cp`` stay at most 1.
+    """
     new = {name: getattr(engine, name) * factor for name, factor in factors.items()}
     shares = {
         name: np.minimum(value, 1.0)
@@ -99,7 +120,7 @@ def scaled(engine: EngineConstants, factors: dict[str, Num]) -> EngineConstants:
 
 
 def stack(items: list[Any]) -> Any:
-    """Stack a list of dataclass instances with numbers into one instance whose fields are arrays."""
+    """Stack instances of one dataclass with numbers as fields into one instance whose fields are arrays ``[items]``."""
     return replace(
         items[0],
         **{

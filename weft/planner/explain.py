@@ -37,7 +37,7 @@ DEEP = 32
 
 
 def title(final: Final) -> str:
-    """Describe the layout in one line."""
+    """Describe the layout of ``final`` in one line."""
     order = f' order="{final.order}"' if final.order else ""
     return (
         describe(final.plan) + (" vocabulary over pp" if final.barriers else "") + order
@@ -45,7 +45,7 @@ def title(final: Final) -> str:
 
 
 def changed_settings(first: Plan, other: Plan) -> dict[str, str]:
-    """Return the settings that ``other`` changes, with their new values."""
+    """Return the settings in which the plan ``other`` differs from ``first``: their values in ``other``, by name."""
     idle = {
         "schedule": other.pp == 1,
         "virtual": other.pp == 1,
@@ -61,7 +61,11 @@ def changed_settings(first: Plan, other: Plan) -> dict[str, str]:
 
 
 def differences(first: Final, other: Final) -> list[str]:
-    """Return the settings that ``other`` changes, as ``name=value``."""
+    """Return the settings in which ``other`` differs from ``first``, as texts ``name=value`` with the value in
+    ``other``.
+
+    If no setting differs, the only text is the description of ``other``.
+    """
     changes = [
         f"{name}={value}"
         for name, value in changed_settings(first.plan, other.plan).items()
@@ -74,7 +78,10 @@ def differences(first: Final, other: Final) -> list[str]:
 
 
 def why(first: Final, other: Final) -> str:
-    """Explain what makes ``other`` slower (or faster) than ``first``, and what it gains in return."""
+    """Explain what makes the layout ``other`` slower or faster than ``first``.
+
+    The largest change in the opposite direction is named as well, if it is not small.
+    """
     slower = other.seconds / first.seconds - 1
     a, b = vars(first.cost), vars(other.cost)
     change = {name: float(b[name]) - float(a[name]) for name in a}
@@ -88,7 +95,7 @@ def why(first: Final, other: Final) -> str:
 
 
 def layout_verdict(first: Final, other: Final) -> str:
-    """Explain in which settings ``other`` differs, how much slower it is, and why."""
+    """Explain in which settings ``other`` differs from ``first``, how much slower or faster it is, and why."""
     slower = other.seconds / first.seconds - 1
     lost = f"{' '.join(differences(first, other))} {'loses' if slower >= 0 else 'wins'}"
     return f"{lost}, {slower:+.1%} time: {why(first, other)}"
@@ -119,9 +126,10 @@ def _schedule(plan: Any) -> str:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The fastest layout in which the setting ``axis`` has another value, ``value``.
+    """The fastest layout in which the setting ``axis`` has another value than in the best layout: ``value``.
 
-    If no such layout fits, ``final`` is None, and ``gib`` is the memory of the one that needs least.
+    ``gib``: memory of the layout's fullest rank in GiB. If no layout with this value fits, ``final`` is None, and
+    ``gib`` is the memory of the layout with this value that needs least.
     """
 
     axis: str
@@ -133,7 +141,11 @@ class Alternative:
 def best_alternatives(
     searched: SearchResult, finals: Sequence[Final]
 ) -> list[Alternative]:
-    """Return the fastest layout for some other values of each setting of ``finals[0]``, simulated like ``finals``."""
+    """Return the fastest layout for up to three other values of each setting of ``finals[0]``.
+
+    ``searched``: the result of the search. ``finals``: the simulated layouts, fastest first. The layouts that are
+    returned are simulated as well.
+    """
     first, limit = finals[0], searched.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.
     total = np.array(searched.cost.total)
@@ -185,7 +197,7 @@ def best_alternatives(
 
 
 def record(final: Final) -> dict[str, Any]:
-    """Return a layout as plain data, with its seconds and GiB split by cause."""
+    """Return a layout as JSON: its settings, its seconds and its GiB, each split by cause, and its stages."""
     layout = {name: getattr(final.plan, name) for name in CHOSEN}
     return {
         "layout": {
@@ -220,11 +232,12 @@ def record(final: Final) -> dict[str, Any]:
 
 
 def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
-    """Return the expert exchanges of a layout with ``ep`` as plain data; empty without ``ep``.
+    """Return figures about the expert exchanges of a layout as JSON; empty if the layout has no ``ep``.
 
     ``sent``: bytes that a rank sends for a microbatch in one layer and direction, by dispatcher, the least first.
-    ``dispatch``: the recipe's dispatcher. ``load``: load of the busiest rank over the mean. ``save``: share of a step
-    that exchanges would save if they ran ``beside`` those of another microbatch (None where they cannot).
+    ``dispatch``: the recipe's dispatcher. ``load``: load of the busiest rank over the mean. ``beside``: the passes of
+    another microbatch during which exchanges could run. ``save``: share of a step that this would save (None where it
+    cannot be simulated).
     """
     plan = final.plan
     if plan.ep <= 1:
@@ -270,7 +283,7 @@ def exchange_words(sent: dict[str, Any]) -> str:
 
 
 def sizes(shape: Shape) -> str:
-    """Describe the number of parameters, and the bytes per token of the generation cache."""
+    """Describe in words the number of parameters of a model, and the bytes per token of its generation cache."""
     active = (
         f", {float(shape.active_parameters) / 1e9:.3g} B active"
         if shape.experts
@@ -288,11 +301,10 @@ def untrainable_line(model: PlannedModel, bits: int) -> str:
 
 
 def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
-    """Return the sections of a recipe with which ``weft train`` trains ``model`` under a layout.
+    """Return the sections of a recipe with which ``weft train`` trains ``model`` under the layout of ``final``.
 
-    Settings that ``model`` brings are kept.
-
-    Raises :class:`UsageError` for models that Weft cannot train yet.
+    They are a nested dictionary, in which settings that ``model`` brings are kept. Raises :class:`UsageError` for
+    models that Weft cannot train yet.
     """
     plan, tree = final.plan, dict(model.recipe)
     if reason := untrainable_line(model, int(plan.bits)):
@@ -315,7 +327,7 @@ def recipe_tree(final: Final, model: PlannedModel) -> dict[str, Any]:
 
 
 def layout_tree(final: Final) -> dict[str, Any]:
-    """Return a layout as the ``[layout]`` section of a recipe."""
+    """Return the layout of ``final`` as the ``[layout]`` section of a recipe, a dictionary of settings."""
     plan = final.plan
     layout: dict[str, Any] = {
         axis: int(getattr(plan, axis)) for axis in ("pp", "dp", "shard", "cp", "tp")

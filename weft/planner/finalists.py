@@ -68,11 +68,19 @@ VOCABULARY = 150
 
 @dataclass(frozen=True)
 class Final:
-    """One layout after simulation. ``ranks``: memory of every pipeline rank; ``closed``: seconds by the closed form.
+    """One of the best layouts of a search, after the simulation of its pipeline.
 
-    ``barriers``: how many barriers stand between the passes of a vocabulary that is cut over the pipeline; 0 if it is
-    not cut. ``simulation``: the simulated schedule of the first microbatches (all, if they are few); None without a
-    pipeline. ``order``: order of the axes, if not the usual one.
+    Attributes:
+        ``shape``, ``machine``, ``plan``: the model, the machine and the layout.
+        ``cost``: seconds of a step by cause.
+        ``ranks``: memory of every pipeline rank; of the fullest rank only, if nothing was simulated.
+        ``closed``: seconds of a step by the closed form, without simulation.
+        ``stages``: the pipeline's stages with their layers.
+        ``barriers``: number of synchronisation points between the passes of embedding and output layer, if these are
+            cut over the pipeline; 0 if they are not.
+        ``simulation``: the simulated schedule of the first microbatches (all, if they are few); None without a
+            pipeline.
+        ``order``: order of the axes, empty for the usual one.
     """
 
     shape: Shape
@@ -104,7 +112,7 @@ class Final:
         )
 
     def held(self, rank: int) -> list[Stage]:
-        """Return the stages of a pipeline rank; empty where nothing was simulated."""
+        """Return the pipeline stages that a pipeline rank holds; empty if nothing was simulated."""
         return (
             [self.stages[s] for s in self.simulation.table.held(rank)]
             if self.simulation
@@ -121,7 +129,9 @@ class Final:
 
     @property
     def utilisation(self) -> float:
-        """Model flops utilisation: model flops over the peak of the chosen precision."""
+        """Model flops utilisation (MFU): the model's flops per second over the peak of all devices in the chosen
+        precision.
+        """
         flops = self.shape.flops_per_token(self.plan.seq) * self.tokens_per_s
         return float(flops / (self.plan.world * self.machine.peak))
 
@@ -133,7 +143,7 @@ class Final:
 def finalists(
     searched: SearchResult, count: int = 10, vocabulary: bool = False
 ) -> list[Final]:
-    """Simulate the fastest ``count`` layouts that fit, and rank them by their simulated times.
+    """Simulate the fastest ``count`` layouts of a search that fit in memory, and sort them by their simulated times.
 
     The best layout of every other schedule is simulated too if its time is close. ``vocabulary``: whether the program
     can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
@@ -201,7 +211,7 @@ def finalists(
 
 
 def chunks_of(plan: Plan) -> int:
-    """Return the number of stages that a pipeline rank computes for a microbatch."""
+    """Return the number of pipeline stages through which a microbatch passes on each rank."""
     builder = builder_numbered(plan.schedule)
     return int(plan.virtual) if builder.free else builder.chunks
 

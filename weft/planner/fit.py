@@ -32,10 +32,20 @@ NOISE, HUBER, BOUND, FORMS, STEP = 0.06, 1.5, 3.0, 6, 1e-3
 
 @dataclass(frozen=True)
 class Measurement:
-    """One measured run. ``seconds`` of a step and ``gib`` on a device are None where they were not measured.
+    """One measured run of a training program, from a publication or from the user.
 
-    ``ran``: False for runs that ended out of memory. ``assumed``: settings that the source of the run leaves out and
-    that are assumed. ``release``: version of the program, as comparable numbers.
+    Attributes:
+        ``id``, ``source``: name of the run, and where it was published.
+        ``family``: class of programs with common constants, a key of :data:`ENGINES`.
+        ``framework``: the program.
+        ``device``: name of the device preset; ``bits``: width of the operands of products.
+        ``shape``, ``machine``, ``plan``, ``engine``: the model, the cluster, the layout, and the constants of the
+            program's class.
+        ``seconds``: seconds of a step, None if not measured.
+        ``gib``: peak GiB on a device, None if not measured.
+        ``ran``: False for runs that ended out of memory.
+        ``assumed``: settings that the source leaves out and that are assumed.
+        ``release``: version of the program, as comparable numbers.
     """
 
     id: str
@@ -56,14 +66,21 @@ class Measurement:
 
     @property
     def form(self) -> tuple[float, ...]:
-        """Sizes by which rows count as the same shape when shapes are held out in cross-validation."""
+        """Sizes by which runs count as of the same shape: layers, widths, experts and sequence length.
+
+        Runs of the same shape are held out together in cross-validation.
+        """
         s = self.shape
         return (s.layers, s.embed, s.heads, s.ffn, s.experts, self.plan.seq)
 
 
 @dataclass(frozen=True)
 class Knob:
-    """An engine constant that is fitted. ``key`` selects the measured rows to which it applies, by default all."""
+    """An engine constant that is fitted by a factor on its preset.
+
+    ``field``: name of the constant in :class:`EngineConstants`. ``sigma``: prior standard deviation of the factor's
+    logarithm. ``key``: names the measured runs to which the factor applies, by default all.
+    """
 
     field: str
     sigma: float
@@ -84,7 +101,7 @@ class MeasurementColumns(NamedTuple):
 
 
 def measurement_columns(rows: Sequence[Measurement]) -> MeasurementColumns:
-    """Collect the shapes, machines, plans and engines of the rows into arrays."""
+    """Collect the shapes, machines, plans and engines of the measured runs ``rows`` into arrays."""
     names = ("shape", "machine", "plan", "engine")
     return MeasurementColumns(*(stack([getattr(r, n) for r in rows]) for n in names))
 
@@ -92,9 +109,10 @@ def measurement_columns(rows: Sequence[Measurement]) -> MeasurementColumns:
 def times_of(
     rows: Sequence[Measurement], knobs: Sequence[Knob], masks: Array | None
 ) -> Callable[[Array], Array]:
-    """Return a function that computes the seconds of each row from the logarithms of the knobs' factors.
+    """Return a function that computes the seconds of each run in ``rows`` from the logarithms of the knobs' factors.
 
-    ``masks``: 1 where a knob applies to a row, else 0, ``[knob, row]``.
+    ``masks``: 1 where a knob applies to a run, else 0, ``[knob, row]``; None if all apply to all. The function takes
+    ``[..., knob]`` and returns ``[..., row]``.
     """
     shape, machine, plan, engine = measurement_columns(rows)
     where = np.ones((len(knobs), len(rows))) if masks is None else masks
@@ -106,9 +124,9 @@ def times_of(
 
 
 def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Array]:
-    """Return the factor on each engine constant in each row, by name of the constant.
+    """Return the factor on each engine constant in each run, ``[..., row]``, by name of the constant.
 
-    ``theta``: logarithms of the knobs' factors, ``[..., knob]``. ``masks``: 1 where a knob applies to a row, else 0,
+    ``theta``: logarithms of the knobs' factors, ``[..., knob]``. ``masks``: 1 where a knob applies to a run, else 0,
     ``[knob, row]``.
     """
     logs: dict[str, Array] = {}
@@ -126,10 +144,11 @@ def fit(
     masks: Array | None = None,
     steps: int = 12,
 ) -> Array:
-    """Fit the logarithms of the factors of ``knobs``, ``[knob]``, to the rows with a time.
+    """Fit the factors of ``knobs`` to the measured step times of ``rows``, and return their logarithms, ``[knob]``.
 
-    ``weights``: weight of each row in each fold, ``[fold, row]``; the result is then ``[fold, knob]``. ``masks``: 1
-    where a knob applies to a row, else 0, ``[knob, row]``. ``steps``: iterations of Gauss-Newton.
+    ``weights``: weight of each run in each fold of a cross-validation, ``[fold, row]``; the result is then ``[fold,
+    knob]``. ``masks``: 1 where a knob applies to a run, else 0, ``[knob, row]``; None if all apply to all. ``steps``:
+    iterations of Gauss-Newton.
     """
     times = times_of(rows, knobs, masks)
     target = np.log(np.array([row.seconds for row in rows], dtype=float))
@@ -197,15 +216,18 @@ def predict(
     knobs: Sequence[Knob] = KNOBS,
     masks: Array | None = None,
 ) -> Array:
-    """Predict the seconds per step of each row by the roofline with fitted constants.
+    """Predict the seconds per step of each measured run in ``rows`` by the roofline with fitted constants.
 
-    ``theta`` and ``masks``: see :func:`factors`.
+    ``theta`` and ``masks``: see :func:`factors`; without ``masks`` all knobs apply to all runs.
     """
     return times_of(rows, knobs, masks)(theta)
 
 
 def constants(rows: Sequence[Measurement]) -> dict[str, float]:
-    """Return, by program, the GiB of memory that no formula explains: the median over its rows, at least zero."""
+    """Return for each program the GiB of memory that no formula explains.
+
+    They are the median over the program's measured runs in ``rows``, at least 0.
+    """
     known = [row for row in rows if row.gib]
     if not known:
         return {}
@@ -219,7 +241,10 @@ def constants(rows: Sequence[Measurement]) -> dict[str, float]:
 
 
 def formulas(rows: Sequence[Measurement]) -> Array:
-    """Return the GiB of memory of each row by the formulas, without the constant that no formula explains."""
+    """Return the GiB of memory of each measured run in ``rows`` by the formulas, ``[row]``.
+
+    The constant that no formula explains is left out.
+    """
     shape, _, plan, engine = measurement_columns(rows)
     memory = peak_memory(shape, plan, engine)
     return np.asarray(memory.total - memory.constant) / 2**30

@@ -38,7 +38,11 @@ class Workload:
 
 
 def read_workload(text: str) -> Workload:
-    """Parse a workload from ``PROMPTSxTOKENS+NEW``."""
+    """Parse a workload from the text ``PROMPTSxTOKENS+NEW``, such as ``1000x512+128``.
+
+    The numbers are prompts, tokens of each prompt, and tokens to generate for each. Raises :class:`UsageError` for
+    another form.
+    """
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)
     if match is None:
         raise UsageError(
@@ -50,10 +54,14 @@ def read_workload(text: str) -> Workload:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Predicted throughput of a job: ``rate`` in new tokens per second, its upper ``bound``, and total ``seconds``.
+    """Predicted throughput of a generation job.
 
-    ``together``: the largest number of sequences in progress at a time. ``limits``: the shares
-    of time in which link, device and host are the bottleneck.
+    Attributes:
+        ``bound``: the highest possible rate, in new tokens per second, however many prompts there are.
+        ``rate``: predicted new tokens per second.
+        ``together``: the largest number of sequences in progress at a time.
+        ``seconds``: seconds of the whole job.
+        ``limits``: shares of time in which link, device and host are the bottleneck, by these names.
     """
 
     bound: float
@@ -64,7 +72,7 @@ class Throughput:
 
 
 def streamed_bytes(shape: Shape, machine: Machine) -> Num:
-    """Return the bytes of weights that cross the link in each pass."""
+    """Return the bytes of weights that cross the link to the device in each pass, as they do not fit on the device."""
     weights = WIDTH * shape.parameters
     return np.maximum(
         0.0,
@@ -84,7 +92,10 @@ def room(shape: Shape, machine: Machine) -> Num:
 
 
 def together(shape: Shape, machine: Machine, job: Workload) -> Num:
-    """Return how many sequences are in progress at a time, each with its mean length over its passes."""
+    """Return how many sequences of ``job`` are in progress at a time, so that their keys and values fit in memory.
+
+    Each counts with its mean length over its passes.
+    """
     held = job.prompt + (job.new - 1) / 2 + (PAGE - 1) / 2
     return np.minimum(len(job.prompts), np.floor(room(shape, machine) / held))
 
@@ -108,7 +119,10 @@ def generation_passes(
 
 
 def generating(shape: Shape, machine: Machine, job: Workload) -> Throughput:
-    """Predict the throughput of a machine for a job."""
+    """Predict the throughput of ``machine`` for a job, with the model's weights in the host's memory.
+
+    Raises :class:`UsageError` if the weights and one sequence do not fit in the host's memory.
+    """
     most = float(together(shape, machine, job))
     if most < 1:
         raise UsageError(

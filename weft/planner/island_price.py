@@ -28,10 +28,11 @@ EXPOSED, EVERY = 0.05, (1, 5, 10, 20, 50, 100, 200, 500)
 
 @dataclass(frozen=True)
 class AgreementCost:
-    """Cost of islands that agree every ``every`` steps: seconds of a step with its share of the exchange.
+    """Cost of islands that average their parameters every ``every`` steps.
 
-    ``nbytes``: bytes that a device sends per round; ``exchange``: seconds of a round's exchange, during which nobody
-    computes (``update = "streaming"`` hides it).
+    ``compress``: compressor of the exchange, by its name in a recipe. ``nbytes``: bytes that a device sends per round
+    (the steps between two exchanges). ``exchange``: seconds of a round's exchange, during which nobody computes
+    (``update = "streaming"`` hides it). ``seconds``: mean seconds of a step, with its share of the exchange.
     """
 
     compress: str
@@ -42,20 +43,26 @@ class AgreementCost:
 
     @property
     def exposed(self) -> float:
-        """Share of the time that the exchange takes."""
+        """Share of the time, from 0 to 1, that the exchange takes."""
         return self.exchange / self.every / self.seconds
 
 
 @dataclass(frozen=True)
 class Islands:
-    """``count`` islands with the layout ``inside`` each, and ways for them to agree."""
+    """A plan of ``count`` islands: groups of ranks that train independently and average their parameters now and then.
+
+    ``inside``: the layout of each island. ``ways``: costs of the exchange, one entry per compressor.
+    """
 
     count: int
     inside: Final
     ways: tuple[AgreementCost, ...]
 
     def lines(self, together: float) -> list[str]:
-        """Describe the islands in words, beside a layout over all sites that takes ``together`` seconds per step."""
+        """Describe in words the islands, and for comparison one layout over all sites.
+
+        ``together``: seconds of a step under that one layout.
+        """
         lines = [
             f"{self.count} sites as islands of {title(self.inside)}; one layout over all: {together:.3g} s/step"
         ]
@@ -84,8 +91,9 @@ def islands_of(
     bits: int,
     pins: Sequence[Pin],
 ) -> Islands | None:
-    """Return the best layout of one site as an island; None if there are no sites or none can be an island.
+    """Plan one island per site: the best layout of a site, and the costs of exchanges between sites.
 
+    Returns None if the cluster has only one site, sites do not divide it or the batch evenly, or no layout fits a site.
     Sites of equal size take equal shares of the ``batch`` of sequences with ``seq`` tokens. ``bits``: width of the
     products' operands. ``pins``: the user's demands on the layout.
     """
@@ -110,7 +118,7 @@ def islands_of(
 
 
 def words() -> list[str]:
-    """Return the compressors that plans consider, each by its name in a recipe."""
+    """Return the compressors of island exchanges that plans consider, each by its name in a recipe."""
     techniques: list[Any] = [
         technique.implementation for technique in declared("compressor")
     ]
@@ -118,7 +126,7 @@ def words() -> list[str]:
 
 
 def sent(word: str) -> float:
-    """Return the bytes per parameter that the compressor ``word`` sends in one direction."""
+    """Return the bytes per parameter that the compressor with the name ``word`` sends in one direction."""
     compressor = compressor_of(word)
     return float(compressor.bytes_per_element) if compressor else 4.0
 
@@ -131,10 +139,10 @@ def agreement(
     compress: str,
     every: int = 0,
 ) -> AgreementCost:
-    """Return the cost of ``count`` islands, each with the layout ``inside``, that agree every ``every`` steps.
+    """Return the cost of ``count`` islands, each with the layout ``inside``, that exchange every ``every`` steps.
 
-    ``compress``: the compressor of the exchange, by its name in a recipe. By default islands agree as often as the
-    limit on the exchange's share of the time allows.
+    ``compress``: the compressor of the exchange, by its name in a recipe. With ``every = 0``, islands exchange as often
+    as is possible while the exchange takes at most 5 % of the time (:data:`EXPOSED`).
     """
     assert cluster.between is not None
     # each agrees on a part

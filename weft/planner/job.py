@@ -39,10 +39,11 @@ FINALISTS = 10
 
 @dataclass(frozen=True)
 class PlanJob:
-    """Steps of ``batch`` sequences of ``seq`` tokens, of the ``model`` called ``name``, on ``machines``.
+    """What to plan: training steps of ``batch`` sequences of ``seq`` tokens of a model on a cluster.
 
-    ``engine``: the class of program whose constants apply. ``hottest``: tokens routed to
-    the busiest expert, over the mean of all experts.
+    ``name``: the model's name. ``machines``: the cluster. ``engine``: the class of training program whose constants
+    apply. ``precision``: number format of matrix products. ``pins``: the user's demands on the layout. ``hottest``:
+    tokens that are routed to the busiest expert, over the mean of all experts.
     """
 
     name: str
@@ -65,20 +66,26 @@ class PlanJob:
 
     @property
     def untrainable(self) -> str:
-        """Reason why ``weft train`` cannot train this yet; empty if it can."""
+        """Reason why ``weft train`` cannot train the job's model in its precision yet; empty if it can."""
         return untrainable_line(self.model, self.bits)
 
     def search(
         self, engine: EngineConstants, shape: Shape | None = None
     ) -> SearchResult:
-        """Score every layout for the job's model, or for a model of ``shape`` if one is given."""
+        """Score every layout for the job's model, or for a model of ``shape`` if that is given.
+
+        ``engine``: constants of the training program.
+        """
         return search(
             shape or self.shape, self.machines, engine, self.batch, self.seq, self.bits,
             self.pins,
         )  # fmt: skip
 
     def islands(self, engine: EngineConstants) -> Islands | None:
-        """Return the best islands on the sites of the cluster; None if it has no sites."""
+        """Plan the job's islands on the sites of the cluster; None if it has one site or none can be an island.
+
+        ``engine``: constants of the training program.
+        """
         return islands_of(
             self.shape, self.machines, engine, self.batch, self.seq, self.bits,
             self.pins,
@@ -133,10 +140,11 @@ def read_job(
 
 @dataclass(frozen=True)
 class RankedLayouts:
-    """All layouts of a job (``searched``), and the best ones after simulation (``finals``).
+    """The result of a planning job.
 
-    ``margin``: the error of predicted times in words; ``band``: the same in percent, None if no prediction was compared
-    with a measurement.
+    ``searched``: all layouts. ``finals``: the best layouts after simulation, fastest first. ``margin``: the error of
+    predicted times in words. ``band``: the same error in percent; None if no prediction was compared with a
+    measurement. ``islands``: the plan with an island per site; None with one site.
     """
 
     searched: SearchResult
@@ -184,10 +192,10 @@ class RankedLayouts:
 def rank_layouts(
     job: PlanJob, calibration: Path | None, runs: Path, top: int
 ) -> RankedLayouts:
-    """Return the layouts of a job by predicted time, and simulate at least ``top`` of them.
+    """Score all layouts of a job, simulate at least the fastest ``top``, and return both.
 
-    ``calibration``: a file of measured runs to which the engine's constants are fitted, or of factors on the constants;
-    by default the measured runs in the file ``runs``, if any.
+    ``calibration``: a file of measured runs to which the engine's constants are fitted, or of factors on the constants.
+    If it is None, the user's measured runs in the file ``runs`` take its place, where there are any.
     """
     device, base = find_device(job.machines.device).name, ENGINES[job.engine]
     own = None
@@ -225,7 +233,10 @@ def _margin(device: str, first: Final, own: Own | None) -> tuple[str, int | None
 
 @dataclass(frozen=True)
 class SweptModel:
-    """A model with some changed ``fields``, and the best layout for it, or why there is none."""
+    """A variant of the job's model with changed ``fields``, and the best layout for it.
+
+    ``best``: the layout; None if none is possible, for the reason in ``refused``.
+    """
 
     fields: dict[str, Any]
     shape: Shape
@@ -233,7 +244,10 @@ class SweptModel:
     refused: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Return the result as JSON."""
+        """Return the variant as JSON: its changed fields, its numbers of parameters, and its layout.
+
+        Without a layout it is the changed fields and the reason.
+        """
         if self.best is None:
             return {"model": self.fields, "refused": self.refused}
         sizes = {
@@ -256,7 +270,11 @@ class SweptModel:
 
 
 def sweep(job: PlanJob, asked: list[str]) -> Iterator[SweptModel]:
-    """Yield the best layout of every model with the values in ``asked``, such as ``experts=64,128``."""
+    """Yield every variant of the job's model with the values in ``asked``, each with the best layout for it.
+
+    ``asked``: texts such as ``experts=64,128``; all combinations are tried. Raises :class:`UsageError` for a model that
+    Weft cannot train.
+    """
     if job.model.untrainable:
         raise UsageError(
             "--sweep needs a model that Weft can train: a recipe, a config.json or a trained built-in"

@@ -55,7 +55,11 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Pin:
-    """A user's demand: ``field`` ``sign`` ``value``, e.g. ``tp <= 8``."""
+    """A user's demand on the layout: ``field`` ``sign`` ``value``, e.g. ``tp <= 8``.
+
+    ``field``: a field of :class:`Plan`. ``sign``: ``=``, ``<=`` or ``>=``. ``value``: a number, or the index of a name,
+    such as that of a schedule.
+    """
 
     field: str
     sign: str
@@ -96,7 +100,15 @@ class Pin:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """All candidates with their costs (arrays), and the order of the candidates that fit, fastest first."""
+    """All candidate layouts of a search, scored.
+
+    Attributes:
+        ``shape``, ``machine``, ``engine``: the model, the machine and the program's constants.
+        ``plans``: the layouts, as one plan of arrays ``[candidates]``.
+        ``cost``, ``memory``: seconds of a step, and bytes on the fullest rank, as arrays ``[candidates]``.
+        ``order``: indices of the candidates that fit in memory, fastest first.
+        ``refused``: rules of divisibility that exclude further layouts.
+    """
 
     shape: Shape
     machine: Machine
@@ -121,7 +133,10 @@ class SearchResult:
         return float(self.memory.total[i]) / 2**30
 
     def rejected(self, count: int) -> list["Rejected"]:
-        """Return the fastest layouts that do not fit, each with what it lacks and the nearest layout that fits."""
+        """Return the ``count`` fastest layouts that would beat the best layout, but do not fit in memory.
+
+        Each comes with the memory that it lacks, and with the most similar layout that fits.
+        """
         total = np.asarray(self.cost.total)
         large = np.asarray(self.memory.total) > float(self.machine.memory) * USABLE
         over = np.flatnonzero(large & (total < total[self.order[0]]))
@@ -161,10 +176,11 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that does not fit: it needs ``gib`` GiB on its fullest rank, where ``limit`` GiB are available.
+    """A layout that does not fit in memory: its fullest rank needs ``gib`` GiB, where ``limit`` GiB are available.
 
-    ``largest`` is the purpose that takes most, ``held`` GiB. The other fields describe the nearest layout that fits:
-    its changed settings, its GiB, and how much slower it is (share).
+    ``largest``: the purpose that takes most memory, ``held`` GiB. The other fields describe the most similar layout
+    that fits. ``fix``: the settings in which it differs. ``fixed_gib``: its GiB. ``slower``: share by which it is
+    slower.
     """
 
     plan: Plan
@@ -187,7 +203,7 @@ class Rejected:
 
 
 def at(columns: Any, i: int) -> Any:
-    """Return row ``i`` of a dataclass of arrays."""
+    """Return entry ``i`` of every array of the dataclass ``columns``, as an instance with numbers as fields."""
     return replace(columns, **{f.name: float(np.ravel(v)[i if np.size(v) > 1 else 0])
                                for f in fields(columns) for v in [getattr(columns, f.name)]})  # fmt: skip
 
@@ -232,8 +248,9 @@ def search(
 ) -> SearchResult:
     """Score every layout for ``batch`` sequences of ``seq`` tokens per step, with products of ``bits`` bits.
 
-    ``pins``: the user's demands. Raises :class:`UsageError` if no layout meets them; it names the demand that excludes
-    all layouts, and the nearest possible value.
+    ``engine``: constants of the training program. ``pins``: the user's demands. Raises :class:`UsageError` if no layout
+    meets them or none fits in memory. The error names the demand that excludes all layouts, and the values that are
+    possible.
     """
     machine = cluster.machine(bits)
     rules = Rules(shape, machine, cluster.count, batch, seq)
@@ -303,7 +320,10 @@ def _pinned(plans: Plan, pins: Sequence[Pin]) -> Plan:
 
 
 class ScoredPlans(NamedTuple):
-    """Plans as arrays, the time of a step under each, and the memory of the fullest rank."""
+    """Layouts with their scores, as arrays ``[plans]``.
+
+    ``cost``: seconds of a step by cause. ``memory``: bytes on the fullest rank by purpose.
+    """
 
     plans: Plan
     cost: Cost

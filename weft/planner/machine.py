@@ -25,12 +25,19 @@ ONE_SITE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Hardware per device: memory in GB, bandwidths in GB/s per direction; in a :class:`Machine` bytes and bytes/s.
+    """Figures of one device and of its share of a host. Memory is in GB, bandwidths are in GB/s per direction.
 
-    ``domain``: number of devices that fast links join; ``network``: one device's share of the node's network. Each
-    device's share of the host: ``host``, the link to it per direction (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450),
-    ``host_memory`` (0: the device is the host), ``host_bandwidth`` of this memory, and the disk's read and write
-    bandwidth and free space (0: nothing rests in files).
+    In a :class:`Machine` they are in bytes and bytes/s.
+
+    Attributes:
+        ``memory``, ``hbm``: the device's memory and its bandwidth.
+        ``link``: bandwidth of the fast links among devices; ``domain``: number of devices that these links join.
+        ``network``: the device's share of the bandwidth of its node's network.
+        ``host``: the link to the host (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450).
+        ``host_memory``: the device's share of the host's memory; 0: the device is the host.
+        ``host_bandwidth``: the device's share of the bandwidth of the host's memory.
+        ``disk_read``, ``disk_write``: the device's share of the disk's bandwidths.
+        ``disk_bytes``: the device's share of the free space on the disk; 0: nothing rests in files.
     """
 
     memory: Num
@@ -48,10 +55,11 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Device(Hardware):
-    """Data-sheet figures of one device, with dense peaks in TFLOP/s.
+    """Data-sheet figures of one device.
 
-    ``clock``: share of the 16-bit peak that a large product reaches (power and clock limits), ``low``: the same for
-    8 bits (4 bits: :data:`LEAST`). Measured: pooled over published runs (docs/explanations/planner.md).
+    ``bf16``, ``fp8``, ``fp4``: dense peaks in TFLOP/s. ``clock``: share of the 16-bit peak that a large product
+    reaches, because of power and clock limits. ``low``: the same share for 8 bits; that for 4 bits is :data:`LEAST`.
+    Both are pooled from measurements of published runs (docs/explanations/planner.md).
     """
 
     name: str
@@ -71,7 +79,8 @@ CLUSTERS: dict[str, dict[str, Any]] = _KNOWN["clusters"]
 def find_device(text: str, memory: float | None = None) -> Device:
     """Return the device preset that ``text`` names (``A100-SXM-80GB``, ``h100``).
 
-    ``memory``: memory in GB, which chooses among several presets of that name.
+    ``memory``: memory in GB, which chooses among several presets of that name. Raises :class:`UsageError` for an
+    unknown name.
     """
     words = text.upper().replace("_", "-")
     if words.upper() in {name.upper() for name in DEVICES}:
@@ -96,13 +105,24 @@ def find_device(text: str, memory: float | None = None) -> Device:
 
 
 class Cluster(Section):
-    """A cluster in about eight numbers; missing numbers come from the preset of ``device``.
+    """Description of a cluster, as a cluster file has it. Values that are left out come from the preset of ``device``.
 
-    Units: memory in GB; ``hbm``, ``link`` and ``network`` in GB/s per device and direction; latencies in microseconds;
-    peaks in TFLOP/s. ``domain``: devices that the fast links join (default: ``per_node``). ``link_latency``: time to
-    start a collective or a message among them, however many take part. ``site``: devices of one site, with ``between``
-    GB/s per device among the sites. ``slowest_network``: the slowest NIC, if they differ, because a collective is as
-    fast as its slowest member. For each device's share of its host and disk see :class:`Hardware`.
+    Attributes:
+        ``device``: name of the device; ``count``: number of devices; ``per_node``: devices of a node.
+        ``domain``: devices that the fast links join, by default ``per_node``.
+        ``memory``: memory of a device in GB.
+        ``bf16``, ``fp8``: peaks in TFLOP/s.
+        ``hbm``, ``link``, ``network``: bandwidths of device memory, fast links and network, in GB/s per device and
+            direction.
+        ``slowest_network``: bandwidth of the slowest NIC, if they differ; a collective is as fast as its slowest
+            member.
+        ``link_latency``: microseconds to start a collective or a message over the fast links, however many take part.
+        ``network_latency``: microseconds of a message over the network.
+        ``host``, ``host_memory``, ``host_bandwidth``, ``disk_read``, ``disk_write``, ``disk_bytes``: each device's
+            share of its host and disk, see :class:`Hardware`.
+        ``site``: devices of one site, if there are several; ``between``: GB/s per device among sites;
+            ``between_latency``: microseconds of a message among sites.
+        ``calibration``: curves that ``weft probe`` has measured.
     """
 
     device: str
@@ -153,7 +173,7 @@ class Cluster(Section):
         return bool(self.calibration.get("settings"))
 
     def machine(self, bits: Num = 16) -> "Machine":
-        """Return the numbers that the cost model reads, for products of ``bits`` bits."""
+        """Return the figures that the cost model reads, in SI units, for matrix products of ``bits`` bits."""
         given = self.model_dump(
             exclude={"device", "count", "per_node", "slowest_network", "calibration"}
         )
@@ -194,10 +214,17 @@ def load_cluster(name: str, count: int | None = None) -> Cluster:
 
 @dataclass(frozen=True)
 class Machine(Hardware):
-    """The numbers of a cluster in SI units (flop/s, bytes, bytes/s, seconds); each may be an array.
+    """Figures of a cluster in SI units (flop/s, bytes, bytes/s, seconds), as the cost model reads them.
 
-    ``peak``: rate of products in the chosen precision; ``peak16``: rate of attention; ``clock``: share of
-    ``peak`` that a large product reaches.
+    Each may be an array.
+
+    Attributes:
+        ``peak``: peak rate of matrix products in the chosen precision.
+        ``peak16``: peak rate in 16 bits, which attention uses.
+        ``clock``: share of ``peak`` that a large product reaches.
+        ``link_latency``, ``network_latency``: seconds to start a collective over fast links, and of a message over the
+            network.
+        ``site``: devices of one site; ``between``, ``between_latency``: bandwidth and latency among sites.
     """
 
     peak: Num
@@ -217,7 +244,7 @@ SI = dict.fromkeys((field.name for field in fields(Hardware)), 1e9) | {
 
 
 def machine_of(device: Device, bits: int = 16, **given: Any) -> Machine:
-    """Return the :class:`Machine` of a device preset, for products of ``bits`` bits.
+    """Return the :class:`Machine` of a device preset, for matrix products of ``bits`` bits.
 
     ``given``: values that replace those of the preset unless they are None, in the units of :class:`Cluster`.
     """

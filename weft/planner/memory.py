@@ -26,9 +26,10 @@ MOMENTS = 8.0
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on the fullest rank by purpose. ``constant``: measured, no formula.
+    """Bytes on the fullest rank, by purpose.
 
-    ``buffers``: temporary tensors, such as gathered parameters and the working memory of a layer.
+    ``buffers``: temporary tensors, such as gathered parameters and the working memory of a layer. ``constant``: memory
+    that no formula explains, as measured: context, communication buffers and fragmentation.
     """
 
     parameters: Num
@@ -46,8 +47,8 @@ class RankMemory:
 def in_flight(plan: Plan, position: Num) -> Num:
     """Return the largest number of microbatches whose activations pipeline rank ``position`` holds at once.
 
-    A microbatch counts as one if the activations of all stages of the rank are held, else as their share.
-    Layers with weights in a file process all microbatches before the next layer begins.
+    A microbatch counts as the share of the rank's stages that hold its activations. If the weights rest in a file, the
+    result is the number of all microbatches, because a layer processes all of them before the next layer begins.
     """
     first = by_schedule(
         plan, lambda builder: builder.in_flight(plan.pp, np.maximum(1, plan.virtual), 0)
@@ -61,7 +62,8 @@ def in_flight(plan: Plan, position: Num) -> Num:
 def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
     """Return the bytes of one layer and microbatch: ``(kept for backward, alive while the layer is computed)``.
 
-    Activations that rest elsewhere count too; :func:`held_bytes` returns the part that stays on the device.
+    Activations that rest on the host or in files count too; :func:`held_bytes` returns the part that stays on the
+    device.
     """
     tokens = plan.micro_batch * plan.seq / plan.cp
     cut = np.where(engine.sequence > 0, plan.tp, 1.0)
@@ -94,7 +96,7 @@ def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num,
 
 
 def held_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
-    """Return the bytes of one layer and microbatch that stay on the device for backward."""
+    """Return the bytes of activations of one layer and microbatch that stay on the device for backward."""
     return layer_bytes(shape, plan, engine)[0] * (plan.activations == 0)
 
 
@@ -115,8 +117,9 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of a rank with ``layers`` layers and ``tables`` vocabulary tables (embedding, output layer).
 
-    ``activations``: their bytes at the peak. ``logits``: bytes of ``activations`` that belong to the loss. If the
-    gradients are made with the loss (``engine.table``), the working memory of backward begins after these are freed.
+    ``activations``: bytes of activations at the peak. ``logits``: the bytes of these that belong to the loss. If the
+    loss computes the output layer's gradient at once (``engine.table``), the working memory of backward is needed only
+    after the logits are freed.
     """
     kept, alive = layer_bytes(shape, plan, engine)
     layer = shape.dense_weights / plan.tp

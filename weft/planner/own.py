@@ -31,7 +31,10 @@ NEWEST = 200
 
 
 def read_own(path: Path) -> list[Measurement]:
-    """Read the rows that runs have appended to ``path``, oldest first, without truncated and foreign lines."""
+    """Read the measured runs that Weft has appended to the CSV file ``path``, oldest first.
+
+    Truncated lines and lines of other programs are left out.
+    """
     rows = []
     with path.open(newline="", encoding="utf-8") as file:
         for cells in csv.DictReader(file):
@@ -67,7 +70,10 @@ def _row(cells: dict[str, str]) -> Measurement:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load a calibration that ``bench/planner/calibrate.py`` wrote, as plain data."""
+    """Load a calibration that ``bench/planner/calibrate.py`` wrote, as JSON.
+
+    Raises :class:`WeftError` if ``path`` cannot be read, and :class:`UsageError` if it is no calibration.
+    """
     try:
         calibration = json.loads(path.read_text())
         if calibration["version"] != 2 or not isinstance(
@@ -86,9 +92,9 @@ def load(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Own:
-    """An engine with constants fitted to the user's runs, and a ``message`` about these runs.
+    """Constants of a program fitted to the user's runs, and a ``message`` that says so.
 
-    ``error``: median error of the predicted step times after the fit, in percent.
+    ``error``: median error of the predicted step times after the fit, in percent; NaN if it is not known.
     """
 
     engine: EngineConstants
@@ -99,7 +105,10 @@ class Own:
 def own_runs(
     path: Path, device: str, base: EngineConstants = ENGINES["weft"]
 ) -> Own | None:
-    """Refit ``base`` to the newest rows of Weft on ``device`` in ``path``; return None if there are none."""
+    """Fit the constants ``base`` to the newest runs of Weft on ``device`` in the file ``path``.
+
+    Returns None if the file has no such run.
+    """
     if not path.is_file():
         return None
     rows = [row for row in read_own(path) if row.device == device][-NEWEST:]
@@ -125,7 +134,11 @@ def own_runs(
 
 
 def calibrated(path: Path, device: str, base: EngineConstants) -> Own:
-    """Apply a calibration to ``base``: a file of rows, or of factors from ``bench/planner/calibrate.py``."""
+    """Apply a calibration to the constants ``base``.
+
+    ``path``: a CSV file of measured runs, of which those on ``device`` count, or a file of factors from
+    ``bench/planner/calibrate.py``. Raises :class:`WeftError` if the file has no run on ``device``.
+    """
     if path.suffix == ".csv":
         own = own_runs(path, device, base)
         if own is None:

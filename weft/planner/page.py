@@ -33,11 +33,12 @@ HELD = {f.name: f.name for f in fields(RankMemory)}
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """The user's question, as the page states it.
+    """What the user asked the planner, as the page states it.
 
-    ``band``: error of predicted times in percent, None if no prediction was compared with a measurement.
-    ``rehearsed``: the layouts were timed on a probed machine, so closed forms are not shown beside them.
-    ``untrainable``: why ``weft train`` cannot train this yet.
+    ``calibration``: where the program's constants come from, in words. ``band``: error of predicted times in percent,
+    None if no prediction was compared with a measurement. ``rehearsed``: the layouts were timed on a probed machine, so
+    closed forms are not shown beside them. ``untrainable``: why ``weft train`` cannot train the model yet; empty if it
+    can.
     """
 
     model: str
@@ -53,7 +54,11 @@ class PlanQuestion:
 
 
 class BarSegment(NamedTuple):
-    """Segment of a bar: its meaning (also its colour), its share of the whole, and its text on hover."""
+    """Segment of a bar in the page.
+
+    ``name``: what the segment stands for, which also chooses its colour. ``share``: its share of the bar's full length.
+    ``tip``: its text on hover.
+    """
 
     name: str
     share: float
@@ -67,7 +72,10 @@ def write_page(
     finals: Sequence[Final],
     top: int,
 ) -> None:
-    """Write the page. Raises :class:`WeftError` if the file cannot be written."""
+    """Write the HTML page about a search to ``path``, with the ``top`` fastest of the simulated layouts ``finals``.
+
+    ``asked``: the question that the page states. Raises :class:`WeftError` if the file cannot be written.
+    """
     write(path, page(asked, searched, finals, top), "--html")
 
 
@@ -108,7 +116,10 @@ def page(
 def layout_reasons(
     first: Final, finals: Sequence[Final], others: Sequence[Alternative]
 ) -> Iterator[str]:
-    """Yield sentences that say where the time of the layout ``first`` goes, and why the nearest others are slower."""
+    """Yield sentences that say where the time of the layout ``first`` goes, and why the nearest others are slower.
+
+    ``finals``: the simulated layouts, fastest first. ``others``: the fastest layouts with other values of a setting.
+    """
     cost = {name: page_part(first.cost, name) / first.seconds for name in PARTS}
     lost = sorted(
         (
@@ -135,7 +146,10 @@ def layout_reasons(
 
 
 def alternatives_among(finals: Sequence[Final]) -> list[Alternative]:
-    """Return the best of ``finals`` with another value of each setting."""
+    """Return for each other value of a setting the fastest of ``finals`` that has this value.
+
+    ``finals``: layouts, fastest first. A value is another one if the layout ``finals[0]`` does not have it.
+    """
     first, alternatives = finals[0], dict[tuple[str, str], Alternative]()
     for final in finals[1:]:
         for key in changed_settings(first.plan, final.plan).items():
@@ -154,9 +168,7 @@ def remarks(final: Final, first: Final) -> str:
 
 
 def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
-    """Return the rows of the table of alternatives, fastest first; values that lead to the same layout share
-    one row.
-    """
+    """Return the rows of the table of alternatives, fastest first. Values that lead to the same layout share a row."""
     rows: dict[Any, list[Alternative]] = {}
     for other in others:
         rows.setdefault(
@@ -169,7 +181,7 @@ def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
 
 
 def stage_rows(first: Final, limit: float) -> Iterator[dict[str, Any]]:
-    """Yield a bar for the memory of each pipeline rank; neighbouring ranks that are equal share one bar.
+    """Yield the figures of a bar for the memory of each pipeline rank of ``first``; equal neighbours share a bar.
 
     ``limit``: memory of the device in GiB, which sets the scale.
     """
@@ -196,7 +208,7 @@ def label(first: Final, rank: int) -> str:
 
 
 def timeline(first: Final) -> dict[str, Any]:
-    """Return the drawn schedule with its caption and colour key; empty without a pipeline."""
+    """Return the drawn schedule of the layout ``first`` with its caption and colour key; empty without a pipeline."""
     run = first.simulation
     if run is None:
         return {}
@@ -240,7 +252,7 @@ def memory_pieces(
     whole: float,
     show: Callable[[float], str],
 ) -> list[BarSegment]:
-    """Return the segments of a bar for the fields of ``split``.
+    """Return the segments of a bar, one for each field of ``split`` that is not zero.
 
     ``names``: the text of each field. ``whole``: the value at the bar's full length. ``show``: formats a value.
     """

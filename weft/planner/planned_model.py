@@ -21,8 +21,8 @@ from weft.shapes.untrainable import UntrainableShape, untrainable
 class PlannedModel:
     """A model to plan for.
 
-    ``section``: the recipe's section of the model, with the tokenizer's ``vocab`` if the section leaves it out.
-    ``recipe``: the other sections of a recipe that trains the model, except layout and batch.
+    ``section``: the recipe's section of the model. ``recipe``: the other sections of a recipe that trains the model,
+    except layout and batch. ``vocab``: size of the tokenizer's vocabulary, used if the section leaves it out.
     """
 
     section: ModelShape
@@ -65,7 +65,10 @@ DATA: dict[str, Any] = {"sources": [{"kind": "stdlib"}], "tokenizer": "bytes"}
 
 
 def check_named(name: str) -> None:
-    """Refuse a name that is neither a built-in model, nor an existing path, nor of the form of a hub's id."""
+    """Raise :class:`WeftError` for a ``name`` that names no model.
+
+    Models are built in, at an existing path, or have an id of the form that model hubs use.
+    """
     if name not in SHAPES and not (
         Path(name).exists() or re.fullmatch(r"[\w.-]+/[\w.@-]+", name) or ":" in name
     ):
@@ -80,7 +83,7 @@ def load_model(
 ) -> PlannedModel:
     """Load a model from a built-in name, a Weft recipe (``.toml``), or a Hugging Face ``config.json`` (or its folder).
 
-    ``named`` returns the shape of everything else that ``model.from`` can name, such as GGUF files and models of the
+    ``named``: returns the shape of any other model that ``model.from`` can name, such as a GGUF file or a model of the
     hub.
     """
     path = Path(name)
@@ -146,7 +149,8 @@ def swept_values(
 ) -> Iterator[tuple[dict[str, str], Shape]]:
     """Yield ``(values, shape)`` for every combination of the field values in ``asked``, such as ``experts=64,128``.
 
-    ``shape`` is that of ``model`` with these values. ``vocab``: the number of entries of the tokenizer.
+    ``values``: the values by field. ``shape``: that of ``model`` with these values. ``vocab``: the number of entries of
+    the tokenizer.
     """
     ways: dict[str, list[str]] = {}
     for text in asked:

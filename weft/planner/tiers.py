@@ -39,15 +39,15 @@ WIDE = 4.0
 
 
 def exposed_seconds(moved: Num, computed: Num, units: Num) -> Num:
-    """Return the exposed seconds of transfers: those beyond compute, and the transfer of the first unit.
+    """Return the seconds of transfers that compute does not hide: those beyond it, and the transfer of the first unit.
 
-    ``moved``: seconds of all transfers; ``computed``: seconds of compute beside them; ``units``: number of units.
+    ``moved``: seconds of all transfers; ``computed``: seconds of compute beside them; ``units``: number of transfers.
     """
     return np.maximum(0.0, moved - computed) + moved / units
 
 
 def room_away(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
-    """Return the bytes that the fullest device of ``plan`` uses in the host's memory, and on its disk."""
+    """Return ``(host, file)``: the bytes in the host's memory and on the disk that the fullest device of ``plan`` uses."""
     most = most_layers(shape, plan.pp)
     held = _own(shape, plan, most) / plan.state_ranks
     sizes = {
@@ -83,10 +83,10 @@ def with_tiers(
     microbatch: MicrobatchSeconds,
     layers: Num,
 ) -> Cost:
-    """Return ``cost`` with the time that state and activations on the host or in files add and save.
+    """Return ``cost`` with the seconds that keeping state and activations on the host or in files adds.
 
-    ``microbatch``: seconds of one microbatch of the plan (:func:`weft.planner.cost.passes`). ``layers``: the layers of
-    its fullest rank.
+    The seconds of the optimizer are replaced where the host updates the parameters. ``microbatch``: seconds of one
+    microbatch of the plan (:func:`weft.planner.cost.passes`). ``layers``: the layers of its fullest rank.
     """
     state, saved, filed = plan.weights > 0, plan.activations > 0, plan.weights == FILE
     m, apart = plan.microbatches, machine.host_memory > 0  # else the device is the host
