@@ -27,8 +27,10 @@ COLUMNS = 200
 
 
 class Series(NamedTuple):
-    """One line of a chart: the field ``value`` of the records of one ``kind``. ``smooth``: the values are noisy, so
-    their running mean is drawn over them.
+    """One line of a chart: the values of one field over the records of one kind.
+
+    ``kind``: kind of the records. ``value``: name of the field. ``color``: CSS variable of the line's colour.
+    ``label``: name in the legend. ``smooth``: whether values are noisy, so that their running mean is drawn over them.
     """
 
     kind: str
@@ -39,7 +41,11 @@ class Series(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A line chart over steps, or with ``by_time`` over minutes since the start of the run."""
+    """A line chart over steps, or with ``by_time`` over minutes since the start of the run.
+
+    ``title`` and ``note``: headline, and a remark below it. ``ticks`` and ``form``: d3 formats of the axis and of
+    single values. ``series``: the lines.
+    """
 
     title: str
     note: str
@@ -83,7 +89,7 @@ CHARTS = (
 
 
 def values_by_step(records: list[Record], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps and the values of all records that have a number in the field ``name``."""
+    """Return the steps of all records that have a number in the field ``name``, and the values of this field."""
     points = [
         (r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))
     ]
@@ -91,8 +97,9 @@ def values_by_step(records: list[Record], name: str) -> tuple[list[int], list[fl
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[Record]:
-    """Return the charts of ``runs`` as Plotly figures in plain JSON, without those that have no data. Colors are names
-    of CSS variables.
+    """Return the charts of ``runs`` as Plotly figures in plain JSON, without those that have no data.
+
+    Colours are names of CSS variables.
     """
     several = len(runs) > 1
     drawn = []
@@ -138,8 +145,9 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
 
 
 def expert_loads(records: list[Record]) -> list[Record]:
-    """Draw a heat map of how often tokens were routed to each expert, relative to the mean over the experts of its
-    layer.
+    """Draw a heat map of how often tokens were routed to each expert, relative to the mean over its layer.
+
+    ``records``: the records of kind ``experts``. The list has the chart, or is empty without records.
     """
     shown = records[:: max(1, len(records) // COLUMNS)]
     layers = list(shown[0]["loads"]) if shown else []
@@ -178,8 +186,10 @@ def expert_loads(records: list[Record]) -> list[Record]:
 
 
 def saved_activations(records: list[Record]) -> list[Record]:
-    """Draw the predicted seconds of a step over the bytes of activations that the blocks save. Each point is a number
-    of blocks that are offloaded, or recomputed.
+    """Draw the predicted seconds of a step over the bytes of activations that the blocks save.
+
+    Each point is a number of blocks that are offloaded, or recomputed. ``records``: the records of kind
+    ``activations``. The list has the chart, or is empty without records.
     """
     if not records:
         return []
@@ -204,7 +214,10 @@ def saved_activations(records: list[Record]) -> list[Record]:
 
 
 def membership(records: Records) -> list[Record]:
-    """Draw the loss and the number of ranks over time. The list is empty unless ranks have left or joined the run."""
+    """Draw the loss and the number of ranks over time, from a run's records by kind.
+
+    The list is empty unless ranks have left or joined the run.
+    """
     views, trained = records.get("view", []), records.get("train", [])
     if len(views) < 2 or not trained:
         return []
@@ -269,8 +282,9 @@ def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Record:
-    """Return the Plotly layout of a chart with the lines ``traces``. If there is one run, each step at which it was
-    resumed is marked.
+    """Return the Plotly layout of a chart with the lines ``traces``.
+
+    If there is one run, each step at which it was resumed is marked.
     """
     ends = [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]
     mode = "normal" if chart.title == "Loss" else "tozero"
@@ -290,8 +304,10 @@ def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Re
 
 
 def checkpoint_charts(records: Records) -> list[Record]:
-    """Return the charts about checkpoints: a heat map of seconds by rank and stage, and the seconds that training
-    waited for each save. The list is empty if the run has no such records.
+    """Return the charts about checkpoints, from a run's records by kind.
+
+    They are a heat map of seconds by rank and stage, and the seconds that training waited for each save. The list is
+    empty if the run has no such records.
     """
     saved, checkpoints = records.get("saved", []), records.get("checkpoint", [])
     drawn = (
@@ -325,8 +341,10 @@ def style(
     unit: str = "",
     dash: str = "solid",
 ) -> Record:
-    """Return the Plotly style of a line called ``name``. Up to 30 ``points`` are marked one by one. ``form`` and
-    ``unit``: d3 format and unit of the line's values; ``dash``: Plotly's dash style.
+    """Return the Plotly style of a line called ``name``, as a dictionary.
+
+    ``points``: the line's values, which are marked one by one if they are at most 30. ``color``: CSS variable of the
+    colour. ``form`` and ``unit``: d3 format and unit of the values. ``dash``: Plotly's dash style.
     """
     look = {"color": color, "width": 2, "dash": dash}
     mode = "lines" if len(points) > 30 else "lines+markers"
@@ -337,8 +355,9 @@ def style(
 def line(
     records: Records, chart: Chart, series: Series, label: str, dash: str
 ) -> list[Record]:
-    """Draw the line ``series`` of a chart, named ``label``. A long noisy line becomes faint below its bold running
-    mean. ``dash``: Plotly's dash style.
+    """Draw the line ``series`` of a chart, named ``label``, from a run's records by kind.
+
+    A long noisy line becomes faint below its bold running mean. ``dash``: Plotly's dash style.
     """
     rows = records.get(series.kind, [])
     steps: Sequence[float]
@@ -366,8 +385,9 @@ def line(
 
 
 def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
-    """Return the minutes of running time at each record in ``rows``. ``attempts``: the records of the run's starts;
-    pauses before them do not count.
+    """Return the minutes of running time at each record in ``rows``.
+
+    ``attempts``: the records of the run's starts; the time between the last record and such a start does not count.
     """
     elapsed, spent, last = [], 0.0, attempts[0]["time"] if attempts else rows[0]["time"]
     for row in rows:
@@ -380,8 +400,9 @@ def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
 
 
 def running_mean(values: list[float]) -> list[float]:
-    """Return the centered running mean of ``values``. Its window is about a fiftieth of them, and narrower at the start
-    so that a steep fall is not blurred.
+    """Return the centered running mean of ``values``.
+
+    Its window is about a fiftieth of the values, and narrower at the start, so that a steep fall is not blurred there.
     """
     sums, last = [0.0, *accumulate(values)], len(values) - 1
     half = [min(len(values) // 100 + 1, i) for i in range(len(values))]
@@ -392,8 +413,9 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def thin(steps: Sequence[float], values: list[float]) -> Record:
-    """Reduce a line to about :data:`POINTS` points. The smallest and the largest value of every group of neighbours are
-    kept, and the first and the last value.
+    """Reduce a line to about :data:`POINTS` points, as lists ``x`` and ``y``.
+
+    The smallest and the largest value of every group of neighbours are kept, and the first and the last value.
     """
     size = -(-2 * len(values) // POINTS)
     keep = {0, len(values) - 1}
@@ -410,8 +432,9 @@ def thin(steps: Sequence[float], values: list[float]) -> Record:
 
 
 def step_times(runs: Sequence[RecordedRun]) -> list[Record]:
-    """Draw a bar per profiled step, stacked by what its time is spent on: the last sixty steps of one run, or the mean
-    step of each of several runs.
+    """Draw a bar per profiled step, stacked by what the step's time is spent on.
+
+    With one run the bars are its last sixty profiled steps, with several runs the mean step of each.
     """
     split = runs[0].records.get("split", [])[-60:]
     bars = [(str(r["step"]), r) for r in split]

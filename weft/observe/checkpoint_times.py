@@ -25,7 +25,10 @@ NOISE = 0.03
 
 
 def numbers(row: Record) -> dict[str, float]:
-    """Return the seconds of each stage in a record, by stage name: the record's finite fields that end with ``_s``."""
+    """Return the seconds of each stage of a save or load, by name of the stage, from its record.
+
+    They are the finite numbers in fields whose names end with ``_s``.
+    """
     values = {
         k.removesuffix("_s"): v
         for k, v in row.items()
@@ -35,7 +38,7 @@ def numbers(row: Record) -> dict[str, float]:
 
 
 def stage_seconds(rows: Sequence[Record]) -> Times:
-    """Return the median seconds over ``rows``, by rank and stage. Records without a rank count as those of rank 0."""
+    """Return the median seconds over the records ``rows``, by rank and stage. Without a rank a record is rank 0's."""
     samples: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         for stage, seconds in numbers(row).items():
@@ -52,13 +55,16 @@ def rank_of(row: Record) -> int:
 
 
 def stage_names(of: Times, order: Sequence[str]) -> list[str]:
-    """Return the names of the stages in ``of``: first those in ``order``, in this order, then all others by name."""
+    """Return the names of the stages in ``of``, the seconds by rank and stage.
+
+    The names in ``order`` come first, in this order, and the others follow by alphabet.
+    """
     names = {stage for seconds in of.values() for stage in seconds}
     return [s for s in order if s in names] + sorted(names.difference(order))
 
 
 def over_ranks(of: Times) -> dict[str, float]:
-    """Return the median over ranks of the seconds in ``of``, by stage."""
+    """Return for each stage the median over ranks of the seconds in ``of``, which are by rank and stage."""
     names = {stage for seconds in of.values() for stage in seconds}
     return {
         stage: median(seconds[stage] for seconds in of.values() if stage in seconds)
@@ -67,13 +73,15 @@ def over_ranks(of: Times) -> dict[str, float]:
 
 
 def work(seconds: Mapping[str, float]) -> float:
-    """Return the total of a rank's ``seconds`` by stage, without the stages in which the rank waits for others."""
+    """Return the total of a rank's ``seconds`` by stage, without the stages in which the rank waits for other ranks."""
     return sum(v for stage, v in seconds.items() if stage not in WAITING)
 
 
 def ratio(seconds: float, middle: float, whole: float) -> float:
-    """Return ``seconds`` divided by the median ``middle``. Where both are a small part of the ``whole`` seconds of a
-    save or load, the ratio is drawn towards 1, so that a difference of 1 ms does not look like a slow rank.
+    """Return ``seconds`` divided by the median ``middle``.
+
+    Where both are a small part of the ``whole`` seconds of a save or load, the ratio is drawn towards 1, so that a
+    difference of 1 ms does not look like a slow rank.
     """
     damp = NOISE * whole or 1e-9
     return (seconds + damp) / (middle + damp)
@@ -81,6 +89,7 @@ def ratio(seconds: float, middle: float, whole: float) -> float:
 
 def slowest_in_words(of: Times, what: str) -> str:
     """Return a sentence about the rank and the stage that exceed the median by most, or that no rank stands out.
+
     ``of``: seconds by rank and stage; ``what``: the sentence's first word, such as ``Saves``.
     """
     if not of:
@@ -132,8 +141,9 @@ def size(count: float) -> str:
 
 
 def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None:
-    """Draw a heat map of rank by stage, from records of saves and of loads; None if there are no records. Cells show
-    seconds, and their colour the ratio to the median over ranks.
+    """Draw a heat map of rank by stage, from records of saves and of loads; None if there are no records.
+
+    Cells show seconds, and their colour the ratio to the median over ranks.
     """
     groups = [
         (stage_seconds(saved), SAVE, "save"),
@@ -327,8 +337,9 @@ def stalls(
 def facts(
     saved: Sequence[Record], loaded: Sequence[Record], checkpoints: Sequence[Record]
 ) -> list[tuple[str, str]]:
-    """Return names and values for the table beside the heat map of checkpoint times, such as the number of saves and
-    their bytes.
+    """Return names and values for the table beside the heat map of checkpoint times, such as the number of saves.
+
+    ``saved`` and ``loaded``: records of single ranks' saves and loads; ``checkpoints``: records of whole checkpoints.
     """
     lines = []
     steps, stall = stalls(saved, checkpoints)

@@ -35,8 +35,10 @@ VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
 
 
 class Recording(Protocol):
-    """Receiver of the hooks' calls, by which collectives are recorded. ``enter`` returns the number of a record, which
-    is later passed to ``wait`` and ``leave``.
+    """Receiver of the calls by which the hooks report collectives.
+
+    ``enter`` is called at the begin of a collective, and returns the number of a record. This number is passed to
+    ``wait`` when the rank begins to wait for the collective, and to ``leave`` when it has ended or failed.
     """
 
     def enter(

@@ -10,8 +10,9 @@ DRAWN = 32
 
 
 def periods(records: list[Record]) -> list[tuple[str, str]]:
-    """Return each verdict in ``records`` with its steps, such as ``("steps 100 to 200", text)``. A verdict lasts from
-    its first record to the next record without it.
+    """Return each verdict about slow ranks in ``records`` with its steps, such as ``("steps 100 to 200", text)``.
+
+    A verdict lasts from its first record to the next record without it.
     """
     lines, begun = list[tuple[int, str, str]](), dict[str, tuple[int, str]]()
     for record in records:
@@ -31,7 +32,8 @@ def periods(records: list[Record]) -> list[tuple[str, str]]:
 def card(records: list[Record]) -> Record:
     """Return the values for the report's card about slow ranks; empty if no rank was slow.
 
-    ``compute`` and ``wait`` of a rank are percentages of the longest step. Heats of links are from 0 to 100.
+    ``records``: the records of kind ``delays``. ``compute`` and ``wait`` of a rank are percentages of the longest step.
+    Heats of links are from 0 to 100.
     """
     telling = [record for record in records if record.get("verdicts")]
     if not telling:
@@ -56,8 +58,9 @@ def card(records: list[Record]) -> Record:
 
 
 def heated(matrix: list[list[float | None]]) -> list[list[tuple[str, int]]]:
-    """Return the milliseconds and the heat of each cell of a ``matrix`` of seconds. The heat is 0 for the time of fast
-    links, and 100 for ten times that or more.
+    """Return ``(milliseconds, heat)`` of each cell of ``matrix``, the seconds of messages between ranks.
+
+    The heat is 0 for the time of fast links, and 100 for ten times that or more.
     """
     times = [seconds for row in matrix for seconds in row if seconds]
     usual = quantiles(times, n=4)[0] if len(times) > 1 else sum(times)

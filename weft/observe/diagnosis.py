@@ -32,10 +32,15 @@ STUCK_S, STUCK_STEPS = 5.0, 5.0
 
 @dataclass(frozen=True)
 class RankStatus:
-    """State of one rank. ``process``: running, stopped or gone. ``now``: what the rank is doing, for ``since`` seconds
-    so far.
+    """State of one rank of a run, as its trace file and its process show it.
 
-    ``compute`` and ``wait``: the rank's median seconds of a step, None before its first step.
+    Attributes:
+        ``rank``, ``machine``, ``pid``: the rank, the machine that it runs on, and its process.
+        ``process``: running, stopped or gone.
+        ``step``: number of its present or last step, 0 before the first.
+        ``compute``, ``wait``: median seconds of a step in which the rank computes, and waits for others; None before
+            its first step.
+        ``now``: what the rank is doing, in words; ``since``: seconds for which it has done so.
     """
 
     rank: int
@@ -51,8 +56,9 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Examination:
-    """State of a run's ranks, and the verdicts about them. ``record``: the last record of kind ``delays`` in the run's
-    metrics.
+    """Result of ``weft doctor``: the state of a run's ranks, and the verdicts about them.
+
+    ``rows``: state of each rank on this machine. ``record``: the last record of kind ``delays`` in the run's metrics.
     """
 
     rows: list[RankStatus]
@@ -69,8 +75,9 @@ class Examination:
 
 
 def examine(run: Path) -> Examination:
-    """Diagnose a run by the traces of its ranks on this machine and by its metrics. Raises :class:`WeftError` if there
-    are neither.
+    """Diagnose the run in the folder ``run`` by the traces of its ranks on this machine and by its metrics.
+
+    Raises :class:`WeftError` if there are neither.
     """
     traces, now, recorded = (
         newest_traces(run),
@@ -107,8 +114,9 @@ def examine(run: Path) -> Examination:
 
 
 def status_of_rank(trace: Trace, process: str, now: int) -> RankStatus:
-    """Return the state of one rank from its trace. ``process``: running, stopped or gone; ``now``: present time in
-    nanoseconds.
+    """Return the state of one rank from its trace.
+
+    ``process``: running, stopped or gone; ``now``: present time in nanoseconds of the monotonic clock.
     """
     about, short, inside = trace.about, digest_trace(trace), held_in(trace)
     steps, last = trace.steps, trace.records[-1] if len(trace.records) else None
@@ -135,10 +143,10 @@ def status_of_rank(trace: Trace, process: str, now: int) -> RankStatus:
 def standstill(
     traces: Mapping[int, Trace], states: Mapping[int, str], now: int
 ) -> list[Verdict]:
-    """Return a verdict on each rank for which others wait too long; empty if the run does not hang. ``states``:
-    running, stopped or gone, by rank; ``now``: present time in nanoseconds.
+    """Return a verdict on each rank for which other ranks wait too long; empty if the run does not hang.
 
-    In a chain of ranks that each wait for the next, the verdict is about the last rank.
+    In a chain of ranks that each wait for the next, the verdict is about the last rank. ``traces``: trace of each rank.
+    ``states``: running, stopped or gone, by rank. ``now``: present time in nanoseconds of the monotonic clock.
     """
     inside = {
         rank: record
@@ -290,7 +298,10 @@ def _differing(
 
 
 def tables(examination: Examination) -> list[tuple[list[str], list[list[str]]]]:
-    """Return headings and rows of two tables: ranks, and probe times if links were probed."""
+    """Return headings and rows of two tables: of ranks, and of probe times between them.
+
+    The second table is left out if links were not probed.
+    """
     shown_tables = []
     if examination.rows:
         shown = [

@@ -27,10 +27,11 @@ SLOW_S = 10.0
 
 
 class Display:
-    """Context manager that shows progress up to ``total_steps``; silent with ``enabled=False`` (other ranks).
+    """Context manager that shows progress up to ``total_steps``, in a panel on a terminal.
 
-    Off a terminal (CI, Slurm logs) it prints one line every ``interval`` seconds, and at the end. Of a step that takes
-    longer than ``slow`` seconds the passes are shown as well: off a terminal ever more rarely.
+    Off a terminal (CI, Slurm logs) it prints one line every ``interval`` seconds, and one at the end. Of a step that
+    takes longer than ``slow`` seconds the passes are shown as well: off a terminal ever more rarely. With
+    ``enabled=False``, on ranks other than the first, nothing is shown.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class Display:
             self._line()
 
     def update(self, step: int, **values: float | None) -> None:
-        """Show that ``step`` steps are done. ``values``: what to show, by the keys of :data:`CELLS`; each stays until
-        it is replaced.
+        """Show that ``step`` steps are done.
+
+        ``values``: what to show, by the keys of :data:`CELLS`; each value stays until it is replaced.
         """
         self._values |= {
             name: v for name, v in values.items() if v is not None and name in CELLS

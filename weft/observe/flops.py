@@ -20,11 +20,11 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the dense peak of one device in flop/s, from :data:`PEAKS`. For a GPU that the table lacks, the peak is
-    measured by a matrix product.
+    """Return the dense peak of one device in flop/s, from :data:`PEAKS`.
 
-    None for a CPU: its clock and cores are shared, so a measurement says nothing about the next moment. Utilisation of
-    such a peak was measured as 101 %, 0.9 % and 15.9 % at the same speed. Use tokens per second there.
+    For a GPU that the table lacks, the peak is measured by a matrix product. None for a CPU: its clock and cores are
+    shared, so a measurement says nothing about the next moment. Utilisation of such a peak was measured as 101 %, 0.9 %
+    and 15.9 % at the same speed. Use tokens per second there.
     """
     if device.type != "cuda":
         return None
@@ -42,8 +42,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def measured_flops(
     device: torch.device, dtype: torch.dtype, seconds: float = 0.2, size: int = 1024
 ) -> float:
-    """Measure the best rate in flop/s of products of two square matrices with ``size`` rows. The measurement takes
-    about ``seconds``.
+    """Measure the best rate in flop/s of products of two square matrices with ``size`` rows.
+
+    The measurement takes about ``seconds``.
     """
     from torch.utils.benchmark import Timer
 
@@ -57,8 +58,9 @@ def measured_flops(
 
 
 class MemoryUse(NamedTuple):
-    """Memory of this rank in GiB: on a GPU what the CUDA allocator has allocated, otherwise the resident memory of the
-    process.
+    """Memory of this rank in GiB, at present (``now``) and at most so far (``peak``).
+
+    On a GPU it is what the CUDA allocator has allocated, otherwise the resident memory of the process.
     """
 
     now: float

@@ -68,8 +68,9 @@ class HardwareLoad:
         psutil.cpu_percent()  # from here on the next call counts
 
     def sample(self) -> Sample | None:
-        """Return the busy shares of CPU and GPU, their memory in use in GiB, and the GPU's watts. None if the last
-        sample is more recent than the interval.
+        """Return the busy shares of CPU and GPU, their memory in use in GiB, and the GPU's watts, by name.
+
+        Returns None if the last sample is more recent than the interval.
         """
         now = time.monotonic()
         if now - self._sampled < self._interval:

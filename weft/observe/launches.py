@@ -24,7 +24,19 @@ SMALL = 20.0
 
 @dataclass(frozen=True)
 class Launches:
-    """Kernel launch statistics of one profiler trace, with times in microseconds."""
+    """Kernel launch statistics of one profiler trace, with times in microseconds unless stated otherwise.
+
+    Attributes:
+        ``name``: name of the trace.
+        ``seconds``: seconds from its first event to its last.
+        ``kernels``: number of kernels.
+        ``waited``: sum of the times from a kernel's launch to its start (TKLQT).
+        ``floor``: that time for the quickest tenth of the kernels.
+        ``busy``: share of the time in which a kernel runs.
+        ``mean``: mean time of a kernel, or of an operator if there is no device.
+        ``between``: share of the time in which no operator runs on the host.
+        ``small``: share of the operators' time that is spent in short operators.
+    """
 
     name: str
     seconds: float  # from its first event to its last
@@ -38,12 +50,12 @@ class Launches:
 
     @property
     def queued(self) -> float:
-        """Return the mean microseconds from a kernel's launch to its start (TKLQT per kernel)."""
+        """Mean microseconds from a kernel's launch to its start (TKLQT per kernel)."""
         return self.waited / max(1, self.kernels)
 
     @property
     def verdict(self) -> str:
-        """Say in words whether the program is limited by launching kernels or by running them."""
+        """Sentence that says whether the program is limited by launching kernels or by running them."""
         if not self.kernels:
             overhead = self.between + (1 - self.between) * self.small
             bound = "overhead-bound" if overhead > 0.5 else "compute-bound"
@@ -54,8 +66,9 @@ class Launches:
 
 
 def read_launches(path: Path) -> Launches:
-    """Read the launch statistics of a trace that ``torch.profiler`` exported for Chrome. Raises :class:`UsageError` for
-    other files.
+    """Read the launch statistics of a trace that ``torch.profiler`` exported for Chrome.
+
+    Raises :class:`UsageError` for other files.
     """
     try:
         events = [
@@ -126,8 +139,9 @@ def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
 
 
 def knee(traces: Sequence[Launches]) -> Launches | None:
-    """Return the first trace in which kernels queue, from ``traces`` with growing batch sizes. None if kernels queue in
-    no trace.
+    """Return the first trace in which kernels queue, of ``traces`` in the order of growing batch sizes.
+
+    Returns None if kernels queue in no trace.
     """
     least = min((trace.queued for trace in traces if trace.kernels), default=0.0)
     return next(

@@ -17,8 +17,9 @@ WARM, LEAST = 3, 5
 
 
 def row_of_run(run: Path) -> dict[str, Any] | None:
-    """Return the measurements of a run as a row, by column. None if the run is too short, or if the planner's cost
-    model does not cover it.
+    """Return the measurements of a run as a row of the planner's file of measured runs, by column.
+
+    ``run``: the run's folder. Returns None if the run is too short, or if the planner's cost model does not cover it.
     """
     records = read_metrics(run)
     if not records.get("run"):
@@ -73,8 +74,9 @@ def row_of_run(run: Path) -> dict[str, Any] | None:
 
 
 def append(run: Path) -> Path | None:
-    """Add the run's row of measurements to the file beside the run's folder. Return the file, or None if the run gives
-    no row.
+    """Add the run's row of measurements to the file of measured runs beside the run's folder.
+
+    Returns the file, or None if the run gives no row (:func:`row_of_run`).
     """
     row = row_of_run(run)
     if row is None:

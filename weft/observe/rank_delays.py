@@ -55,7 +55,11 @@ Pair = tuple[int, int]
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step of a rank: in total, waiting for other ranks, and lost to other programs on its processor."""
+    """Seconds of one step of a rank.
+
+    ``total``: all of the step. ``waited``: time in which the rank waits for other ranks. ``taken``: time in which other
+    programs had the rank's processor.
+    """
 
     total: float
     waited: float
@@ -64,10 +68,10 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Digest:
-    """Summary of a rank's last steps. ``steps``: times by step number.
+    """Summary of a rank's last steps, by which ranks are compared.
 
-    ``alike``: a text that is equal for ranks with the same work. ``sent``: bytes that collectives and messages of a
-    step send.
+    ``machine``: the machine that the rank runs on. ``steps``: times by step number. ``alike``: a text that is equal for
+    ranks with the same work. ``sent``: mean bytes that collectives and messages of a step send.
     """
 
     rank: int
@@ -87,7 +91,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A finding about ``ranks``: its ``kind``, and a sentence ``text`` for the user.
+    """A finding about slow or hanging ``ranks``, with a sentence ``text`` for the user.
 
     ``kind``: computer, sender, receiver, network (slow as sender and receiver), link, hang or mismatch. ``factor``: how
     many times as long as usual the ranks take; for a hang, its seconds.
@@ -136,8 +140,8 @@ def slow_computers(
 ) -> list[Verdict]:
     """Return a verdict on each rank that computes longer than comparable ranks, so that others wait.
 
-    ``best``: the shortest seconds of each rank in earlier judgements. ``shares``: a rank's amount of work relative to
-    the mean; ranks that are left out have the share 1.
+    ``digests``: summary of every rank. ``best``: for each rank, the shortest seconds of a step in earlier judgements.
+    ``shares``: for each rank, its amount of work relative to the mean; without an entry the share is 1.
     """
     common = sorted(set.intersection(*(set(d.steps) for d in digests)))
     if len(common) < FEWEST or len(digests) < 2:
@@ -189,12 +193,12 @@ def slow_computers(
 def slow_links(
     matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: int = PROBE
 ) -> list[Verdict]:
-    """Return a verdict on each slow sender, receiver or link. ``matrix[a, b]``: seconds of a message of ``size`` bytes
-    from rank a to rank b, ``nan`` if not measured.
+    """Return a verdict on each slow sender, receiver or link.
 
-    If there are several machines, the ranks of one share its network and count as one. Slowness that does not cost a
-    step much is left out. If the slow cells form neither rows nor columns nor single links, there is no verdict: then
-    the network has distant parts.
+    ``matrix[a, b]``: seconds of a message of ``size`` bytes from rank a to rank b, ``nan`` if not measured.
+    ``digests``: summary of every rank. If there are several machines, the ranks of one share its network and count as
+    one. Slowness that does not cost a step much is left out. If the slow cells form neither rows nor columns nor a few
+    single links, there is no verdict, because the network then has distant parts.
     """
     machines = [d.machine for d in digests]
     keys: list[Any] = machines if len(set(machines)) > 1 else [d.rank for d in digests]
@@ -274,11 +278,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def rounds_of(size: int) -> list[list[Pair]]:
-    """Return rounds of pairs of ranks that send at the same time, for ``size`` ranks. In a round each rank sends and
-    receives at most once.
+    """Return rounds of ``(sender, receiver)`` pairs, for probes among ``size`` ranks.
 
-    Up to 16 ranks, all pairs occur once; for more ranks, only pairs whose distance is a power of two. Two ranks send to
-    each other in different rounds, as acknowledgements would wait behind the data.
+    The pairs of a round send at the same time, and each rank sends and receives at most once in a round. Up to 16
+    ranks, all pairs occur once; for more ranks, only pairs whose distance is a power of two. Two ranks send to each
+    other in different rounds, as acknowledgements would wait behind the data.
     """
     rounds = []
     for apart in (
@@ -295,10 +299,10 @@ def measure_links(
     rounds: Sequence[Sequence[Pair]],
     parts: Mapping[Pair, int],
 ) -> np.ndarray[Any, Any]:
-    """Measure the seconds of a message of :data:`PROBE` bytes from each rank (row) to each rank (column). Pairs that
-    are not in ``rounds`` are ``nan``. Collective.
+    """Measure the seconds of a message of :data:`PROBE` bytes from each rank (row) to each rank (column). Collective.
 
-    ``parts``: factor by which the message of a pair is larger than that; the pair's time is divided by this factor.
+    ``rounds``: the pairs of ranks to measure, see :func:`rounds_of`; other cells are ``nan``. ``parts``: for some
+    pairs, the factor by which their messages are larger; the time of such a pair is divided by its factor.
     """
     ranks, me = dist.get_process_group_ranks(group), group.rank()
     row = [float("nan")] * len(ranks)
@@ -335,11 +339,11 @@ def measure_links(
 def steady_matrix(
     group: dist.ProcessGroup, device: torch.device
 ) -> tuple[np.ndarray[Any, Any], int]:
-    """Measure the least seconds between each pair of ranks; return them and the number of probes. Collective.
+    """Measure the seconds of a message between each two ranks, and repeat slow ones until they are certain. Collective.
 
-    Pairs that are slow while all send are probed again one by one, with messages that take about :data:`LONG` seconds:
-    a slow link takes equally long for every byte and every time, while a late process does not. Pairs that stay
-    uncertain are ``nan``.
+    Returns the matrix ``[sender, receiver]``, and the number of probes. Pairs that are slow while all send are probed
+    again one by one, with messages that take about :data:`LONG` seconds: a slow link takes equally long for every byte
+    and every time, while a late process does not. Pairs that stay uncertain are ``nan``.
     """
     rounds, parts, again = (
         rounds_of(group.size()),
@@ -377,10 +381,16 @@ def steady_matrix(
 
 @dataclass
 class DelayWatch:
-    """Watches the ranks of ``group``, each of which calls :meth:`look` after every step.
+    """Finds slow ranks and links of a run while it trains. Every rank of ``group`` calls :meth:`look` after every step.
 
-    ``verdicts`` are equal on all ranks; ``news``: lines about what has changed in them. ``shares``: see
-    :func:`slow_computers`. ``probes`` and ``probe_s``: how many probes there were, and their seconds.
+    Attributes:
+        ``ring``: this rank's trace file, from which its times are read.
+        ``verdicts``: the last judgement, equal on all ranks.
+        ``news``: lines about verdicts that are new, or no longer hold, since the judgement before.
+        ``digests``: summary of every rank's last steps.
+        ``matrix``: seconds of probe messages between ranks, None before the first probe.
+        ``shares``: for each rank, its amount of work relative to the mean; without an entry the share is 1.
+        ``probes``, ``probe_s``: number of probes of the links so far, and their seconds.
     """
 
     ring: Ring
@@ -399,8 +409,9 @@ class DelayWatch:
         self._seen, self._begun, self._sending = 0, time.perf_counter(), 0.0
 
     def look(self) -> bool:
-        """Count a step, and every :data:`EVERY` steps judge all ranks and links. Return whether there is something to
-        record. Collective.
+        """Count a step, and every :data:`EVERY` steps judge all ranks and links. Collective.
+
+        Returns whether the judgement is to be recorded, because a verdict has changed or none was recorded for long.
         """
         self._seen += 1
         self.news = []

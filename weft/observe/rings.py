@@ -44,8 +44,9 @@ SIZE, TIME = HEAD + NAMES + RECORDS * RECORD.itemsize, struct.Struct("<q")
 
 
 def rings_of(run: Path) -> Path:
-    """Return the folder on this machine that holds the trace files (rings) of the ranks of a run. ``run``: the run's
-    own folder.
+    """Return the folder on this machine that holds the trace files (rings) of the ranks of a run.
+
+    ``run``: the run's own folder.
     """
     memory = Path("/dev/shm")
     base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
@@ -57,7 +58,11 @@ def rings_of(run: Path) -> Path:
 
 
 class TracedGroup(NamedTuple):
-    """A process group in a trace: its name, its unique ``id`` that is equal on all its ranks, and its ``ranks``."""
+    """A process group that occurs in a trace.
+
+    ``name``: its name, such as ``dp``. ``id``: a unique text that is equal on all its ranks. ``ranks``: its global
+    ranks.
+    """
 
     name: str
     id: str
@@ -65,7 +70,10 @@ class TracedGroup(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Content of a rank's trace file. ``about``: rank, epoch, process and machine; ``records``: the recorded events by
+    """Content of a rank's trace file.
+
+    ``about``: rank, epoch, process and machine, by name. ``groups``: the process groups, and ``places``: the source
+    lines, both by the numbers that records give. ``records``: the recorded events (:data:`RECORD`) in the order of
     their begin.
     """
 
@@ -117,7 +125,10 @@ def parse(ring: mmap.mmap) -> Trace:
 
 
 def newest_traces(run: Path) -> dict[int, Trace]:
-    """Return the traces of the run's last view, by rank."""
+    """Return the traces of the ranks of the run in folder ``run``, by rank.
+
+    They are those of the last view, the set of ranks that took part most recently.
+    """
     rings = dict[tuple[int, int], Trace]()
     for path in rings_of(run).glob("*-*.ring"):
         with suppress(OSError, ValueError, KeyError):  # it has just ended, or is none
@@ -150,8 +161,9 @@ def collective_text(trace: Trace, record: Any) -> str:
 
 
 def held_in(trace: Trace) -> Any:
-    """Return the record of the collective in which the rank of ``trace`` waits, or which the rank gave up. None if the
-    rank computes.
+    """Return the record of the collective in which the rank of ``trace`` waits, or in which the rank failed at its end.
+
+    Returns None if the rank computes.
     """
     calls = trace.calls
     waits = calls[
@@ -169,8 +181,10 @@ def held_in(trace: Trace) -> Any:
 
 
 def standing(trace: Trace, now: int) -> str:
-    """Describe the collective that a rank is in, or that it last left, as the end of a sentence such as "it left ...".
-    ``now``: present time in nanoseconds.
+    """Describe in words the collective that a rank is in, or the last one that it left.
+
+    The text is the end of a sentence whose subject is the rank, such as "left all_reduce 812 ...". ``now``: present
+    time in nanoseconds of the monotonic clock.
     """
     ago = lambda ns: f"{max(0, now - int(ns)) / 1e9:.1f} s ago"  # noqa: E731
     if (inside := held_in(trace)) is not None:

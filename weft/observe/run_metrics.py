@@ -30,10 +30,10 @@ MANY = ("saved", "loaded")
 
 
 class Metrics:
-    """Appends records to ``run/metrics.jsonl``, one flushed line each. With ``run = None``, on other ranks than the
-    first, nothing is written.
+    """Appends records to ``run/metrics.jsonl``, one flushed line each, and passes them on to trackers.
 
-    ``trackers``: names of the trackers that get the records as well, see :mod:`weft.observe.trackers`.
+    ``run``: the run's folder; None, on ranks other than the first, if nothing is to be written. ``trackers``: names of
+    the trackers, see :mod:`weft.observe.trackers`.
 
     Opening an existing file continues it; an incomplete last line after a crash is removed. A ``run`` record at step s
     supersedes the records of steps after s. NaN and infinity are written as ``null``.
@@ -149,14 +149,14 @@ class Metrics:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A recorded run: its name and its records."""
+    """A run that has been read from its folder: its name, and its records by kind."""
 
     name: str
     records: Records
 
     @property
     def head(self) -> Record:
-        """Return the ``run`` record of the run's last start."""
+        """The ``run`` record of the run's last start."""
         return self.records.get("run", [{}])[-1]
 
     @property
@@ -165,7 +165,10 @@ class RecordedRun:
 
 
 def read_metrics(run: Path) -> Records:
-    """Read the records of a run by kind, in the order of steps. An incomplete last line is ignored."""
+    """Read the records of the run in the folder ``run`` by kind, in the order of steps.
+
+    An incomplete last line is ignored.
+    """
     path = run / FILE
     if (
         not path.is_file()
@@ -201,8 +204,9 @@ def read_metrics(run: Path) -> Records:
 
 
 def metric_by_step(run: Path, metric: str) -> dict[int, float]:
-    """Return the values of ``metric`` (``validation.loss``, say) by step. ``run``: a run's folder, or a folder inside
-    it.
+    """Return the values of ``metric``, such as ``validation.loss`` (kind and field of a record), by step.
+
+    ``run``: a run's folder, or a folder inside it.
     """
     kind, _, field = metric.partition(".")
     folder = next((p for p in (run, run.parent) if (p / FILE).is_file()), None)

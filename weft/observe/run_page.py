@@ -63,9 +63,7 @@ def write_plotly(folder: Path) -> None:
 
 
 def render_runs(runs: Sequence[RecordedRun], **values: Any) -> str:
-    """Fill the page's template with ``values`` and with the parts that a page of one run and a page of several have in
-    common.
-    """
+    """Fill the page's template with ``values`` and with the parts that pages of one and of several runs share."""
     drawn = charts(runs) + (
         checkpoint_charts(runs[0].records) if len(runs) == 1 else []
     )
@@ -129,8 +127,9 @@ def planned_steps(run: RecordedRun) -> int:
 
 
 def page_beside(runs: Sequence[RecordedRun]) -> str:
-    """Return the HTML page that compares several runs: charts with a colour per run, and differences in numbers and
-    recipes.
+    """Return the HTML page that compares several runs.
+
+    It has charts with a colour per run, and tables of the numbers and settings in which the runs differ.
     """
     headline = rows_side_by_side(
         [
@@ -170,8 +169,9 @@ def page_beside(runs: Sequence[RecordedRun]) -> str:
 
 
 def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the leaves of nested dictionaries as JSON, each with its dotted name such as ``train.batch``. ``name``: the
-    dotted name of ``values`` itself.
+    """Yield the leaves of nested dictionaries, each as a pair of dotted name, such as ``train.batch``, and JSON text.
+
+    ``name``: the dotted name of ``values`` itself.
     """
     if isinstance(values, dict):
         for key, value in values.items():
@@ -181,13 +181,13 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def rows_side_by_side(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
-    """Return a row for each name that occurs in any of ``runs``, which map names to values."""
+    """Return a table row for each name that occurs in any of ``runs``, dictionaries of values by name."""
     names = dict.fromkeys(name for run in runs for name in run)
     return [ReportRow(name, [run.get(name, "-") for run in runs]) for name in names]
 
 
 def headline_numbers(records: Records) -> list[tuple[str, str, str]]:
-    """Return the numbers at the top of a run's page, such as its loss, each as name, value and explanation."""
+    """Return the numbers at the top of a run's page, such as its loss, as ``(name, value, explanation)``."""
     shown = []
     for kind, title in (("train", "Loss"), ("validation", "Validation loss")):
         steps, values = values_by_step(records.get(kind, []), "loss")

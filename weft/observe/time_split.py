@@ -20,7 +20,10 @@ COLLECTIVES = ("c10d::", "_c10d_functional::", "gloo:", "weft:wait")
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Seconds of one step, split by what they are spent on: computing, communication, data and optimizer."""
+    """Seconds of one step, split by what they are spent on.
+
+    ``communication`` and ``data`` count as far as no computation hides them. ``total``: the whole step.
+    """
 
     compute: float  # what remains of the total, the profiler's own overhead included
     communication: float  # only what is exposed, not hidden behind compute
@@ -31,7 +34,10 @@ class TimeSplit:
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """A profiled event with its times in seconds. ``kind``: the profiler's name of the event's type."""
+    """A profiled event. Its ``start`` and ``end`` are in seconds.
+
+    ``thread``: number of the thread. ``kind``: the profiler's name of the event's type.
+    """
 
     name: str
     start: float
@@ -41,11 +47,11 @@ class TraceEvent:
 
 
 def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
-    """Run ``fn``, which takes one training step, under :mod:`torch.profiler`. Return its result and the split of the
-    step's time.
+    """Run ``fn``, which takes one training step, under :mod:`torch.profiler`.
 
-    All ranks must run it at the same time, and not inside another profiler. ``fn`` marks its phases with
-    ``record_function("weft:data")`` and ``record_function("weft:optimizer")``.
+    Returns the result of ``fn`` and the split of the step's time. All ranks must call this function at the same time,
+    and not inside another profiler. ``fn`` marks its phases with ``record_function("weft:data")`` and
+    ``record_function("weft:optimizer")``.
     """
     with quiet_profile() as profiler, _marked_waits(), record_function("weft:step"):
         result = fn()
@@ -103,7 +109,10 @@ def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
 
 
 def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
-    """Return for each layer the seconds of ``step`` that its events cover and no event of an earlier layer covers."""
+    """Divide the time of ``step`` among ``layers`` of events, and return the seconds of each layer.
+
+    A layer gets the time that its events cover and that no event of an earlier layer covers.
+    """
     edges = [
         (min(max(t, step.start), step.end), change, layer)
         for layer, events in enumerate(layers)
@@ -121,11 +130,11 @@ def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
 
 @contextmanager
 def trace(path: Path, steps: int) -> Iterator[Callable[[], bool]]:
-    """Write a Chrome/Perfetto trace of ``steps`` steps to ``path``. The body of the context calls the yielded function
-    after every step.
+    """Write a Chrome/Perfetto trace of ``steps`` steps to ``path``.
 
-    The yielded function returns True as long as the trace records; until then :func:`profile_step` must not run. The
-    first step is skipped as warm-up. A run that ends early writes the steps that it has.
+    The body of the context calls the yielded function after every step. The function returns True as long as the trace
+    records; until it returns False, :func:`profile_step` must not run. The first step is skipped as warm-up. A run that
+    ends early writes the steps that it has.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     actions = [

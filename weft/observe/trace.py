@@ -54,8 +54,9 @@ _WEFT, _TORCH = (
 
 
 class Ring:
-    """Writer of a rank's trace file, a ring buffer of records. ``step``: number of the present step, or 0 between
-    steps; ``path``: the file.
+    """Writer of a rank's trace file ``path``, a ring buffer of records of collectives, messages, waits and steps.
+
+    ``about``: facts about the rank that are written first. ``step``: number of the present step, or 0 between steps.
     """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
@@ -102,8 +103,10 @@ class Ring:
         tensors: Sequence[Any],
         peer: int | None = None,
     ) -> int:
-        """Record the begin of a collective of ``kind`` with ``tensors``, or of a message to or from rank ``peer`` of
-        the group. Return the record's number.
+        """Record the begin of a collective, or of a message to or from rank ``peer`` of the group.
+
+        Returns the record's number. ``kind``: name of the collective, ``send`` or ``recv``. ``tensors``: the tensors
+        that are sent or received.
         """
         index, ranks = self._group(group)
         sequence = next(self._sequences[index if peer is None else (index, kind, peer)])
@@ -126,9 +129,11 @@ class Ring:
         peer: int = -1,
         place: int = 0,
     ) -> int:
-        """Record an event of ``kind`` that begins now, and return the record's number. ``group``, ``place``: numbers of
-        its process group and source line; ``size``: bytes; ``sequence``: the event's number among those of the
-        group.
+        """Record an event of ``kind`` that begins now, and return the record's number.
+
+        ``group`` and ``place``: numbers of its process group and source line in this file. ``size``: bytes.
+        ``sequence``: number of the event among those of the group. ``peer``: the other global rank of a message, -1 for
+        other events.
         """
         number, now = next(self._numbers), time.monotonic_ns()
         at = self._at(number)
@@ -152,14 +157,15 @@ class Ring:
         return number
 
     def wait(self, number: int) -> None:
-        """Record that from now on the rank only waits for the end of the event with record ``number``."""
+        """Record that from now on the rank only waits for the end of the event whose record has this ``number``."""
         if threading.get_ident() == self._thread:
             self._since = self._delay()
         TIME.pack_into(self._map, self._at(number) + _BEGIN, time.monotonic_ns())
 
     def leave(self, number: int, failed: bool = False, size: int = -1) -> None:
-        """Record that the event with record ``number`` has ended or, with ``failed``, has failed. A ``size`` of 0 or
-        more replaces the record's size.
+        """Record that the event whose record has this ``number`` has ended or, with ``failed``, has failed.
+
+        ``size``: new size of the record; -1 keeps the size.
         """
         if threading.get_ident() == self._thread and self._since:
             self._waking, self._since = self._waking + self._delay() - self._since, 0
@@ -176,8 +182,9 @@ class Ring:
             os.close(self._schedule)
 
     def starved(self) -> int:
-        """Return the nanoseconds for which the main thread was ready to run but had no processor. Delays at the end of
-        waits do not count.
+        """Return the nanoseconds for which the main thread was ready to run but had no processor, so far.
+
+        Delays at the end of waits do not count.
         """
         return self._delay() - self._waking
 
@@ -263,11 +270,10 @@ _uninstall: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def start_tracing(folder: Path, rank: int, epoch: int = 0) -> Ring:
-    """Trace this process from now on, as ``rank`` of the run in ``folder``. ``epoch``: number of the run's present view
-    (set of ranks).
+    """Trace the collectives, messages and steps of this process from now on, as ``rank`` of the run in ``folder``.
 
-    All process groups must exist. The trace files of the previous view stay, as they show how it ended; older ones are
-    removed.
+    ``epoch``: number of the run's present view (set of ranks). All process groups must exist. The trace files of the
+    previous view stay, as they show how it ended; older ones are removed.
     """
     global _ring, _uninstall
     end_tracing()
@@ -299,7 +305,7 @@ def _standings(run: Path, ranks: Sequence[int]) -> str:
 
 
 def end_tracing() -> None:
-    """Stop tracing and keep the ring file."""
+    """Stop tracing, and keep the rank's trace file."""
     global _ring, _uninstall
     if _ring is not None:
         _uninstall()
@@ -308,8 +314,9 @@ def end_tracing() -> None:
 
 
 def stop(everyone: bool = False) -> None:
-    """Stop tracing at the successful end of a run, and remove this rank's trace file. With ``everyone``, remove the
-    files of all ranks of the run on this machine.
+    """Stop tracing at the successful end of a run, and remove this rank's trace file.
+
+    With ``everyone``, the files of all ranks of the run on this machine are removed.
     """
     path = _ring.path if _ring else None
     end_tracing()
@@ -358,8 +365,9 @@ def step(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Record the time within this context as a wait for something other than a collective, so that it does not count as
-    computing.
+    """Record the time within this context as a wait for something other than a collective.
+
+    So it does not count as computing.
     """
     ring, number = _ring, 0
     if ring is not None:

@@ -17,11 +17,10 @@ class Tracker(Protocol):
     """Receives the records of one run, on rank 0."""
 
     def record(self, kind: str, step: int, values: Values) -> None:
-        """Receive one record of ``kind`` (``run``, ``train``, ``validation``, ``event``, ...) after ``step`` finished
-        steps.
+        """Receive one record, with the fields ``values``, after ``step`` finished steps.
 
-        The kind ``run`` comes first, and again when the run is resumed; it supersedes earlier records of the steps
-        after its step.
+        ``kind``: ``run``, ``train``, ``validation``, ``event`` or another kind of record. The kind ``run`` comes first,
+        and again when the run is resumed; such a record supersedes earlier records of the steps after its step.
         """
 
     def close(self) -> None:
@@ -29,10 +28,10 @@ class Tracker(Protocol):
 
 
 def remembered(run: Path, name: str, make: Callable[[], str]) -> str:
-    """Return the result of the first call of ``make`` for this run and the tracker ``name``. The result is stored in
-    the run's folder.
+    """Return the result of the first call of ``make`` for this run and the tracker ``name``.
 
-    So a resumed run continues under the same id.
+    The result, such as the tracker's id of the run, is stored in the run's folder, so that a resumed run continues
+    under the same id.
     """
     path = run / "trackers.json"
     known: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}

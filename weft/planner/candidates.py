@@ -75,10 +75,10 @@ class Rules:
     def broken(
         self, tp: int, pp: int, cp: int, data: int
     ) -> tuple[str, str, str] | None:
-        """Return ``(text, conflicting values, remedy)`` of the first rule that the layout breaks; None if it breaks no
-        rule.
+        """Return the first rule that the layout breaks: its text, the conflicting values, and a remedy.
 
-        ``data``: ranks that process different sequences, the product of ``dp`` and ``shard``.
+        Returns None if the layout breaks no rule. ``data``: ranks that process different sequences, the product of
+        ``dp`` and ``shard``.
         """
         heads, kv, layers = (
             int(self.shape.heads),

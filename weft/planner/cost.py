@@ -117,8 +117,7 @@ class Plan:
 
     @property
     def away(self) -> dict[str, str]:
-        """Places of state and activations that rest away from the device, as settings of a recipe's section
-        ``[memory]``.
+        """Places of state and activations that rest away from the device, as the settings of ``[memory]`` in a recipe.
 
         Moments are left out where they rest in the same place as weights, as that is the default.
         """

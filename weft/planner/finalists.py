@@ -129,8 +129,9 @@ class Final:
 
     @property
     def utilisation(self) -> float:
-        """Model flops utilisation (MFU): the model's flops per second over the peak of all devices in the chosen
-        precision.
+        """Model flops utilisation (MFU): flops of the model per second over the peak of all devices.
+
+        The peak is that of matrix products in the chosen precision.
         """
         flops = self.shape.flops_per_token(self.plan.seq) * self.tokens_per_s
         return float(flops / (self.plan.world * self.machine.peak))

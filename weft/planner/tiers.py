@@ -47,7 +47,7 @@ def exposed_seconds(moved: Num, computed: Num, units: Num) -> Num:
 
 
 def room_away(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
-    """Return ``(host, file)``: the bytes in the host's memory and on the disk that the fullest device of ``plan`` uses."""
+    """Return ``(host, file)``: the bytes that the fullest device of ``plan`` uses in the host's memory, and on disk."""
     most = most_layers(shape, plan.pp)
     held = _own(shape, plan, most) / plan.state_ranks
     sizes = {

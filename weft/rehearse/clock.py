@@ -23,11 +23,11 @@ from weft.rehearse.worker_links import WorkerLinks
 
 @dataclass(frozen=True)
 class Do:
-    """An action of a rank's program: ``cpu`` seconds on the cores, then ``wait`` seconds that need no core.
+    """An action of a rank's program: ``cpu`` seconds of work on the cores, then ``wait`` seconds that need no core.
 
-    ``kind``: ``work``; ``meet``, a collective among the ranks ``members``; ``post`` or ``take``, the two ends of a
-    message. ``key`` identifies the collective or message. ``cause``: the purpose, a field of
-    :class:`weft.planner.cost.Cost`.
+    ``kind``: ``work``; ``meet``, a collective among the ranks ``members``; ``post`` or ``take``, the sending and the
+    receiving of a message. ``key`` identifies the collective or message. ``cause``: what the time is spent on, a field
+    of :class:`weft.planner.cost.Cost`.
     """
 
     kind: str
@@ -40,10 +40,11 @@ class Do:
 
 @dataclass(frozen=True)
 class Far:
-    """The time of collectives and messages over links that are much slower than the fastest.
+    """Computes the time of collectives and messages over links that are much slower than the fastest link.
 
-    The measured curves (:mod:`weft.rehearse.curves`) leave such links out. ``groups``: for the ranks of each
-    collective, all groups that are busy at the same time, ``[groups, ranks]``. ``workers``: the worker of each rank.
+    The measured curves (:mod:`weft.rehearse.curves`) leave such links out. ``links``: the measured links. ``groups``:
+    for the ranks of each collective, all groups that are busy at the same time, ``[groups, ranks]``. ``workers``: for
+    each rank, the process of the probe on whose links the rank communicates.
     """
 
     links: WorkerLinks
@@ -103,7 +104,8 @@ def program(
 ) -> list[Do]:
     """Return the actions of ``rank`` in a step with their seconds, from its recorded ``events``.
 
-    ``setting``: the measured costs. ``far``: the time on slow links, None if links are alike.
+    ``setting``: the measured costs. ``far``: the time on slow links, None if links are alike. ``layout``: the layout of
+    the step, by which communication is attributed to axes.
     """
     actions: list[Do] = []
     met: dict[tuple[int, ...], int] = defaultdict(int)
@@ -145,8 +147,9 @@ def program(
 def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> float:
     """Return the seconds until all ranks have finished, if busy ranks share ``cores`` cores evenly.
 
-    ``programs``: the actions of every rank. ``threads``: the threads with which each rank computes.
-    :mod:`weft.schedule.simulate` cannot express shared cores: there each rank has a device of its own.
+    ``programs``: the actions of every rank. ``threads``: the threads with which each rank computes. Raises
+    ``ValueError`` if ranks wait for each other in a circle. :mod:`weft.schedule.simulate` cannot express shared cores:
+    there each rank has a device of its own.
     """
     count = len(programs)
     at, left = [0] * count, [0.0] * count
@@ -201,9 +204,11 @@ def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> flo
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted ``seconds`` of a step. ``memory``: peak resident bytes per rank; ``busy``: cpu seconds per rank.
+    """Predicted time and memory of a step.
 
-    ``parts``: seconds of the step by cause (a field of :class:`weft.planner.cost.Cost`); ``bubble`` is waiting.
+    ``seconds``: the time of the step. ``memory``: peak resident bytes of each rank. ``busy``: processor seconds of each
+    rank. ``parts``: seconds of the step by cause (a field of :class:`weft.planner.cost.Cost`), of which ``bubble`` is
+    the time for which ranks wait for each other.
     """
 
     seconds: float
@@ -220,8 +225,8 @@ def predict_step(
 ) -> Prediction:
     """Predict the time and memory of a step from every rank's rehearsed step.
 
-    ``local``: the probed machine. ``rehearsed``: the rehearsed step of each rank. ``workers``: the worker
-    of the probed machine on which each rank runs, by default the worker with the rank's number.
+    ``local``: the probed machine. ``rehearsed``: the rehearsed step of each rank. ``workers``: for each rank, the
+    process of the probe on whose links the rank communicates, by default the process with the rank's number.
     """
     world = len(rehearsed)
     setting, uneven = local.setting(world), local.uneven(world)
@@ -264,8 +269,9 @@ def axes_along(layout: Layout, ranks: Sequence[int]) -> set[str]:
 
 
 def axis_of(layout: Layout, ranks: Sequence[int]) -> str:
-    """Return the field of :class:`weft.planner.cost.Cost` for traffic among ``ranks``, by the axes along which they
-    lie.
+    """Return the field of :class:`weft.planner.cost.Cost` to which traffic among ``ranks`` is counted.
+
+    It follows from the axes of ``layout`` along which the ranks lie.
     """
     along = axes_along(layout, ranks)
     if along & {"dp", "shard"}:

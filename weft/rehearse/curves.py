@@ -25,10 +25,13 @@ from weft.rehearse.worker_links import WorkerLinks
 class Setting:
     """Measurements of a machine while ``ranks`` processes with ``threads`` threads each do the same work.
 
-    ``collectives``: ``{"reduce.2": [[bytes, cpu seconds, further seconds]]}`` by group size; ``message.2`` likewise.
-    ``memory``: resident bytes of a rank without tensors (``plain``, and additions for what its layout uses) and
-    ``per_byte`` of tensors. ``step``: processor seconds of a small model's step. Rehearsed work is scaled by it,
-    because ranks that are busy at once take caches and memory from each other.
+    Attributes:
+        ``collectives``: rows ``[bytes, cpu seconds, further seconds]`` by collective and group size, such as
+            ``reduce.2``. ``message.2`` has those of a message.
+        ``memory``: resident bytes of a rank without tensors (``plain``) and per byte of tensors (``per_byte``), and the
+            bytes that layouts with certain axes add.
+        ``step``: processor seconds of a small model's step. Rehearsed work is scaled by it, because ranks that are busy
+            at once take caches and memory from each other.
     """
 
     ranks: int
@@ -38,7 +41,10 @@ class Setting:
     step: float
 
     def collective(self, e: Event) -> tuple[float, float]:
-        """Return ``(cpu seconds of each rank, further seconds)`` of a collective."""
+        """Return ``(cpu seconds of each rank, further seconds)`` that the recorded collective ``e`` takes.
+
+        The further seconds are those for which ranks wait, without need of a core.
+        """
         size = len(e.ranks)
         known = sorted(
             int(name.partition(".")[2])
@@ -51,12 +57,12 @@ class Setting:
         return curve(points, e.bytes), max(0.0, curve(points, e.bytes, 2))
 
     def message(self, size: float) -> tuple[float, float]:
-        """Return ``(cpu seconds, further seconds)`` of one end of a message."""
+        """Return ``(cpu seconds, further seconds)`` of sending, or of receiving, a message of ``size`` bytes."""
         points = self.collectives["message.2"]
         return curve(points, size) / 2, max(0.0, curve(points, size, 2))
 
     def resident(self, layout: Layout, peak: float) -> float:
-        """Return the peak resident bytes of a rank whose tensors take at most ``peak`` bytes."""
+        """Return the peak resident bytes of a rank under ``layout``, whose tensors take at most ``peak`` bytes."""
         uses = {
             "functional": layout.tp * layout.cp,
             "sharded": layout.dp * layout.shard,
@@ -70,7 +76,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class ProbedMachine:
-    """A probed machine: ``settings`` by the number of ranks on it."""
+    """What ``weft probe`` has measured of a machine.
+
+    ``cores``: number of cores. ``settings``: the measurements by number of ranks on the machine. ``links``: the links
+    between the ranks of the largest setting, None if they were not measured.
+    """
 
     cores: int
     settings: Mapping[int, Setting]
@@ -92,7 +102,10 @@ class ProbedMachine:
         )
 
     def uneven(self, ranks: int) -> WorkerLinks | None:
-        """Return the links of a run of ``ranks`` ranks if some are much slower than others, else None."""
+        """Return the links among ``ranks`` ranks if some are much slower than others.
+
+        Returns None if links are alike, or were measured for another number of ranks.
+        """
         return (
             self.links
             if self.links is not None and len(self.links) == ranks and self.links.uneven

@@ -67,9 +67,17 @@ TOKENS_PER_PARAMETER = 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """A method with its settings: bytes by purpose (``memory``), whether they fit, and seconds of a step.
+    """Estimate of training by one method on this machine.
 
-    ``places``: the state that rests in files, of which ``memory`` counts only the buffers.
+    Attributes:
+        ``method``: full training, an adapter, or another method of :data:`METHODS`.
+        ``micro_batch``, ``recompute``: the settings of ``[train]`` that are assumed.
+        ``memory``: bytes by purpose.
+        ``available``: bytes that training may use.
+        ``seconds``: seconds of a step.
+        ``tokens``: number of tokens to train for.
+        ``learning``: number of parameters that are trained.
+        ``places``: where state rests in files, by kind; ``memory`` counts only buffers for it.
     """
 
     method: str
@@ -94,9 +102,9 @@ class Estimate:
 def with_method(
     recipe: Recipe, method: str, places: Mapping[str, str] | None = None, **train: Any
 ) -> Recipe:
-    """Return the recipe changed to train by ``method``; settings of an adapter are kept.
+    """Return the recipe changed to train by ``method``, a key of :data:`METHODS`; settings of an adapter are kept.
 
-    ``places``: where kinds of state rest. ``train``: changed settings of ``[train]``.
+    ``places``: where kinds of state rest, as in ``[memory]``. ``train``: changed settings of ``[train]``.
     """
     tree, sections = recipe.model_dump(mode="json"), METHODS[method]
     adapter = sections.get("adapter")
@@ -117,9 +125,10 @@ def estimates(
     device: torch.device,
     say: Callable[[str], None],
 ) -> list[Estimate]:
-    """Return for each method the estimate of its fastest settings that fit in memory.
+    """Return for each method the estimate of its fastest settings that fit in the memory of ``device``.
 
-    If no settings of a method fit, the estimate is of those that need the least memory. ``say`` receives progress.
+    If no settings of a method fit, the estimate is of those that need the least memory. ``shape``: the model. ``say``:
+    called with lines about progress.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(recipe.train.threads, 1))
@@ -180,10 +189,11 @@ def estimate(
     recipe: Recipe, shape: ModelShape, method: str, block: Piece, ends: Piece, runtime: float, available: float,
     disk: Mapping[str, Any],
 ) -> Estimate:  # fmt: skip
-    """Estimate memory and time of the recipe's steps by ``method`` from the measured pieces of the model.
+    """Estimate memory and time of the recipe's steps by ``method``, from measurements of parts of the model.
 
-    ``block``, ``ends``: the measured block, and the model's ends. ``runtime``: bytes of the process without tensors;
-    ``available``: bytes that training may use. ``disk``: the measured disk, if state rests in files.
+    ``block``: the measured block. ``ends``: the measured embedding and output layer. ``runtime``: bytes of the process
+    without tensors. ``available``: bytes that training may use. ``disk``: curves of the measured disk, if state rests
+    in files.
     """
     rows, passes = recipe.rows_per_pass(recipe.layout)
     tokens, layers, full = (
@@ -383,7 +393,7 @@ def command(model: str, chosen: Estimate, recipe: Recipe) -> str:
 
 
 def local_reasons(estimates: Sequence[Estimate], chosen: Estimate | None) -> list[str]:
-    """Return one sentence per method on why it was chosen or not."""
+    """Return one sentence per method of ``estimates`` on why it was chosen or not. ``chosen``: None if none fits."""
     lines = []
     for e in estimates:
         most = max((m for m in e.memory if m != "runtime"), key=lambda m: e.memory[m])

@@ -27,10 +27,14 @@ Group: Any = dist.ProcessGroup
 class Event:
     """One recorded event of a rank.
 
-    ``kind``: ``work``, ``collective``, ``send``, ``recv``, or ``wait`` for a message. ``name``: for work its
-    purpose, ``compute`` or ``optimizer``; for a collective ``reduce``, ``gather``, ``scatter`` or ``exchange``; for a
-    wait its target. ``seconds``: of work. ``bytes``: of the whole tensor of a collective.
-    ``ranks``: global ranks that take part; for a message the peer and the tag. ``number``: of a message.
+    Attributes:
+        ``kind``: ``work``, ``collective``, ``send``, ``recv``, or ``wait`` for a message.
+        ``name``: what work is for (``compute`` or ``optimizer``), the collective (``reduce``, ``gather``, ``scatter``
+            or ``exchange``), or what is waited for (``send`` or ``recv``).
+        ``seconds``: processor seconds of work.
+        ``bytes``: bytes of the whole tensor of a collective, or of a message.
+        ``ranks``: global ranks of a collective; of a message its peer and its tag.
+        ``number``: number of a message, by which ``wait`` names it.
     """
 
     kind: str
@@ -47,7 +51,7 @@ def processor_seconds() -> float:
 
 
 class Journal:
-    """Records the events since :meth:`begin`."""
+    """Record of a rank's events in order since :meth:`begin`: collectives, messages, and the work between them."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -59,7 +63,10 @@ class Journal:
         self.turn("compute")
 
     def turn(self, name: str) -> None:
-        """Book the work done until now under the previous name, and later work under ``name``."""
+        """Call the rank's work from now on ``name``, ``compute`` or ``optimizer``.
+
+        Work that :meth:`close` has not recorded yet is dropped.
+        """
         self.name, self.since = name, processor_seconds()
 
     def close(self) -> None:
@@ -67,8 +74,9 @@ class Journal:
 
     @contextmanager
     def note(self, event: Event) -> Iterator[None]:
-        """Record ``event`` after the rank's work before it. Time inside the context does not count as the
-        rank's work.
+        """Record the rank's work until now, and then ``event``.
+
+        Time inside the context does not count as the rank's work.
         """
         self.close()
         self.events.append(event)
@@ -77,7 +85,7 @@ class Journal:
 
 
 class PendingMessage:
-    """A message under way. A call of :meth:`wait` is recorded as an event."""
+    """A message under way, in place of PyTorch's work object. A call of :meth:`wait` is recorded as an event."""
 
     def __init__(self, journal: Journal, event: Event) -> None:
         self.journal, self.event = journal, event
@@ -93,7 +101,10 @@ class PendingMessage:
 
 
 class Silent(Group):
-    """A process group backend that moves nothing and records calls. PyTorch calls its methods by these names."""
+    """A process group backend that moves no data and records its calls in a journal.
+
+    PyTorch calls the methods by these names.
+    """
 
     options = None
 

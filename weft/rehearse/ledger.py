@@ -23,14 +23,20 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 class Ledger:
-    """Bytes of living tensors: ``level`` now, ``peak`` at most so far. Tensors that share memory count once."""
+    """Counter of the bytes of living tensors: ``level`` at present, and ``peak``, the highest level so far.
+
+    Tensors that share memory count once.
+    """
 
     def __init__(self) -> None:
         self.level = self.peak = 0
         self.known: dict[int, int] = {}  # bytes by storage
 
     def hold(self, values: Iterable[Any]) -> None:
-        """Count the storages of these tensors until they are freed; of a distributed tensor, this rank's part."""
+        """Count the memory of all tensors in ``values`` until it is freed.
+
+        Of a distributed tensor this rank's shard counts.
+        """
         for tensor in tensors_in(values):
             local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             storage = local.untyped_storage()
@@ -44,7 +50,7 @@ class Ledger:
                 weakref.finalize(storage, self._drop, storage._cdata)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Count a known storage by its present size."""
+        """Correct the count of ``storage``, which is counted already, to its present size."""
         size = storage.nbytes()
         self.level += size - self.known[storage._cdata]
         self.known[storage._cdata] = size
@@ -55,9 +61,10 @@ class Ledger:
 
 
 class AllocationWatch(TorchDispatchMode):
-    """Enters every tensor created in the context in the ledger. Units gather and free parameters by resizing storages.
+    """Context that counts every tensor that is created in it in ``ledger``.
 
-    ``inside``: also count temporaries inside Weft's own operators.
+    The units of a model gather and free parameters by resizing storages, which :meth:`resizes` counts. ``inside``:
+    whether temporary tensors inside Weft's own operators count too.
     """
 
     def __init__(self, ledger: Ledger, inside: bool = False) -> None:

@@ -54,9 +54,9 @@ KIND = (
 
 
 def shortlist(searched: SearchResult, most: int) -> list[int]:
-    """Return the indices of at most ``most`` layouts to rehearse.
+    """Return the indices of at most ``most`` layouts of a search to rehearse.
 
-    The best layout of every way to cut the model comes first, then the best overall.
+    The best layout for every combination of ``tp``, ``pp`` and ``cp`` comes first, then the best overall.
     """
     kinds: dict[tuple[float, ...], int] = {}
     for i in searched.order:
@@ -72,9 +72,9 @@ def shortlist(searched: SearchResult, most: int) -> list[int]:
 
 
 def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ``(ranks, layouts)``: how many of :data:`REHEARSED` layouts to rehearse for each number of ranks.
+    """Yield ``(ranks, layouts)``: for each number of ranks in ``counts``, the number of layouts to rehearse.
 
-    ``counts``: the numbers of ranks. Larger ones get more, because they have more layouts.
+    Together they are about :data:`REHEARSED`. Larger numbers of ranks get more, because they have more layouts.
     """
     whole = sum(counts)
     for n in counts:
@@ -84,7 +84,11 @@ def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 def with_rehearsed_time(
     final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: ProbedMachine
 ) -> Final:
-    """Return ``final`` with the time, the memory and (where links differ) the order of axes from the rehearsal."""
+    """Return ``final`` with the time and memory that its rehearsal predicts.
+
+    Where links differ, the order of axes is chosen as well. ``layout``: the layout of ``final``. ``rehearsed``: the
+    rehearsed step of each rank. ``local``: the probed machine.
+    """
     order, workers = place_ranks(layout, rehearsed, local.uneven(layout.world))
     prediction = predict_step(local, rehearsed, layout, workers)
     # a rehearsal waits for no disk
@@ -97,9 +101,10 @@ def with_rehearsed_time(
 def place_ranks(
     layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLinks | None
 ) -> tuple[str, list[int]]:
-    """Choose the order of axes that suits ``links``, and the worker of every rank.
+    """Choose the order of axes that suits ``links``, and for each rank the process of the probe whose links it gets.
 
-    Both results are empty, which stands for the usual order, if ``links`` is None because links are alike.
+    ``rehearsed``: the rehearsed step of each rank. If ``links`` is None, because links are alike, both results are
+    empty, which stands for the usual order.
     """
     if links is None:
         return "", []
@@ -111,7 +116,7 @@ def place_ranks(
 def traffic_of(
     events: Sequence[Event], rank: int, layout: Layout
 ) -> dict[str, Traffic]:
-    """Return the traffic of ``rank`` by axis in a rehearsed step.
+    """Return the traffic of ``rank`` by axis in a rehearsed step with these ``events``.
 
     Collectives over several axes, such as small sums over all ranks, are left out.
     """
@@ -139,7 +144,10 @@ def traffic_of(
 def held(
     layout: Layout, rehearsed: Sequence[Rehearsal], prediction: Prediction
 ) -> Iterator[RankMemory]:
-    """Yield the memory of the fullest rank of every pipeline position: its tensors, and the memory of its process."""
+    """Yield for every pipeline position the memory of the fullest rank: its tensors, and the memory of its process.
+
+    ``rehearsed``: the rehearsed step of each rank. ``prediction``: the prediction from these.
+    """
     each = layout.world // layout.pp
     for stage in range(layout.pp):
         ranks = range(stage * each, (stage + 1) * each)
@@ -157,10 +165,11 @@ def at_hand(
     founds: Sequence[SearchResult], local: ProbedMachine, recipe_of: Callable[[Final], Any],
     rehearse: Callable[[Any], Sequence[Rehearsal]], say: Callable[[str], None] = lambda text: None,
 ) -> tuple[SearchResult, list[Final]]:  # fmt: skip
-    """Compare the best layouts across numbers of ranks; return the winner's search, and all layouts, fastest first.
+    """Rehearse the best layouts for several numbers of ranks, and compare them.
 
-    ``founds``: the result of the search for each number of ranks. ``recipe_of``: returns the recipe of a layout;
-    ``rehearse``: rehearses the step of a recipe on every rank; ``say`` receives progress.
+    Returns the search to which the fastest layout belongs, and all rehearsed layouts, fastest first. ``founds``: the
+    result of the search for each number of ranks. ``local``: the probed machine. ``recipe_of``: returns the recipe of a
+    layout. ``rehearse``: rehearses the step of a recipe on every rank. ``say``: called with lines about progress.
     """
     finals: list[tuple[Final, SearchResult]] = []
     chosen = [
@@ -204,11 +213,12 @@ def to_try(finals: Sequence[Final], count: int) -> list[Final]:
 def correct_by_measured(
     finals: Sequence[Final], measured: Sequence[tuple[Final, float]]
 ) -> list[Final]:
-    """Sort ``finals`` by time: trials take their ``measured`` seconds, and predictions of the others are corrected.
+    """Return ``finals`` with times corrected by measurements, fastest first.
 
-    The speed of a shared machine changes after a probe, by about as much for all layouts with the same number of ranks.
-    So predictions are multiplied by measured over predicted time, the geometric mean of the trials with as many ranks,
-    or of all trials if there are none.
+    ``measured``: layouts that ran as trials, with the seconds of a step. A trial takes its measured seconds. The speed
+    of a shared machine changes after a probe, by about as much for all layouts with the same number of ranks. So the
+    prediction of another layout is multiplied by the geometric mean of measured over predicted seconds, over the trials
+    with as many ranks, or over all trials if there are none.
     """
     ran = {id(final): seconds for final, seconds in measured}
     off: dict[float, list[float]] = {}
@@ -238,9 +248,10 @@ LARGEST = 2e9
 
 
 class RehearsedLayouts(NamedTuple):
-    """Layouts that were rehearsed on this machine, the fastest first.
+    """Layouts that were rehearsed on this machine.
 
-    ``searched``: the search at the winner's number of ranks; ``compared``: a text that says what was compared.
+    ``finals``: the layouts, fastest first. ``searched``: the search at the number of ranks of the fastest.
+    ``compared``: a text that says what was compared.
     """
 
     searched: SearchResult
@@ -254,8 +265,10 @@ def search_here(
 ) -> RehearsedLayouts:  # fmt: skip
     """Find the best layouts on the probed machine for ``ranks`` ranks, by default for every probed number of ranks.
 
-    ``recipe_of``: returns the recipe with which a layout is rehearsed. ``shape``: the model. ``batch``: sequences of
-    ``seq`` tokens per step. ``bits``: width of the operands of products. ``pins``: the user's demands on the layout.
+    ``recipe_of``: returns the recipe with which a layout is rehearsed. ``shape``: the model. ``cluster``: the cluster
+    file of the probe. ``batch``: sequences of ``seq`` tokens per step. ``bits``: width of the operands of products.
+    ``pins``: the user's demands on the layout. ``say``: called with lines about progress. Raises :class:`UsageError`
+    for a model that is too large to rehearse.
     """
     if float(shape.parameters) * (ranks or cluster.count) > LARGEST:
         raise UsageError(
@@ -300,7 +313,11 @@ def search_here(
 def choose_here(
     recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callable[[str], None]
 ) -> ChosenLayout:
-    """Choose the fastest layout for ``recipe`` on the probed machine; the recipe's ``[train]`` section is kept."""
+    """Choose the fastest layout for ``recipe`` on the probed machine; the recipe's ``[train]`` section is kept.
+
+    ``cluster``: the cluster file of the probe. ``ranks``: number of ranks; None: any probed number. ``say``: called
+    with lines about progress.
+    """
     train = recipe.train
     shape = shape_of(model_shape(recipe), vocab_of(recipe))
     rehearsed = search_here(
@@ -313,12 +330,13 @@ def choose_here(
 def rehearsals(
     recipe: Recipe, local: ProbedMachine, paces: dict[int, float] | None = None
 ) -> list[Rehearsal]:
-    """Rehearse every rank's step, with times scaled to the speed that the probe measured.
+    """Rehearse the recipe's step on every rank, with times scaled to the speed that the probe measured.
 
     The step runs on the recipe's first batch if its data is present, else on artificial rows. A small model's step is
     timed before and after. Rehearsed work is multiplied by the probe's time of this small step over its present time,
-    which corrects for the load of the other ranks and for the machine's speed at this moment. ``paces`` holds the
-    small model's seconds by threads, measured after the previous rehearsal; it is updated by this one.
+    which corrects for the load of the other ranks and for the machine's speed at this moment. ``local``: the probed
+    machine. ``paces``: the seconds of the small step by number of threads, as measured after the previous rehearsal;
+    this call updates it.
     """
     paces = {} if paces is None else paces
     shape, batches = batches_of(recipe)

@@ -44,7 +44,7 @@ MESSAGES = (64, 2**14, 2**17, 2**19, 2**21, 2**23)
 
 
 def time_call(call: Callable[[], Any]) -> float:
-    """Return the median processor seconds of one call per thread."""
+    """Return the median processor seconds per thread of one call of ``call``."""
     call()
     samples = []
     for _ in range(5):
@@ -74,10 +74,11 @@ def peaks() -> dict[str, float]:
 
 
 def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
-    """Measure collectives amid other work: ``{"reduce.2": [[bytes, cpu seconds of a rank, further seconds]]}``.
+    """Measure collectives of several ``sizes``, while ranks also compute.
 
-    ``sizes``: bytes of the whole tensor; ``turns``: repetitions of each call. Groups smaller than the world work at the
-    same time. The further seconds are those that a rank waits beyond the work of all ranks on the cores.
+    Returns rows ``[bytes, cpu seconds of a rank, further seconds]`` by collective and group size, such as ``reduce.2``.
+    The further seconds are those that a rank waits beyond the work of all ranks on the cores. ``sizes``: bytes of the
+    whole tensor; ``turns``: repetitions of each call. Groups smaller than the world work at the same time.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     cores = cores_here()
@@ -154,7 +155,8 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
 def probe_links(turns: int = 3) -> dict[str, list[list[float]]]:
     """Measure ``latency`` (seconds) and ``bandwidth`` (bytes per second) of each ordered pair of ranks.
 
-    Pairs are measured one after the other, ``turns`` times each.
+    Returns a table ``[ranks, ranks]`` for each of these names, which rank 0 has whole. Pairs are measured one after the
+    other, ``turns`` times each.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     table = torch.zeros(2, world, world, dtype=torch.float64)
@@ -188,9 +190,9 @@ def probe_links(turns: int = 3) -> dict[str, list[list[float]]]:
 
 
 def probe_machine(quick: bool) -> dict[str, Any]:
-    """Measure the machine in this process, which is one rank of a group in which all ranks measure at the same time.
+    """Measure the machine as one rank of a group in which all ranks measure at the same time.
 
-    ``quick``: take fewer measurements. Only rank 0's table of links is complete.
+    ``quick``: take fewer measurements. Returns the measurements by name.
     """
     world = int(os.environ["WORLD_SIZE"])
     keep_heap()  # as ranks that train do
@@ -250,11 +252,12 @@ def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
 
 
 def empty_memory(world: int) -> dict[str, float]:
-    """Measure resident bytes of a rank beside its tensors.
+    """Measure the resident bytes that a rank needs beside its tensors, in a group of ``world`` ranks.
 
-    With one rank: ``plain``, resident bytes without tensors, and ``per_byte``, resident bytes per byte of tensors at
-    their peak (the heap has gaps). With more: resident bytes at the ``peak`` and the bytes of ``tensors`` at it,
-    from which :func:`cluster` computes what tensor parallelism adds; and the bytes that sharding and messages add.
+    With one rank it returns ``plain``, resident bytes without tensors, and ``per_byte``, resident bytes per byte of
+    tensors at their peak (the heap has gaps). With more ranks it returns ``peak``, resident bytes at the peak under
+    tensor parallelism, and ``tensors``, the bytes of tensors then, from which :func:`cluster` computes what tensor
+    parallelism adds; and ``sharded`` and ``message``, the bytes that sharding and messages add.
     """
     resident: dict[str, float] = {}
     if world == 1:
@@ -294,9 +297,10 @@ def cores_here() -> int:
 
 
 def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
-    """Measure transfers with the ``disk`` of ``folder``, its ``free`` bytes, and transfers over the ``link`` to a GPU.
+    """Measure the disk of ``folder``, and the link between host and GPU.
 
-    ``quick``: use a smaller file.
+    Returns ``disk``, the curves of :func:`disk_curves` with the folder and its free bytes, and ``link``, the curves of
+    :func:`link_curves`. ``quick``: use a smaller file.
     """
     folder = folder.expanduser()
     disk = disk_curves(folder, (32 if quick else 128) << 20, called="--folder")
@@ -309,7 +313,7 @@ def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
 def cluster(
     settings: Sequence[dict[str, Any]], count: int, moves: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of a cluster file: the fields of :class:`weft.planner.machine.Cluster`, and all the curves.
+    """Return the content of a cluster file: the fields of :class:`weft.planner.machine.Cluster`, with measured curves.
 
     ``settings``: the measurements for each number of ranks. ``count``: number of ranks of the cluster. ``moves``: the
     result of :func:`probe_storage`. All ranks share the disk.

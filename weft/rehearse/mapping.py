@@ -24,9 +24,9 @@ CHAINS = ("pp",)
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic of every rank along one axis in a step: ``bytes`` sent, and the number of ``messages``.
+    """What every rank sends along one axis in a step, to one neighbour in one direction.
 
-    Both count what a rank sends to one neighbour in one direction.
+    ``bytes``: bytes of all messages. ``messages``: number of messages.
     """
 
     bytes: float
@@ -36,10 +36,10 @@ class Traffic:
 def traffic_seconds(
     links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]
 ) -> float:
-    """Return the seconds of communication in a step whose ranks are placed on the workers in order of their numbers.
+    """Return the seconds of communication in a step under ``layout``, if rank ``n`` runs on worker ``n``.
 
-    ``links``: the measured links between workers. ``traffic``: traffic of every rank, by axis.
-    Axes take turns; all groups of an axis are busy at once and share what is slow.
+    A worker is a process of the probe. ``links``: the measured links between workers. ``traffic``: traffic of every
+    rank, by axis. The axes communicate one after the other; all groups of an axis do so at once and share slow links.
     """
     places, total = rank_table(layout), 0.0
     for axis, t in traffic.items():
@@ -55,9 +55,9 @@ def traffic_seconds(
 def place_axes(
     links: WorkerLinks, layout: Layout, traffic: Mapping[str, Traffic]
 ) -> Layout:
-    """Return ``layout`` with the order of axes that has the least communication time; ties keep the usual order.
+    """Return ``layout`` with the order of axes for which communication takes least time; ties keep the usual order.
 
-    The arguments are those of :func:`traffic_seconds`.
+    ``links``: the measured links between ranks. ``traffic``: traffic of every rank in a step, by axis.
     """
     if len(links) != layout.world:
         raise ValueError(

@@ -33,7 +33,10 @@ from weft.train.step import clear_gradients, reduced_gradients, update
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes on one rank: ``state`` of parameters and optimizer before the step, ``peak`` within it."""
+    """Bytes of tensors on one rank in a step.
+
+    ``state``: bytes of parameters and optimizer state before the step. ``peak``: the most bytes within the step.
+    """
 
     rank: int
     state: int
@@ -49,11 +52,11 @@ class _Counted(Batch):
 
 
 def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
-    """Run one step of ``rank`` under the recipe's layout on fake tensors, and return its peak.
+    """Run one step of ``rank`` under the recipe's layout on fake tensors, and return the peak of its memory.
 
     ``shape``: the shape of the model, with its vocabulary. The run has at most two replicas along ``dp``, because all
-    replicas hold the same, and only as many microbatches as fill a pipeline. Raises :class:`UsageError` for
-    state that does not rest on the device.
+    replicas hold the same, and only as many microbatches as fill a pipeline. Raises :class:`UsageError` for state that
+    does not rest on the device.
     """
     for kind, place in recipe.memory.away.items():
         raise UsageError(
@@ -93,7 +96,7 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
 
 
 def pipeline_ranks(layout: Layout) -> list[int]:
-    """Return one rank of every pipeline position."""
+    """Return one rank of every pipeline position, numbered in a run with at most two replicas along ``dp``."""
     world = layout.model_copy(update={"dp": min(layout.dp, 2)}).world
     return [p * world // layout.pp for p in range(layout.pp)]
 
@@ -104,9 +107,10 @@ LARGEST = 512
 
 @dataclass(frozen=True)
 class Checked:
-    """Peak GiB of Weft's modules on the pipeline rank ``rank``, beside the predicted GiB.
+    """Memory of a step as Weft's modules use it, compared with the planner's prediction.
 
-    If the step cannot be rehearsed, the reason stands in their place.
+    ``rank``: the pipeline rank that uses most. ``gib``: its peak GiB; ``predicted_gib``: the prediction. If the step
+    cannot be rehearsed, ``reason`` says why, and the numbers are 0.
     """
 
     rank: int = 0
@@ -125,7 +129,10 @@ class Checked:
 
 
 def check(final: Final, model: PlannedModel) -> Checked:
-    """Rehearse the first, second and last pipeline rank of ``final``, and return the peak of the fullest."""
+    """Rehearse the first, second and last pipeline rank of ``final``, and return the memory of the fullest.
+
+    ``model``: the model for which the layout was planned. Without a possible rehearsal the result has the reason.
+    """
     try:
         recipe = build_recipe(recipe_tree(final, model))
         world = recipe.layout.world // recipe.layout.dp * min(2, recipe.layout.dp)

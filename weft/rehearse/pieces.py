@@ -34,7 +34,7 @@ WORK, VOCAB = 6e9, 8192
 
 
 class Line(NamedTuple):
-    """A straight line: ``fixed + slope * tokens``."""
+    """A straight line by number of tokens: ``fixed + slope * tokens``."""
 
     fixed: float
     slope: float
@@ -51,11 +51,17 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Time and memory of a block, or of the ends (embedding, norm and output layer with the loss), by tokens of a pass.
+    """Measured time and memory of a part of the model: one block, or the ends.
 
-    ``kept``: bytes kept for backward; ``working``: most bytes beyond that while it runs, without the gradients of
-    weights; ``lean``: most bytes of a forward without backward. ``update``: seconds of the optimizer. The other fields
-    are bytes.
+    The ends are embedding, last norm, and output layer with the loss.
+
+    Attributes:
+        ``forward``, ``both``: seconds of forward, and of forward with backward, by tokens of a pass.
+        ``kept``: bytes kept for backward, by tokens.
+        ``working``: most bytes beyond those kept while the part runs, without gradients of weights, by tokens.
+        ``lean``: most bytes of a forward without backward, by tokens.
+        ``update``: seconds of the optimizer.
+        ``weights``, ``gradients``, ``slots``: bytes of weights, of their gradients and of optimizer state.
     """
 
     forward: Line
@@ -69,7 +75,7 @@ class Piece:
     slots: float = 0.0
 
     def times(self, factor: float) -> "Piece":
-        """Return a copy of the piece with all times and bytes multiplied by ``factor``."""
+        """Return a copy in which all times and bytes are multiplied by ``factor``, such as the number of blocks."""
         forward, both, kept, working, lean = (
             Line(factor * x.fixed, factor * x.slope)
             for x in (self.forward, self.both, self.kept, self.working, self.lean)
@@ -86,10 +92,10 @@ def measure_pieces(
     device: torch.device,
     passes: dict[Adapter | None, dict[str, Piece]],
 ) -> tuple[Piece, Piece]:
-    """Measure one block, and the ends with the whole vocabulary, under the recipe's method.
+    """Measure one block of the model, and its ends with the whole vocabulary, under the recipe's training method.
 
-    ``passes``: a cache of measured forward and backward passes by adapter, which this call fills. Methods that differ
-    only in their optimizers share it.
+    The ends are embedding, last norm and output layer with the loss. ``passes``: a cache of measured forward and
+    backward passes by adapter, which this call fills. Methods that differ only in their optimizers share it.
     """
     some = min(shape.vocab, VOCAB)
     # which a small vocabulary may lack

@@ -33,7 +33,7 @@ TIMES = 2
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Events of one rank in one step.
+    """Events of one rank in one rehearsed step, and the memory of its tensors.
 
     ``peak``: the most bytes of tensors alive at a time. ``state``: bytes of the tensors alive before the step.
     """
@@ -62,7 +62,7 @@ def rehearse(
 ) -> Rehearsal:
     """Rehearse one step of ``rank`` under the recipe's layout, on the CPU in this process alone.
 
-    ``batches``: returns the batches of a rank's step, given its mesh.
+    ``shape``: the model. ``batches``: returns the batches of a rank's step, given its mesh.
     """
     with silent_rank(rank, recipe.layout.world) as journal:
         return watch(recipe, shape, batches, journal)
@@ -71,10 +71,11 @@ def rehearse(
 def every_rank(
     recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]]
 ) -> list[Rehearsal]:
-    """Rehearse the step of all ranks.
+    """Rehearse the step of all ranks. Returns one rehearsal per rank.
 
-    Ranks along ``dp``, ``shard`` and ``tp`` do the same work on parts of equal size (up to one row), so only one of
-    them is run. The groups and peers of the other ranks are those of the rank that is run, shifted along these axes.
+    ``shape``: the model. ``batches``: returns the batches of a rank's step, given its mesh. Ranks along ``dp``,
+    ``shard`` and ``tp`` do the same work on parts of equal size (up to one row), so only one of them is run. For the
+    others, the ranks in its events are shifted along these axes.
     """
     layout = recipe.layout
     rehearsals: dict[tuple[int, ...], Rehearsal] = {}
@@ -116,7 +117,8 @@ def watch(
 ) -> Rehearsal:
     """Run steps in the existing process group: first one whose tensors are counted, then several that are timed.
 
-    ``batches``: returns the batches of a rank's step, given its mesh. ``journal``: records the events.
+    ``shape``: the model. ``batches``: returns the batches of a rank's step, given its mesh. ``journal``: records the
+    events. Of several times of the same work the shortest counts.
     """
     mesh = Mesh.create(recipe.layout, "cpu")
     model, state = build_for_training(shape, mesh, recipe, lambda *_: torch.zeros(()))
@@ -159,9 +161,9 @@ def watch(
 def plain_batches(
     recipe: Recipe, shape: ModelShape, most: int = sys.maxsize
 ) -> Callable[[Mesh], list[Batch]]:
-    """Return a function that makes a rank's batches of artificial rows, one document each, from the rank's mesh.
+    """Return a function that makes a rank's batches of artificial rows, one document each, given the rank's mesh.
 
-    Sizes are those of the recipe. ``most``: the largest number of batches to make.
+    Sizes are those of the recipe. ``shape``: the model. ``most``: the largest number of batches to make.
     """
 
     def make(mesh: Mesh) -> list[Batch]:
@@ -180,8 +182,9 @@ def plain_batches(
 def batches_of(
     recipe: Recipe,
 ) -> tuple[ModelShape, Callable[[Mesh, int], Sequence[Batch]]]:
-    """Return the model's shape, and a maker of a step's batches: from the recipe's data, or plain rows if it
-    has none.
+    """Return the model's shape, and a function that makes the batches of a step, given a mesh and the step's number.
+
+    The batches come from the recipe's data, or have artificial rows if the data cannot be opened.
     """
     shape = model_shape(recipe)
     if recipe.data.sources:

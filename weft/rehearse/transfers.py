@@ -25,11 +25,11 @@ TURNS = 2
 def disk_curves(
     folder: Path, room: int = 128 << 20, called: str = "memory.folder"
 ) -> dict[str, Any]:
-    """Measure ``{"write": [[bytes, seconds]], "read": ...}`` with a file of ``room`` bytes in ``folder``, and a
-    ``note``.
+    """Measure writing and reading with a file of ``room`` bytes in ``folder``, which is removed afterwards.
 
-    The file is removed afterwards. ``called``: the user's name for the folder. Raises
-    :class:`weft.memory.nameless_file.TierError` if no such file can be created.
+    Returns rows ``[bytes, seconds]`` of transfers under ``write`` and ``read``, and a ``note`` about the file.
+    ``called``: the user's name for the folder. Raises :class:`weft.memory.nameless_file.TierError` if no such file can
+    be created.
     """
     file, buffers = (
         TierFile(folder, called=called),
@@ -71,7 +71,10 @@ def _seconds(
 
 
 def link_curves() -> dict[str, Points]:
-    """Measure ``{"to_device": [[bytes, seconds]], "to_host": ...}`` of copies of pinned memory; empty without a GPU."""
+    """Measure copies of pinned memory between host and GPU.
+
+    Returns rows ``[bytes, seconds]`` under ``to_device`` and ``to_host``; empty without a GPU.
+    """
     if not torch.cuda.is_available():
         return {}
     curves: dict[str, Points] = {}
@@ -97,5 +100,5 @@ def _copy_seconds(into: torch.Tensor, of: torch.Tensor, count: int = 20) -> floa
 
 
 def bytes_per_s(points: Points, size: int = PIECE) -> float:
-    """Return the bytes per second of transfers of ``size`` bytes."""
+    """Return the bytes per second of transfers of ``size`` bytes, from the measured rows ``[bytes, seconds]``."""
     return size / curve(points, size)

@@ -33,9 +33,10 @@ LIMIT_S, PATIENCE_S = 15.0, 300.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Median ``seconds`` of a step, and peak bytes (resident, or on the device) of the fullest rank.
+    """Measurements of a trial, in which a layout runs for some steps.
 
-    If the trial failed, the reason stands in their place.
+    ``seconds``: median seconds of a step. ``memory``: peak bytes on the fullest rank, resident ones on a CPU and those
+    of the device on a GPU. If the trial failed, ``reason`` says why, and the numbers are 0.
     """
 
     seconds: float = 0.0
@@ -44,7 +45,10 @@ class Measured:
 
 
 def trial(recipe: Path, world: int) -> Measured:
-    """Run some steps of the recipe in file ``recipe``, whose layout has ``world`` ranks, on this machine."""
+    """Run some steps of the recipe in file ``recipe`` on this machine, and measure them.
+
+    ``world``: number of ranks of the recipe's layout.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found"
         command = [sys.executable, "-m", "weft.rehearse.trial", str(recipe), str(out)]
@@ -74,12 +78,12 @@ def run_trials(
     devices: int,
     say: Callable[[str], None],
 ) -> tuple[list[Final], list[tuple[Final, Measured]]]:
-    """Run ``count`` or more of ``finals`` for real.
+    """Run at least ``count`` of the planned layouts ``finals`` of ``model`` here, and correct the predictions.
 
-    Returns all of ``finals`` sorted by corrected time, and the pairs of a layout as predicted and its measurement.
-
-    The best of every number of ranks are tried first. If another layout then comes first by the corrected times, it is
-    tried as well. ``devices``: ranks that this machine can hold.
+    Returns all of ``finals`` sorted by corrected time, without those that failed, and pairs of a layout that ran, as
+    predicted, and its measurement. The best layout for every number of ranks is tried first. If by the corrected times
+    a layout comes first that has not run, it is tried as well. ``devices``: number of ranks that this machine can hold.
+    ``say``: called with lines about progress. Raises :class:`WeftError` if no layout ran.
     """
     waiting, ranked = to_try(finals, count), list(finals)
     if large := next((final for final in waiting if final.plan.world > devices), None):
@@ -125,7 +129,7 @@ def run_trials(
 
 
 def steps(recipe: Recipe) -> Iterator[Mesh]:
-    """Join as one of the ranks, and yield the mesh after each training step."""
+    """Join the run of ``recipe`` as one of its ranks, and yield the mesh after each training step."""
     from weft.rehearse.rehearsed_step import batches_of
     from weft.train.setup import build_for_training, device_type
     from weft.train.step import train_step
@@ -141,7 +145,10 @@ def steps(recipe: Recipe) -> Iterator[Mesh]:
 
 
 def measure_steps(recipe: Recipe, out: Path) -> None:
-    """Train for enough steps as one of the ranks; rank 0 writes the :class:`Measured` of all ranks."""
+    """Train for enough steps as one of the ranks of ``recipe``.
+
+    At the end rank 0 writes the :class:`Measured` of all ranks to the file ``out``.
+    """
     import torch
     import torch.distributed as dist
 

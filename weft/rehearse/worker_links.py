@@ -13,7 +13,10 @@ SLOW = 0.1
 
 @dataclass(frozen=True)
 class WorkerLinks:
-    """Seconds (``latency``) and bytes per second (``bandwidth``) of every ordered pair of workers, ``[n, n]``."""
+    """Measured links between workers, the processes of a probe on which the ranks of a run can be placed.
+
+    ``latency`` and ``bandwidth``: seconds and bytes per second of every ordered pair of workers, ``[n, n]``.
+    """
 
     latency: np.ndarray
     bandwidth: np.ndarray
@@ -31,7 +34,7 @@ class WorkerLinks:
 
     @property
     def shared(self) -> float:
-        """Bandwidth in bytes per second below which a link counts as shared."""
+        """Bandwidth in bytes per second below which a link is taken to be shared by all ranks that cross it."""
         return float(self.bandwidth.max()) * SLOW
 
     @property
@@ -44,8 +47,8 @@ class WorkerLinks:
         """Return ``(bandwidth, latency)`` of the links inside each group of workers, ``[groups, links]`` each.
 
         ``groups``: the workers of each group, one row per group. With ``chain`` a group's links go from each worker to
-        the next; else they form a ring, from the last to the first as well. All groups are busy at once;
-        groups that cross a shared link divide its bandwidth among them.
+        the next; without, also from the last worker to the first. All groups are busy at once, and groups that cross a
+        shared link divide its bandwidth among them.
         """
         ends = np.stack([groups, np.roll(groups, -1, 1)], -1)
         if chain:
