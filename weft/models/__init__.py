@@ -1,1 +1,1 @@
-"""Single-device models that name their dimensions; see :mod:`weft.models.transformer`."""
+"""Models written for one device, whose parameters name their dimensions; see :mod:`weft.models.transformer`."""

@@ -1,8 +1,8 @@
-"""Many adapters beside one model, each request with its own (S-LoRA, Sheng et al. 2023, 2311.03285).
+"""Many adapters beside one model, where each request may use its own (S-LoRA, Sheng et al. 2023, 2311.03285).
 
-Adapters rest in host memory. An adapter that a request needs is copied into blocks of the cache, the same blocks that
-hold keys and values: requests share it, and when no request uses it, it stays until its blocks are needed. In a step
-every adapter multiplies the rows of its own requests (:mod:`weft.models.row_adapters`).
+Adapters rest in host memory. An adapter that a request needs is copied into blocks of the key/value cache. Requests
+share this copy; when no request uses the adapter, the copy stays until its blocks are needed. In a step every adapter
+multiplies the rows of its own requests (:mod:`weft.models.row_adapters`).
 """
 
 from collections import defaultdict
@@ -29,17 +29,19 @@ T = torch.Tensor
 
 
 class LentAdapter(NamedTuple):
-    """The adapter that a request uses: its name, and ``table``, the cache blocks that hold a copy of the adapter."""
+    """The adapter that a request uses.
+
+    ``table``: numbers of the cache blocks that hold a copy of the adapter.
+    """
 
     name: str
     table: Sequence[int]
 
 
 class AdapterShelf:
-    """The adapters that requests can name, held in host memory; those in use are copied into blocks of the key/value
-    cache.
+    """The adapters that requests can name, held in host memory.
 
-    ``pages``: the cache of each layer.
+    Adapters in use are copied into blocks of the key/value cache. ``pages``: the cache of each layer.
     """
 
     def __init__(self, model: Transformer, pages: Sequence[Pages]) -> None:
@@ -47,9 +49,9 @@ class AdapterShelf:
         self.host: dict[str, HostAdapter] = {}
 
     def add(self, name: str, adapter: HostAdapter) -> int:
-        """Add an adapter under ``name``, and return the number of cache blocks that a copy of it needs.
+        """Add an adapter under ``name``, and return the number of cache blocks that a copy of the adapter needs.
 
-        ``adapter``: only the part that belongs to this rank's part of the model (:func:`own_part`).
+        ``adapter``: its shard for this rank's shard of the model (:func:`own_part`).
         """
         self.host[name] = adapter
         return max(
@@ -77,9 +79,10 @@ class AdapterShelf:
     def adapting(
         self, spans: Sequence[Span], adapters: Sequence[LentAdapter | None]
     ) -> AbstractContextManager[None]:
-        """Return a context in which the layers apply each request's adapter to the rows of the request's span.
+        """Return a context in which the layers apply each request's adapter to the request's new tokens.
 
-        ``spans``: one per request; ``adapters``: in the same order, None for a request without an adapter.
+        ``spans``: the new tokens of each request. ``adapters``: in the same order, the request's adapter; None for a
+        request without one.
         """
         alike = defaultdict[
             tuple[tuple[Form, ...], int], list[tuple[Span, Sequence[int]]]

@@ -39,10 +39,11 @@ T = torch.Tensor
 
 
 class LowRank(Module):
-    """The low-rank factors ``a`` and ``b`` that adapt a weight ``[out, into]`` (LoRA).
+    """The low-rank factors ``a`` and ``b`` that adapt a weight ``[out, in]`` (LoRA).
 
-    With kind ``dora`` it also has ``magnitude`` ``[out]``, the trained norm of each row. At the start
-    ``b`` is zero and the magnitude is the weight's own, so that the adapter changes nothing.
+    With kind ``dora`` there is also ``magnitude`` ``[out]``, the trained norm of each row of the weight. At the start
+    ``b`` is zero and the magnitude is that of the weight, so that the adapter changes nothing. ``scale``: factor of the
+    adapter's output. ``whole``: whether every rank of ``tp`` holds all of the weight.
     """
 
     def __init__(
@@ -58,11 +59,10 @@ class LowRank(Module):
 
 
 class TokenRows(Module):
-    """Trained rows of an embedding or output layer ``[vocab, embed]``, which replace the weight's own rows of some
-    tokens.
+    """Trained rows of an embedding or output layer ``[vocab, embed]``, in place of the weight's rows of some tokens.
 
-    ``tokens``: ids of these tokens, ascending; ``part``: the range of ids whose rows this rank's part of the weight
-    has. Every rank of ``tp`` holds all trained rows, and uses those of its part.
+    ``tokens``: ids of these tokens, ascending. ``part``: the range of ids whose rows are in this rank's shard of the
+    weight. Every rank of ``tp`` holds all trained rows, and uses those in its range.
     """
 
     def __init__(
@@ -90,14 +90,15 @@ class TokenRows(Module):
         )
 
     def placed(self, weight: T) -> T:
-        """Return a copy of ``weight``, this rank's part, in which the trained rows replace the weight's own rows."""
+        """Return a copy of ``weight``, this rank's shard, in which the trained rows replace the weight's own rows."""
         index, rows = self._own()
         return weight.index_copy(0, index.to(weight.device), rows.to(weight.dtype))
 
     def scored(self, hidden: T, logits: T) -> T:
-        """Replace the logits of the tokens whose rows are trained, computed anew from ``hidden`` ``[..., embed]``.
+        """Return ``logits`` with those of tokens whose rows are trained computed anew.
 
-        ``logits``: those of this rank's part of the vocabulary, ``[..., vocab/tp]``.
+        ``hidden``: ``[..., embed]``. ``logits``: the logits of this rank's range of the vocabulary, ``[...,
+        vocab/tp]``.
         """
         index, rows = self._own()
         own_logits = F.linear(hidden, rows.to(hidden.dtype)).to(logits.dtype)
@@ -109,10 +110,9 @@ class TokenRows(Module):
 
 
 def adapt(module: Module, name: str, whole: bool) -> None:
-    """Register the quantised form of the weight ``name`` of ``module``, and its adapter, if the parameter table has
-    them.
+    """Register quantised form and adapter of the weight ``name`` of ``module``, if the parameter table has them.
 
-    ``whole``: every rank of ``tp`` holds all of the weight.
+    ``whole``: whether every rank of ``tp`` holds all of the weight.
     """
     stored, beside = (module.path + part + name for part in (QUANTIZED, ADAPTERS))
     if module.inside(name) not in module.described:
@@ -141,9 +141,7 @@ def merged(module: Module, name: str) -> T:
 
 
 def adapted_products(module: Module, x: T, names: Sequence[str]) -> tuple[T, ...]:
-    """Return the products of ``x`` with the weights ``names`` of a module, with the outputs of the weights' adapters
-    added.
-    """
+    """Return the products of ``x`` with the weights ``names`` of ``module``, plus the outputs of their adapters."""
     dense = [name for name in names if name not in module.quantized]
     adapted = [name for name in names if name in module.adapters]
     weights = [module.own(name, getattr(module, name)) for name in dense]
@@ -196,7 +194,8 @@ def _adapt(module: Module, name: str, y: T, low: T) -> T:
 def row_norms(weight: T) -> T:
     """Return the Euclidean norm of every row of a weight ``[out, in]``: ``[out]``, in float64.
 
-    The norm then does not depend on how its sum is split between ranks, once it is rounded to a narrower type.
+    In float64 the sum may be split between ranks in any way without changing the norm, once it is rounded to a narrower
+    type.
     """
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float64)
 

@@ -1,7 +1,7 @@
 """Causal attention over packed documents: local kernels, and the operator that autograd and recompute see.
 
-Attention is computed by segments (:mod:`weft.models.segments`), causal ones and full ones. Attention over several ranks
-(:mod:`weft.parallel.context`) runs both kinds through the same kernels, and all callers merge results with
+Attention is computed by causal and full rectangles of the attention matrix (:mod:`weft.models.segments`). Attention
+over several ranks (:mod:`weft.parallel.context`) runs both through the same kernels, and all callers merge results with
 :func:`join`.
 
 The kernels are aten's flash attention operators: private names, but the only ones that return the log-sum-exp and
@@ -68,8 +68,7 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
 
 
 def join(out: T, lse: T, o: T, l: T) -> None:
-    """Merge two attention results of the same queries, which attend to different keys, in place into ``out`` and
-    ``lse``.
+    """Merge two attention results of the same queries over different keys, in place into ``out`` and ``lse``.
 
     ``o`` and ``l``: output and log-sum-exp of the second result. ``out``: ``[..., head_dim]`` in :func:`wide`
     precision; ``lse``: ``[...]``, -inf where no key has been seen, with zeros in ``out``. This is the step of ring
@@ -87,10 +86,10 @@ def join(out: T, lse: T, o: T, l: T) -> None:
 def attend_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]
 ) -> QkvGradients:
-    """Return the gradients of ``q``, ``k`` and ``v`` that the rectangles ``segments`` contribute.
+    """Return the gradients of ``q``, ``k`` and ``v`` from the rectangles ``segments`` of the attention matrix.
 
-    ``grad``: the gradient of ``out``. ``out`` and ``lse`` are those of the queries' attention to all of their keys, and
-    not only to those of the segments.
+    ``grad``: the gradient of ``out``. ``out`` and ``lse``: the result over all keys of each query, not only over those
+    in ``segments``.
     """
     if _varlen(q, segments):
         return _varlen_backward(grad, q, k, v, out, lse, segments)
@@ -243,12 +242,12 @@ def _scores(q: T, k: T, causal: bool) -> T:
 
 @torch.library.custom_op("weft::attention", mutates_args=())
 def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
-    """Compute per-document causal attention on one device, opaque to ``torch.compile`` and kept whole by selective
-    recompute.
+    """Compute causal attention within each document on one device.
 
-    ``q``: ``[batch, seq, heads, head_dim]``; ``k, v`` with ``kv_heads``; ``cu_seqlens`` as in
-    :class:`weft.data.batch.Batch`; ``window``: the number of tokens that a token sees, itself included, 0 for all.
-    Returns ``out`` like ``q`` and ``lse`` ``[batch * seq, heads]``.
+    This custom operator is opaque to ``torch.compile``, and selective recompute keeps its results. ``q``: ``[batch,
+    seq, heads, head_dim]``; ``k, v`` with ``kv_heads``; ``cu_seqlens`` as in :class:`weft.data.batch.Batch`.
+    ``window``: the number of tokens that a token sees, itself included, 0 for all. Returns ``out`` like ``q`` and
+    ``lse`` ``[batch * seq, heads]``.
     """
     flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
     if is_invariant():
@@ -275,8 +274,9 @@ def _(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
 def attention_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, cu_seqlens: T, window: int = 0
 ) -> QkvGradients:
-    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`attention`; ``grad``: the gradient of its output
-    ``out``.
+    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`attention`.
+
+    ``grad``: the gradient of its output ``out``.
     """
     g, fq, fk, fv, o = (x.flatten(0, 1) for x in (grad, q, k, v, out))
     segments = document_segments(cu_seqlens, window)
@@ -291,8 +291,8 @@ def set_backward(
 ) -> None:
     """Make ``backward`` the gradient of the custom operator ``operator``.
 
-    The operator's arguments are q, k, v, ``cu_seqlens`` and plain values. ``backward`` gets the gradient of its first
-    output, then q, k, v, the outputs in the slice ``kept``, and the other arguments.
+    The operator's arguments are q, k, v, ``cu_seqlens`` and plain values. ``backward`` is called with the gradient of
+    the operator's first output, then q, k, v, the operator's outputs in the slice ``kept``, and the other arguments.
     """
 
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

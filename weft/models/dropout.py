@@ -1,7 +1,7 @@
-"""Dropout whose random numbers depend on the sample, the position in it, the weight and the channel, and nothing else.
+"""Dropout whose random numbers depend only on the sample, the position in it, the weight and the channel.
 
-A mask is a function of these alone (Salmon et al. 2011, counters in place of a state): every layout draws the same
-mask, whichever rank has a token or a part of its channels, and recomputation draws the mask of the first pass again.
+A mask is a function of these alone (Salmon et al. 2011, counters in place of a state). Every layout therefore draws the
+same mask, whichever rank has a token or a range of its channels, and recomputation draws the first pass's mask again.
 """
 
 import zlib
@@ -24,7 +24,7 @@ _draws: ContextVar[T | None] = ContextVar("draws", default=None)
 def token_draws(seed: int, sample: int, tokens: int) -> T:
     """Return pseudorandom bits from which the dropout of each token of a sample is derived: int64 ``[tokens]``.
 
-    ``sample``: the number of the sample; ``tokens``: how many tokens it has.
+    ``sample``: index of the sample in the data. ``tokens``: number of tokens of the sample.
     """
     high = sample << 32 & (1 << 64) - 1  # wrapped around, as the products are
     place = torch.arange(tokens) + (high - (1 << 64) if high >> 63 else high)
@@ -33,9 +33,11 @@ def token_draws(seed: int, sample: int, tokens: int) -> T:
 
 @contextmanager
 def drawing(draws: Sequence[T]) -> Iterator[None]:
-    """Return a context in which adapters with dropout use ``draws[0]``, the random bits of the tokens.
+    """Return a context in which adapters with dropout use ``draws[0]``, random bits of the tokens.
 
-    If ``draws`` is empty, nothing is dropped. See :func:`token_draws`.
+    See :func:`token_draws`.
+
+    If ``draws`` is empty, nothing is dropped.
     """
     token = _draws.set(draws[0] if draws else None)
     try:
@@ -53,8 +55,7 @@ def current_draws() -> T | None:
 
 
 def dropped(x: T, share: float, draws: T, name: str, first: int) -> T:
-    """Apply dropout to ``x`` ``[batch, seq, channels]``: set a fraction ``share`` of the elements to zero, and scale
-    the rest.
+    """Apply dropout to ``x`` ``[batch, seq, channels]``: set a fraction ``share`` to zero, and scale up the rest.
 
     ``draws``: random bits of the tokens ``[batch, seq]``; ``name``: name of the weight that is multiplied with ``x``;
     ``first``: index of the first channel of ``x`` in the whole input. The result does not depend on the layout.

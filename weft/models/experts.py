@@ -28,11 +28,11 @@ Stacks = Callable[..., tuple[T, ...]]
 
 
 class Dispatched(NamedTuple):
-    """Rows of tokens, sorted by the expert on this rank that computes them.
+    """Rows of tokens for experts to compute on this rank, sorted by expert; a :class:`Dispatcher` makes it.
 
     ``rows``: ``[rows, embed]``; ``counts``: the number of rows of each expert; ``meta``: the dispatcher's data for
-    returning the results. ``stacks`` is set if rows are for experts of other ranks: a function from this rank's gate,
-    up and down weights to the stacks of weights that the rows need.
+    returning the results. ``stacks``: None, unless some rows are for experts of other ranks; then a function from this
+    rank's gate, up and down weights to the stacks of weights that the rows need.
     """
 
     rows: T
@@ -46,34 +46,34 @@ Arriving = Callable[[], Dispatched]
 
 
 class Dispatcher(Protocol):
-    """Sends tokens to their experts, and the experts' results back."""
+    """Interface of what sends tokens to the ranks of their experts, and the experts' results back."""
 
     def dispatch(self, x: T, choice: Choice) -> Arriving:
-        """Begin to send tokens ``x`` ``[tokens, embed]`` to the experts in ``choice``.
+        """Begin to send the tokens ``x`` ``[tokens, embed]`` to the experts in ``choice``.
 
-        Calling the result waits for the rows that this rank receives for its experts.
+        Returns a function that waits for the rows that this rank receives for its experts, and returns them.
         """
 
     def combine(self, rows: T, meta: Any) -> Callable[[], T]:
-        """Begin to return the experts' results ``rows`` to the ranks of their tokens; ``meta``: see
-        :class:`Dispatched`.
+        """Begin to return the experts' results ``rows`` to the ranks of their tokens.
 
-        Calling the result waits for the weighted sum of each token's experts: ``[tokens, embed]``.
+        ``meta``: the field of :class:`Dispatched`. Returns a function that waits for the weighted sum of each token's
+        experts, ``[tokens, embed]``.
         """
 
 
 class Lender(Protocol):
-    """Lends a rank copies of the weights of other ranks' experts, so that it can compute their rows too."""
+    """Interface of what lends a rank copies of other ranks' expert weights to compute with."""
 
     def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
-        """Begin to fetch weights of other ranks' experts; calling the result waits for them.
+        """Begin to fetch copies of the weights of other ranks' experts.
 
-        ``weights``: this rank's stacks ``[experts, ...]`` of gate, up and down. The result has a stack of borrowed
-        experts for each of them.
+        ``weights``: this rank's stacks ``[experts, ...]`` of gate, up and down. Returns a function that waits for the
+        copies: a stack of the borrowed experts for each of gate, up and down.
         """
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Record the loads of a training step: how many times its tokens were routed to each expert."""
+        """Record how many times the tokens of a training step were routed to each expert (``loads``)."""
 
 
 class EarlyMixture(NamedTuple):
@@ -88,10 +88,10 @@ class EarlyMixture(NamedTuple):
 
 
 class LocalExperts:
-    """Dispatcher that sends nothing: it sorts the rows by expert, for the experts ``here`` on this rank.
+    """Dispatcher that communicates nothing: it sorts the rows by expert, for the experts ``here`` of this rank.
 
-    ``others``: tokens may also be routed to experts of other ranks, or be dropped by an expert that is full. Those
-    routes add nothing to the tokens' sums.
+    ``others``: whether tokens may also be routed to experts of other ranks, or be dropped by a full expert. Such routes
+    add nothing to a token's sum.
     """
 
     def __init__(self, here: range, others: bool = False) -> None:
@@ -115,8 +115,9 @@ class LocalExperts:
 
 
 def expert_counts(ids: T, experts: int) -> T:
-    """Count how often each expert's number occurs in ``ids``: int64 ``[experts]``; ``experts``: how many experts there
-    are.
+    """Count how often each expert's number occurs in ``ids``: int64 ``[experts]``.
+
+    ``experts``: the number of experts.
     """
     flat = ids.flatten()
     return torch.zeros(experts, dtype=torch.int64, device=ids.device).scatter_add(
@@ -128,7 +129,7 @@ def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
     """Copy each token to one row per expert that it is routed to: ``[tokens, embed]`` to ``[tokens * k, embed]``.
 
     ``k``: experts per token; ``order``: a permutation of the ``tokens * k`` routes, usually by expert. Route ``i``
-    belongs to token ``i // k``. ``rows``: return only this many rows from the beginning; None: all.
+    belongs to token ``i // k``. ``rows``: return only this many of the first rows; None: all.
     """
     return MovedRows.apply(
         x, partial(_choices, k=k), partial(_sums, k=k, places=len(x) * k), order[:rows]
@@ -141,9 +142,9 @@ def reordered(rows: T, order: T) -> T:
 
 
 def placed(rows: T, order: T, places: int | None = None) -> T:
-    """Return a tensor of ``places`` rows whose row ``order[i]`` is row ``i`` of ``rows``; all other rows are zero.
+    """Return a tensor whose row ``order[i]`` is row ``i`` of ``rows``; all rows that ``order`` does not name are zero.
 
-    ``places``: None for as many as ``rows`` has.
+    ``places``: number of rows of the result; None: as many as ``rows`` has.
     """
     places = len(rows) if places is None else places
     return MovedRows.apply(
@@ -155,10 +156,10 @@ def placed(rows: T, order: T, places: int | None = None) -> T:
 
 
 def weighted(rows: T, order: T, weights: T) -> T:
-    """Return the weighted sum of each token's rows: ``[tokens, embed]``, the counterpart of :func:`spread`.
+    """Return the weighted sum of each token's expert results: ``[tokens, embed]``, the counterpart of :func:`spread`.
 
-    ``rows``: results of the experts in the order of :func:`spread`; ``order``: its permutation; ``weights``: ``[tokens,
-    k]``.
+    ``rows``: results of the experts in the order of :func:`spread`; ``order``: the permutation given to it;
+    ``weights``: ``[tokens, k]``.
     """
     if len(rows) == weights.numel():
         return _Weighted.apply(rows, order, weights.to(rows.dtype))
@@ -168,9 +169,10 @@ def weighted(rows: T, order: T, weights: T) -> T:
 
 
 class MovedRows(torch.autograd.Function):
-    """Autograd function that moves rows by ``there(rows, *orders)``, a linear map; ``back`` is its transpose.
+    """Autograd function that moves rows by a linear map and their gradient by its transpose.
 
-    The gradient is ``back(grad, *orders)``. ``orders``: the index tensors, at most one, that both functions take.
+    The result is ``there(rows, *orders)``, and the gradient of ``rows`` is ``back(grad, *orders)``. ``orders``: at most
+    one index tensor, which both functions take.
     """
 
     @staticmethod
@@ -250,9 +252,9 @@ def feed_forwards(rows: T, counts: T, activation: str, gate: T, up: T, down: T) 
 
 
 def sizes_of(counts: T, rows: int) -> list[int]:
-    """Return the tensor ``counts`` of rows per expert as a list on the host.
+    """Return the tensor ``counts``, the number of rows of each expert, as a list on the host.
 
-    A tensor without values (on the meta device, or fake) gives about equal counts that add up to ``rows``.
+    If ``counts`` has no values (on the meta device, or fake), the list has about equal counts that add up to ``rows``.
     """
     if not has_numbers(counts):
         share, rest = divmod(rows, max(1, len(counts)))
@@ -279,11 +281,11 @@ def grouped_runs(x: T, *weights: T) -> bool:
 
 
 def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False) -> T:
-    """Return the product of ``x`` ``[rows, in]`` with expert weights: ``[rows, out]``, without a gradient.
+    """Multiply ``x`` ``[rows, in]`` with expert weights: ``[rows, out]``. No gradient is recorded.
 
     ``weight``: ``[in, out]`` of one expert, or ``[experts, in, out]``; then the rows are sorted by expert, and
     ``counts`` has the number of rows of each. ``out``: the tensor to write to, if given; with ``add`` the product is
-    added to it.
+    added to ``out``.
     """
     if weight.dim() == 2:
         return multiply(x, weight, plus=out if add else None, out=out)
@@ -298,10 +300,10 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
 
 
 def gradient(grad: T, x: T, counts: T, out: T) -> None:
-    """Write ``out = grad.T @ x``: from all rows into ``[out, in]``, or by expert into ``[experts, out, in]``.
+    """Write into ``out`` the gradient ``grad.T @ x`` of a weight, or of each weight of a stack of experts.
 
-    ``grad``: ``[rows, out]``; ``x``: ``[rows, in]``; ``counts``: the number of rows of each expert, which lie in the
-    order of the experts.
+    ``grad``: ``[rows, out]``; ``x``: ``[rows, in]``; ``out``: ``[out, in]`` for all rows together, or ``[experts, out,
+    in]``. The rows of a stack are sorted by expert; ``counts``: the number of rows of each.
     """
     if out.dim() == 2:
         multiply(grad.t(), x, out=out)
@@ -319,16 +321,18 @@ def add_gradient(parameter: T, gradient: T) -> None:
 
 
 def runs_grouped(rows: T) -> bool:
-    """Return whether one grouped product computes all experts at once: only on a GPU.
+    """Return whether one grouped product computes all experts at once, which is so only on a GPU.
 
-    On a CPU one expert after the other is as fast, and its hidden units are still in the cache when they are used.
+    On a CPU one expert after the other is as fast, and an expert's hidden units are still in the cache when they are
+    used.
     """
     return rows.is_cuda
 
 
 class ExpertOutputs(NamedTuple):
-    """Outputs of experts' feed-forwards: the products with the weights ``gate`` and ``up``, ``[rows, hidden]``, and the
-    result ``out``, ``[rows, embed]``.
+    """Outputs of experts' feed-forwards.
+
+    ``gate`` and ``up``: the products with these weights, ``[rows, hidden]``. ``out``: the result, ``[rows, embed]``.
     """
 
     gate: T
@@ -345,8 +349,8 @@ def forward_piece(
 ) -> ExpertOutputs:
     """Run the feed-forward of one expert, or of a stack of experts, on the rows ``x`` ``[rows, embed]``.
 
-    ``counts``: rows of each expert of a stack; ``weights``: gate, up and down, of the one expert or of the stack.
-    ``places``: tensors to which the fields of the result are written; None for a new tensor.
+    ``weights``: gate, up and down, of the one expert or of the stack. ``counts``: the number of rows of each expert of
+    a stack. ``places``: for gate output, up output and result, the tensor to write to; None: a new one.
     """
     gate, up, down = weights
     gate_out = product(x, gate.mT, counts, places[0])
@@ -454,9 +458,9 @@ class _FeedForwards(torch.autograd.Function):
 
 
 class Experts(Module):
-    """The routed experts of a layer as stacks of weights; each feed-forward has the hidden width ``expert_ffn``.
+    """The routed experts of a layer, as stacks of gate, up and down weights with the hidden width ``expert_ffn``.
 
-    This rank holds and computes its own part of the stacks.
+    This rank holds and computes its own shard of the stacks.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
@@ -476,8 +480,8 @@ class Experts(Module):
         """Run each expert on its rows, and return the results: ``[rows, embed]``.
 
         ``rows``: sorted by expert; ``counts``: the number of rows of each expert. ``lent``: stacks of weights of other
-        ranks' experts, which come after this rank's own. ``stacks``: see :class:`Dispatched`. Where an axis cuts each
-        expert, the result is this rank's summand of the sum over that axis.
+        ranks' experts, which come after this rank's own. ``stacks``: the field of :class:`Dispatched`. Where a mesh
+        axis cuts each expert, the result is this rank's summand of a sum over that axis.
         """
         own = self.own if stacks is None else stacks(*self.own)
         if not lent:
@@ -495,9 +499,9 @@ class Experts(Module):
 
 
 class Mixture(Module):
-    """A layer's mixture of experts: routed experts, and shared experts that see all tokens.
+    """A layer's mixture of experts: a router, routed experts, and shared experts that see all tokens.
 
-    The setting ``shared_mix`` says how the results of the two are combined.
+    The setting ``shared_mix`` says how the results of routed and shared experts are combined.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
@@ -518,11 +522,10 @@ class Mixture(Module):
                 self.weight("shared_gate")
 
     def early(self, x: T, whole: T, seen: RouterPass | None) -> EarlyMixture:
-        """Begin what can run before attention: the router if it reads attention's input, and fetching of other ranks'
-        weights.
+        """Begin what can run before attention: routing, if the router reads attention's input, and weight transfers.
 
-        ``x``: attention's input ``[batch, seq/tp, embed]``; ``whole``: this input gathered over ``tp``; ``seen``: where
-        the router records its counts.
+        The transfers fetch copies of other ranks' experts. ``x``: attention's input ``[batch, seq/tp, embed]``;
+        ``whole``: the same input gathered over ``tp``; ``seen``: where the router records its counts.
         """
         if not self.shape.router_early:
             return self._begun()
@@ -540,16 +543,17 @@ class Mixture(Module):
     ) -> T:
         """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape.
 
-        ``seen``: where the router records its counts; ``early``: the result of :meth:`early`, if that has run.
+        ``seen``: where the router records its counts, None: nowhere. ``early``: the result of :meth:`early` for this
+        pass; None if the method has not run.
         """
         return result_of(self.steps(x, seen, early))
 
     def steps(self, x: T, seen: RouterPass | None, early: EarlyMixture | None) -> Steps:
-        """Compute :meth:`forward` as a generator that yields before rows are sent to experts, and while they are in
-        transfer.
+        """Compute :meth:`forward` as a generator, so that other work can run during transfers.
 
-        If each rank of ``tp`` has a part of every expert, the rank computes the tokens of all ranks of ``tp``. If it
-        has whole experts, it routes only its own tokens.
+        The generator yields before rows are sent to experts, and while they are in transfer. If each rank of ``tp`` has
+        a part of every expert, the rank computes the tokens of all ranks of ``tp``. If it has whole experts, it routes
+        only its own tokens.
         """
         if self.router.own:
             return (yield from self._steps(x, self.shared, seen, early))
@@ -590,7 +594,10 @@ class Mixture(Module):
         return self._mixed(x, routed, None if beside is None else read(beside, leaving))
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Record the loads of a training step: how many times its tokens were routed to each expert."""
+        """Update the router and the lender of expert weights after a training step.
+
+        ``loads``: how many times the step's tokens were routed to each expert.
+        """
         self.router.learn_from(loads)
         if self.copies is not None:
             self.copies.learn_from(loads)

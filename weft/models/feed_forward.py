@@ -1,4 +1,4 @@
-"""The dense feed-forward layer; a mixture of experts has many of them."""
+"""The dense feed-forward layer of a block."""
 
 from collections.abc import Callable
 from functools import partial
@@ -39,15 +39,19 @@ class FeedForward(Projections):
             self.projection(name)
 
     def early(self, x: T, whole: T, seen: object) -> None:
-        """Do nothing and return None; only a mixture of experts has work to begin before attention."""
+        """Do nothing and return None.
+
+        Only a mixture of experts, which has the same method, begins work before attention.
+        """
 
     def share(self, whole: T) -> T:
-        """Map ``whole`` ``[batch, seq, embed]`` to this rank's summand of the output, which is a sum over the ranks of
-        ``tp``.
+        """Map ``whole`` ``[batch, seq, embed]`` to this rank's summand of the output.
+
+        The output is the sum over the ranks of ``tp``.
         """
         gate, up = self.project(whole, "gate", "up")  # [batch, seq, ffn/tp]
         return self.project(self.activate(gate) * up, "down")[0]
 
     def forward(self, x: T, seen: object = None, early: object = None) -> T:
-        """Map ``[batch, seq/tp, embed]`` to the same shape."""
+        """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape; ``seen`` and ``early`` are not used."""
         return scatter_tokens(self.share(gather_tokens(x, self.mesh)), self.mesh)

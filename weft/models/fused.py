@@ -1,8 +1,8 @@
-"""Projections and RMSNorm with gradients written by hand.
+"""Projections and RMSNorm whose gradients are written by hand.
 
-PyTorch composes them of smaller operations, each of which writes a temporary as large as its input, and several
-projections of one input each write a gradient that is then added to the others. Here results are written to their final
-place.
+PyTorch composes them of smaller operations, each of which writes a temporary as large as its input. If several
+projections have the same input, each also writes a gradient of the input, and these are then added. Here results are
+written to their final tensor at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,15 +35,15 @@ class ImmediateTape(Tape):
     """A tape that runs each call when it is appended: weights' gradients are added to ``.grad`` during backward."""
 
     def append(self, call: Callable[[], None]) -> None:
-        """Run ``call`` now."""
+        """Run ``call`` at once."""
         call()
 
 
 def run_tape(tape: Tape) -> None:
-    """Run the calls on a tape in order, and empty it.
+    """Run the calls on a tape in order, and empty the tape.
 
-    Each call is dropped as soon as it has run. It holds tensors as large as the activations, in a reference cycle with
-    the tape that garbage collection would find late.
+    Each call is dropped as soon as it has run: it holds tensors as large as activations, in a reference cycle with the
+    tape that garbage collection would find late.
     """
     tape.reverse()
     while tape:
@@ -55,11 +55,10 @@ _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 @contextmanager
 def deferred(tape: Tape | None) -> Iterator[None]:
-    """Return a context in which projections do not compute their weights' gradients in backward, but append them to
-    ``tape``.
+    """Return a context in which backward appends the computation of projections' weight gradients to ``tape``.
 
-    The input's gradient is then ready earlier (Qi et al. 2023), and the calls on the tape may run at any later time.
-    With None, or under ``torch.compile``, backward computes both.
+    The input's gradient is then ready earlier (Qi et al. 2023), and the calls on the tape may run at any later time. If
+    ``tape`` is None, or under ``torch.compile``, backward computes both gradients itself.
     """
     token = _tape.set(tape)
     try:
@@ -69,17 +68,20 @@ def deferred(tape: Tape | None) -> Iterator[None]:
 
 
 def current_tape() -> Tape | None:
-    """Return the tape of the surrounding :func:`deferred`; None without one."""
+    """Return the tape of the surrounding :func:`deferred`; None outside such a context."""
     return _tape.get()
 
 
 def own_gradients_pay(x: T) -> bool:
-    """Return whether gradients written by hand are faster than autograd's: not on GPUs, nor where a compiler fuses."""
+    """Return whether hand-written gradients are faster than autograd's for ``x``: not on GPUs, nor under a compiler."""
     return x.device.type != "cuda" and not torch.compiler.is_compiling()
 
 
 def times(x: T, weight: T, plus: T | None = None) -> T:
-    """Return ``x @ weight.T`` of ``[tokens, in]`` and ``[out, in]``, without a gradient; ``plus`` is added if given."""
+    """Return ``x @ weight.T``, or ``x @ weight.T + plus``. No gradient is recorded.
+
+    ``x``: ``[tokens, in]``; ``weight``: ``[out, in]``; ``plus``: ``[tokens, out]``.
+    """
     if is_invariant() and plus is None and len(x) not in (0, TILE):
         return by_tiles(lambda tile: times(tile, weight), x)
     # Only for usual sizes, where it pays: this call is under suspicion for two sporadic crashes of float32 ranks.
@@ -98,8 +100,9 @@ def has_usual_sizes(weight: T) -> bool:
 
 
 def project(x: T, *weights: T) -> tuple[T, ...]:
-    """Return ``x @ weight.T`` for every weight: ``[batch, seq, in]`` and ``[out, in]`` to ``[batch, seq, out]``
-    each.
+    """Return ``x @ weight.T`` for every weight, with gradients.
+
+    ``x``: ``[batch, seq, in]``; each weight: ``[out, in]``; each result: ``[batch, seq, out]``.
     """
     tape = _tape.get()
     if torch.compiler.is_compiling() or (tape is None and not own_gradients_pay(x)):

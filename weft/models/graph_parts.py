@@ -1,7 +1,8 @@
-"""A forward pass in parts with an autograd graph each, so that other work can run in between.
+"""A forward pass in parts with an autograd graph each, so that other work can run between parts.
 
 A module that can be suspended is a generator that yields where a part ends. Where a later part reads a result of an
-earlier one, the graph is cut: the reader gets a leaf, and the earlier part's backward begins with the leaf's gradient.
+earlier part, the graph is cut: the later part gets a detached leaf, and backward of the earlier part begins with the
+leaf's gradient.
 """
 
 from collections.abc import Generator, Iterator
@@ -17,10 +18,9 @@ Steps = Generator[None, None, T]
 
 
 class GraphPart:
-    """A part of a forward pass whose autograd graph is kept apart from the rest, so that its backward can run
-    separately.
+    """A part of a forward pass with an autograd graph of its own, so that its backward can run separately.
 
-    ``read``: results of this part that later parts use, each with the detached leaf that takes its place there.
+    ``read``: results of this part that later parts use, each with the detached leaf that replaces it there.
     """
 
     def __init__(self) -> None:

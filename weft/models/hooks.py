@@ -1,4 +1,4 @@
-"""Hooks that the passes of a model call, and the stages of a model that is partly on this rank."""
+"""Functions that the passes of a model call, and the interface of a model's pipeline stages on this rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class BlockSaver(Protocol):
-    """Moves the tensors that blocks save for backward (:class:`weft.memory.activations.SavedActivations`)."""
+    """Interface of what offloads the tensors that blocks save for backward.
+
+    :class:`weft.memory.activations.SavedActivations` implements it.
+    """
 
     def block(
         self, module: nn.Module, x: T, *shared: T
@@ -33,11 +36,13 @@ class BlockSaver(Protocol):
 
 @dataclass(frozen=True)
 class Hooks:
-    """Hooks that the passes of a model call.
+    """Functions that the passes of a model call.
 
-    ``criterion``: the loss of tokens, ``objective``: the loss of pairs of answers; without them it is cross entropy.
-    ``saver`` moves the tensors that blocks save for backward. ``passed`` is called after each pass of a training step,
-    with the number of passes done and the number of all passes.
+    Attributes:
+        ``criterion``: the loss of tokens; None: cross entropy.
+        ``objective``: the loss of pairs of answers; None: the loss of tokens.
+        ``saver``: offloads the tensors that blocks save for backward; None: they stay on the device.
+        ``passed``: called after each pass of a training step, with the number of passes done and of all passes.
     """
 
     criterion: Criterion | None = None
@@ -51,9 +56,10 @@ NO_HOOKS = Hooks()
 
 
 class EarlyUpdates(NamedTuple):
-    """Optimiser updates that run during backward: ``update`` is called for a unit as soon as its gradient is complete.
+    """Parameter updates that run during backward.
 
-    ``units``: the units of the model to which this applies.
+    ``update``: called for a unit of the model as soon as the unit's gradient is complete. ``units``: the units that are
+    updated so.
     """
 
     units: Container[object]
@@ -61,7 +67,7 @@ class EarlyUpdates(NamedTuple):
 
 
 class Stages(Protocol):
-    """The pipeline stages of a model that this rank runs (:class:`weft.parallel.pipeline.Pipeline`)."""
+    """Interface of the pipeline stages of a model that this rank runs (:class:`weft.parallel.pipeline.Pipeline`)."""
 
     #: Whether units pass memory one by one, as their weights rest in files.
     streamed: bool
@@ -75,7 +81,7 @@ class Stages(Protocol):
         """Run forward and backward of every microbatch in ``batches``, and return this rank's share of the mean loss.
 
         ``total``: returns the weight of all labels of the step, by which the sum of losses is divided. ``early``:
-        updates that run during backward.
+        parameter updates to make during backward; None: none.
         """
 
     def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
@@ -84,7 +90,7 @@ class Stages(Protocol):
     def evaluate_at(
         self, points: Sequence[Callable[..., T]], batches: Sequence[Batch]
     ) -> list[T]:
-        """Return what :meth:`evaluate` returns, once for each of ``points``.
+        """Return the result of :meth:`evaluate` at each of ``points``, in order.
 
-        A point is a function from a parameter to the values that replace this rank's part of it.
+        A point is a function from a parameter to the values that replace this rank's shard of the parameter.
         """

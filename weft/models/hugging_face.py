@@ -1,6 +1,4 @@
-"""Hugging Face folders in and out: safetensors of all models that :mod:`weft.shapes.config` knows, by their own
-names.
-"""
+"""Reading and writing of Hugging Face folders: safetensors of all models that :mod:`weft.shapes.config` knows."""
 
 import json
 import re
@@ -65,10 +63,10 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def files_beside(config: Path) -> dict[str, bytes]:
-    """Return the files of a model that hold no weights, by name: ``config`` and the tokenizer's files in the same
-    folder.
+    """Return the files of a model that hold no weights, by name.
 
-    Raises :class:`WeftError` if a file cannot be read.
+    These are ``config`` (a path to ``config.json``) and the tokenizer's files in the same folder. Raises
+    :class:`WeftError` if a file cannot be read.
     """
     try:
         return tokenizer_files(config.parent) | {CONFIG: config.read_bytes()}
@@ -79,7 +77,10 @@ def files_beside(config: Path) -> dict[str, bytes]:
 
 
 def as_hf(name: str, values: T, shape: ModelShape) -> T:
-    """Convert ``values`` of Weft's parameter ``name`` to those that Hugging Face stores (:func:`norm_offset`)."""
+    """Convert ``values`` of Weft's parameter ``name`` to the values that Hugging Face stores.
+
+    Only some models' norms differ, by a constant (:func:`norm_offset`).
+    """
     return _shifted(values, -norm_offset(name, shape))
 
 
@@ -90,7 +91,7 @@ def _shifted(values: T, offset: float) -> T:
 
 
 class HuggingFaceFolder:
-    """The tensors of a Hugging Face folder; only requested parts are read."""
+    """Reads tensors of a Hugging Face folder, and of each tensor only the requested box."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.indexed = folder, (folder / INDEX).is_file()
@@ -107,8 +108,9 @@ class HuggingFaceFolder:
 
     @cached_property
     def weight_blocks(self) -> list[int]:
-        """Sizes of the blocks of weights that share a scale (:func:`weft.shapes.config.weight_blocks`); empty without
-        scales.
+        """Rows and columns of the blocks of a weight that share a scale; empty if the weights have no scales.
+
+        See :func:`weft.shapes.config.weight_blocks`.
         """
         return weight_blocks(
             self.folder / "config.json", read_json(self.folder / "config.json", AGAIN)
@@ -125,7 +127,7 @@ class HuggingFaceFolder:
             ) from None
 
     def find(self, name: str, shape: Sequence[int]) -> Any:
-        """Return a handle of the tensor with Hugging Face's ``name``, without reading its data.
+        """Return a safetensors handle of the tensor with Hugging Face's ``name``, without reading its data.
 
         Raises :class:`WeftError` if there is no tensor of this name, or if its shape is not ``shape``.
         """
@@ -148,7 +150,7 @@ class HuggingFaceFolder:
         return tensor
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> T:
-        """Read the part ``box`` of the tensor with Hugging Face's ``name``, whose whole shape is ``shape``."""
+        """Read the rectangle ``box`` of the tensor with Hugging Face's ``name``, whose whole shape is ``shape``."""
         tensor, file = self.find(name, shape), self.folder / self.files[name]
         if tensor.get_dtype() == "F8_E4M3" and len(box) == 2:
             return self._of_bytes(name, tensor, box)
@@ -180,9 +182,10 @@ class HuggingFaceFolder:
         return tensor[slices(box)].to(torch.float32) * scale
 
     def experts(self, name: str, names: Sequence[str], logical: Logical, box: Box) -> T:
-        """Read the part ``box`` of a stack of experts' weights, from one tensor per expert or from one fused tensor.
+        """Read the rectangle ``box`` of a stack of experts' weights, from a tensor per expert or one fused tensor.
 
-        ``name``: Weft's name of the stack; ``names``: the names of the experts' tensors; ``logical``: the whole stack.
+        ``name``: Weft's name of the stack; ``names``: Hugging Face's names of the experts' tensors; ``logical``: the
+        whole stack.
         """
         count, rows, width = logical.shape
         fused = fused_name(name)
@@ -204,10 +207,11 @@ class HuggingFaceFolder:
 def hf_values(
     folder: Path, shape: ModelShape | None = None
 ) -> Callable[[str, Logical, Box], T]:
-    """Return a function that reads initial values from the safetensors of ``folder``, only the requested box of each
-    tensor.
+    """Return a function that reads initial values from the safetensors of ``folder``.
 
-    :func:`weft.parallel.build.parallelize` takes it. ``shape``: the model, which decides the tensors' names.
+    The function takes a parameter's name, its whole tensor and a box, reads only this box, and can be given to
+    :func:`weft.parallel.build.parallelize`. ``shape``: the model, which decides the tensors' names; None: the names
+    that most models use.
     """
     stored = HuggingFaceFolder(folder)
 
@@ -224,8 +228,9 @@ def hf_values(
 
 
 def check_stored(folder: Path, shape: ModelShape) -> None:
-    """Raise :class:`WeftError` if a folder lacks tensors of a model of ``shape``, or has more experts; reads no
-    tensor.
+    """Check, without reading data, that ``folder`` has all tensors of a model of ``shape``, and no further experts.
+
+    Raises :class:`WeftError` if it does not.
     """
     stored = HuggingFaceFolder(folder)
     files = stored.files
@@ -270,11 +275,13 @@ def export(
     dtype: torch.dtype | None = None, files: Mapping[str, bytes] | None = None,
     max_positions: int | None = None, max_file_bytes: int = 4 << 30,
 ) -> None:  # fmt: skip
-    """Write ``folder`` (new or empty) as transformers reads it; it appears when complete, or not at all.
+    """Write a model to ``folder`` as transformers reads it. The folder must be new or empty.
 
-    ``values``: whole tensors by Weft's names; ``dtype`` None keeps their type. ``files``: files of the tokenizer, and
-    the model's ``config.json`` (:func:`weft.shapes.carried_files.exported_config`, also for ``max_positions``). Tensors
-    of one file (``max_file_bytes``) are held at a time. Raises :class:`WeftError` if the folder cannot be written.
+    ``values``: whole tensors by Weft's names. ``dtype``: type to store; None: the type of each tensor. ``files``: files
+    of the tokenizer, and the model's ``config.json``. ``max_positions``: see
+    :func:`weft.shapes.carried_files.exported_config`. ``max_file_bytes``: largest size of a file; the tensors of one
+    file are in memory at a time. The folder appears when it is complete, or not at all. Raises :class:`WeftError` if it
+    cannot be written.
     """
     with new_folder(folder) as draft:
         get = values.__getitem__ if isinstance(values, Mapping) else values

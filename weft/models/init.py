@@ -1,4 +1,4 @@
-"""Initial values that do not depend on the layout: every rank draws only its own rows, always the same numbers."""
+"""Random initial values that do not depend on the layout: each rank draws only its own rows, always the same."""
 
 import zlib
 
@@ -11,9 +11,9 @@ BLOCK = 1 << 18
 
 
 def initial_values(name: str, logical: Logical, box: Box, seed: int) -> torch.Tensor:
-    """Return the part ``box`` of the random initial value of parameter ``name``, in float32.
+    """Return the rectangle ``box`` of the random initial value of the parameter ``name``, in float32.
 
-    ``logical``: the whole tensor; the values depend on ``seed`` and ``name``, and not on the box.
+    ``logical``: the whole tensor. The values depend on ``seed`` and ``name``, and not on the box.
     """
     shape = extents(box)
     if logical.std is None:

@@ -1,13 +1,14 @@
-"""Batch-invariant forward passes: a token's numbers do not depend, to the last bit, on the tokens beside it in the row.
+"""Batch-invariant forward passes: a token's results do not depend, to the last bit, on the other tokens in the batch.
 
-Kernels choose how they add up by the shapes of their arguments: a product of one row ends in other bits than the same
-row in a product of many, and attention cuts keys by their number (He et al. 2025, "Defeating Nondeterminism in LLM
-Inference"). Within :func:`invariant`, products take :data:`TILE` rows each, the last tile padded, and every query
-attends by itself, with its keys cut where their positions in the text are multiples of :data:`KEYS`. An engine that
-reads texts in pieces, beside others, then computes the same numbers as training does for whole texts. Other operations
-(norms, activations, softmax) work row by row; with rows in a multiple of :data:`TILE` no vector has a remainder.
+The order in which kernels add up depends on the shapes of their arguments: a product of one row has other last bits
+than the same row in a product of many rows, and attention splits keys by their number (He et al. 2025, "Defeating
+Nondeterminism in LLM Inference"). Within :func:`invariant`, products take :data:`TILE` rows each, the last tile padded,
+and every query attends by itself, with its keys split at multiples of :data:`KEYS` positions in the text. An engine
+that reads texts piece by piece, beside other texts, then computes the same values as training does for whole texts.
+Other operations (norms, activations, softmax) work row by row; with a multiple of :data:`TILE` rows no SIMD vector has
+a remainder.
 
-The kernels do not promise any of this. Tests hold it, for this PyTorch on the CPU.
+PyTorch does not promise any of this. Tests verify it for this PyTorch on the CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +35,8 @@ _on: ContextVar[bool] = ContextVar("invariant", default=False)
 def invariant(on: bool = True) -> Iterator[None]:
     """Return a context in which a token's results are bitwise the same in whatever batch it is computed.
 
-    The number of tokens of a row must be a multiple of :data:`TILE`. ``on`` False: switch this off inside the context.
+    The number of tokens of a row must be a multiple of :data:`TILE`. With ``on`` False the context switches this off
+    inside a surrounding one.
     """
     token = _on.set(on)
     try:
@@ -44,12 +46,12 @@ def invariant(on: bool = True) -> Iterator[None]:
 
 
 def is_invariant() -> bool:
-    """Return whether the current context is :func:`invariant`."""
+    """Return whether the code runs inside the context :func:`invariant`."""
     return _on.get()
 
 
 def check_invariant(shape: ModelShape, mesh: Mesh) -> None:
-    """Raise :class:`UsageError` if a model of ``shape`` on ``mesh`` cannot be computed bitwise alike in every batch."""
+    """Raise :class:`UsageError` if a model of ``shape`` on ``mesh`` does not support :func:`invariant`."""
     dense = not (shape.kv_rank or shape.mixtures or shape.kind or (shape.ffn or 0) % 2)
     softmax = {*map(shape.mixer_of, range(shape.layers))} == {"softmax"}
     one_cpu = mesh.layout.world == 1 and mesh.device.type == "cpu"
@@ -59,9 +61,9 @@ def check_invariant(shape: ModelShape, mesh: Mesh) -> None:
 
 
 def by_tiles(product: Callable[[T], T], x: T) -> T:
-    """Apply ``product`` to ``x`` ``[rows, in]`` in tiles of :data:`TILE` rows, the last one padded.
+    """Apply ``product`` to ``x`` ``[rows, in]`` in tiles of :data:`TILE` rows, the last tile padded.
 
-    Every row then goes through a kernel of the same size, however many rows there are.
+    Every row is then computed by a kernel call of the same size, however many rows there are.
     """
     rows = len(x)
     if rows % TILE:
@@ -72,7 +74,8 @@ def by_tiles(product: Callable[[T], T], x: T) -> T:
 class Reach(NamedTuple):
     """Neighbouring queries of a text for which the same range of keys is read.
 
-    ``first:last``: positions of the queries; ``low:high``: positions of the keys, multiples of :data:`KEYS`.
+    ``first:last``: positions of the queries. ``low:high``: positions of the keys; both bounds are multiples of
+    :data:`KEYS`.
     """
 
     first: int
@@ -99,8 +102,8 @@ def reaches(first: int, last: int, window: int) -> Iterator[Reach]:
 def bias_of(reach: Reach, window: int, group: int, like: T) -> T:
     """Return the attention bias of the queries of ``reach``: 0 for a key that the query sees, -inf for others.
 
-    The shape is ``[queries, 1, group, keys]``, and the type that of ``like``. ``window``: as for :func:`reaches`;
-    ``group``: query heads per key head.
+    The shape is ``[queries, 1, group, keys]``. ``window``: the number of tokens that a token sees, itself included; 0:
+    all earlier ones. ``group``: query heads per key head. ``like``: a tensor of the result's type and device.
     """
     at = torch.arange(reach.first, reach.last, device=like.device)[:, None]
     keys = torch.arange(reach.low, reach.high, device=like.device)
@@ -110,8 +113,8 @@ def bias_of(reach: Reach, window: int, group: int, like: T) -> T:
 def hiding_bias(at: T, keys: T, window: int, like: T) -> T:
     """Return an attention bias: 0 where the query sees the key, and -inf elsewhere.
 
-    ``at`` and ``keys``: positions of queries and of keys, broadcast to the result's shape. ``window``: as for
-    :func:`reaches`; ``like``: a tensor of the result's type.
+    ``at`` and ``keys``: positions of queries and of keys, broadcast to the result's shape. ``window``: the number of
+    tokens that a token sees, itself included; 0: all earlier ones. ``like``: a tensor of the result's type.
     """
     hidden = (keys > at) | (keys <= at - window) if window else keys > at
     return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
@@ -132,10 +135,11 @@ def attend_each(q: T, k: T, v: T, bias: T) -> tuple[T, T]:
 
 
 def attend_documents(q: T, k: T, v: T, bounds: list[int], window: int) -> tuple[T, T]:
-    """Compute causal attention within each document, bitwise alike in every batch.
+    """Compute causal attention within each document, with bitwise the same results in every batch.
 
-    ``q, k, v``: ``[tokens, heads or kv_heads, width]``; ``bounds``: where documents begin, and the end of the last one.
-    ``window``: as for :func:`reaches`. Returns ``out`` like ``q`` and log-sum-exps ``[tokens, heads]``.
+    ``q, k, v``: ``[tokens, heads or kv_heads, width]``. ``bounds``: index of the first token of each document, and the
+    number of all tokens. ``window``: the number of tokens that a token sees, itself included; 0: all earlier ones.
+    Returns ``out`` like ``q`` and log-sum-exps ``[tokens, heads]``.
     """
     out = torch.zeros_like(q)
     lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-AI 2024, 2405.04434): keys and values of all heads from one small vector.
 
-In training, and for a prompt, keys and values are computed from the latent vectors and attended to as usual. Token by
-token, the same sums are taken in another order: the weights that make keys are applied to the query, the weights that
-make values are applied after the average, and all heads attend to the latent vectors themselves (the absorbed form),
-which are all that is remembered.
+In training, and for a prompt, keys and values are computed from the latent vectors, and attention is as usual. Token by
+token, the same sums are taken in another order (the absorbed form): the weights that make keys are applied to the
+query, the weights that make values are applied after the average, and all heads attend to the latent vectors
+themselves. Only the latent vectors are cached.
 """
 
 from typing import Protocol, runtime_checkable
@@ -27,12 +27,15 @@ EPS = 1e-6
 
 @runtime_checkable
 class Latents(Protocol):
-    """An attention function that caches the latent vectors of earlier tokens; ``tokens``: how many it holds."""
+    """Interface of an attention function that caches the latent vectors of earlier tokens.
+
+    ``tokens``: number of cached tokens.
+    """
 
     tokens: int
 
     def keep(self, latents: T) -> None:
-        """Cache the latent vectors of the first tokens of a text: ``[rows, new tokens, 1, kv_rank + rope_dim]``."""
+        """Cache the latent vectors of tokens that begin their texts: ``[rows, new tokens, 1, kv_rank + rope_dim]``."""
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T: ...
 
@@ -41,8 +44,8 @@ class LatentAttention(Projections):
     """Multi-head latent attention (DeepSeek-V2).
 
     Keys and values are computed from a latent vector of ``kv_rank`` elements per token, and from a rotated key that all
-    heads share. Weights that make the latent vectors are whole on every rank of ``tp``; weights that read them are cut
-    by heads.
+    heads share. Weights that compute the latent vectors are whole on every rank of ``tp``; weights that read the latent
+    vectors are cut by heads.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
@@ -66,8 +69,7 @@ class LatentAttention(Projections):
         self.base = int(bool(shape.window_theta and shape.window_of(layer)))
 
     def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
-        """Map ``x`` ``[batch, seq, embed]`` to this rank's summand of the output, which is a sum over the ranks of
-        ``tp``.
+        """Map ``x`` ``[batch, seq, embed]`` to this rank's summand of the output, which is a sum over ``tp``.
 
         ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin.
         """

@@ -1,14 +1,15 @@
 """Causal linear attention and retention over packed documents: one chunked kernel, forward and backward.
 
-A head remembers what it has seen as one matrix, ``state = sum_j decay^(now - j) k_j v_j^T``, so that the past costs the
-same however long it is. Linear attention (Katharopoulos et al. 2020, 2006.16236) has decay 1, retention (Sun et al.
-2023, 2307.08621) a fixed decay per head. Chunks of one token are the recurrent form, one chunk is the parallel form;
-all chunk sizes give the same numbers. A document begins with an empty state, wherever it begins in a row.
+A head remembers what it has seen as one matrix, ``state = sum_j decay^(now - j) k_j v_j^T``, so that the cost of a
+token does not grow with the number of earlier tokens. Linear attention (Katharopoulos et al. 2020, 2006.16236) has
+decay 1, retention (Sun et al. 2023, 2307.08621) a fixed decay per head. Chunks of one token are the recurrent form, one
+chunk is the parallel form; all chunk sizes give the same results. A document begins with an empty state, wherever it
+begins in a row.
 
-A *stretch* is a run of tokens of each row that one rank holds. It is an element of a monoid: its state, and the factor
-of an earlier state that remains after it (:func:`state_to_state`). Under ``cp``, :mod:`weft.models.prefix` combines the
-stretches of all ranks, and one product with the state before a stretch is added to its outputs; backward does the same
-from the end.
+A *stretch* is a run of tokens of each row that one rank holds. A stretch is an element of a monoid: its state, and the
+factor of an earlier state that remains after the stretch (:func:`state_to_state`). Under ``cp``,
+:mod:`weft.models.prefix` combines the stretches of all ranks, and one product with the state before a stretch is added
+to the stretch's outputs; backward does the same from the end.
 
 Shapes: ``q, k: [rows, heads, tokens, dk]``, ``v: [rows, heads, tokens, dv]``, ``positions: [rows, tokens]`` within the
 document, ``decay: [heads]`` as logarithms, states ``[rows, heads, dk, dv]``.
@@ -41,9 +42,9 @@ CHUNK = 64
 
 
 def log_decay(mixer: str, heads: int) -> list[float]:
-    """Return the logarithm of the decay per token of each of ``heads`` heads.
+    """Return the logarithm of the decay per token, for each of ``heads`` heads.
 
-    ``mixer``: ``linear`` has no decay (0.0); for retention the decays are 1 - 2^-5, 1 - 2^-6, ...
+    With ``mixer`` ``linear`` the logarithm is 0 (no decay); for retention the decays are 1 - 2^-5, 1 - 2^-6, ...
     """
     if mixer == "linear":
         return [0.0] * heads
@@ -53,10 +54,11 @@ def log_decay(mixer: str, heads: int) -> list[float]:
 
 
 def state_to_tokens(positions: T, decay: T) -> T:
-    """Return the factor with which the state before a stretch enters each token's output: ``[rows, heads, tokens, 1]``.
+    """Return the factor of the state before a stretch in each token's output: ``[rows, heads, tokens, 1]``.
 
-    It is 0 for tokens of documents that begin in the stretch. ``positions``: of the stretch's tokens in their
-    documents, ``[rows, tokens]``; ``decay``: logarithms ``[heads]``.
+    A stretch is a run of tokens of each row that one rank holds. The factor is 0 for tokens of documents that begin in
+    the stretch. ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithms
+    ``[heads]``.
     """
     i = torch.arange(positions.shape[1], device=positions.device)
     began_before = (positions > i)[:, None]
@@ -64,9 +66,9 @@ def state_to_tokens(positions: T, decay: T) -> T:
 
 
 def tokens_to_state(positions: T, decay: T) -> T:
-    """Return the factor with which each token enters the state after the stretch: ``[rows, heads, tokens, 1]``.
+    """Return the factor of each token in the state after the stretch: ``[rows, heads, tokens, 1]``.
 
-    It is 0 for tokens of other documents than the stretch's last one. Arguments as of :func:`state_to_tokens`.
+    The factor is 0 for tokens that are not of the stretch's last document. Arguments as of :func:`state_to_tokens`.
     """
     after = torch.arange(positions.shape[1] - 1, -1, -1, device=positions.device)
     same_document = (after <= positions[:, -1:])[:, None]
@@ -74,19 +76,18 @@ def tokens_to_state(positions: T, decay: T) -> T:
 
 
 def state_to_state(positions: T, decay: T) -> T:
-    """Return the factor with which the state before a stretch enters the state after it: ``[rows, heads, 1, 1]``.
+    """Return the factor of the state before a stretch in the state after it: ``[rows, heads, 1, 1]``.
 
-    It is 0 where a document begins in the stretch. Arguments as of :func:`state_to_tokens`.
+    The factor is 0 where a document begins in the stretch. Arguments as of :func:`state_to_tokens`.
     """
     tokens = positions.shape[1]
     return ((decay * tokens).exp() * (positions[:, -1:] >= tokens))[..., None, None]
 
 
 def tokens_to_tokens(positions: T, decay: T) -> T:
-    """Return the factor with which each token enters the output of every later token: ``[rows, heads, later,
-    earlier]``.
+    """Return the factor of each token in the output of every later token: ``[rows, heads, later, earlier]``.
 
-    It is 0 between documents. Arguments as of :func:`state_to_tokens`.
+    The factor is 0 between tokens of different documents. Arguments as of :func:`state_to_tokens`.
     """
     i = torch.arange(positions.shape[1], device=positions.device)
     apart = i[:, None] - i
@@ -133,7 +134,7 @@ def backward(
 ) -> QkvGradients:
     """Return the gradients of ``q``, ``k`` and ``v`` of :func:`forward`.
 
-    ``grad``: the gradient of its outputs, ``[rows, heads, tokens, dv]``; the other arguments are those of
+    ``grad``: the gradient of the outputs, ``[rows, heads, tokens, dv]``; the other arguments are those of
     :func:`forward`.
     """
     dq = torch.empty_like(q)
@@ -175,7 +176,12 @@ def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
 
 
 class Cut(NamedTuple):
-    """How rows are cut into stretches that ranks hold, and the tensors that depend on nothing else."""
+    """How rows are cut into stretches that ranks hold, with tensors that depend on nothing but this cut and the decay.
+
+    ``places``: the rank of each stretch. ``size``: tokens of a stretch. ``positions``: by stretch of this rank, the
+    positions of the stretch's tokens in their documents. ``through``: for every stretch, the factor of the state before
+    it in the state after it. ``decay``: logarithms ``[heads]``.
+    """
 
     places: StretchOwners
     size: int  # tokens of a stretch
@@ -337,8 +343,8 @@ set_backward(linear_attention, linear_attention_backward, kept=slice(1, None))
 def linear_mixer(mesh: Mesh, decay: Sequence[float]) -> Callable[[T, T, T, T], T]:
     """Return the function that a layer of linear attention calls in place of softmax attention.
 
-    ``decay``: logarithms, one per head. The layout of ``mesh`` says how rows are cut (``cp``) and states exchanged
-    (``scan``).
+    ``decay``: logarithms, one per head. The layout of ``mesh`` decides how rows are cut over ranks (``cp``) and how
+    ranks exchange states (``scan``).
     """
     layout = mesh.layout
     group = ""

@@ -1,4 +1,4 @@
-"""Output layer and cross entropy in one, cut over the vocabulary and computed in chunks of tokens.
+"""Output layer and cross entropy in one function, cut over the vocabulary and computed in chunks of tokens.
 
 No rank ever holds more than ``[chunk, vocab/tp]`` logits. The gradients of hidden states and output weight are computed
 with the loss, chunk by chunk, so that logits are neither stored nor computed twice.
@@ -35,11 +35,11 @@ def linear_cross_entropy(
     mesh: Mesh,
     counts: T | None = None,
 ) -> T:
-    """Return the sum of ``-log p(label)`` over all tokens with a label, each times its entry of ``counts`` if given.
+    """Return the sum of ``-log p(label)`` over all tokens with a label, each times its weight in ``counts`` if given.
 
-    ``hidden``: ``[tokens, embed]``; ``weight``: ``[vocab/tp, embed]``, from row ``first`` of the vocabulary; ``labels``
-    and ``counts``: ``[tokens]``. The float64 scalar is invariant on ``tp``, and on other axes each data rank's own
-    share.
+    ``hidden``: ``[tokens, embed]``. ``weight``: rows of the output layer from row ``first`` on, ``[vocab/tp, embed]``.
+    ``labels`` and ``counts``: ``[tokens]``. ``chunk``: number of tokens whose logits are computed at a time. Returns a
+    float64 scalar, equal on all ranks of ``tp``; on other mesh axes it is the sum over a data rank's own tokens.
     """
     group = vocabulary_group(mesh)
     return _LinearCrossEntropy.apply(
@@ -48,14 +48,14 @@ def linear_cross_entropy(
 
 
 def vocabulary_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that share the vocabulary; None if one rank has all of it."""
+    """Return the process group of the ranks among which the vocabulary is cut; None if one rank has all of it."""
     return mesh.group("tp") if mesh.size("tp") > 1 else None
 
 
 def scale_of(labels: T, counts: T | None, dtype: torch.dtype) -> T:
-    """Return the factor of each token's loss, ``[tokens, 1]``: the token's entry of ``counts``, and 0 without a label.
+    """Return the factor of each token's loss, ``[tokens, 1]``: its entry of ``counts``, or 0 without a label.
 
-    ``counts`` None: the factor is 1 for every token with a label.
+    With ``counts`` None the factor is 1 for every token with a label.
     """
     valid = (labels != IGNORE)[:, None]
     if counts is None:
@@ -64,15 +64,16 @@ def scale_of(labels: T, counts: T | None, dtype: torch.dtype) -> T:
 
 
 class SummedLoss(torch.autograd.Function):
-    """Autograd function of a loss that is summed over tokens.
+    """Base of autograd functions of a loss that is summed over tokens.
 
-    The forward of a subclass computes the gradients of ``hidden`` and ``weight`` and saves them. ``ctx.rows``: indices
-    of the tokens, among all ``ctx.tokens``, for which the saved gradient of ``hidden`` has rows; None: for all.
+    The forward of a subclass computes the gradients of ``hidden`` and ``weight`` and saves them. It sets
+    ``ctx.tokens``, the number of tokens, and ``ctx.rows``, indices of the tokens for which the saved gradient of
+    ``hidden`` has rows; None: it has a row for every token.
     """
 
     @staticmethod
     def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
-        """Compute a loss of logits, summed over tokens and the ranks of ``group``."""
+        """Declare, for the type check of distributed tensors, a loss summed over tokens and the ranks of ``group``."""
         of_tokens = [labels] if counts is None else [labels, counts]
         total = rules.einsum(
             f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens
@@ -145,11 +146,10 @@ class _LinearCrossEntropy(SummedLoss):
 
 
 def labelled_rows(labels: T) -> T | None:
-    """Return the indices of the tokens with a label; None if few tokens lack one, so that a copy of these rows costs
-    more.
+    """Return the indices of the tokens with a label, so that the output layer can skip prompts and padding.
 
-    The output layer then skips prompts and padding. On a GPU the result is None, since to count the labels the host
-    would have to wait for the queued work.
+    None is returned if few tokens lack a label, so that copying the other rows costs more than it saves. On a GPU the
+    result is always None: to count the labels, the host would have to wait for the queued work.
     """
     if labels.device.type != "cpu" or not has_numbers(labels):
         return None
@@ -158,10 +158,10 @@ def labelled_rows(labels: T) -> T | None:
 
 
 def merge(lse: T, target: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Merge what the ranks of ``group`` computed for their parts of the vocabulary, for a chunk of tokens.
+    """Merge the results of the ranks of ``group`` for their ranges of the vocabulary, for a chunk of tokens.
 
-    ``lse``: log-sum-exp of a rank's logits; ``target``: the label's logit, 0 if another rank has it. Both are ``[chunk,
-    1]``, and so are the two merged results.
+    ``lse``: log-sum-exp of this rank's logits. ``target``: the label's logit, 0 if another rank has it. Both are
+    ``[chunk, 1]``. Returns the two over the whole vocabulary, in the same shapes.
     """
     if group is None:
         return [lse, target]
@@ -185,11 +185,10 @@ def from_shares(share: T, group: dist.ProcessGroup | None) -> T:
 def token_scores(
     hidden: T, weight: T | None, labels: T, first: int, chunk: int, mesh: Mesh
 ) -> T:
-    """Return two scores of every token's label, float64 ``[tokens, 2]``: its log-probability, and whether it is the
-    likeliest.
+    """Return two scores of every token's label, float64 ``[tokens, 2]``.
 
-    The second score is 1 if no other token is likelier, else 0. Arguments as of :func:`linear_cross_entropy`, for
-    tokens that all have a label. If ``weight`` is None, ``hidden`` are the logits.
+    The first score is the label's log-probability; the second is 1 if no other token is likelier, else 0. Arguments as
+    of :func:`linear_cross_entropy`, for tokens that all have a label. If ``weight`` is None, ``hidden`` are the logits.
     """
     group, dtype = vocabulary_group(mesh), wide(hidden.dtype)
     scores = torch.empty(len(hidden), 2, dtype=torch.float64, device=hidden.device)

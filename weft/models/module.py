@@ -1,4 +1,4 @@
-"""The base of all modules, whose parameters are made with their logical description beside them; and the norm."""
+"""The base class of all modules, which registers parameters with a description of the whole tensor, and the norm."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,10 @@ from weft.shapes.parameters import Table
 
 
 class Module(nn.Module):
-    """A module whose parameters are made on the meta device, each with a description of the whole tensor beside it.
+    """Base class of modules whose parameters are made on the meta device, each with a description of the whole tensor.
 
-    ``path``: the module's name in the model; ``table``: the parameters of the model, or of the module's layer
-    (:mod:`weft.shapes.parameters`).
+    ``path``: the module's name in the model. ``table``: descriptions of the parameters of the model or of the module's
+    layer (:mod:`weft.shapes.parameters`).
     """
 
     def __init__(self, mesh: Mesh, table: Table | None = None, path: str = "") -> None:
@@ -34,10 +34,10 @@ class Module(nn.Module):
         return f"{self.path}.{name}" if self.path else name
 
     def weight(self, name: str, whole: bool = False) -> Logical:
-        """Register the parameter ``name``: this rank's part of the tensor that the table describes.
+        """Register the parameter ``name``: this rank's shard of the tensor that the parameter table describes.
 
-        ``whole``: no axis such as ``tp``, whose ranks compute the same data, cuts the tensor. Statistics, which no
-        gradient changes, are held whole by every rank.
+        ``whole``: whether every rank holds the whole tensor along axes such as ``tp``, whose ranks compute the same
+        data. Statistics that no gradient changes are always held so. Returns the description of the whole tensor.
         """
         row = self.described[self.inside(name)]
         fixed = row.kind == "statistic"
@@ -51,7 +51,10 @@ class Module(nn.Module):
         return logical
 
     def norm_of(self, name: str, eps: float) -> Any:
-        """Make the norm called ``name`` of this module; None if the parameter table has none of this name."""
+        """Make the norm called ``name`` of this module; None if the parameter table has no such norm.
+
+        ``eps``: the constant that is added to the mean square.
+        """
         path = self.inside(name)
         if f"{path}.scale" not in self.described:
             return None
@@ -59,7 +62,7 @@ class Module(nn.Module):
 
 
 class Norm(Module):
-    """RMSNorm over the last dimension (Zhang & Sennrich 2019)."""
+    """RMSNorm over the last dimension (Zhang & Sennrich 2019), with a trained scale."""
 
     def __init__(self, mesh: Mesh, table: Table, path: str, eps: float) -> None:
         super().__init__(mesh, table, path)

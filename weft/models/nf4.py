@@ -1,8 +1,8 @@
 """Frozen weights in four bits: NormalFloat with double quantisation (QLoRA, Dettmers et al. 2023).
 
-64 neighbours share a scale, the largest of their absolute values; 256 such scales are kept as 8-bit steps around their
-mean. Blocks are blocks of the logical weight, stored as rows along the dimension that no axis cuts: cuts of other
-dimensions, or of the rows of state, then meet whole blocks, and every rank computes the same values as one device.
+64 neighbouring elements (a block) share a scale, the largest of their absolute values; 256 such scales are kept as
+8-bit steps around their mean. Blocks are those of the whole weight, along the dimension that no mesh axis cuts. Each
+rank therefore holds whole blocks, and computes the same values as one device.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,9 @@ LEVELS = (
 
 
 class RowReader(NamedTuple):
-    """Reads rows of a weight in the orientation in which the weight is quantised (:func:`is_turned`).
+    """Reads rows of a weight, transposed if the weight is quantised along its columns (:func:`is_turned`).
 
-    ``read(lo, hi)`` returns the rows ``lo:hi``, ``[hi - lo, width]``; ``rows``: the number of rows of the weight.
+    ``read(lo, hi)`` returns the rows ``lo:hi``, ``[hi - lo, width]``. ``rows``: the number of rows of the weight.
     """
 
     read: Callable[[int, int], T]
@@ -56,7 +56,7 @@ def packed(codes: T) -> T:
 def quantized_rows(rows: T) -> tuple[T, T]:
     """Quantise the rows ``[rows, width]`` of a weight to NF4.
 
-    Returns the codes ``[rows, width / 2]`` (uint8, two to a byte) and a scale for each 64 elements, ``[rows, width /
+    Returns the codes ``[rows, width / 2]`` (uint8, two to a byte), and a scale for each 64 elements, ``[rows, width /
     64]``.
     """
     rows = rows.float().contiguous()
@@ -91,10 +91,10 @@ def quantized_scales(scales: T) -> tuple[T, T]:
 def dequantized(
     codes: T, scales: T, about: T, first: int, width: int, dtype: torch.dtype
 ) -> T:
-    """Return rows of a quantised weight, from row ``first`` on: ``[rows, width]``.
+    """Return rows of a quantised weight, from row ``first`` on, in ``dtype``: ``[rows, width]``.
 
-    ``codes`` and ``scales``: those of the rows; ``about``: mean and step of the scales of the whole weight
-    (:func:`quantized_scales`).
+    ``codes`` and ``scales``: the stored tensors of these rows. ``about``: mean and step size of the scales of the whole
+    weight (:func:`quantized_scales`).
     """
     precision = wide(dtype)
     mean, step = about.view(torch.float32).unbind(1)
@@ -108,9 +108,10 @@ def dequantized(
 
 
 class Quantized(Module):
-    """The quantised form of a frozen weight ``[out, into]``: ``codes``, ``scales`` and ``about``.
+    """The quantised form of a frozen weight ``[out, in]``, as three stored tensors.
 
-    ``about`` has the mean and the step size of each 256 scales (:func:`quantized_scales`).
+    ``codes``: four bits per element. ``scales``: eight bits for each 64 elements. ``about``: mean and step size of each
+    256 scales (:func:`quantized_scales`). ``whole``: whether every rank of ``tp`` holds all of the weight.
     """
 
     def __init__(self, mesh: Mesh, table: Table, path: str, whole: bool) -> None:
@@ -124,7 +125,7 @@ class Quantized(Module):
         self.first = self.logical["codes"].box[0][0]
 
     def dense(self, dtype: torch.dtype) -> T:
-        """Return the part of the weight that this rank holds, dequantised to ``dtype``: ``[out, in]``."""
+        """Return this rank's shard of the weight, dequantised to ``dtype``: ``[out, in]``."""
         return self._dense(dtype, self.first, self.codes, self.scales, self.about)
 
     def _dense(
@@ -134,11 +135,10 @@ class Quantized(Module):
         return rows.t() if self.turned else rows
 
     def project(self, x: T, own: Callable[[T], T], first: int) -> T:
-        """Multiply ``x`` ``[batch, seq, in]`` with the rows of the weight that this rank computes: ``[batch, seq,
-        out]``.
+        """Multiply ``x`` ``[batch, seq, in]`` with this rank's rows of the weight: ``[batch, seq, out]``.
 
-        A rank may hold more rows than it computes. ``own`` cuts the rows to compute out of a stored tensor; ``first``
-        is the index of the first of these rows in the tensor that the rank holds.
+        A rank may hold more rows than it computes. ``own``: cuts the rows to compute out of a tensor of all rows held.
+        ``first``: index of the first of these rows among the rows held.
         """
         dense = partial(self._dense, x.dtype, self.first + first)
         stored = (own(self.codes), own(self.scales), self.about)
@@ -167,9 +167,9 @@ class _QuantizedProject(torch.autograd.Function):
 
 
 def stored_values(part: str, weight: RowReader, box: Box) -> T:
-    """Return one tensor of a weight's quantised form, computed for the rows in ``box``.
+    """Return one tensor of a weight's quantised form, for the rows in ``box``.
 
-    ``part``: which tensor: ``codes``, ``scales`` or ``about``; ``weight``: reads rows of the weight before
+    ``part``: which tensor, ``codes``, ``scales`` or ``about``. ``weight``: reads rows of the weight before
     quantisation.
     """
     lo, hi = box[0]
@@ -194,7 +194,7 @@ def row_reader(
 ) -> RowReader:
     """Return a :class:`RowReader` of the weight ``name``.
 
-    ``values``: a function from a name, its ``logical`` tensor and a box to the values in this box.
+    ``values``: a function from a name, the parameter's whole tensor (``logical``) and a box to the values in this box.
     """
     out, into = logical.shape
     if not is_turned(logical.dims[0]):

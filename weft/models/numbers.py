@@ -1,5 +1,6 @@
-"""The numbers of a tensor: their precision, and whether it has any; in a rehearsal, which only counts memory, it has
-none.
+"""The precision in which values of a tensor are summed, and whether a tensor has values at all.
+
+In a rehearsal, which only counts memory, tensors have none.
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the precision of sums over numbers of ``dtype``: float64 for float64, else float32."""
+    """Return the precision for sums over values of type ``dtype``: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 

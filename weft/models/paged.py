@@ -1,12 +1,12 @@
-"""Attention that remembers: replaces a layer's ``attend`` while a model reads texts piece by piece.
+"""Attention with a cache: replaces a layer's ``attend`` while a model reads texts piece by piece.
 
 A block calls ``attend(q, k, v, cu_seqlens)``, with its window if it has one, and does not know whether earlier tokens
-are remembered; training never remembers any. An engine makes one such object per layer (:func:`layer_pages`) and lets
-the layers use them during one forward pass (:func:`attending`). Their memory lies in blocks of ``size`` tokens, which a
-table per text lists (PagedAttention, Kwon et al. 2023): keys and values of softmax layers, latent vectors of latent
-layers, and for linear layers the state after the last token of every block. A text can therefore begin with blocks of
-another one, whatever its layers are. Other objects with this signature can take their place, such as keys and values of
-several ranks (:mod:`weft.parallel.striped`). Keys arrive rotated to their positions.
+are cached; in training none are. An engine makes one such object per layer (:func:`layer_pages`), and lets the layers
+use these during one forward pass (:func:`attending`). Their memory is in blocks of ``size`` tokens, which a table per
+text lists (PagedAttention, Kwon et al. 2023): keys and values of softmax layers, latent vectors of latent layers, and
+for linear layers the state after the last token of every block. Whatever its layers are, a text can therefore begin
+with blocks of another text. Other objects with the same signature can take the place of these, such as keys and values
+that are spread over ranks (:mod:`weft.parallel.striped`). Keys arrive rotated to their positions.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,7 +43,7 @@ ROOM = 256
 
 
 def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
-    """Return the attention of every block, first block first."""
+    """Return the attention modules of all blocks, first block first."""
     return [
         block.attention for block in model.blocks.values() if isinstance(block, Block)
     ]
@@ -51,7 +51,7 @@ def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
 
 @contextmanager
 def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
-    """Return a context in which the layers of ``model`` compute attention by ``attends``, a function per layer."""
+    """Return a context in which the layers of ``model`` compute attention by ``attends``, one function per layer."""
     layers = attention_layers(model)
     before = [layer.attend for layer in layers]
     try:
@@ -65,10 +65,10 @@ def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
 
 @dataclass
 class Reading:
-    """The spans of tokens that one forward pass of generation computes.
+    """The tokens that one forward pass of generation computes.
 
-    ``slots``: the index of each new token in the cache. ``batches``: by attention window, groups of spans; attention is
-    one call per group.
+    ``spans``: the new tokens of each text. ``slots``: index of each new token in the cache, counted over the tokens of
+    all blocks. ``batches``: by attention window, the spans grouped by call of attention.
     """
 
     spans: Sequence[Span]
@@ -79,7 +79,7 @@ class Reading:
 
 
 class SpanKeys(NamedTuple):
-    """The keys and values that a span sees, ``[tokens, kv_heads, width]`` each.
+    """The keys and values that the new tokens of a text (a span) see, ``[tokens, kv_heads, width]`` each.
 
     ``before``: the number of the text's first tokens that are left out, because no token of the span sees them.
     """
@@ -90,9 +90,10 @@ class SpanKeys(NamedTuple):
 
 
 class Pages:
-    """The cache of one layer, in blocks of ``size`` tokens that texts are given: ``[parts, blocks, size, ...]``.
+    """The cache of one layer, in blocks of ``size`` tokens: a tensor ``[parts, blocks, size, ...]``.
 
-    Parts are keys and values, say. ``reading``: the spans of the forward pass that runs.
+    Blocks are assigned to texts. ``parts`` counts the tensors kept per token, such as keys and values. ``reading``: the
+    tokens that the current forward pass computes.
     """
 
     reading: Reading
@@ -102,8 +103,9 @@ class Pages:
         self.store: T | None = None
 
     def copy(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """Copy blocks of the cache; each of ``blocks`` is a pair of numbers: the block to copy and the block to
-        overwrite.
+        """Copy blocks of the cache.
+
+        Each item of ``blocks`` is the number of a block to copy and of the block to overwrite.
         """
         for old, new in blocks:
             store = self.room(new + 1)
@@ -118,8 +120,8 @@ class Pages:
     ) -> T:
         """Return the tensor of the cache, enlarged if it has fewer than ``blocks`` blocks.
 
-        The first call makes it: with the type of ``like``, this number of ``parts`` (keys and values, say), and blocks
-        of ``shape``.
+        The first call allocates the tensor. It needs ``like``, a tensor of the cache's type; ``parts``, the number of
+        tensors kept per token, such as 2 for keys and values; and ``shape``, that of a block.
         """
         if self.store is None:
             assert like is not None
@@ -134,9 +136,10 @@ class Pages:
 
 
 class KeyValuePages(Pages):
-    """Cache of softmax attention: each token of a span attends to itself and to the earlier tokens of its text.
+    """Cache of softmax attention: each new token attends to itself and to the earlier tokens of its text.
 
-    ``freq``: frequencies by which keys and queries are rotated.
+    ``size``: tokens of a block. ``freq``: frequencies of rotary embedding, to rotate queries further where they attend
+    to prefixes of other texts; None: no rotation.
     """
 
     def __init__(self, size: int, freq: T | None = None) -> None:
@@ -149,10 +152,10 @@ class KeyValuePages(Pages):
         return self.attend(q, v.shape[-1], window)
 
     def attend(self, q: T, width: int, window: int) -> T:
-        """Compute the attention of ``q`` ``[1, tokens, heads, head_dim]`` to the cached keys and values.
+        """Compute the attention of the new tokens' queries to the cached keys and values.
 
-        ``width``: how many first elements of each result are returned, as cached rows may be padded. ``window``: the
-        number of tokens that a token sees, itself included; 0: all.
+        ``q``: ``[1, tokens, heads, head_dim]``. ``width``: number of first elements of each result to return, because
+        cached rows may be padded. ``window``: the number of tokens that a token sees, itself included; 0: all.
         """
         assert self.store is not None
         out = q.new_zeros(*q.shape[:3], width)  # a row may be filled up
@@ -189,9 +192,9 @@ class KeyValuePages(Pages):
         return pieces
 
     def write(self, *new: T) -> None:
-        """Write tensors of new tokens, keys and values for instance, into the tokens' slots of the cache.
+        """Write tensors of the new tokens, such as keys and values, into the tokens' slots of the cache.
 
-        Each is ``[1, tokens, kv_heads, width]``.
+        Each tensor is ``[1, tokens, kv_heads, width]``.
         """
         slots = self.reading.slots
         first = new[0]
@@ -212,8 +215,9 @@ class KeyValuePages(Pages):
         return gathered[0], gathered[-1]
 
     def read(self, span: Span, window: int) -> SpanKeys:
-        """Return the keys and values that any token of ``span`` sees, with attention limited to ``window`` tokens (0:
-        no limit).
+        """Return the keys and values that any token of ``span`` sees.
+
+        ``window``: the number of tokens that a token sees, itself included; 0: all.
         """
         assert self.store is not None
         end, (first, last) = (
@@ -235,7 +239,7 @@ class LatentPages(KeyValuePages):
 
     @property
     def tokens(self) -> int:
-        """The largest number of cached tokens that a span's text already has: 0 if all spans begin their texts."""
+        """The largest number of cached tokens of any text of the forward pass; 0 if all texts begin in it."""
         return max(
             span.past + sum(tile.tokens for tile in span.context)
             for span in self.reading.spans
@@ -252,9 +256,9 @@ class LatentPages(KeyValuePages):
 
 
 class StatePages(Pages):
-    """Cache of linear attention: a block of a text holds the recurrent state after the text's last token in this block.
+    """Cache of linear attention: a block holds the recurrent state after the text's last token in this block.
 
-    ``decay``: logarithms, one per head.
+    ``size``: tokens of a block. ``decay``: logarithms, one per head.
     """
 
     def __init__(self, size: int, decay: Sequence[float]) -> None:
@@ -301,7 +305,10 @@ class StatePages(Pages):
 
 
 def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePages]:
-    """Return empty pages for blocks of ``size`` tokens, one object per layer, of the kind that its mixer needs."""
+    """Return an empty cache for each layer of ``model``, of the kind that the layer's attention needs.
+
+    ``size``: tokens of a cache block.
+    """
 
     def pages(layer: Attention | LatentAttention) -> KeyValuePages | StatePages:
         if isinstance(layer, LatentAttention):
@@ -314,7 +321,10 @@ def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePage
 
 
 def slots(spans: Iterable[Span], size: int) -> list[int]:
-    """Return the index of each token of ``spans`` in the cache, which has ``size`` tokens per block."""
+    """Return the index of each token of ``spans`` in the cache, counted over the tokens of all blocks.
+
+    ``size``: tokens of a cache block.
+    """
     return [
         table[at // size] * size + at % size
         for first, last, past, table, _ in spans

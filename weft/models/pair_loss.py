@@ -14,16 +14,21 @@ if TYPE_CHECKING:
 
 
 class PairLoss:
-    """The loss of pairs of answers (``loss.kind``), a function of one value per answer.
+    """Base class of losses of pairs of answers (``loss.kind``); a loss is built with the section ``[loss]``.
 
-    It is made with the section ``[loss]``. The value is the sum of the log-probabilities of the answer's tokens, in
-    float64. A subclass defines :meth:`of`, or :meth:`compared` in its place; all tensors are ``[pairs]``.
+    A loss is a function of one value per answer: the sum of the log-probabilities of the answer's tokens, in float64. A
+    subclass defines :meth:`of`, or :meth:`compared` in its place; all tensors are ``[pairs]``.
 
-    ``averaged``: the value is the mean over the tokens instead of the sum. ``has_reference``: the reference model's
-    value is subtracted. ``scores``: the model has a scalar head, and the value of an answer is its score. ``smooths``:
-    the loss uses ``loss.label_smoothing``. ``has_margin``: the loss uses ``loss.margin``. ``judged``: the first answer
-    of each pair is judged as good or bad (a ``margin`` of 1 or -1), and the second belongs to another prompt.
-    ``has_point``: before the passes of a step, ``point`` is set to the mean of :meth:`divergence`, but at least 0.
+    Attributes:
+        ``averaged``: whether the value of an answer is the mean over its tokens instead of the sum.
+        ``has_reference``: whether the reference model's value is subtracted from the value.
+        ``scores``: whether the model has a scalar head whose score is the value of an answer.
+        ``smooths``: whether the loss uses ``loss.label_smoothing``.
+        ``has_margin``: whether the loss uses ``loss.margin``.
+        ``judged``: whether the first answer of each pair is judged as good or bad (a ``margin`` of 1 or -1), and
+            the second answer belongs to another prompt.
+        ``has_point``: whether ``point`` is set before the passes of a step, to the mean of :meth:`divergence` or 0
+            if that is negative.
     """
 
     averaged: ClassVar[bool] = False
@@ -54,23 +59,24 @@ class PairLoss:
         return self.compared(sums[:, 0], sums[:, 1], margin)
 
     def compared(self, chosen: T, rejected: T, margin: T) -> T:
-        """Return the loss of each pair, from the values of its chosen and its rejected answer; all are ``[pairs]``.
+        """Return the loss of each pair from the values of the pair's two answers; all tensors are ``[pairs]``.
 
-        ``margin``: by how much the chosen answer's value should be larger.
+        ``margin``: by how much the chosen answer's value should be larger than the rejected one's.
         """
         return self.of(chosen - rejected, margin)
 
     def of(self, gap: T, margin: T) -> T:
-        """Return the loss of each pair.
+        """Return the loss of each pair from the difference of its answers' values; all tensors are ``[pairs]``.
 
-        ``gap``: the chosen answer's value minus the rejected one's; ``margin``: the gap that the pair should have.
+        ``gap``: the chosen answer's value minus the rejected one's. ``margin``: the gap that the pair should have.
         """
         raise NotImplementedError
 
     def smoothed(self, gap: T) -> T:
-        """Return the logistic loss of each ``gap`` between a chosen and a rejected answer, with smoothed labels.
+        """Return the logistic loss with smoothed labels, ``[pairs]``.
 
-        A share ``loss.label_smoothing`` of the loss is that of the opposite label.
+        ``gap``: the chosen answer's value minus the rejected one's. The loss is ``-(1 - s) log sigmoid(gap) - s log
+        sigmoid(-gap)``, with ``s = loss.label_smoothing``.
         """
         from torch.nn.functional import logsigmoid
 

@@ -22,7 +22,7 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A criterion (:data:`weft.models.loss.Criterion`) that sums ``of(logits, labels)``, weighted, over all tokens.
+    """Sums a plugin's loss ``of(logits, labels)``, weighted, over all tokens (:data:`weft.models.loss.Criterion`).
 
     What ``of`` may assume, and must keep to, so that every layout computes the same:
 
@@ -68,7 +68,8 @@ class TokenLoss:
     def losses(self, logits: T, labels: T) -> T:
         """Return the plugin's loss of each token in float64, ``[tokens]``.
 
-        Raises :class:`WeftError` if the plugin returns another shape.
+        ``logits``: ``[tokens, vocab]``; ``labels``: ids ``[tokens]``. Raises :class:`WeftError` if the plugin returns
+        another shape.
         """
         losses = self.of(logits, labels)
         if not isinstance(losses, T) or losses.shape != labels.shape:
@@ -81,7 +82,10 @@ class TokenLoss:
 
 
 def plugin_loss(settings: Loss, vocab: int) -> TokenLoss | None:
-    """Return the plugin's loss that the recipe's ``settings`` name; None if they name none."""
+    """Return the plugin's loss that ``loss.kind`` names; None if it names no loss of a plugin.
+
+    ``vocab``: size of the vocabulary.
+    """
     if settings.is_own:
         return TokenLoss(call(find("loss", settings.kind), settings.settings), vocab)
     return None

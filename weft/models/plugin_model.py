@@ -35,7 +35,7 @@ T = torch.Tensor
 
 
 class PluginModel(Transformer):
-    """A plugin's module in place of embedding, blocks and output layer; the rest of Weft sees no difference."""
+    """A plugin's module in place of embedding, blocks and output layer, to be used like a :class:`Transformer`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class PluginModel(Transformer):
         self, tokens: T, positions: T, cu_seqlens: T, learned: Batch | None = None, only: slice | T | None = None,
         seen: Any = None, hooks: Hooks | None = None, route: Sequence[int] | None = None,
     ) -> T:  # fmt: skip
-        """Return logits or a loss, as :meth:`Transformer.forward`."""
+        """Return logits, or the loss of the batch ``learned``; arguments as of :meth:`Transformer.forward`."""
         who = find("model", self.shape.kind)
         logits: T = blaming(who, self.net)(tokens, positions, cu_seqlens)
         if logits.shape != (*tokens.shape, self.shape.vocab):
@@ -87,7 +87,9 @@ def cross_entropy(vocab: int) -> TokenLoss:
 
 
 def plugin_values(shape: ModelShape, seed: int) -> Values:
-    """Return the initial values that the plugin's module gives its parameters if PyTorch is seeded with ``seed``."""
+    """Return a function that reads initial values: those of the plugin's module when PyTorch is seeded with
+    ``seed``.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = build_plugin_model(shape.kind, shape.settings, shape.vocab)

@@ -1,7 +1,7 @@
 """Losses on pairs of answers, one of which is preferred, by log-probabilities or by a reward model's scores.
 
-Every loss is a function of one number per answer, a sum over its tokens. :func:`pair_losses` computes the sums,
-wherever the tokens are, and returns the loss and its derivative by each token's number. The rest is an ordinary
+Every loss is a function of one value per answer, a sum over the answer's tokens. :func:`pair_losses` computes the sums,
+on whatever ranks the tokens are, and returns the loss and its derivative by each token's value. The rest is an ordinary
 weighted sum over tokens, as in cross entropy.
 """
 
@@ -30,7 +30,7 @@ def needs_reference(settings: Loss) -> bool:
 
 
 def objective(settings: Loss) -> Objective | None:
-    """Return the loss of pairs that the recipe's ``settings`` name; None if the loss is not of pairs."""
+    """Return the loss of pairs that ``loss.kind`` names; None if it names a loss of tokens."""
     loss: Objective | None = settings.pair_loss and settings.pair_loss(settings)
     return loss
 
@@ -44,12 +44,11 @@ def pair_losses(
     mesh: Mesh,
     *axes: str,
 ) -> tuple[T, T]:
-    """Return this rank's share of the loss ``of`` the pairs in ``batch``, and the loss's derivative by each of
-    ``values``.
+    """Return this rank's share of the loss ``of`` the pairs in ``batch``, and its derivative by each of ``values``.
 
-    An answer's value is the sum of its tokens' ``values``, each times its factor in ``counts``; both are float64.
-    ``documents``: the number of each token's document. All three are ``[tokens]``, for the tokens of this rank.
-    ``axes``: axes of the mesh over which the tokens of a row are cut.
+    An answer's value is the sum of its tokens' ``values``, each times the token's factor in ``counts``; both are
+    float64. ``documents``: index of each token's document. All three are ``[tokens]``, for the tokens of this rank.
+    ``axes``: mesh axes over which the tokens of a row are cut.
     """
     rows = batch.paired
     assert rows is not None
@@ -78,9 +77,9 @@ def pair_losses(
 def weigh(nll: T, batch: Batch, of: Objective | None, mesh: Mesh) -> tuple[T, T]:
     """Return this rank's share of a batch's loss, and the loss's derivative by each token's ``nll``.
 
-    ``nll``: negative log-probabilities of all tokens of this rank, ``[tokens]``, the same on all ranks of ``tp``; 0
-    where there is no label. ``of``: the loss of pairs; None, or a batch without pairs: the loss is the weighted sum of
-    ``nll``.
+    ``nll``: negative log-probabilities of the labels of this rank's tokens, ``[tokens]``, equal on all ranks of ``tp``;
+    0 where there is no label. ``of``: the loss of pairs. If ``of`` is None or the batch has no pairs, the loss is the
+    weighted sum of ``nll``.
     """
     counts = None if batch.weights is None else batch.weights.flatten()
     scale = scale_of(batch.labels.flatten(), counts, nll.dtype)[:, 0]
@@ -102,10 +101,10 @@ def preference_loss(
     of: Objective,
     mesh: Mesh,
 ) -> T:
-    """Return the loss ``of`` the pairs in a batch, from the log-probabilities of their answers: a float64 scalar.
+    """Return the loss ``of`` the pairs in ``batch``, from the log-probabilities of their answers: a float64 scalar.
 
-    Other arguments as of :func:`weft.models.loss.linear_cross_entropy`. The output layer runs once for the
-    log-probabilities, and again for the gradients, when the factor of every token is known.
+    The output layer runs once for the log-probabilities, and again for the gradients, when the factor of every token is
+    known. Other arguments as of :func:`weft.models.loss.linear_cross_entropy`.
     """
     labels = batch.labels.flatten()
     with torch.no_grad(), untyped():
@@ -124,10 +123,10 @@ def preference_loss(
 
 
 def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> T:
-    """Return the loss ``of`` the pairs in a batch, from the score that the model's scalar head gives each answer.
+    """Return the loss ``of`` the pairs in ``batch``, from the score that the model's scalar head gives each answer.
 
-    The score is read at the last token of the answer, the only one with a label. ``normed``: outputs of the final norm,
-    ``[rows, seq/cp/tp, embed]``; ``head``: ``[1, embed]``.
+    The score is read at the last token of the answer, the only token with a label. ``normed``: outputs of the final
+    norm, ``[rows, seq/cp/tp, embed]``; ``head``: weight of the scalar head, ``[1, embed]``.
     """
     assert batch.documents is not None
     # of the tokens that are here between blocks
@@ -149,7 +148,7 @@ def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> 
 
 
 def with_gradient_of(value: T, weighted: Callable[[], T]) -> T:
-    """Return ``value``, whose backward is that of the scalar that ``weighted()`` returns.
+    """Return ``value`` with the gradients of another scalar, which ``weighted()`` returns.
 
     ``weighted`` is not called where no gradient is needed.
     """

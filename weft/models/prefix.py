@@ -1,8 +1,9 @@
-"""Prefix scan over states that are spread along an axis: the state with which each rank's stretch begins.
+"""Prefix scan over states of linear attention that are spread along a mesh axis.
 
-States form a monoid: after a stretch there are its own state and the remaining part of the state before. Two routines
-combine them: all ranks gather all states (LASP-2, Sun et al. 2025, 2502.07563), or each rank passes the running state
-to the next, in pieces (ZeCO, Chou et al. 2025, 2507.01004). Neither depends on the length of the sequence.
+The scan gives the state before each rank's stretch, a run of tokens of each row. States form a monoid: the state after
+a stretch is the stretch's own state plus what remains of the state before. Two routines combine states: all ranks
+gather all states (LASP-2, Sun et al. 2025, 2502.07563), or each rank passes the running state to the next, in pieces
+(ZeCO, Chou et al. 2025, 2507.01004). The communication of neither depends on the length of the sequence.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,17 @@ PIECES = 4
 
 
 class StretchOwners(NamedTuple):
-    """The ranks that hold the stretches of a row: ``owner[s]`` holds stretch ``s``; ``rank``: this one."""
+    """The ranks that hold the stretches (runs of tokens) of a row.
+
+    ``owner[s]``: the rank that holds stretch ``s``. ``rank``: this rank.
+    """
 
     owner: tuple[int, ...]
     rank: int
 
     @property
     def own(self) -> list[int]:
-        """Stretches that this rank holds, in order."""
+        """Indices of the stretches that this rank holds, ascending."""
         return [s for s, who in enumerate(self.owner) if who == self.rank]
 
 
@@ -37,13 +41,13 @@ def prefixes(
     routine: str,
     backward: bool = False,
 ) -> dict[int, T]:
-    """Return, for each stretch of this rank, the state of linear attention before it; the state before the first is
-    zero.
+    """Return, by stretch of this rank, the state of linear attention before the stretch; zero before the first.
 
-    ``states``: by stretch of this rank, what it adds to the state, ``[rows, heads, dk, dv]``. ``through[s]``: the
-    factor by which stretch ``s`` multiplies the state before it, broadcastable to that shape. ``backward``: run from
-    the last stretch to the first, for gradients. ``routine``: ``gather`` gathers all states; otherwise each rank passes
-    its state on. Collective over ``group``, unless one rank has all stretches.
+    ``states``: by stretch of this rank, what the stretch adds to the state, ``[rows, heads, dk, dv]``. ``through[s]``:
+    the factor by which stretch ``s`` multiplies the state before it, broadcastable to that shape. ``places``: the ranks
+    that hold the stretches. ``backward``: run from the last stretch to the first, for gradients. ``routine``: with
+    ``gather`` all ranks gather all states; otherwise each rank passes the state on to the next. Collective over the
+    process group named ``group``, unless one rank has all stretches.
     """
     order = range(len(places.owner))[:: -1 if backward else 1]
     if len(set(places.owner)) == 1:

@@ -1,10 +1,10 @@
-"""Read-only weights: packed once for the CPU's kernels, or quantised to eight or four bits.
+"""Weights for generation only: packed once for the CPU's kernels, or quantised to eight or four bits.
 
-A model with such weights (:func:`read_only`) can only generate: its parameters are gone. Weights that multiply the same
-input become one product, and adapters are merged into them.
+A model with such weights (:func:`read_only`) can only generate, because its parameters are gone. Weights that multiply
+the same input become one product, and adapters are merged into them.
 
 The operators are private to PyTorch, which has no public name for products with packed or quantised weights on the CPU
-(torch.compile and torchao call the same ones); no other file knows them.
+(torch.compile and torchao call the same ones). No other file of Weft calls them.
 """
 
 from functools import cache, partial
@@ -30,7 +30,7 @@ TILE_OUT, EXACT = 256, 1024
 
 
 class Packed(nn.Module):
-    """A weight ``[out, in]`` stored in the order that oneDNN's kernel reads, in its own precision."""
+    """A weight ``[out, in]`` in its own precision, stored in the order that oneDNN's kernel reads."""
 
     def __init__(self, weight: T) -> None:
         super().__init__()
@@ -43,17 +43,16 @@ class Packed(nn.Module):
             self.weight = mkldnn._reorder_linear_weight(self.weight, None)
 
     def forward(self, x: T) -> T:
-        """Map ``[..., in]`` to ``[..., out]``."""
+        """Multiply ``x`` ``[..., in]`` with the weight: ``[..., out]``."""
         if self.packed:
             return mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
         return times(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
 
 
 class KernelOfBytes:
-    """oneDNN's product of rows of unsigned bytes, each of which stands for its value minus 128, with a weight of signed
-    bytes.
+    """oneDNN's product of rows of unsigned bytes with a weight of signed bytes.
 
-    ``codes``: the weight, ``[out, in]``.
+    Each unsigned byte stands for its value minus 128. ``codes``: the weight, ``[out, in]``.
     """
 
     def __init__(self, codes: T) -> None:
@@ -81,7 +80,7 @@ class KernelOfBytes:
 
 
 def times_codes(rows: T, codes: T) -> T:
-    """Compute what :class:`KernelOfBytes` computes, on any CPU: ``rows`` ``[rows, in]`` times ``codes`` ``[out, in]``.
+    """Multiply ``rows`` ``[rows, in]`` with ``codes`` ``[out, in]`` as :class:`KernelOfBytes` does, on any CPU.
 
     Tiles of the weight are converted to float32, one at a time. Products of two bytes are below 2^14, and a tile adds
     up :data:`EXACT` of them, so that each sum is an integer below 2^24, which float32 holds exactly in any order of
@@ -122,15 +121,14 @@ def has_kernel_of_bytes() -> bool:
 
 
 class Int8(nn.Module):
-    """A weight whose elements are 8-bit integers with one scale per row; each element of the input is the sum of two
-    integers.
+    """A weight of 8-bit integers with one scale per row; each element of the input becomes a sum of two integers.
 
     With one integer per input element, as in LLM.int8 and ZeroQuant, a token's few large elements leave the others too
     few levels: SmolLM2-135M's perplexity grew by 4 %. The second integer, for the remainder, costs a second row, but
     the weight is read once. Sums of integers are exact, so that a row's result does not depend on other rows. The
-    kernel is not given the scales, because which kernel runs, and in which order it multiplies by them, depends on the
-    number of rows. A CPU without such a kernel adds up the same integers in float32 (:func:`times_codes`), and gets the
-    same bits.
+    scales are applied outside the kernel, because which kernel runs, and in which order it multiplies by scales,
+    depends on the number of rows. A CPU without such a kernel adds up the same integers in float32
+    (:func:`times_codes`), and gets the same bits.
     """
 
     def __init__(self, weight: T) -> None:
@@ -144,7 +142,7 @@ class Int8(nn.Module):
         self.first, self.second = torch.tensor(128.5), torch.tensor(1.5)
 
     def forward(self, x: T) -> T:
-        """Map ``[..., in]`` to ``[..., out]``."""
+        """Multiply ``x`` ``[..., in]`` with the weight: ``[..., out]``."""
         rows = x.flatten(0, -2).float()
         largest = torch.linalg.vector_norm(
             rows, float("inf"), -1, keepdim=True
@@ -179,7 +177,7 @@ class Int4(nn.Module):
         self.nbytes = self.codes.nbytes + self.scales.nbytes
 
     def forward(self, x: T) -> T:
-        """Map ``[..., in]`` to ``[..., out]``."""
+        """Multiply ``x`` ``[..., in]`` with the weight: ``[..., out]``."""
         rows = x.flatten(0, -2).bfloat16()
         return (
             aten._weight_int4pack_mm_for_cpu(rows, self.codes, GROUP, self.scales)
@@ -197,20 +195,20 @@ FORMS: dict[str, type[Packed | Int8 | Int4]] = {
 
 
 def form_of(word: str, weight: T) -> Packed | Int8 | Int4:
-    """Return ``weight`` as a module of the kind ``word``: ``float``, ``int8`` or ``int4``.
+    """Return ``weight`` as a module of the form ``word``: ``float``, ``int8`` or ``int4``.
 
-    With ``int4``, a weight whose sizes the four-bit kernel does not take stays in floating point.
+    With ``int4``, a weight whose sizes the four-bit kernel does not support stays in floating point.
     """
     fits = weight.shape[0] % 16 == 0 and weight.shape[1] % GROUP == 0
     return FORMS["float" if word == "int4" and not fits else word](weight)
 
 
 def read_only(model: Transformer, word: str = "float") -> int:
-    """Convert the weights of ``model`` for generation only, to the form ``word``; return their size in bytes.
+    """Convert the weights of ``model`` for generation only, to the form ``word``. Returns their size in bytes.
 
     ``word``: ``float``, ``int8`` or ``int4``. The weights are those of attention, dense feed-forwards and the output
-    layer; the embedding stays. Returns 0 where nothing is converted, as on a GPU. Raises :class:`UsageError` if the
-    model or the device does not support the form.
+    layer; the embedding stays. Returns 0 if nothing is converted, as on a GPU. Raises :class:`UsageError` if the model
+    or the device does not support the form.
     """
     if word not in FORMS:
         raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")
@@ -249,7 +247,8 @@ def read_only(model: Transformer, word: str = "float") -> int:
 def multiplied(x: T, product: nn.Module) -> T:
     """Return ``product(x)`` for ``x`` ``[..., in]``.
 
-    Within :func:`weft.models.invariant.invariant` it is computed in tiles, so that a row does not depend on the others.
+    Within :func:`weft.models.invariant.invariant` the product is computed in tiles of rows, so that a row's result does
+    not depend on other rows.
     """
     if is_invariant():
         return by_tiles(product, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
@@ -258,5 +257,5 @@ def multiplied(x: T, product: nn.Module) -> T:
 
 
 def split_product(product: nn.Module, sizes: list[int]) -> Products:
-    """Return a function of ``x`` that splits ``product(x)`` along the last dimension into parts of these ``sizes``."""
+    """Return a function that splits ``product(x)`` along the last dimension into tensors of these ``sizes``."""
     return lambda x: multiplied(x, product).split(sizes, -1)

@@ -1,4 +1,7 @@
-"""Modules of projections; some run as one product. Adapters of weights are in :mod:`weft.models.adapters`."""
+"""Base class of modules with linear projections, some of which run as one product.
+
+Adapters of the weights are in :mod:`weft.models.adapters`.
+"""
 
 from collections.abc import Callable
 
@@ -19,7 +22,7 @@ Products = Callable[[T], tuple[T, ...]]
 
 
 class Projections(Module):
-    """A module with linear projections; each has an adapter if the model's ``adapter`` targets it."""
+    """Base class of modules with linear projections, which have an adapter where ``adapter.targets`` names them."""
 
     #: Names of the weights that may be one product each time, as they have the same input.
     TOGETHER: tuple[tuple[str, ...], ...] = ()
@@ -39,7 +42,7 @@ class Projections(Module):
             self._adapt, self._adapted_products = adapt, adapted_products
 
     def projection(self, name: str, own_rows: tuple[int, int] | None = None) -> None:
-        """Register the weight ``name``.
+        """Register the weight ``name`` of a projection, and its adapter if it has one.
 
         ``own_rows``: the range of rows that this rank uses of a weight that every rank holds whole; None: the weight is
         cut as the parameter table says.
@@ -53,14 +56,17 @@ class Projections(Module):
             self._adapt(self, name, whole)
 
     def forget(self, *names: str) -> None:
-        """Free the memory of weights that :attr:`products` replace, and of their adapters."""
+        """Free the memory of the weights ``names``, which :attr:`products` replace, and of their adapters."""
         for name in names:
             self._parameters.pop(name, None)
             self.adapters._modules.pop(name, None)
             self.quantized._modules.pop(name, None)
 
     def own(self, name: str, values: T) -> T:
-        """Return the rows of ``values`` that this rank uses; ``values`` has all rows of the stored weight ``name``."""
+        """Return the rows of ``values`` that this rank uses.
+
+        ``values``: a tensor with all rows of the weight ``name`` that are stored on this rank.
+        """
         if name in self.own_rows:
             return own(values, *self.own_rows[name], self.mesh)
         return values

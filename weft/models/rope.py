@@ -13,11 +13,10 @@ T = torch.Tensor
 
 
 def frequencies(shape: ModelShape) -> T:
-    """Return the inverse frequencies of rotary embedding, ``[bases, rotated / 2]`` in float64, with the model's
-    scaling.
+    """Return the scaled inverse frequencies of rotary embedding, ``[bases, rotated / 2]`` in float64.
 
-    The first base is that of layers with full attention; a second one exists if windowed layers have their own (Gemma
-    3).
+    The first base is that of layers with full attention. There is a second base if windowed layers have their own
+    (Gemma 3).
     """
     steps = -torch.arange(0, shape.rotated, 2, dtype=torch.float64) / shape.rotated
     bases = [_scaled(shape.rope_theta**steps, shape.rope_scaling, shape.rope_theta)]
@@ -58,8 +57,7 @@ def _yarn(freq: T, scaling: RopeScaling, theta: float) -> T:
 
 
 def score_scales(shape: ModelShape) -> tuple[float, float]:
-    """Return two factors of attention scores: one for all elements of queries and keys, and a further one for rotated
-    elements.
+    """Return two factors of attention scores: one for all elements of queries and keys, one more for rotated elements.
 
     Outside latent attention all elements are rotated, so that both factors apply to all scores. The second factor is 1
     except for YaRN.
@@ -85,8 +83,8 @@ def angles(
 ) -> tuple[T, ...]:
     """Return the cosines and sines of rotary embedding, ``[bases, batch, seq, 1, rotated / 2]`` each.
 
-    ``positions``: ``[batch, seq]``; ``freq``: from :func:`frequencies`. ``draws``, if given, follows as a third result:
-    the tokens' random bits for dropout (:mod:`weft.models.dropout`), which blocks need too.
+    ``positions``: ``[batch, seq]``; ``freq``: from :func:`frequencies`. ``draws``: the tokens' random bits for dropout
+    (:mod:`weft.models.dropout`); if given, they are returned as a third item, because blocks need them too.
     """
     places, bases = positions[..., None, None], freq[:, None, None, None]
     theta = places.to(wide(dtype)) * bases.to(wide(dtype))
@@ -94,11 +92,10 @@ def angles(
 
 
 def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:
-    """Apply rotary embedding to ``x`` ``[batch, seq, heads, head_dim]``: rotate the pairs ``(x[i], x[i + head_dim /
-    2])``.
+    """Apply rotary embedding to ``x`` ``[batch, seq, heads, head_dim]``: rotate pairs ``(x[i], x[i + head_dim / 2])``.
 
-    ``interleaved``: rotate the pairs ``(x[2i], x[2i + 1])`` instead; their results lie half a head apart, which does
-    not change the scores.
+    ``cos`` and ``sin``: from :func:`angles`. ``interleaved``: rotate the pairs ``(x[2i], x[2i + 1])`` instead; their
+    results are stored half a head apart, which does not change the scores.
     """
     if own_gradients_pay(x) and x.dtype == cos.dtype:
         turn = _turned if torch.is_inference_mode_enabled() else _Rotate.apply
@@ -108,7 +105,10 @@ def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:
 
 
 def pairs(x: T, interleaved: bool) -> tuple[T, T]:
-    """Return the first and the second elements of the pairs that :func:`rotate` rotates, as views of ``x``."""
+    """Return the first and the second elements of the pairs that :func:`rotate` rotates, as views of ``x``.
+
+    ``interleaved``: whether the elements of a pair are neighbours, instead of half a head apart.
+    """
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return a, b
 

@@ -1,7 +1,8 @@
 """Routers: the experts of each token, the weights of the experts, and losses and biases that keep their loads equal.
 
-Routers count in whole numbers, by document, tokens that are not padding. All that follows from the counts is therefore
-the same under every layout: the losses that balance the loads are sums over documents, and a bias moves once per step.
+Routers count tokens that are not padding, by document and in integers. All that follows from the counts is therefore
+the same under every layout: the losses that balance the loads are sums over documents, and a bias changes once per
+step.
 """
 
 from collections import Counter
@@ -41,9 +42,10 @@ SENT = ("tokens", "copies", "moves")
 
 
 class Choice(NamedTuple):
-    """The experts that each token is routed to: ``ids`` int64 ``[tokens, k]``, and their ``weights`` of the same shape.
+    """The experts that each token is routed to.
 
-    A route that an expert's capacity drops has an id one above that of the last expert.
+    ``ids``: numbers of the experts, int64 ``[tokens, k]``; a route that a full expert drops has one more than the last
+    expert's number. ``weights``: factors of the experts' results, of the same shape.
     """
 
     weights: T
@@ -54,12 +56,17 @@ class Choice(NamedTuple):
 class RouterPass:
     """What routers need in a forward and backward pass besides activations, and the counts that they record.
 
-    ``documents``: each token's document, int64 ``[tokens]``, -1 for padding; ``positions``: of tokens in their
-    documents; ``lengths``: tokens of each document on all ranks, ``[documents]``. ``step_tokens``: returns, in
-    backward, the number of the step's tokens that are not padding. The counts are by layer. ``own``: how many of this
-    rank's tokens of each document were routed to each expert, int64 ``[documents, experts]``; ``chosen``: the same for
-    whole documents, where the balancing loss needs it. ``dropped``: the number of this rank's routes that a full expert
-    dropped. Counts are assigned, not added, so that a block that runs again for backward counts once.
+    The counts are by layer. They are assigned, not added, so that a block that runs again for backward counts once.
+
+    Attributes:
+        ``documents``: index of each token's document, int64 ``[tokens]``; -1 for padding.
+        ``positions``: position of each token in its document, ``[tokens]``.
+        ``lengths``: number of tokens of each document on all ranks, ``[documents]``.
+        ``step_tokens``: a function that returns, in backward, the number of the step's tokens that are not padding.
+        ``own``: how many of this rank's tokens of each document were routed to each expert, int64 ``[documents,
+            experts]``.
+        ``chosen``: the same for the documents' tokens on all ranks, where the balancing loss needs it.
+        ``dropped``: the number of this rank's routes that a full expert dropped.
     """
 
     documents: T
@@ -77,14 +84,14 @@ class RouterPass:
 
     @property
     def rows(self) -> T:
-        """Index of each token's document in tensors that have a row per document, ``[tokens]``; padding has index 0."""
+        """Index of each token's document, ``[tokens]``, for tensors with a row per document; 0 for padding."""
         return self.documents.clamp(min=0)
 
 
 class Loads:
     """Counts of how many tokens of a training step were routed to each expert of every layer.
 
-    ``sent``: the bytes that this rank has sent, by kind (:data:`SENT`).
+    ``sent``: the bytes that this rank has sent for experts, by kind (:data:`SENT`).
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
@@ -95,7 +102,10 @@ class Loads:
         self.step_tokens: Callable[[], T] = lambda: torch.ones(())
 
     def begin(self, step_tokens: Callable[[], T]) -> None:
-        """Begin a training step; ``step_tokens`` returns the step's number of tokens that are not padding."""
+        """Begin the counts of a training step.
+
+        ``step_tokens``: a function that returns the step's number of tokens that are not padding.
+        """
         self.passes, self.step_tokens = [], step_tokens
         # of evaluation; moves come between steps
         self.sent["tokens"] = self.sent["copies"] = 0
@@ -118,11 +128,10 @@ class Loads:
         return self.passes[-1]
 
     def share(self) -> T:
-        """Return this rank's share of the step's counts of routed tokens, one for each expert of each layer in turn:
-        float64.
+        """Return this rank's share of the step's counts of routed tokens, in float64.
 
-        With a capacity, the number of dropped routes of each layer follows. The sum over all ranks is the count of the
-        step.
+        There is an element for each expert of each layer in turn and, with a capacity, one for the dropped routes of
+        each layer. The sum over all ranks is the count of the step.
         """
         with untyped():
             shares = [
@@ -140,9 +149,9 @@ class Loads:
         return share_of_sum(counts, self.mesh, **by_stage)
 
     def share_of_bytes(self) -> T:
-        """Return this rank's share of the bytes sent in the step, one element for each kind in :data:`SENT`.
+        """Return this rank's share of the bytes sent for experts in the step, by kind in the order of :data:`SENT`.
 
-        Moves of experts happen between steps: they count in the step that follows.
+        Experts move to other ranks between steps; these bytes count in the step that follows.
         """
         shares = [own_share(self.sent[what], self.mesh, **OWN) for what in SENT]
         self.sent.clear()
@@ -156,7 +165,7 @@ class Loads:
 
 
 def by_token(mesh: Mesh) -> dict[str, Kind]:
-    """Return, by axis of ``mesh``, how tensors with a row per routed token differ between ranks."""
+    """Return by mesh axis whether tensors with a row per routed token are equal on its ranks or differ."""
     return BY_DATA | {"tp": V if mesh.layout.folds_tp else R}
 
 
@@ -175,10 +184,10 @@ def by_layer(
 
 
 class Router(Module):
-    """Routes tokens to experts (see :class:`weft.recipe.ModelShape`), in at least float32.
+    """Routes tokens to experts (see :class:`weft.recipe.ModelShape`), in float32 or wider.
 
-    ``bias`` is added to the scores by which experts are chosen, but not to the weights of their results. ``load``: each
-    expert's fraction of the routes in the last step. ``own``: each rank of ``tp`` routes only its own tokens.
+    ``bias``: added to the scores by which experts are chosen, but not to the weights of their results. ``load``: each
+    expert's fraction of the routes in the last step. ``own``: whether each rank of ``tp`` routes only its own tokens.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int, table: Table) -> None:
@@ -193,10 +202,10 @@ class Router(Module):
                 self.weight(statistic)
 
     def forward(self, x: T, seen: RouterPass | None) -> Choice:
-        """Choose experts for ``x`` ``[tokens, embed]``.
+        """Choose the experts of the tokens ``x`` ``[tokens, embed]``.
 
-        The counts of chosen experts are recorded in ``seen``; with None nothing is counted, and no balancing loss
-        applies.
+        ``seen``: where the counts of chosen experts are recorded. If it is None, nothing is counted and no balancing
+        loss applies.
         """
         dtype, kind = wide(x.dtype), self.shape.router
         logits = F.linear(x.to(dtype), self.table.to(dtype))  # [tokens, experts]

@@ -1,7 +1,7 @@
 """Low-rank adapters on one model where every text of a row has its own (S-LoRA, Sheng et al. 2023, 2311.03285).
 
-An adapter is a list of numbers per layer, in which the factors of its weights follow each other. Texts of equally many
-tokens whose adapters have the same form (rank and targets) are multiplied with them in one call.
+An adapter is a flat tensor of values per layer, in which the factors of all adapted weights follow each other. Texts
+with equally many tokens, whose adapters have the same form (rank and targets), are multiplied with them in one call.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,8 +53,7 @@ Form = tuple[Factors, ...]
 class HostAdapter:
     """An adapter in host memory.
 
-    ``forms``: for each layer, where the factors are in its tensor of values; ``values``: for each layer, this flat
-    tensor.
+    ``values``: for each layer, a flat tensor of all factors. ``forms``: for each layer, where the factors are in it.
     """
 
     forms: tuple[Form, ...]
@@ -62,10 +61,11 @@ class HostAdapter:
 
 
 class AdapterBatch(NamedTuple):
-    """Texts that are multiplied with their adapters together: they have equally many tokens, and adapters of the same
-    form.
+    """Texts that are multiplied with their adapters in one call.
 
-    ``tables``: for each text, the cache blocks that hold its adapter.
+    They have equally many new tokens, and their adapters have the same form. ``forms``: for each layer, where the
+    factors are. ``rows``: indices of the tokens in the packed row, ``[texts, tokens]``. ``tables``: for each text, the
+    cache blocks that hold its adapter, ``[texts, blocks]``.
     """
 
     forms: tuple[Form, ...]
@@ -86,7 +86,7 @@ def layer_modules(model: Transformer) -> list[dict[str, Projections]]:
 
 
 def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
-    """Return where the factors of a layer's adapters lie in one flat tensor, and this tensor.
+    """Concatenate the factors of a layer's adapter in one flat tensor. Returns where each factor is, and the tensor.
 
     ``factors``: for each adapted weight, the name of its module, its own name, and the factors ``a`` and ``b``.
     """
@@ -102,10 +102,10 @@ def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
 
 
 def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
-    """Return the part of an adapter for the part of the model that this rank holds: factors are cut as the weights are.
+    """Return the shard of an adapter that belongs to this rank's shard of the model.
 
-    Where a weight is cut by rows, ``b`` and the adapter's output are cut. Where it is cut by columns, ``a`` is cut, and
-    the adapter's output is a summand of the same sum over ranks as the weight's product.
+    Where a weight is cut by rows, ``b`` and the adapter's output are cut. Where a weight is cut by columns, ``a`` is
+    cut, and the adapter's output is a summand of the same sum over ranks as the weight's product.
     """
     parts = []
     layers = map(int, model.blocks)
@@ -128,9 +128,9 @@ def adapting(
     groups: Sequence[AdapterBatch],
     read: Callable[[int, T], T],
 ) -> Iterator[None]:
-    """Return a context in which the layers add to the tokens of each of ``groups`` the outputs of the group's adapters.
+    """Return a context in which the layers add, for each of ``groups``, the outputs of its adapters to its tokens.
 
-    ``layers``: the modules of each layer (:func:`layer_modules`). ``read``: a function from the number of a layer and
+    ``layers``: the modules of each layer (:func:`layer_modules`). ``read``: a function from the index of a layer and
     tables ``[texts, blocks]`` to the adapter values in these cache blocks, ``[texts, values]``.
     """
     held: dict[int, list[T]] = {}  # the numbers of one layer at a time, by group

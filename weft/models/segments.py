@@ -1,7 +1,7 @@
-"""Attention as rectangles of work: queries against keys, of packed documents and within a sliding window.
+"""Attention as rectangles of the attention matrix: queries against keys of packed documents, within a sliding window.
 
-A :class:`Segment` is the work of one call of a kernel. Only two masks are needed, causal and none: the edge of a window
-is a triangle at the opposite corner, which is causal when both sides are read from the end.
+A :class:`Segment` is the work of one kernel call. Only two masks are needed, causal and none: the edge of a window is a
+triangle in the opposite corner, which is causal when queries and keys are read in reverse order.
 """
 
 from itertools import pairwise
@@ -14,10 +14,14 @@ SQUARE = 256
 
 
 class Segment(NamedTuple):
-    """A rectangle of the attention matrix: queries ``q0:q1`` and keys ``k0:k1``, indices of tokens in the flattened
-    rows.
+    """A rectangle of the attention matrix, the work of one kernel call.
 
-    ``causal``: a query sees only the keys up to its own position; otherwise it sees all keys of the rectangle.
+    Attributes:
+        ``q0:q1``, ``k0:k1``: the queries and the keys, as indices of tokens in the flattened rows.
+        ``causal``: whether a query sees only the keys up to its own position (the rectangle is then a square);
+            otherwise it sees all keys.
+        ``joins``: whether the queries have attended to other keys before, so that results must be merged.
+        ``flipped``: for a causal square, whether a query sees instead the keys from its own position on.
     """
 
     q0: int
@@ -31,7 +35,11 @@ class Segment(NamedTuple):
 
 
 def document_segments(cu_seqlens: torch.Tensor, window: int = 0) -> list[Segment]:
-    """Return the causal segments of each document. ``window``: tokens that a token sees, itself included; 0: all."""
+    """Return the causal segments of each document in the rows.
+
+    ``cu_seqlens``: where documents begin in the flattened rows, and their end. ``window``: the number of tokens that a
+    token sees, itself included; 0: all.
+    """
     documents = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
     return [segment for a, b in documents for segment in windowed(a, b, window)]
 
@@ -92,7 +100,7 @@ def cut(s: Segment, square: int = SQUARE) -> list[Segment]:
 def uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int] | None:
     """Return the common numbers of queries and keys of the segments; None if the segments cannot be one batched call.
 
-    They can if all are of equal size, and together cover the ``queries`` and ``keys`` in order.
+    One call is possible if all segments have equal sizes, and together cover the ``queries`` and ``keys`` in order.
     """
     if not segments:
         return None

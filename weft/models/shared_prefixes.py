@@ -1,9 +1,9 @@
-"""Attention of texts to prefixes of other texts beside their own tokens, at any positions.
+"""Attention of texts to prefixes of other texts, beside their own tokens and at any positions.
 
 A text sees tiles: the first tokens in blocks of other texts. Keys are never copied or rotated again. Where a text sees
-a tile at other positions than those of its keys, the queries are rotated by the difference, once for all tokens of the
-tile (Hogwild! Inference, Rodionov et al. 2025, 2504.06261). All texts that see a tile attend to it in one call, and
-results of tiles are merged by their log-sum-exps.
+a tile at other positions than those of the tile's keys, the queries are rotated by the difference, once for all tokens
+of the tile (Hogwild! Inference, Rodionov et al. 2025, 2504.06261). All texts that see a tile attend to it in one call,
+and results of tiles are merged by their log-sum-exps.
 """
 
 from collections import defaultdict
@@ -23,7 +23,9 @@ T = torch.Tensor
 class PrefixReaders(NamedTuple):
     """A prefix that several texts share, and the queries that attend to it.
 
-    The prefix is the first ``tokens`` tokens in the cache blocks of ``table``.
+    The prefix is the first ``tokens`` tokens in the cache blocks of ``table``. ``places``: indices of the queries among
+    all queries of the :class:`PrefixGroup`. ``turns``: cosines and sines, ``[queries, 1, rotated / 2]``, by which each
+    query is rotated further; None: no rotation.
     """
 
     table: Sequence[int]
@@ -34,7 +36,11 @@ class PrefixReaders(NamedTuple):
 
 
 class PrefixGroup(NamedTuple):
-    """Spans whose tokens also attend to other cached texts, and the prefixes of those texts that the spans see."""
+    """New tokens of texts that also attend to other cached texts, and the prefixes of those texts that they see.
+
+    ``spans``: the new tokens of each text. ``rows``: index of each of their queries in the packed row. ``seen``: the
+    prefixes, each with its queries.
+    """
 
     spans: Sequence[Span]
     rows: T  # [queries], places in the packed row
@@ -42,11 +48,10 @@ class PrefixGroup(NamedTuple):
 
 
 def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGroup:
-    """Group the queries of ``spans`` by the prefixes of other texts that they attend to, so that each prefix is read
-    once.
+    """Group the queries of ``spans`` by the prefixes of other texts that they attend to.
 
-    ``freq``: frequencies for the further rotation of queries; None: no rotation. ``like``: a tensor of the queries'
-    type.
+    Each prefix is then read once. ``freq``: frequencies by which queries are rotated further; None: no rotation.
+    ``like``: a tensor of the queries' type and device.
     """
     rows = [list(range(span.first, span.last)) for span in spans]
     viewers = defaultdict[tuple[tuple[int, ...], int], list[tuple[int, int]]](list)
@@ -73,19 +78,19 @@ def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGrou
 
 
 def turned(q: T, cos: T, sin: T) -> T:
-    """Rotate the queries ``q`` ``[queries, heads, width]`` further, by the angles of ``cos`` and ``sin``.
+    """Rotate the queries ``q`` ``[queries, heads, width]`` further by the angles whose cosines and sines are given.
 
-    Only the last elements of each head are rotated, twice as many as ``cos`` has.
+    Only the last elements of each head are rotated: twice as many as ``cos`` has.
     """
     width = 2 * cos.shape[-1]
     return torch.cat([q[..., :-width], rotate(q[..., -width:], cos, sin)], -1)
 
 
 def attend_prefixes(q: T, group: PrefixGroup, read: Callable[[Span], tuple[T, T]]) -> T:
-    """Compute the attention of all queries of ``group`` to their own texts and to the prefixes: ``[queries, heads,
-    width]``.
+    """Compute the attention of the queries of ``group`` to their own texts and to the prefixes of other texts.
 
-    ``read``: a function from a span to the keys and values that its text has in the cache.
+    ``q``: the queries of the group's spans one after the other, ``[queries, heads, width]``; the result has the same
+    shape. ``read``: a function from a span to the keys and values that its text has in the cache.
     """
     outs = []
     logs = []

@@ -1,4 +1,4 @@
-"""Pieces of texts that are read in one forward pass, and the attention of many of them in one call."""
+"""Spans, the new tokens of texts that one forward pass computes, and the attention of many spans in one call."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,9 +29,9 @@ PADDED, MOST = 1.5, 1024
 
 
 class PrefixTile(NamedTuple):
-    """A prefix of another text that a span attends to: the first ``tokens`` tokens in the cache blocks of ``table``.
+    """A prefix of another text that a text attends to: the first ``tokens`` tokens in the cache blocks of ``table``.
 
-    ``turn``: the number of positions by which the span's queries are rotated further when they attend to it.
+    ``turn``: the number of positions by which the queries are rotated further when they attend to this prefix.
     """
 
     table: Sequence[int]
@@ -40,10 +40,10 @@ class PrefixTile(NamedTuple):
 
 
 class Span(NamedTuple):
-    """New tokens of one text: the tokens ``first:last`` of a packed row.
+    """The new tokens of one text in a forward pass: the tokens ``first:last`` of a packed row.
 
-    ``past``: the number of the text's earlier tokens; ``table``: the cache blocks of the text. ``context``: prefixes of
-    other texts that the new tokens also see.
+    ``past``: the number of the text's earlier tokens. ``table``: numbers of the cache blocks of the text. ``context``:
+    prefixes of other texts that the new tokens also see.
     """
 
     first: int
@@ -54,7 +54,14 @@ class Span(NamedTuple):
 
 
 class SpanBatch(NamedTuple):
-    """Spans of equally many tokens whose attention is one call."""
+    """New tokens of several texts whose attention is one call; every text has equally many.
+
+    Attributes:
+        ``rows``: indices of the tokens in the packed row, ``[texts, tokens]``.
+        ``blocks``: cache blocks of each text, ``[texts, blocks]``; shorter tables are padded with their last block.
+        ``bias``: 0 where a token sees a key, else -inf, ``[texts, 1, tokens * group, keys]``.
+        ``keys``: which keys of the blocks are read, if every token attends by itself; None: all.
+    """
 
     rows: T  # [texts, tokens], places in the packed row
     blocks: T  # [texts, blocks], shorter tables filled up with their last block
@@ -64,7 +71,7 @@ class SpanBatch(NamedTuple):
 
 
 def seen_blocks(span: Span, size: int, window: int) -> tuple[int, int]:
-    """Return the range of indices in the span's ``table`` of the blocks that any of its tokens sees.
+    """Return the first index and the end of the range in ``span.table`` of the blocks that any token of the span sees.
 
     ``size``: tokens of a block; ``window``: the number of tokens that a token sees, itself included; 0: all.
     """
@@ -75,10 +82,12 @@ def seen_blocks(span: Span, size: int, window: int) -> tuple[int, int]:
 def batch_spans(
     spans: Iterable[Span], size: int, window: int, q: T, group: int
 ) -> list[SpanBatch | Span]:
-    """Group spans by call of attention: short spans of equally many tokens share a call, and a long span has its own.
+    """Group spans by call of attention.
 
-    ``size``: tokens of a cache block; ``window``: the number of tokens that a token sees, 0: all; ``q``: a tensor of
-    the queries' type; ``group``: query heads of each key/value head.
+    Spans of at most :data:`SHORT` tokens share a call if they have equally many tokens and about equally many cache
+    blocks; every other span has a call of its own. ``size``: tokens of a cache block; ``window``: the number of tokens
+    that a token sees, itself included; 0: all. ``q``: a tensor of the queries' type; ``group``: query heads of each
+    key/value head.
     """
     if is_invariant():
         return [*batch_each_query(spans, size, window, q, group)]
@@ -109,7 +118,7 @@ def batch_each_query(
 ) -> Iterator[SpanBatch]:
     """Group spans by call of attention where results must not depend on the batch (:mod:`weft.models.invariant`).
 
-    Queries that read equally many keys share a call, in which each attends by itself. Arguments as of
+    Queries that read equally many keys share a call, in which each query attends by itself. Arguments as of
     :func:`batch_spans`.
     """
     reaches_by_size: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(
@@ -162,7 +171,7 @@ def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
     """Compute the attention of several texts' queries in one call: ``[texts, tokens, heads, width]``.
 
     ``k, v``: keys and values in the cache blocks of ``batch``, ``[texts, keys, kv_heads, width]``. Query heads that
-    share a key head count as further queries of it, so that its keys are read once for all of them.
+    share a key head are treated as further queries of this head, so that its keys are read once for all of them.
     """
     if batch.keys is not None:
         attended, _ = attend_each(
@@ -179,8 +188,7 @@ def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
 
 
 def own_segments(tokens: int, past: int, window: int) -> list[Segment]:
-    """Return the attention segments of a text's last ``tokens`` tokens, which see each other and ``past`` tokens before
-    them.
+    """Return the attention segments of a text's last ``tokens`` tokens, which also see the ``past`` tokens before.
 
     ``window``: the number of tokens that a token sees, itself included; 0: all.
     """
@@ -212,9 +220,10 @@ def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
 
 
 def rounds(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
-    """Cut spans where cache blocks of ``size`` tokens end, and yield lists of equally long pieces of different texts.
+    """Cut spans where cache blocks of ``size`` tokens end, and yield lists of pieces that can be computed together.
 
-    The pieces of one text are yielded in the order of its tokens.
+    The pieces of a list are equally long and of different texts. The pieces of one text are yielded in the order of its
+    tokens.
     """
     pieces: list[tuple[int, Span]] = []
     for span in spans:

@@ -1,8 +1,8 @@
-"""One decoder-only transformer (Llama, Mistral, Qwen and Gemma 3 are settings of it), written for one device.
+"""One decoder-only transformer, written for one device; Llama, Mistral, Qwen and Gemma 3 are settings of it.
 
-Modules name the dimensions of their parameters (:meth:`Module.weight`); the mesh decides which part of each this rank
-holds. Ranks exchange data only at ``gather_tokens`` / ``scatter_tokens`` (into and out of the norm regions) and inside
-``attend``; on one device these are identities. Shapes below are those of one rank.
+Modules name the dimensions of their parameters (:meth:`Module.weight`), and the mesh decides which shard of each
+parameter this rank holds. Ranks exchange data only at ``gather_tokens`` / ``scatter_tokens`` (into and out of the norm
+regions) and inside ``attend``; on one device these are identities. Shapes below are those of one rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = torch.Tensor
 
 
 class Embedding(Module):
-    """The table of token embeddings, cut over the vocabulary."""
+    """The table of token embeddings, ``[vocab, embed]``, cut over the vocabulary."""
 
     def __init__(self, shape: ModelShape, mesh: Mesh, table: Table) -> None:
         super().__init__(mesh, table, "embedding")
@@ -58,15 +58,15 @@ class Embedding(Module):
 
     @property
     def rows(self) -> Any:
-        """The :class:`weft.models.adapters.TokenRows` that an adapter trains in place of the table's rows; None if
-        there are none.
+        """The rows that an adapter trains in place of the table's own; None if there are none.
+
+        They are a :class:`weft.models.adapters.TokenRows`.
         """
         return self.adapters["table"] if len(self.adapters) else None
 
     @property
     def output(self) -> T:
-        """This rank's rows of the table ``[vocab/tp, embed]``, which a model with tied embeddings uses as its output
-        layer.
+        """This rank's rows of the table ``[vocab/tp, embed]``, for a model with tied embeddings to use as output layer.
 
         Rows that an adapter trains replace the table's own.
         """
@@ -94,10 +94,10 @@ def token_rows(
     shape: ModelShape, weight: VocabularyWeight, logical: Logical, mesh: Mesh,
     table: Table,
 ) -> nn.ModuleDict:  # fmt: skip
-    """Return the module of the rows of ``weight`` that an adapter trains for some tokens, in a dict that is empty
-    without one.
+    """Return the module of the rows that an adapter trains for some tokens, in a dict that is empty without such rows.
 
-    ``logical``: this rank's part of the weight; ``table``: the parameters of the model.
+    ``weight``: name of the weight, the embedding's or the output layer's. ``logical``: this rank's shard of the weight.
+    ``table``: descriptions of the model's parameters.
     """
     tokens, modules = row_tokens(shape, weight), nn.ModuleDict()
     if tokens:
@@ -110,8 +110,9 @@ def token_rows(
 
 
 class Attention(Projections):
-    """Grouped-query attention over packed documents (Ainslie et al. 2023), or linear attention if the layer's mixer is
-    linear.
+    """Grouped-query attention over packed documents (Ainslie et al. 2023).
+
+    If the layer's mixer is linear, linear attention takes the place of softmax attention.
     """
 
     TOGETHER = (("wq", "wk", "wv"), ("wo",))
@@ -164,8 +165,7 @@ class Attention(Projections):
             self.attend = linear_mixer(mesh, self.decay)
 
     def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
-        """Map ``x`` ``[batch, seq, embed]`` to this rank's summand of the output, which is a sum over the ranks of
-        ``tp``.
+        """Map ``x`` ``[batch, seq, embed]`` to this rank's summand of the output, which is a sum over ``tp``.
 
         ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin.
         """
@@ -193,7 +193,7 @@ class Attention(Projections):
 def attention_module(
     shape: ModelShape, mesh: Mesh, layer: int
 ) -> Attention | LatentAttention:
-    """Make the attention of layer ``layer``."""
+    """Make the attention of the layer with index ``layer``."""
     if not shape.kv_rank:
         return Attention(shape, mesh, layer)
     from weft.models.latent import LatentAttention
@@ -204,7 +204,7 @@ def attention_module(
 def feed_forward_module(
     shape: ModelShape, mesh: Mesh, layer: int
 ) -> FeedForward | Mixture:
-    """Make the feed-forward or the mixture of experts of layer ``layer``."""
+    """Make the dense feed-forward, or the mixture of experts, of the layer with index ``layer``."""
     if not shape.experts_of(layer):
         return FeedForward(
             shape, mesh, layer_table(shape, layer), f"blocks.{layer}.ffn"
@@ -215,10 +215,10 @@ def feed_forward_module(
 
 
 class Block(Module):
-    """A pre-norm transformer block; the shape can add norms after attention and feed-forward.
+    """A pre-norm transformer block; ``shape`` may add norms after attention and feed-forward.
 
-    ``recompute``: what backward computes again: ``none``, ``full``, or ``selective`` (all but attention and its
-    exchanges).
+    ``recompute``: what backward computes again: ``none``, ``full``, or ``selective`` (all but attention and the
+    transfers inside it).
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
@@ -271,10 +271,10 @@ class Block(Module):
     def steps(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
     ) -> Steps:
-        """Compute :meth:`forward` without recomputation, as a generator that yields where a mixture of experts sends
-        rows.
+        """Compute :meth:`forward` without recomputation, as a generator, so that other work can run during transfers.
 
-        Without a mixture it never yields. The generator's return value is the block's output.
+        The generator yields where a mixture of experts sends rows to other ranks, and never without a mixture. Its
+        return value is the block's output.
         """
         x, early = self._attended(x, rope, cu_seqlens, seen)
         before, normed = current_part(), self.ffn_norm(x)
@@ -319,10 +319,11 @@ def _recompute_with(tape: Tape, kept: list[torch._ops.OpOverload]) -> tuple[Any,
 
 
 class Transformer(Module):
-    """A decoder-only model of ``shape``, or the part of it that this rank of ``mesh`` holds.
+    """A decoder-only model of ``shape``, or the shard and the pipeline stages of it that this rank of ``mesh`` holds.
 
-    Parameters are on the meta device until they are filled. A pipeline rank makes only the blocks ``layers``, and the
-    embedding, final norm or head only if ``ends`` names them; ``pipeline`` then runs these parts.
+    Parameters are on the meta device until they are filled. ``loss_chunk``: number of tokens whose logits are computed
+    at a time. ``hooks``: functions that passes call. A pipeline rank makes only the blocks with the indices ``layers``,
+    and embedding, final norm or head only if ``ends`` names them; ``pipeline`` then runs these.
     """
 
     def __init__(
@@ -369,13 +370,12 @@ class Transformer(Module):
         hooks: Hooks | None = None,
         route: Sequence[int] | None = None,
     ) -> T:
-        """Return logits ``[batch, seq, vocab]``, or the sum of the losses of the batch ``learned``, of this rank's
-        data.
+        """Return logits ``[batch, seq, vocab]`` of this rank's data, or the summed loss of the batch ``learned``.
 
         ``tokens, positions``: ``[batch, seq]``; these and ``cu_seqlens`` as in :class:`weft.data.batch.Batch`. A model
-        that scores has one logit. ``only``: positions of each row whose logits are computed. ``seen``: see
-        :class:`Block`. ``hooks``: losses in place of the model's own. ``route``: the blocks to run and their order, if
-        not all (partial pipelines).
+        that scores has one logit. ``only``: positions of each row whose logits are computed, None: all. ``seen``: where
+        routers record their counts. ``hooks``: functions whose losses replace the model's own. ``route``: indices of
+        the blocks to run, in order; None: all (partial pipelines skip some).
         """
         draws = None if learned is None else learned.draws
         hidden = self.hidden(tokens, positions, cu_seqlens, seen, draws, route)
@@ -437,7 +437,7 @@ class Transformer(Module):
         cu_seqlens: T,
         seen: RouterPass | None = None,
     ) -> T:
-        """Run block ``i`` on ``x`` ``[batch, seq/tp, embed]``; other arguments as of :meth:`Block.forward`."""
+        """Run block ``i`` on ``x`` ``[batch, seq/tp, embed]``. Other arguments as of :meth:`Block.forward`."""
         block, saver = self.blocks[str(i)], self.hooks.saver
         if saver is None:
             return block(x, rope, cu_seqlens, seen)
@@ -462,7 +462,7 @@ class Transformer(Module):
 
     @property
     def output(self) -> T:
-        """The output layer's weight ``[vocab/tp, embed]``, or ``[1, embed]`` of a model that scores."""
+        """The output layer's weight ``[vocab/tp, embed]``, or ``[1, embed]`` for a model that scores texts."""
         if self.shape.tied:
             table: T = self.embedding.output
             return table
@@ -470,13 +470,17 @@ class Transformer(Module):
 
     @property
     def rows(self) -> Any:
-        """The trained rows of an output layer that is not tied to the embedding; None if an adapter trains none."""
+        """The rows of an output layer that an adapter trains.
+
+        None if there are none, or if the output layer is tied to the embedding.
+        """
         return self.outputs.adapters["head"] if len(self.outputs.adapters) else None
 
     def loss(self, normed: T, batch: Batch, hooks: Hooks | None = None) -> T:
         """Return the weighted sum of the losses of the tokens, or of the pairs of answers, in ``batch``.
 
-        ``normed``: output of the final norm, ``[batch, seq/tp, embed]``; ``hooks``: losses in place of the model's own.
+        ``normed``: output of the final norm, ``[batch, seq/tp, embed]``. ``hooks``: functions whose losses replace the
+        model's own; None: the model's own.
         """
         hooks = hooks or self.hooks
         objective = hooks.objective

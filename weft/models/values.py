@@ -1,4 +1,4 @@
-"""Initial values that are computed from other parameters: from base weights, magnitudes and four-bit codes."""
+"""Functions that read or compute initial values of parameters: random ones, base weights with an adapter, new rows."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,15 +19,15 @@ Values = Callable[[str, Logical, Box], T]
 
 
 def seeded_values(seed: int) -> Values:
-    """Return random initial values (:func:`initial_values`) with this seed."""
+    """Return a function that draws random initial values (:func:`initial_values`) with the seed ``seed``."""
     return lambda name, logical, box: initial_values(name, logical, box, seed)
 
 
 def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
-    """Return the initial values of a model of ``shape``: the weights of ``base``, and a new adapter if the shape has
-    one.
+    """Return a function that gives the initial values of a model of ``shape``: base weights and a new adapter.
 
-    The values do not depend on the layout; random ones depend on ``seed`` alone.
+    ``base``: the values of the base weights, returned as they are if the shape has no adapter. The values do not depend
+    on the layout; random ones depend on ``seed`` alone.
     """
     if shape.adapter is None:
         return base
@@ -60,9 +60,10 @@ def with_adapter(base: Values, shape: ModelShape, seed: int) -> Values:
 def rows_of(
     base: Values, name: str, logical: Logical, rows: Sequence[int], columns: Box
 ) -> T:
-    """Read the ``rows`` (indices in ascending order) and the range of ``columns`` of the parameter ``name``.
+    """Read some rows of the parameter ``name``, and of these the range ``columns`` of columns.
 
-    ``base``: a function that returns the values of a box of a parameter; ``logical``: the parameter's whole tensor.
+    ``base``: a function that returns the values of a box of a parameter. ``logical``: the parameter's whole tensor.
+    ``rows``: ascending indices.
     """
     if not rows:
         return torch.empty(0, *extents(columns))
@@ -76,11 +77,10 @@ READ = 4096
 
 
 def grown(base: Values, small: ModelShape, vocab: int) -> Values:
-    """Return the values of a model with a larger vocabulary of ``vocab`` tokens: each new row is the mean of the old
-    ones.
+    """Return a function that gives the values of a model whose vocabulary grows to ``vocab`` tokens.
 
-    ``base``: the values of the model ``small``. New tokens are then about as likely as the average token, and every
-    rank that holds new rows computes the same ones.
+    Each new row of embedding and output layer is the mean of the old rows, so that new tokens are about as likely as
+    the average token. Every rank that holds new rows computes the same ones. ``base``: values of the model ``small``.
     """
     base_shape = small.model_copy(update={"adapter": None})
     described = dict(Transformer(base_shape, Mesh.single()).logical_parameters())

@@ -1,8 +1,8 @@
-"""Products in 16 bits on a processor that multiplies them slower than float32.
+"""Products in 16 bits on a processor that multiplies them more slowly than float32.
 
-A CPU without instructions for bfloat16 converts each number where it is used: a product of backward took 21.9 s that
-takes 53 ms in float32. Here tiles of the factors become float32 and results are rounded once, so that weights and
-activations stay in 16 bits. Sums are float32 either way.
+A CPU without instructions for bfloat16 converts each element where it is used: a product of backward took 21.9 s that
+takes 53 ms in float32. Here tiles of the factors are converted to float32 and results are rounded once, so that weights
+and activations stay in 16 bits. Sums are float32 either way.
 """
 
 import time
@@ -67,7 +67,7 @@ def is_widened(x: T) -> bool:
 
 
 def multiply(a: T, b: T, plus: T | None = None, out: T | None = None) -> T:
-    """Return ``a @ b`` of ``[m, k]`` and ``[k, n]``, without a gradient.
+    """Return ``a @ b`` of ``[m, k]`` and ``[k, n]``. No gradient is recorded.
 
     ``plus``: a tensor ``[m, n]`` to add; ``out``: the tensor to write to. Both may be the same tensor.
     """
@@ -108,16 +108,14 @@ def _times_rows(left: T, b: T, plus: T | None, out: T) -> None:
 
 
 def widened(*xs: T) -> tuple[T, ...]:
-    """Convert the tensors ``xs`` to float32 if the CPU multiplies their own type more slowly; else return them
-    unchanged.
-    """
+    """Return the tensors ``xs``, converted to float32 if the CPU multiplies their own type more slowly."""
     return tuple(x.float() if is_widened(x) else x for x in xs)
 
 
 def widened_note(dtype: str, device: torch.device) -> str:
-    """Return the note that a run prints if its products are computed in float32 although its weights have fewer bits.
+    """Return the line that a run prints if products are computed in float32 although weights have fewer bits, else "".
 
-    Empty if they are not; ``dtype``: type of the weights.
+    ``dtype``: name of the weights' type.
     """
     if device.type != "cpu" or not multiplies_slowly(getattr(torch, dtype)):
         return ""
