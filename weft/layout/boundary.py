@@ -29,14 +29,20 @@ warnings.filterwarnings(
 
 
 def gather_tokens(x: T, mesh: Mesh) -> T:
-    """Leave a norm region: gather ``[batch, seq/tp, embed]`` over ``tp`` to ``[batch, seq, embed]``, replicated."""
+    """Gather the tokens of a norm region over ``tp``: ``[batch, seq/tp, embed]`` to ``[batch, seq, embed]``.
+
+    In a norm region each rank of ``tp`` holds other tokens (sequence parallelism). The result is replicated (R).
+    """
     if mesh.size("tp") == 1:
         return x
     return spmd.all_gather(x, mesh.group("tp"), src=S(1), dst=R, **_as_is(x))
 
 
 def scatter_tokens(x: T, mesh: Mesh) -> T:
-    """Enter a norm region: sum ``[batch, seq, embed]`` over ``tp`` and keep this rank's ``[batch, seq/tp, embed]``."""
+    """Sum ``x`` ``[batch, seq, embed]`` over ``tp``; return this rank's tokens of it, ``[batch, seq/tp, embed]``.
+
+    This enters a norm region, in which each rank of ``tp`` holds other tokens (sequence parallelism).
+    """
     if mesh.size("tp") == 1:
         return x
     return spmd.reduce_scatter(x, mesh.group("tp"), src=V, dst=S(1), **_as_is(x))
@@ -78,9 +84,9 @@ def own(weight: T, start: int, stop: int, mesh: Mesh) -> T:
 
 
 def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
-    """Convert ``x`` to type P (pending sum) on the given axes, so that the sum counts every value once.
+    """Convert ``x`` to type P (pending sum) on the axes in ``types``, so that the sum counts every value once.
 
-    ``types``: the type of ``x`` per axis. Along an axis where ranks hold the same value (R or I), all ranks but the
+    ``types``: the type of ``x`` by axis. Along an axis where ranks hold the same value (R or I), all ranks but the
     first contribute zero.
     """
     for axis, kind in types.items():
@@ -94,17 +100,17 @@ def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
 
 
 def step_sum(x: T, mesh: Mesh) -> T:
-    """Complete a sum that is pending over all axes, by one all-reduce over the ranks of the step group."""
+    """Complete the sum of ``x``, which is pending (P) over all axes, by an all-reduce over the step group."""
     return spmd.all_reduce(x, mesh.step_group, dst=R) if mesh.layout.world > 1 else x
 
 
 def sum_over(axis: str, x: T, mesh: Mesh) -> T:
-    """Complete a sum that is pending over ``axis``, by an all-reduce. The result is invariant (I)."""
+    """Complete the sum of ``x``, which is pending (P) over ``axis``, by an all-reduce. The result is invariant (I)."""
     return spmd.all_reduce(x, mesh.group(axis), dst=I) if mesh.size(axis) > 1 else x
 
 
 def total_of_shares(x: T, axes: Iterable[str], mesh: Mesh) -> T:
-    """Sum ``x``, which varies over ``axes``, by an all-reduce along each axis. The result is replicated (R)."""
+    """Sum ``x``, which varies (V) over ``axes``, by an all-reduce along each axis. The result is replicated (R)."""
     for axis in axes:
         x = spmd.all_reduce(share_of_sum(x, mesh, **{axis: V}), mesh.group(axis), dst=R)
     return x
@@ -129,29 +135,29 @@ def _types(logical: Logical, uncut: Kind) -> dict[str, Kind]:
 
 
 def parameter_types(logical: Logical) -> dict[str, Kind]:
-    """Return the type per axis of a parameter in forward: varying over axes that cut it, else replicated."""
+    """Return the type by axis of a parameter in forward: varying (V) over axes that cut it, else replicated (R)."""
     return _types(logical, R)
 
 
 def gradient_types(logical: Logical) -> dict[str, Kind]:
-    """Return the type per axis of a parameter's gradient after backward.
+    """Return the type by axis of a parameter's gradient after backward.
 
-    It varies over axes that cut the parameter, and is a partial sum over the others.
+    It varies (V) over axes that cut the parameter, and is a partial sum (P) over all other axes.
     """
     return _types(logical, P)
 
 
 def state_types(logical: Logical) -> dict[str, Kind]:
-    """Return the type per axis of the rows that a rank holds of a parameter, or of its reduced gradient.
+    """Return the type by axis of the rows that a rank holds of a parameter, or of its reduced gradient.
 
-    The rows vary over ``pp``, ``shard``, ``cp`` and the axes that cut the parameter. Over other axes they are
-    invariant.
+    The rows vary (V) over ``pp``, ``shard``, ``cp`` and the axes that cut the parameter. Over all other axes they are
+    invariant (I).
     """
     return _types(logical, I) | {"pp": V, "shard": V, "cp": V}
 
 
 def own_number(value: float, mesh: Mesh, **types: Kind) -> T:
-    """Return ``value``, which this rank has computed, as a float64 scalar tensor. ``types``: its type per axis."""
+    """Return ``value``, which this rank has computed, as a float64 scalar tensor. ``types``: its type by axis."""
     with untyped():
         x = torch.tensor(value, dtype=torch.float64, device=mesh.device)
     return declare(x, mesh, **types)
@@ -160,13 +166,16 @@ def own_number(value: float, mesh: Mesh, **types: Kind) -> T:
 def own_share(value: float, mesh: Mesh, **types: Kind) -> T:
     """Return ``value`` as this rank's share of a pending sum that counts every value once: a float64 scalar.
 
-    ``types``: the type of ``value`` per axis, as in :func:`share_of_sum`.
+    ``types``: the type of ``value`` by axis; along axes where ranks have the same value, only the first contributes it.
     """
     return share_of_sum(own_number(value, mesh, **types), mesh, **types)
 
 
 def declare(x: T, mesh: Mesh, **types: Kind) -> T:
-    """Declare the type of ``x`` per axis. ``weft verify --types`` checks it; otherwise the call does nothing."""
+    """Declare the type of ``x`` by axis. ``weft verify --types`` checks it; otherwise the call does nothing.
+
+    ``types``: varying (V), replicated (R), invariant (I) or partial sum (P), by axis. Returns ``x``.
+    """
     if spmd.TYPE_CHECKING:
         live = [axis for axis in LIVE_AXES if mesh.size(axis) > 1 and axis in types]
         spmd.assert_type(x, {mesh.group(axis): types[axis] for axis in live})

@@ -48,10 +48,12 @@ def ceil_part(count: int, parts: int, index: int) -> tuple[int, int]:
 class Logical:
     """A parameter as one device sees it, and the part of it that this rank computes with.
 
-    ``dims``: its named dimensions. ``std``: its initial standard deviation (``None``: all ones, 0: all zeros).
-    ``cuts``: for each dimension, the mesh axes that cut it. ``box``: the range of elements, per dimension, that this
-    rank computes with. ``everywhere``: whether every rank keeps all rows of ``box`` as its state, instead of a range of
-    them.
+    Attributes:
+        ``dims``: its named dimensions.
+        ``std``: standard deviation of its initial values; None: all ones, 0: all zeros.
+        ``cuts``: for each dimension, the mesh axes that cut it.
+        ``box``: the range of elements, per dimension, that this rank computes with.
+        ``everywhere``: whether every rank keeps all rows of ``box`` as its state, instead of a range of them.
     """
 
     dims: tuple[Dim, ...]
@@ -80,7 +82,7 @@ class Logical:
         return any(axis in axes for axes in self.cuts)
 
     def rows(self, lo: int, hi: int) -> Box:
-        """Return the box of rows ``lo:hi`` of the local part, as a box of the whole parameter."""
+        """Return the box of rows ``lo:hi`` of this rank's part, in indices of the whole parameter."""
         start = self.box[0][0]
         return ((start + lo, start + hi), *self.box[1:])
 
@@ -100,9 +102,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """Shape and type of a logical tensor.
+    """Shape and type of a logical tensor, a tensor as the one-device model has it.
 
-    ``dims``: names of its dimensions; ``tied``: the name of the tensor whose values it shares, None if it has its own.
+    ``dtype``: name of the type, as in safetensors; ``dims``: names of the dimensions; ``tied``: name of the tensor
+    whose values this tensor shares, None if it has its own.
     """
 
     shape: tuple[int, ...]

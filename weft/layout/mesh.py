@@ -34,16 +34,23 @@ LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The layout of an island over the ranks of the default process group. ``device_mesh`` is None on a single device.
+    """The layout of an island over the ranks of the default process group, and this rank's position in it.
 
-    ``island`` is the number of this island among ``islands``, and ``island_store`` the store that ranks of all islands
-    share. All other fields are about this island, which trains as if there were no others.
+    Attributes:
+        ``layout``: number of ranks along each axis of this island.
+        ``device``: what this rank computes on.
+        ``place``: this rank's coordinates.
+        ``device_mesh``: the same ranks as PyTorch's mesh; None on a single device.
+        ``step_group``: the ranks of this island, which take a step together; None on a single device.
+        ``island``, ``islands``: number of this island, and how many there are. All other attributes are about this
+            island, which trains as if there were no others.
+        ``island_store``: store that the ranks of all islands share; None without islands.
 
-    ``place``: this rank's coordinates. Groups are known by axis and by ``state`` (see
-    :class:`weft.layout.placement.Place`). With ``layout.ep`` above 1 there are also ``expert_state``, ``expert_dp``,
-    ``exchange`` (the ranks that have all experts together), ``within n`` (a block of n neighbours of ``exchange``) and
-    ``across n`` (the ranks at the same place of every block). With ``layout.secondary`` there is ``near``: neighbours
-    along ``state``. ``step_group``: the ranks of this island, which take a step together; None on a single device.
+    Groups of ranks are known by axis and by ``state``, the ranks of ``shard`` and ``cp`` together. With ``layout.ep``
+    above 1 there are also ``expert_state`` and ``expert_dp`` (ranks with the same experts, which share their state or
+    replicate it), ``exchange`` (ranks that have all experts together), ``within n`` (a block of n neighbours of
+    ``exchange``) and ``across n`` (ranks at the same position in every such block). With ``layout.secondary`` there is
+    ``near``, neighbours along ``state``.
     """
 
     layout: Layout
@@ -81,7 +88,7 @@ class Mesh:
     def create(cls, layout: Layout, device: torch.device | str) -> Mesh:
         """Lay ``layout`` over the initialised default process group; each island makes a default group of its own.
 
-        Raises :class:`UsageError` if the layout has not exactly as many places as there are ranks.
+        Raises :class:`UsageError` if the number of ranks is not that of the layout.
         """
         device = torch.device(device)
         if not dist.is_initialized():
@@ -167,9 +174,9 @@ class Mesh:
         return self.place.rank(axis)
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the first rank of the step group only. Every rank returns its result or raises its error.
+        """Run ``work`` on the first rank of the step group only; return its result, or raise its error, on every rank.
 
-        Collective over the step group.
+        Collective over the step group. Of errors only a :class:`WeftError` reaches all ranks.
         """
         done: list[T | WeftError | None] = [None]
         if self.step_group is None or self.step_group.rank() == 0:
@@ -184,13 +191,13 @@ class Mesh:
         return done[0]  # type: ignore[return-value]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group of an axis, or of one of the other group names that :class:`Mesh` lists."""
+        """Return the process group of an axis, or of another group whose name :class:`Mesh` lists."""
         return self._group[axis]
 
     def sharing(self, logical: Logical) -> tuple[str, str]:
-        """Return the names of two groups: the ranks with replicas of a parameter's state, and the ranks that shard it.
+        """Return the names of two groups: ranks with replicas of a parameter's state, and ranks that shard it.
 
-        They are groups of experts if ``ep`` cuts the parameter, else ``dp`` and ``state``.
+        They are ``expert_dp`` and ``expert_state`` if ``ep`` cuts the parameter ``logical``, else ``dp`` and ``state``.
         """
         if logical.cut_by(FOLDED):
             return ("expert_dp", "expert_state")

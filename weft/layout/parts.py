@@ -19,11 +19,14 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a logical tensor with its values.
+    """The part of a logical tensor that a rank holds, with its values: what checkpoints and proofs read and write.
 
-    ``box``: the range of elements per dimension; ``tensor``: shape and type of the whole tensor. ``replica``: index of
-    this copy among the ``replicas`` ranks that hold the same elements. ``rows``: the indices along dimension 0 that
-    ``values`` has, if they are not all those of ``box``.
+    Attributes:
+        ``values``: the elements of the part.
+        ``box``: their range in the logical tensor, per dimension.
+        ``tensor``: shape and type of the logical tensor.
+        ``replica``, ``replicas``: index of this copy among the ranks that hold the same elements, and their number.
+        ``rows``: the indices along dimension 0 that ``values`` has; None: all those of ``box``.
     """
 
     values: torch.Tensor

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Placement:
     """The part of a parameter's state that a rank holds.
 
-    ``box``: the range of elements per dimension. ``replica``: index of this rank among the ``replicas`` ranks that hold
-    the same elements.
+    ``box``: the range of elements per dimension. ``replica``: index of this rank among the ranks that hold the same
+    elements; ``replicas``: their number.
     """
 
     box: Box
@@ -34,18 +34,18 @@ class Placement:
 
     @property
     def counted(self) -> bool:
-        """Whether this rank counts these elements in the norm of the gradients. The first of their holders does."""
+        """Whether this rank counts these elements in the norm of the gradients, as the first that holds them."""
         return self.replica == 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's coordinate along every axis of a layout.
+    """One rank's coordinate along every axis of a layout, and along groups of ranks that are derived from axes.
 
-    ``state`` numbers the ranks of ``shard`` and ``cp`` together, which share the state, by their rank in the world:
-    PyTorch numbers the ranks of a group in this way, whatever ``layout.order`` says. ``ep`` likewise numbers neighbours
-    among the data ranks, ``dp`` slowest. ``expert_state`` and ``expert_dp`` number the ranks with the same experts:
-    those that share their state, and the replicas of it.
+    ``coordinates``: by axis, and by four names more. ``state`` numbers the ranks of ``shard`` and ``cp`` together,
+    which share the state, by their rank in the world, as PyTorch numbers the ranks of a group. ``ep`` numbers
+    neighbours among the data ranks in the same way. ``expert_state`` and ``expert_dp`` number the ranks with the same
+    experts: those that share the experts' state, and the replicas of it.
     """
 
     layout: Layout
@@ -85,11 +85,11 @@ class Place:
         whole: bool = False,
         everywhere: bool = False,
     ) -> Logical:
-        """Describe the parameter with dimensions ``dims``, and the part of it that this place computes with.
+        """Describe the parameter with dimensions ``dims``, and the part of it that this rank computes with.
 
-        ``std``: initial standard deviation. ``whole``: whether ranks that share the work all compute with the whole
-        parameter, although its dimensions could be cut (fewer key/value heads than ranks, a router's row for each
-        expert). ``everywhere``: see :class:`Logical`.
+        ``std``: standard deviation of the initial values (None: all ones). ``whole``: whether ranks of ``tp`` and
+        ``ep`` all compute with the whole parameter, although its dimensions could be cut (fewer key/value heads than
+        ranks, a router's row for each expert). ``everywhere``: whether every rank keeps all of its part as state.
         """
         cuts = cut_axes(dims, self.layout, whole)
         box = tuple(
@@ -124,8 +124,8 @@ class Place:
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
         """Return the range of rows of ``logical`` that this rank holds as state, out of the rows that it computes with.
 
-        ``stages``: the coordinates along ``pp`` of all ranks that compute with the same part. There are several for a
-        tied embedding, for example.
+        ``stages``: the coordinates along ``pp`` of all ranks that compute with these rows; several for a tied
+        embedding, for example.
         """
         layout = self.layout
         # ranks that cut the rows, and copies of these
@@ -155,14 +155,14 @@ def island_ranks(layout: Layout, rank: int) -> tuple[int, list[int]]:
 
 
 def rank_table(layout: Layout) -> np.ndarray:
-    """Return the world rank at every place, as an int array with one dimension per axis of :data:`AXES`."""
+    """Return the world rank at every combination of coordinates: ints, with one dimension per axis of :data:`AXES`."""
     order = layout.axis_order
     ranks = np.arange(layout.world).reshape([layout.size(axis) for axis in order])
     return ranks.transpose([order.index(axis) for axis in AXES])
 
 
 class ExpertSizes(NamedTuple):
-    """Sizes of the three axes into which the data ranks fall for experts.
+    """Sizes of the three axes along which the data ranks are arranged for experts.
 
     ``expert_dp``: replicas of an expert's state. ``expert_state``: ranks that share the state of an expert. ``ep``:
     ranks that hold different experts.
@@ -174,14 +174,14 @@ class ExpertSizes(NamedTuple):
 
 
 def expert_sizes(layout: Layout) -> ExpertSizes:
-    """Return the sizes of the axes into which the data ranks of ``layout`` fall for experts."""
+    """Return the sizes of the three axes along which the data ranks of ``layout`` are arranged for experts."""
     state = layout.size("shard", "cp")
     replicas = layout.dp // max(1, layout.fold // state)
     return ExpertSizes(replicas, max(1, state // layout.fold), layout.fold)
 
 
 def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """Rearrange the ranks of :func:`rank_table` as ``[island, pp, expert_dp, expert_state, ep, tp]``."""
+    """Rearrange ``ranks``, a :func:`rank_table`, as ``[island, pp, expert_dp, expert_state, ep, tp]``."""
     # [island, pp, dp, state, tp]
     by_state = np.sort(ranks.reshape(*ranks.shape[:3], -1, layout.tp), axis=3)
     folded = by_state.reshape(*ranks.shape[:2], *expert_sizes(layout), layout.tp)
@@ -189,7 +189,7 @@ def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
 
 
 def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """Rearrange the ranks of :func:`rank_table` as ``[island, pp, ..., ep]``.
+    """Rearrange ``ranks``, a :func:`rank_table`, as ``[island, pp, ..., ep]``.
 
     The ranks along the last dimension hold all experts of a layer together, and exchange tokens among them.
     """
@@ -208,7 +208,7 @@ def experts_per_node(layout: Layout) -> int:
 
 
 def expert_blocks(layout: Layout) -> list[int]:
-    """Return the sizes of the blocks of neighbours in which the dispatcher exchanges rows or experts.
+    """Return the sizes of the blocks of neighbouring ranks in which the dispatcher of ``layout`` exchanges rows.
 
     The exchange among all ranks of ``ep`` is not in the list.
     """
@@ -249,10 +249,10 @@ def cut_axes(
 def pieces_of_experts(
     dims: Sequence[Dim], cuts: Sequence[Sequence[str]], layout: Layout
 ) -> int:
-    """Return into how many pieces each expert of a stacked parameter is cut.
+    """Return into how many pieces each expert of a stacked parameter is cut; 0 if experts are whole.
 
-    ``cuts``: the axes that cut each dimension. The number is 0 if there are at least as many experts as ranks of
-    ``ep``.
+    ``dims``: dimensions of the parameter; ``cuts``: the axes that cut each dimension. Experts are cut if ``ep`` has
+    more ranks than there are experts.
     """
     if not dims or dims[0].name != "expert" or _width(dims[1:]) < 0:
         return 0

@@ -31,7 +31,10 @@ def padded_length(seq_len: int, layout: Layout) -> int:
 
 
 def owned_ranges(length: int, layout: Layout, rank: int) -> list[tuple[int, int]]:
-    """Return the half-open token ranges that ``cp`` rank ``rank`` holds of a row of ``length`` padded tokens."""
+    """Return the half-open token ranges that rank ``rank`` of ``cp`` holds of a row with ``length`` tokens.
+
+    ``length``: tokens with padding, as :func:`padded_length` returns.
+    """
     owners = chunk_owners(layout)
     size = length // sum(len(owned) for owned in owners)
     return [(c * size, (c + 1) * size) for c in owners[rank]]

@@ -50,8 +50,12 @@ Gradients = list[dict[str, torch.Tensor]]
 class Difference:
     """Largest relative differences of a layout's results from those of one device.
 
-    Those of loss and norm are over steps, those of gradients, parameters and slots over tensors. ``slot``: of the
-    tensors that the optimizer keeps with each parameter. ``worst_...``: the name of the tensor that differs most.
+    Attributes:
+        ``ok``: whether rounding explains all of them.
+        ``loss``, ``grad_norm``: largest difference of the losses and of the gradients' norms, over all steps.
+        ``grad``, ``param``: largest difference of a gradient in any step, and of a parameter at the end, over tensors.
+        ``slot``: largest difference at the end of a tensor that the optimizer keeps with a parameter.
+        ``worst_grad``, ``worst_param``, ``worst_slot``: names of the tensors with these differences.
     """
 
     ok: bool
@@ -67,7 +71,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The results of some training steps on this rank, for comparison with those of another layout."""
+    """The results of some training steps on this rank, for comparison with those of another layout.
+
+    Attributes:
+        ``losses``, ``norms``: loss and norm of the gradients in each step.
+        ``grads``: for each step, this rank's parts of the gradients, reduced and unclipped, by name.
+        ``params``: this rank's parts of the parameters at the end, by name.
+        ``slots``: this rank's parts of what the optimizer keeps, at the end, by slot and by parameter.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -85,7 +96,8 @@ def run_layout(
 ) -> StepTrace:
     """Train ``steps`` steps from the seeded initial values and the first sample of the data; return the results.
 
-    The arguments are those of :func:`walk`.
+    ``job``: the prepared recipe; ``mesh``: the layout over ranks; ``watch``: called with the model and its state before
+    the first step; ``follow``: for each step, whole gradients by name that replace the run's own in updates.
     """
     *_, (_, trace) = walk(job, mesh, steps, watch, follow)
     return trace
@@ -101,9 +113,10 @@ def walk(
 ) -> Iterator[tuple[State, StepTrace]]:
     """Train from step ``begun`` to ``steps``; yield after each step the state and the trace, complete at the end.
 
-    ``watch`` is called with the model and its state before the first step. ``follow``: gradients by step that replace
-    the run's own in updates. With ``layout.skip`` the reference on one device skips the same blocks as the pipeline,
-    microbatch by microbatch. Raises :class:`WeftError` if the data ends before.
+    ``job``: the prepared recipe; ``mesh``: the layout over ranks; ``watch``: called with the model and its state before
+    the first step; ``follow``: for each step, whole gradients by name that replace the run's own in updates. With
+    ``layout.skip`` the reference on one device skips the same blocks as the pipeline, microbatch by microbatch. Raises
+    :class:`WeftError` if the data ends before.
     """
     taken: list[tuple[int, ...]] = []
     if job.recipe.layout.skip and mesh.size("pp") == 1:
@@ -166,7 +179,7 @@ def walk(
 
 
 def prove(recipe: Recipe, steps: int) -> Difference | None:
-    """Join the ranks of ``recipe``, and compare its layout with one device over ``steps`` steps.
+    """Join the ranks that train ``recipe``, and compare its layout with one device over ``steps`` training steps.
 
     Returns the differences on the first rank, and None on all others.
     """
@@ -179,11 +192,12 @@ def prove(recipe: Recipe, steps: int) -> Difference | None:
 def compare_with_one_device(
     trace: StepTrace, job: Job, mesh: Mesh
 ) -> Difference | None:
-    """Compare every rank's trace with a run on one device. Collective; the result is on rank 0.
+    """Compare every rank's trace with a run on one device. Collective; other ranks than the first get None.
 
-    One device computes its own gradients in every step, and then updates with the layout's gradients: Adam would turn
-    the rounding noise of gradients that are zero into steps of full size. So both sides start each step from the same
-    state, and the parameters at the end show the same gradients in one device's optimizer.
+    ``trace``: the results of this rank; ``job``: the prepared recipe. One device computes its own gradients in every
+    step, and then updates with the layout's gradients: Adam would turn the rounding noise of gradients that are zero
+    into steps of full size. So both runs start each step from the same state, and the parameters at the end show the
+    same gradients in one device's optimizer.
     """
     traces = [trace] * mesh.layout.world
     if mesh.layout.world > 1:
@@ -304,13 +318,13 @@ def difference(
     dtype: str,
     apart: float | None = None,
 ) -> Difference:
-    """Compare all ranks' traces with that of one device, relative to the norm of each tensor.
+    """Compare all ranks' traces with that of one device, ``reference``, relative to the norm of each tensor.
 
-    A gradient that is zero in exact arithmetic (of keys' adapters where queries see one key, for example) consists of
-    rounding noise. So gradients count relative to at least the smallest slope that shows above the rounding of the
-    loss, over a distance as large as the norm of the parameters that learn. ``apart``: that distance, where gradients
-    are estimated from losses at two points. Parameters and slots need no such allowance, as both sides update with the
-    same gradients.
+    ``dtype``: type of the computation, on which the tolerance depends. A gradient that is zero in exact arithmetic (of
+    keys' adapters where queries see one key, for example) consists of rounding noise. So gradients count relative to at
+    least the smallest slope that shows above the rounding of the loss, over a distance as large as the norm of the
+    parameters that learn. ``apart``: that distance, where gradients are estimated from losses at two points. Parameters
+    and slots need no such allowance, as both runs update with the same gradients.
     """
 
     def relative(a: float, b: float) -> float:

@@ -272,9 +272,9 @@ class CaseResult:
 
 @dataclass
 class Summary:
-    """The number of cases of each kind of result in a campaign, and the failed cases.
+    """The outcome of a campaign of random cases: the number of cases by kind of result, and the failed cases.
 
-    Each failed case is shrunk to as few settings as possible.
+    ``cases``: a dict for each failed case, which is shrunk to as few settings as possible.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -290,7 +290,10 @@ class Summary:
 
 
 def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
-    """Draw a case: sizes of the mesh axes for at most ``ranks`` ranks, and half a dozen other settings."""
+    """Draw a case for ``recipe``: sizes of the mesh axes for at most ``ranks`` ranks, and some other settings.
+
+    ``rng``: the random numbers from which the case follows.
+    """
     case: Case = dict(PAIRS) if recipe.loss.of_pairs else {}
     left = rng.randint(2, ranks)
     for axis in rng.sample(AXES, len(AXES)):
@@ -355,7 +358,10 @@ def write_corpus() -> None:
 
 
 def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
-    """Compare the recipe's layout with one device over ``steps`` steps. Collective; the result is on rank 0."""
+    """Compare the layout of ``recipe`` with one device over ``steps`` training steps, on the CPU. Collective.
+
+    Returns the fields of :class:`Difference` on rank 0, and None on all other ranks.
+    """
     mesh, job = Mesh.create(recipe.layout, "cpu"), prepare(recipe)
     difference = compare_with_one_device(run_layout(job, mesh, steps), job, mesh)
     return asdict(difference) if difference else None
@@ -363,9 +369,10 @@ def compare_layout(recipe: Recipe, steps: int) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Fuzzer:
-    """Runs random cases of the recipe file ``path`` in a pool of processes.
+    """Runs random cases of the recipe file ``path`` in a pool of processes, and compares each with one device.
 
-    A case that takes longer than ``limit`` seconds counts as hung.
+    ``dtype``: type of the computation; ``steps``: training steps of each case; ``limit``: seconds after which a case
+    counts as hung.
     """
 
     path: Path
@@ -375,7 +382,7 @@ class Fuzzer:
     limit: float = 60
 
     def verdict_of(self, case: Case) -> CaseResult:
-        """Run a case, and return its result."""
+        """Run ``case`` on the ranks of its layout, and return the result; no error is raised."""
         layout, sets = command_options(case)
         try:
             recipe = load_recipe(
@@ -398,7 +405,7 @@ class Fuzzer:
         return CaseResult("equal" if equal else "wrong", json.dumps(ranks[0]))
 
     def shrunk(self, case: Case, kind: str) -> tuple[Case, CaseResult]:
-        """Drop every setting of a failing case without which it still fails; return the smaller case and its result.
+        """Drop all settings of a failing ``case`` that the failure does not need; return the case and its result.
 
         ``kind``: the kind of result that counts as the same failure.
         """
@@ -420,8 +427,8 @@ class Fuzzer:
     ) -> Iterator[tuple[Case, CaseResult]]:
         """Run ``count`` random cases and yield each with its result; stop after ``minutes`` if that is given.
 
-        ``seed`` draws the cases, and ``first`` is the number of the first one, so that a campaign can be continued.
-        ``ranks``: the largest number of ranks.
+        ``seed``: of the random numbers that draw the cases; ``first``: number of the first case, so that a campaign can
+        be continued; ``ranks``: the largest number of ranks of a case. A failing case is shrunk before it is yielded.
         """
         write_corpus()
         recipe = load_recipe(self.path)

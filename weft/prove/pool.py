@@ -41,9 +41,14 @@ class WorkerDied(RuntimeError):
 
 @dataclass(frozen=True)
 class RankResult:
-    """The result of a rank: a pickled value, or a pickled exception and its traceback.
+    """The result of a call on one rank, as a worker process sends it to the pool.
 
-    The exception is None if it cannot be pickled.
+    Attributes:
+        ``ok``: whether the call returned.
+        ``payload``: the pickled value, or the pickled exception; None for an exception that cannot be pickled.
+        ``trace``: traceback of the exception.
+        ``secondary``: whether the exception only follows from the failure of another rank.
+        ``leaving``: whether the worker process ends after this call.
     """
 
     ok: bool
@@ -54,7 +59,10 @@ class RankResult:
 
 
 def fork_server(preload: Sequence[str] = ()) -> Any:
-    """Return a context that forks processes from a server with PyTorch, Weft and ``preload`` already imported."""
+    """Return a multiprocessing context whose processes have PyTorch, Weft and the modules ``preload`` already imported.
+
+    They are forked from a server; on other systems than Linux processes are started anew.
+    """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -95,7 +103,7 @@ class ProcessPool:
     def run(
         self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240
     ) -> list[Any]:
-        """Run ``fn(*args)`` on ``world`` ranks; return the results in rank order.
+        """Run ``fn(*args)`` on ``world`` ranks of a new process group; return the results in rank order.
 
         An exception of a rank is raised here, with its traceback as a note. Ranks that do not answer within ``timeout``
         seconds are killed, and :class:`TimeoutError` names them and shows their stacks. If a rank's process has ended

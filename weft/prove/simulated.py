@@ -27,11 +27,11 @@ def agree(
     past: dict[str, Any],
     members: Members | None = None,
 ) -> None:
-    """Change the parameters of all islands as the sync method ``how`` does after ``step`` (counted from 1).
+    """Change the parameters of all islands as the sync method of ``how`` does after ``step`` (counted from 1).
 
-    ``states``: the state of each island. ``past``: a dictionary that every call gets, in which methods keep values for
-    later. ``members(number, i)``: the islands that exchange ``number`` joins with island ``i``, where islands come and
-    go; by default all islands take part.
+    ``states``: the state of each island, by its number; ``how``: the recipe's section ``[sync]``; ``past``: a
+    dictionary that every call gets, in which methods keep values for later. ``members(number, i)``: the islands that
+    exchange ``number`` joins with island ``i``, where islands come and go; by default all islands take part.
     """
     method: SyncMethod = how.method
     for held in zip(*(state.learning for state in states.values()), strict=True):
@@ -59,7 +59,7 @@ def agree(
 def exchange_partners(i: int, count: int, how: Sync, number: int) -> Collection[int]:
     """Return the islands with which island ``i`` of ``count`` averages in exchange ``number``, itself included.
 
-    ``how``: settings that name the partners. All islands take part in the exchange.
+    ``how``: the recipe's section ``[sync]``, which names the partners. All islands take part in the exchange.
     """
     if how.partner == "ring":
         return {(i - 1) % count, i, (i + 1) % count}

@@ -44,7 +44,10 @@ from weft.train.step import reduced_gradients
 
 @dataclass(frozen=True)
 class TypeFault:
-    """A type error in a layout's computation: the innermost line outside of the type checker, and the reason."""
+    """A type error in a layout's computation.
+
+    ``file``, ``line``, ``code``: the innermost line of code outside of the type checker; ``message``: the reason.
+    """
 
     file: str
     line: int
@@ -63,12 +66,14 @@ def check_types(
     loss: Loss | None = None,
     memory: Memory | None = None,
 ) -> TypeFault | None:
-    """Type-check a whole training step of ``layout`` in this process alone, for any world size; None if it fits.
+    """Check a whole training step of ``layout`` by types, in this process alone, for any number of ranks.
 
-    Tensors are on the meta device and collectives in a fake process group, so neither memory nor ranks are needed. The
-    sharding of the state is replaced by its contract: gradients are partial sums over the data axes before it, and rows
-    of their sum after it. Pipeline stages exchange tensors of a single type, so one stage stands for all stages, and
-    one island for all islands. Raises :class:`UsageError` for a model of a plugin, whose types are not known.
+    Returns the first fault, or None if there is none. ``shape``: the model; all other arguments are sections of the
+    recipe. Tensors are on the meta device and collectives in a fake process group, so neither memory nor ranks are
+    needed. The sharding of the state is replaced by its contract: gradients are partial sums over the data axes before
+    it, and rows of their sum after it. Pipeline stages exchange tensors of a single type, so one stage stands for all
+    stages, and one island for all islands. Raises :class:`UsageError` for a model of a plugin, whose types are not
+    known.
     """
     check_fits(shape, layout, train, optimizer, memory)
     if shape.kind:

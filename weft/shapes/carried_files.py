@@ -60,8 +60,9 @@ def context_length(files: Mapping[str, bytes]) -> int | None:
 
 
 def carried_dtype(files: Mapping[str, bytes]) -> str | None:
-    """Return the name of the weights' type (``bfloat16``, say) from the ``config.json`` among a model's files; None
-    without.
+    """Return the name of the weights' type, such as ``bfloat16``, from the ``config.json`` in ``files``.
+
+    None if the file or the name is missing.
     """
     config = carried_config(files)
     given = next((str(config[name]) for name in DTYPES if config.get(name)), None)
@@ -112,8 +113,9 @@ def exported_config(
 ) -> dict[str, Any]:
     """Return the ``config.json`` of a model of ``shape`` with weights of ``dtype``.
 
-    ``files``: the model's other files. If they have a ``config.json``, the result is that one with the fields that have
-    changed since. Otherwise it is made from ``shape``, with the context length ``max_positions`` if one is known.
+    ``files``: the model's other files. If they include a ``config.json``, the result is a copy of it in which the
+    fields have changed that the run has changed. Otherwise it is made from ``shape``, with the context length
+    ``max_positions`` if one is known.
     """
     # which a run that keeps what it was given does not need
     from weft.shapes.config import config_from_shape, shape_from_fields

@@ -86,7 +86,7 @@ LACKING = {
 
 
 def lacking(fields: Mapping[str, Any]) -> str:
-    """Return a sentence that says what Weft lacks to train a model of an architecture that it does not know.
+    """Return a sentence that says which features of an unknown architecture Weft lacks to train it.
 
     ``fields``: the fields of the model's ``config.json``.
     """
@@ -112,7 +112,8 @@ def shape_from_fields(
 ) -> ModelShape:
     """Return the model that ``config``, the fields of a ``config.json``, describes.
 
-    ``path`` names the file in errors; ``planned``: as for :func:`shape_from_config`.
+    ``path`` names the file in errors. Raises :class:`WeftError` for a model that Weft would compute differently; with
+    ``planned`` such a model gives an :class:`UntrainableShape` instead, which has only the sizes that plans need.
     """
     fields = ConfigFields(config, path)
     try:
@@ -236,11 +237,10 @@ def _scaling(config: ConfigFields, rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_blocks(path: Path | str, config: Mapping[str, Any]) -> list[int]:
-    """Return the sizes ``[rows, columns]`` of the blocks of a weight that share a scale, if weights are stored in 8
-    bits.
+    """Return the shape ``[rows, columns]`` of the blocks of a weight that share a scale; empty without quantisation.
 
-    The list is empty if weights are not quantised; other quantisation raises :class:`WeftError`. ``config``: fields of
-    the ``config.json``; ``path`` names this file in errors.
+    Only 8-bit floating-point weights are known; other quantisation raises :class:`WeftError`. ``config``: fields of the
+    ``config.json``; ``path`` names this file in errors.
     """
     match stored := config.get("quantization_config") or {}:
         case {
@@ -308,9 +308,9 @@ def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
 
 
 def layer_types(layers: int, full_every: int) -> list[str]:
-    """Return Hugging Face's ``layer_types``: for each layer, whether its attention is full or windowed.
+    """Return Hugging Face's ``layer_types``: for each layer, whether its attention is full or has a window.
 
-    ``full_every``: every so many layers one has full attention.
+    ``full_every``: every layer with a number divisible by it, from 1, has full attention; 0: no layer has.
     """
     kinds = [SLIDING] * layers
     if full_every:
@@ -319,7 +319,10 @@ def layer_types(layers: int, full_every: int) -> list[str]:
 
 
 def architecture(shape: ModelShape) -> str:
-    """Return the Hugging Face architecture that computes this shape. Raises :class:`WeftError` if there is none."""
+    """Return the name of the Hugging Face architecture that computes ``shape``, such as ``LlamaForCausalLM``.
+
+    Raises :class:`WeftError` if there is none.
+    """
     remedy = "keep Weft's own checkpoint"
     if shape.mixer != "softmax":
         raise WeftError(
@@ -364,7 +367,8 @@ def config_from_shape(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the fields of a ``config.json`` with which transformers (4 and 5) computes the same model.
 
-    ``tokens``: ids of special tokens by name (``eos_token_id`` ...); ``max_positions``: the context length, if known.
+    ``dtype``: type of the weights; ``tokens``: ids of special tokens by name (``eos_token_id`` ...); ``max_positions``:
+    the context length, if known. Raises :class:`WeftError` if no architecture computes ``shape``.
     """
     name = architecture(shape)
     scores = shape.output == "score"

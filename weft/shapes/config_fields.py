@@ -15,7 +15,7 @@ class ConfigFields(dict[str, Any]):
         self.path = path
 
     def refuse(self, field: str, supported: str, value: Any = None) -> NoReturn:
-        """Raise :class:`WeftError`, which says that Weft does not support the value of ``field``.
+        """Raise a :class:`WeftError` that says that Weft does not support the value of ``field``.
 
         ``supported``: the values that Weft supports, in words; ``value``: the value to report, if it is not that of
         ``field``.
@@ -30,10 +30,10 @@ class ConfigFields(dict[str, Any]):
         return next((self[name] for name in names if self.get(name) is not None), None)
 
     def number(self, *names: str, default: int | None = None) -> int:
-        """Return the whole number that the fields ``names`` state, which mean the same; ``default`` if none of them has
-        a value.
+        """Return the whole number that any of the fields ``names``, which are synonyms, states; else ``default``.
 
-        Raises :class:`WeftError` if the result would be None, and if the fields differ.
+        Raises :class:`WeftError` if the fields contradict each other, if a value is no whole number, and if no field
+        has a value and ``default`` is None.
         """
         given = [name for name in names if self.get(name) is not None]
         name = given[0] if given else names[0]

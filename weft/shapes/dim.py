@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class Dim:
     """A named dimension of ``count`` units of ``unit`` elements each.
 
-    Axes cut between units and never inside one, such as the rows of a head.
+    Axes of the mesh cut it between units and never inside of one; the rows of an attention head, for example, are a
+    unit.
     """
 
     name: str

@@ -156,7 +156,10 @@ def _is_mixtral(shape: ModelShape) -> bool:
 
 
 def hf_names(name: str, shape: ModelShape | None = None) -> list[str]:
-    """Return the tensors that hold the parameter ``name``: one, one per expert, or none if only training needs it."""
+    """Return the names of Hugging Face's tensors that hold the parameter ``name`` in a model of ``shape``.
+
+    It is one tensor, one per expert, or none for a parameter that only training needs.
+    """
     if name.endswith("router.load"):
         return []
     theirs = hf_name(name, shape)

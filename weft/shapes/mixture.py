@@ -35,9 +35,7 @@ LATENT = {
 
 
 def latent_sizes(config: ConfigFields) -> dict[str, int]:
-    """Return the sizes of latent attention (DeepSeek-V2) in a ``config.json``, by the names of the fields of
-    :class:`ModelShape`.
-    """
+    """Return the sizes of latent attention (DeepSeek-V2) in a ``config.json``, by field of :class:`ModelShape`."""
     return {
         ours: config.number(theirs, default=0 if ours == "q_rank" else None)
         for ours, theirs in LATENT.items()
@@ -45,8 +43,7 @@ def latent_sizes(config: ConfigFields) -> dict[str, int]:
 
 
 def mixture_sizes(config: ConfigFields, layers: int, ffn: int) -> dict[str, Any]:
-    """Return the sizes of experts in a ``config.json`` of any architecture, by the names of the fields of
-    :class:`ModelShape`.
+    """Return the sizes of experts in a ``config.json`` of any architecture, by field of :class:`ModelShape`.
 
     ``layers``: the model's number of layers; ``ffn``: hidden width of its dense feed-forwards.
     """
@@ -80,10 +77,10 @@ def _mixed(config: ConfigFields, layers: int) -> list[bool]:
 
 
 def mixture_settings(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
-    """Return the settings about experts and latent attention in a ``config.json``, by the fields of
-    :class:`ModelShape`.
+    """Return the settings of experts and latent attention in a ``config.json``, by field of :class:`ModelShape`.
 
-    ``name``: the architecture in the file; ``layers``: the model's number of layers.
+    ``name``: the architecture in the file; ``layers``: the model's number of layers. Raises :class:`WeftError` for a
+    setting that Weft does not support.
     """
     width = (
         "intermediate_size" if name.startswith("Mixtral") else "moe_intermediate_size"
@@ -168,7 +165,7 @@ def _deepseek(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
 
 
 def mixture_architecture(shape: ModelShape) -> str:
-    """Return the Hugging Face architecture that computes this shape, a model with experts or latent attention.
+    """Return the name of the Hugging Face architecture that computes ``shape``, with experts or latent attention.
 
     Raises :class:`WeftError` if no architecture does.
     """
@@ -202,7 +199,10 @@ def mixture_architecture(shape: ModelShape) -> str:
 
 
 def mixture_fields(shape: ModelShape, name: str) -> dict[str, Any]:
-    """Return the fields of ``config.json`` that architecture ``name`` has in addition to those of dense models."""
+    """Return the fields of ``config.json`` about experts and latent attention, for a model of ``shape``.
+
+    ``name``: the Hugging Face architecture, on which the names of fields depend.
+    """
     experts = max(shape.mixtures.values(), default=1)
     balances = shape.balance == "huggingface"
     first = min(shape.mixtures, default=shape.layers)

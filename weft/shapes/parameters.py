@@ -30,12 +30,15 @@ BLOCK, SCALES = 64, 256
 
 
 class Parameter(NamedTuple):
-    """A row of the parameter table: name, dimensions and the standard deviation ``std`` of the initial values.
+    """A row of the parameter table: what a model's module, planner and export know of one parameter.
 
-    ``std`` None: all ones; 0: all zeros. ``step``: the parameter's place in the order of a forward pass; parameters
-    with the same input have the same step. ``products``: the number of weights that each token is multiplied with.
-    ``kind``: gradients do not change a ``statistic`` of a router, and a ``stored`` form in bytes cannot learn.
-    ``weight``: for ``codes``, the dimensions ``[out, in]`` of the quantised weight.
+    Attributes:
+        ``name``, ``dims``: name and dimensions.
+        ``step``: index in the order of a forward pass; parameters with the same input have the same step.
+        ``std``: standard deviation of the initial values; None: all ones, 0: all zeros.
+        ``products``: the number of the parameter's elements that each token is multiplied with.
+        ``kind``: what it is; a ``statistic`` of a router has no gradient, and a ``stored`` form in bytes cannot learn.
+        ``weight``: for the codes of a quantised weight, the dimensions ``[out, in]`` of the weight; else empty.
     """
 
     name: str
@@ -68,8 +71,8 @@ Table = Mapping[str, Parameter]
 def is_target(pattern: str, path: str) -> bool:
     """Return whether ``pattern``, with wildcards as in file names, matches the weight ``path``.
 
-    A path is ``blocks.3.attention.wq``, say. The pattern must match all of it, or its last part in Weft's or Hugging
-    Face's words (``wq``, ``q_proj``).
+    A path is a parameter's name, such as ``blocks.3.attention.wq``. The pattern must match all of it, or its last part,
+    for which it may use Weft's or Hugging Face's name (``wq``, ``q_proj``).
     """
     # which a run without an adapter does not need
     from weft.shapes.foreign_names import projection_name
@@ -84,31 +87,42 @@ def _matching(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def adapter_rank(adapter: Adapter, path: str) -> int:
-    """Return the rank of the adapter of the weight ``path``: by the first matching ``rank_pattern``, else ``rank``."""
+    """Return the rank of the adapter of the weight ``path``, such as ``blocks.3.attention.wq``.
+
+    It is that of the first matching pattern in ``adapter.rank_pattern``, else ``adapter.rank``.
+    """
     return _matching(adapter.rank_pattern, path, adapter.rank)
 
 
 def adapter_alpha(adapter: Adapter, path: str) -> float:
-    """Return the ``alpha`` of the weight ``path``: by the first matching ``alpha_pattern``, else ``alpha``."""
+    """Return ``alpha`` of the adapter of the weight ``path``, such as ``blocks.3.attention.wq``.
+
+    It is that of the first matching pattern in ``adapter.alpha_pattern``, else ``adapter.alpha``.
+    """
     return _matching(adapter.alpha_pattern, path, adapter.alpha)
 
 
 def adapter_scale(adapter: Adapter, path: str) -> float:
-    """Return the factor by which the output of the adapter of the weight ``path`` is multiplied."""
+    """Return the factor by which the output of the adapter of the weight ``path`` is multiplied.
+
+    It is alpha divided by the rank, or by the rank's square root for a rank-stabilised adapter (rsLoRA). ``path``: name
+    of the weight, such as ``blocks.3.attention.wq``.
+    """
     rank = adapter_rank(adapter, path)
     divisor = rank**0.5 if adapter.rank_stabilised else rank
     return adapter_alpha(adapter, path) / divisor
 
 
 def whole_weights(shape: ModelShape) -> list[str]:
-    """Return the names of the embedding and the output layer, as far as they are trained whole beside an adapter."""
+    """Return the names of those of embedding and output layer that are trained whole beside an adapter."""
     return [VOCABULARY[name] for name in shape.adapter.whole] if shape.adapter else []
 
 
 def row_tokens(shape: ModelShape, weight: VocabularyWeight) -> tuple[int, ...]:
-    """Return the ids of the tokens whose rows of ``weight`` an adapter trains; empty without such rows.
+    """Return the ids of the tokens whose rows of ``weight`` an adapter trains; empty if it trains no single rows.
 
-    An output layer that is tied to the embedding has no rows of its own.
+    ``weight``: embedding or output layer, by PEFT's name. An output layer that is tied to the embedding has no rows of
+    its own.
     """
     adapter = shape.adapter
     if adapter is None or adapter.tokens == "new" or weight not in adapter.tokens_of:
@@ -124,7 +138,7 @@ def of_adapter(name: str, shape: ModelShape) -> bool:
 
 
 def projections(shape: ModelShape) -> Iterator[str]:
-    """Yield the paths of all weights that can have an adapter."""
+    """Yield the names of all weights that can have an adapter, such as ``blocks.3.attention.wq``."""
     for row in parameters(shape.model_copy(update={"adapter": None})):
         module = row.name.split(".")[2:-1]
         if row.kind == "matrix" and module in (["attention"], ["ffn"]):
@@ -349,8 +363,9 @@ class _Rows:
 
 
 def is_turned(out: Dim) -> bool:
-    """Return whether a weight ``[out, in]`` is quantised as ``[in, out]``, which is so if no axis of the mesh cuts
-    ``out``.
+    """Return whether a weight ``[out, in]`` is quantised as ``[in, out]``.
+
+    That is so if no axis of the mesh cuts ``out``.
     """
     return out.name not in CUTS
 

@@ -32,23 +32,33 @@ class ForwardFlops(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder, from which plans compute memory and time; each field is a number or, for many cases at
-    once, an array.
+    """The sizes of a decoder, from which plans compute memory and time.
 
-    Fields of weights are numbers of elements, as means over the layers. ``dense_weights``: matrices of attention, dense
-    and shared feed-forward and router; ``expert_weights``: all experts; ``chosen_weights``: the experts that a token is
-    routed to; ``extras``: all other weights of a layer; ``outside``: parameters of no layer, without embedding and
-    output layer.
+    Each attribute is a number or, for many cases at once, an array. Sizes of a layer are means over the layers.
 
-    ``qkv_width``: width of the projections into attention. ``qk``: width of a head's queries and keys, 0 if equal to
-    that of its values. ``gated``: 1 for SwiGLU (three matrices), 0 for two. ``experts``: experts of width
-    ``expert_ffn`` in each of ``moe_layers`` layers; a token uses ``top_k`` of them, and shared experts of total width
-    ``shared_ffn``. ``windowed``: share of the layers whose attention reaches back ``window`` tokens. ``clamped``: 1 if
-    experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse. ``linear``: share of the layers
-    with linear attention. ``cached``: elements per token and layer in the generation cache; 0: keys and values of all
-    heads. ``hottest``: load of the busiest expert of a layer, as a multiple of the mean. ``frozen``: 1 if only adapters
-    are trained, with ``adapters`` weights per layer (LoRA, 2106.09685); ``stored``: bytes per weight of a layer, less
-    than 2 if quantised.
+    Attributes:
+        ``layers``, ``embed``, ``vocab``: number of layers, width of the model, tokens in the vocabulary.
+        ``heads``, ``kv_heads``, ``head_dim``: query heads, key/value heads, and width of a head's values.
+        ``ffn``: hidden width of dense feed-forwards.
+        ``dense_weights``: elements per layer of the matrices of attention, dense and shared feed-forward and router.
+        ``expert_weights``, ``chosen_weights``: elements per layer of all experts, and of those that a token is routed
+            to.
+        ``extras``: elements per layer of all other weights.
+        ``outside``: elements of parameters in no layer, without embedding and output layer.
+        ``qkv_width``: width of the projections into attention.
+        ``qk``: width of a head's queries and keys; 0: equal to that of its values.
+        ``gated``: 1 for SwiGLU (three matrices), 0 for two matrices.
+        ``tied``: 1 if the output layer is the embedding.
+        ``experts``, ``top_k``: experts in each layer that has any, and how many of them a token is routed to.
+        ``expert_ffn``, ``shared_ffn``: hidden width of an expert, and of all shared experts together.
+        ``moe_layers``: number of layers with experts.
+        ``window``, ``windowed``: tokens that attention with a window sees, and share of the layers that have it.
+        ``clamped``: 1 if experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse.
+        ``linear``: share of the layers with linear attention.
+        ``frozen``, ``adapters``: 1 if only adapters are trained (LoRA, 2106.09685), and their elements per layer.
+        ``stored``: bytes per element of a layer's weights, less than 2 if quantised.
+        ``cached``: elements per token and layer in the generation cache; 0: keys and values of all heads.
+        ``hottest``: load of the busiest expert of a layer, as a multiple of the mean.
     """
 
     layers: Num
@@ -90,8 +100,8 @@ class Shape:
     def reach(self, seq: Num) -> Num:
         """Return twice the number of tokens that a token attends to, as the mean over tokens and layers.
 
-        ``seq``: tokens of a sequence, which is the result if all layers have full causal attention. A layer of linear
-        attention counts as if a token attended to ``head_dim`` tokens.
+        With full causal attention in all layers this is ``seq``, the tokens of a sequence. A layer of linear attention
+        counts as if a token attended to ``head_dim`` tokens.
         """
         short = np.minimum(seq, 2 * self.window)
         return (
@@ -153,8 +163,7 @@ class Shape:
         ) / here
 
     def rows_sent(self, ranks: Num) -> dict[str, Num]:
-        """Return, for each kind of ``layout.dispatch``, the mean number of rows of width ``embed`` that are sent for a
-        token.
+        """Return the mean number of rows of width ``embed`` that are sent per token, by kind of ``layout.dispatch``.
 
         ``ranks``: the number of ranks over which experts are distributed. Returning the results sends as many rows, and
         so do both exchanges in backward. A token is taken to be routed to all experts with equal probability; a share
@@ -187,7 +196,8 @@ class Shape:
         """Return the model flops of forward and backward per token: three times the forward's (Chowdhery et al. 2022).
 
         ``seq``: tokens of a sequence. ``causal``: the share of the attention scores that counts; 0.5 leaves out the
-        masked half, and 1 counts it too. Recomputation does not count. Frozen weights have no gradient.
+        masked half, and 1 counts it too. Recomputation does not count. If only adapters are trained, weights count two
+        times instead of three, as frozen weights have no gradient.
         """
         attention = 4 * self.heads * self.score_dim * self.reach(seq) * causal
         weights = self.layers * self.active_weights + self.table
@@ -196,8 +206,7 @@ class Shape:
         )
 
     def forward_flops(self, seq: Num) -> ForwardFlops:
-        """Return the flops per token of the forward pass, for sequences of ``seq`` tokens with unmasked and masked
-        scores.
+        """Return the flops per token of the forward pass, for sequences of ``seq`` tokens; masked scores count too.
 
         A look-up of the embedding has no products, but moves bytes: it counts as 8 flops per element.
         """
@@ -279,9 +288,9 @@ def flops_per_token(
 ) -> float:
     """Return the model flops of forward and backward per token for a model with frozen parameters.
 
-    ``seq``: tokens of a sequence; ``freeze``: patterns of the names of frozen parameters. A frozen weight has no
-    gradient, and nothing is propagated below the first parameter that is trained. If all parameters are trained, the
-    result is :meth:`Shape.flops_per_token`.
+    ``vocab``: size of the tokenizer, if the model leaves it open; ``seq``: tokens of a sequence; ``freeze``: patterns
+    of the names of frozen parameters. A frozen weight has no gradient, and nothing is propagated below the first
+    parameter that is trained. If all parameters are trained, the result is :meth:`Shape.flops_per_token`.
     """
     rows = parameters(model, vocab)
     learning = {p.name for p in rows if learns(p.name, model, freeze)}

@@ -8,8 +8,9 @@ from weft.recipe import ModelShape
 class UntrainableShape(ModelShape):
     """The sizes of a model that Weft can plan for but not train; they are not checked and may be fractions.
 
-    ``why``: the feature that Weft lacks. ``gated`` False: feed-forwards have two matrices, without a gate. ``clamped``:
-    experts have biases and a clamped gate (GPT-OSS). ``windowed``: whether each layer sees ``window`` tokens only.
+    ``why``: the feature that Weft lacks. ``gated``: whether feed-forwards have a gate (three matrices instead of two).
+    ``clamped``: whether experts have biases and a clamped gate (GPT-OSS). ``windowed``: whether each layer sees
+    ``window`` tokens only; empty: as in other models.
     """
 
     why: str = ""

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class Aggregator:
-    """Combines the gradients of replicas, some of which may be faulty (``resilience.aggregate``). It is built with the
-    section ``[resilience]``.
+    """Rule that combines the gradients of replicas, some of which may be faulty (``resilience.aggregate``).
 
-    A rule that is a weighted sum implements :meth:`weights`; any other rule implements :meth:`combined`. The rule needs
-    at least ``each * faulty + more`` replicas.
+    It is built with the recipe's section ``[resilience]``. A rule that is a weighted sum implements :meth:`weights`;
+    any other rule implements :meth:`combined`. A rule needs at least ``each * faulty + more`` replicas, where
+    ``faulty`` is how many of them may be faulty.
     """
 
     each: ClassVar[int] = 2
@@ -27,13 +27,18 @@ class Aggregator:
     def combined(
         self, chunks: torch.Tensor, gram: torch.Tensor, faulty: int
     ) -> torch.Tensor:
-        """Return a chunk of the outcome ``[elements]``.
+        """Return the combined gradient for a chunk of the elements, ``[elements]``.
 
-        ``chunks``: those of the replicas, ``[replicas, elements]``. ``gram``: inner products of the whole gradients,
-        ``[replicas, replicas]``, float64, on the CPU. ``faulty``: how many of these replicas may be faulty.
+        ``chunks``: this chunk of each replica's gradient, ``[replicas, elements]``. ``gram``: inner products of the
+        whole gradients, ``[replicas, replicas]``, float64, on the CPU. ``faulty``: how many of these replicas may be
+        faulty.
         """
         return self.weights(gram, faulty).to(chunks) @ chunks
 
     def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:
-        """Return the weights ``[replicas]`` of the gradients in the outcome, which follow from their inner products."""
+        """Return the weight of each replica's gradient in the combined gradient, ``[replicas]``.
+
+        ``gram``: inner products of the gradients, ``[replicas, replicas]``; ``faulty``: how many replicas may be
+        faulty.
+        """
         raise NotImplementedError

@@ -33,7 +33,8 @@ BEHIND = 4
 class Sum(NamedTuple):
     """Coded sum over some parts of a job: ``vector``, a sum of gradients, and ``numbers``, sums of scalars in float64.
 
-    The scalars are the loss and the count of tokens of the same parts.
+    A job is a gradient that is wanted, and its parts are groups of samples. The scalars are the loss and the count of
+    tokens of the same parts.
     """
 
     vector: np.ndarray
@@ -63,9 +64,10 @@ def _sums_of(about: Iterable[Sequence[Any]], payload: memoryview) -> list[Sum]:
 
 
 class RoundMessage(NamedTuple):
-    """Message of a rank to rank 0 in a round: its coded sums, by the number of the job.
+    """Message of a rank to rank 0 in a round of gradient coding.
 
-    ``flag``: whether this rank sets the flag that all ranks of the run share.
+    ``step``: training step; ``round``: round within it; ``flag``: whether this rank sets the flag that all ranks of the
+    run share; ``sums``: the rank's coded sums, by number of the job.
     """
 
     step: int
@@ -92,10 +94,11 @@ class RoundMessage(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Message to all ranks that ends a round. ``arrived``: the ranks whose results came in time.
+    """Message of rank 0 to all ranks that ends a round of gradient coding.
 
-    ``total``: the sum of all jobs of the step, after its last round; None before. ``flag``: whether a rank has set the
-    common flag so far. ``failed``: the reason why no more messages will come; empty otherwise.
+    ``arrived``: the ranks whose results came in time. ``total``: the sum of all jobs of the step, after its last round;
+    None before. ``flag``: whether any rank has set the common flag so far. ``failed``: the reason why no more messages
+    will come; empty otherwise.
     """
 
     arrived: frozenset[int] = frozenset()
@@ -122,9 +125,10 @@ class Ended(NamedTuple):
 
 @dataclass
 class Link:
-    """A rank's end of its connection to rank 0. ``limit``: seconds to wait at most.
+    """A rank's end of its connection to rank 0, which collects coded gradients.
 
-    ``step``: how many training steps this rank has taken.
+    ``rank``: number of this rank; ``limit``: seconds to wait at most for a message; ``step``: how many training steps
+    this rank has taken.
     """
 
     connection: SealedConnection
@@ -138,11 +142,11 @@ class Link:
         compute: Callable[[CodedTask, Callable[[], bool]], Sum | None],
         flag: bool,
     ) -> Ended:
-        """Compute and send this rank's coded gradients in all rounds of a training step; return the step's last
-        message.
+        """Compute and send this rank's coded gradients in all rounds of a training step; return the last message.
 
-        ``compute(task, over)`` returns the sum that a task asks for. It may call ``over()``, and return None as soon as
-        that returns True, because the round has ended. ``flag``: whether this rank sets the run's common flag.
+        ``code``: the gradient code. ``compute(task, over)`` returns the sum that a task asks for. It may call
+        ``over()``, and return None as soon as that returns True, because the round has ended. ``flag``: whether this
+        rank sets the run's common flag. Raises :class:`PeerLost` if rank 0 is late or gone.
         """
         arrived: list[frozenset[int]] = []
         while True:
@@ -204,8 +208,9 @@ def connect_ranks(
     """Connect all ranks of ``group`` with its first rank, and return this rank's link. Collective.
 
     On the first rank this also starts the threads that collect results for ``code``. ``limit``: seconds that any rank
-    waits at most; ``patience`` and ``encrypt``: see :class:`weft.recipe.Resilience`. The threads end when the links are
-    closed or garbage collected.
+    waits at most; ``patience``: time for late ranks after a round's first result, as a multiple of the time until that
+    result; ``encrypt``: which connections are encrypted. The threads end when the links are closed or garbage
+    collected.
     """
     rank, endpoint = group.rank(), process_endpoint(encrypt=encrypt)
     given = [(("", 0), "", "")]
@@ -224,8 +229,17 @@ def connect_ranks(
 
 @dataclass
 class Gathering:
-    """Threads of rank 0 that collect the ranks' coded results, end rounds, decode gradients, and tell all ranks the
-    outcome.
+    """What the threads of rank 0 share that collect coded results, end rounds, decode gradients, and tell all ranks.
+
+    Attributes:
+        ``code``: the gradient code.
+        ``patience``: time for late ranks after a round's first result, as a multiple of the time until that result.
+        ``limit``: seconds to wait at most for results that are needed.
+        ``inbox``: messages that have come, with the rank that sent each; None when a rank has left.
+        ``outboxes``: messages to each rank that are still to be sent.
+        ``gone``: the ranks that have left.
+        ``flag``: whether any rank has set the flag that all ranks of the run share.
+        ``news``: condition that is notified when a rank has connected.
     """
 
     code: Code
@@ -240,7 +254,7 @@ class Gathering:
     news: threading.Condition = field(default_factory=threading.Condition)
 
     def run(self, channel: Channel) -> None:
-        """Wait for all ranks, then serve their steps until all ranks have left."""
+        """Wait for all ranks to connect over ``channel``, then serve their steps until all ranks have left."""
         with self.news:
             everybody = self.news.wait_for(
                 lambda: len(self.outboxes) == self.code.ranks, self.limit
@@ -259,8 +273,9 @@ class Gathering:
                 outbox.put(None, timeout=1)
 
     def admit(self, connection: SealedConnection) -> None:
-        """Receive the messages of the rank at the other end of ``connection`` until it ends. Called in a thread of its
-        own.
+        """Receive the messages of the rank at the other end of ``connection`` until the rank leaves.
+
+        The channel calls this in a thread of its own for each connection.
         """
         rank = int(connection.hello["rank"])
         outbox = queue.Queue[Ended | None](BEHIND)
@@ -342,13 +357,14 @@ class Gathering:
     def duration(
         self, arrived: Sequence[set[int]], left: Iterable[int], first: float
     ) -> float | None:
-        """Return the seconds that the last of the rounds in ``arrived`` may take; None if it is over.
+        """Return the seconds that the present round may take from its begin on; None if it is over.
 
-        ``left``: the jobs that are not decoded yet; ``first``: seconds until the first result, 0 if there is none.
-        A round must last until each of its jobs is decoded, or can still be decoded in later rounds if nobody is late
-        in them. It then ends at once if all its jobs are decoded. Else late ranks get ``patience`` times ``first``
-        more, also where they are late in a way that the code is not made for (the paper then waits for all ranks):
-        often enough they are in time in the next rounds.
+        ``arrived``: the ranks whose results have come, for each round, the present one last; ``left``: the jobs that
+        are not decoded yet; ``first``: seconds until the present round's first result, 0 if there is none. A round must
+        last until each of its jobs is decoded, or can still be decoded in later rounds if nobody is late in them. It
+        then ends at once if all its jobs are decoded. Else late ranks get ``patience`` times ``first`` more, also where
+        they are late in a way that the code is not made for (the paper then waits for all ranks): often enough they are
+        in time in the next rounds.
         """
         here = set(range(self.code.ranks)) - self.gone
         unknown = {job for job in left if self.code.decoding(job, arrived) is None}
@@ -383,9 +399,9 @@ def _listed(ranks: set[int]) -> str:
 def add_result(
     total: Sum | None, weights: dict[Result, float], results: dict[Result, Sum]
 ) -> Sum:
-    """Return ``total`` plus the decoded gradient of a job: its ``results``, each times its weight in ``weights``.
+    """Return ``total`` plus the decoded gradient of a job; a ``total`` of None counts as zeros.
 
-    A ``total`` of None counts as zeros.
+    ``weights``: the weight of each result in the gradient; ``results``: the coded sum of each result.
     """
     some: Sequence[Sum] = [results[result] for result in weights]
     vector, numbers = (np.zeros_like(x) for x in some[0]) if total is None else total

@@ -40,9 +40,10 @@ EXACT = 1e-8
 
 
 class CodedTask(NamedTuple):
-    """Task of a rank for job ``job`` in a round: a weighted sum of the gradients of the job's ``parts``.
+    """Task of a rank in a round of gradient coding: a weighted sum of the gradients of ``parts`` of the job ``job``.
 
-    ``coefficients``: the weight of each of these parts.
+    A job is a gradient that is wanted, and its parts are groups of samples. ``coefficients``: the weight of each of
+    ``parts``.
     """
 
     job: int
@@ -61,7 +62,8 @@ class Result(NamedTuple):
 class Code(ABC):
     """Gradient code for the ranks along ``dp``: which gradients each rank computes, and how their sum is decoded.
 
-    ``ranks``: the number of ranks; ``stragglers``: how many of them may be late; ``jobs``: the number of jobs per step.
+    ``ranks``: the number of ranks; ``stragglers``: how many of them may be late; ``jobs``: the number of jobs
+    (gradients that are wanted) per step.
     """
 
     ranks: int
@@ -76,22 +78,22 @@ class Code(ABC):
     @property
     @abstractmethod
     def delay(self) -> int:
-        """Number of rounds after a job's first round by which its gradient is known."""
+        """Number of rounds, after the round in which a job begins, by which its gradient is known."""
 
     @abstractmethod
     def parts_of(self, rank: int) -> tuple[int, ...]:
-        """Return the numbers of all parts of a job that this rank may have to compute."""
+        """Return the numbers of all parts of a job that ``rank`` may have to compute."""
 
     @abstractmethod
     def tasks(self, rank: int, number: int, arrived: Arrived) -> list[CodedTask]:
-        """Return the tasks of a rank in round ``number``, at most one per job.
+        """Return the tasks of ``rank`` in round ``number``, at most one per job.
 
         ``arrived``: for each earlier round, the ranks whose results came in time.
         """
 
     @abstractmethod
     def decoding(self, job: int, arrived: Arrived) -> dict[Result, float] | None:
-        """Return the weights with which the results of ``job`` add up to its gradient; None while too few have come.
+        """Return the weight of each result in the gradient of ``job``; None while too few results have come.
 
         ``arrived``: for each round so far, the ranks whose results came in time.
         """
@@ -142,9 +144,10 @@ class GradientCode(Code):
 def coefficients(ranks: int, late: int) -> np.ndarray:
     """Return coefficients ``[ranks, parts]`` of a gradient code that tolerates ``late`` late ranks.
 
-    Any ``ranks - late`` rows can be combined into a row of ones. If ``late + 1`` divides the number of ranks, groups of
-    ``late + 1`` ranks compute the same parts with coefficients of 1. Otherwise each rank computes its own part and the
-    next ``late`` ones, and rows are orthogonal to ``late`` random rows that add up to 0.
+    Any ``ranks - late`` rows can be combined into a row of ones (Tandon et al. 2017). If ``late + 1`` divides the
+    number of ranks, groups of ``late + 1`` ranks compute the same parts with coefficients of 1. Otherwise each rank
+    computes the part with its own number and the next ``late`` parts, and rows are orthogonal to ``late`` random rows
+    that add up to 0.
     """
     import numpy as np
 
@@ -202,7 +205,7 @@ def code_weights(ranks: int, late: int, rows: tuple[int, ...]) -> list[float] | 
 
 
 def code_of(words: Resilience, ranks: int) -> Code | None:
-    """Return the gradient code that a recipe's section ``[resilience]`` asks for, for ``ranks`` ranks.
+    """Return the gradient code that ``words``, a recipe's section ``[resilience]``, asks for, over ``ranks`` ranks.
 
     Returns None if the section names no code, or if there is only one rank.
     """
@@ -213,7 +216,7 @@ def code_of(words: Resilience, ranks: int) -> Code | None:
 
 
 class SequentialSettings(Section):
-    """Settings of sequential codes."""
+    """Settings of sequential gradient codes, which may decode a job in later rounds (Krishnan et al. 2023)."""
 
     burst: PositiveInt = Field(
         1,

@@ -26,7 +26,10 @@ def chunk_ranges(size: int, count: int, block: int = 1) -> list[tuple[int, int]]
 
 
 def message_slices(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
-    """Yield the slices of ``chunk``, each sent as a message of ``piece`` elements. The last may be shorter."""
+    """Yield the slices of ``chunk``, a range (start, stop), each to be sent as a message of ``piece`` elements.
+
+    The last slice may be shorter.
+    """
     for first in range(*chunk, piece):
         yield slice(first, min(first + piece, chunk[1]))
 
@@ -34,11 +37,12 @@ def message_slices(chunk: tuple[int, int], piece: int) -> Iterator[slice]:
 def ring_sum(
     streams: Streams, flat: T, order: Sequence[int], tag: str, piece: int = PIECE
 ) -> T:
-    """Sum ``flat`` over all islands in place by a ring all-reduce.
+    """Sum ``flat`` over all islands in place by a ring all-reduce, and return it.
 
-    ``order``: the islands in the order of the ring; ``tag``: the name of the messages; ``piece``: elements per message.
-    Each of the n islands sends 2 (n - 1) / n of the elements to its successor: first every chunk goes around the ring
-    and is summed on the way, then its sum goes around. Pieces of a chunk are passed on as they arrive.
+    ``streams``: connections to the other islands; ``order``: the islands in the order of the ring; ``tag``: the
+    beginning of the messages' tags; ``piece``: elements per message. Each of the n islands sends 2 (n - 1) / n of the
+    elements to its successor: first every chunk goes around the ring and is summed on the way, then its sum goes
+    around. Messages are passed on as they arrive.
     """
     count, me = len(order), list(order).index(streams.island)
     if count == 1:
@@ -63,10 +67,9 @@ def ring_sum(
 def from_islands(
     streams: Streams, own: T, islands: Sequence[int], tag: str, control: bool = False
 ) -> list[T]:
-    """All-gather a small tensor: return the tensor that each of ``islands`` passes as ``own``, in the order of
-    ``islands``.
+    """All-gather a small tensor: return the tensors that ``islands`` pass as ``own``, in the order of ``islands``.
 
-    ``tag``: the name of the messages; ``control``: count their bytes as control messages, not as tensors.
+    ``tag``: the tag of the messages; ``control``: count their bytes as control messages, not as tensors.
     """
     for island in islands:
         if island != streams.island:
@@ -84,10 +87,10 @@ def compressed_mean(
 ) -> T:  # fmt: skip
     """Return the mean of ``flat`` over ``members`` (default: all islands), with messages compressed in both directions.
 
-    ``there`` and ``back``: the compressors of the two directions; ``tag``: the beginning of the messages' tags;
-    ``number``: the number of the exchange, from which random seeds follow. Every island receives one chunk from all
-    islands (compressed by ``there``), computes its mean, and sends the mean to all (compressed by ``back``). So each
-    sends 2 (n - 1) / n of the compressed tensor, as in a ring, and nothing is compressed more than twice.
+    Every island receives one chunk from all islands (compressed by ``there``), computes its mean, and sends the mean to
+    all (compressed by ``back``). So each sends 2 (n - 1) / n of the compressed tensor, as in a ring, and nothing is
+    compressed more than twice. ``tag``: the beginning of the messages' tags; ``number``: the number of the exchange,
+    from which random seeds follow.
 
     ``up`` and ``down`` are the residuals of the two directions, which hold the losses of earlier exchanges. They are
     fed back and updated in place (of ``down`` only this island's chunk). None: no feedback, for unbiased compressors.
@@ -143,7 +146,7 @@ def fed_back(
 ) -> Payload:
     """Compress ``x[part]`` plus the residual ``error[part]``, and set this residual to what the compression has lost.
 
-    Without ``error``, compress ``x[part]`` alone. ``seed``: of the compressor's random choices.
+    Without ``error``, compress ``x[part]`` alone. ``seed``: of the compressor's random choices. Returns the payload.
     """
     if error is None or not x[part].numel():
         return encode_with_feedback(compressor, x[part], seed)[0]
@@ -173,8 +176,8 @@ def decode_payload(
 ) -> T:
     """Decompress the received bytes ``came``, which ``island`` has sent for a tensor of this ``shape`` and ``dtype``.
 
-    ``seed``: the one with which the island compressed the tensor. Raises :class:`IslandLost` if the number of bytes
-    does not fit the shape.
+    ``seed``: of the random choices with which the island has compressed the tensor. Raises :class:`IslandLost` if the
+    number of bytes does not fit the shape.
     """
     specs = compressor.specs(shape, dtype)
     if came.numel() != (size := compressor.nbytes(shape, dtype)):
@@ -208,10 +211,12 @@ def power_mean(
     streams: Streams, x: T, compressor: Compressor, tag: str, number: int, up: T, warm: T | None,
     members: Sequence[int] = (),
 ) -> Payload:  # fmt: skip
-    """Return the payload of the mean of ``x`` over ``members``, compressed by a linear compressor.
+    """Return the payload of the mean of ``x`` over ``members``, compressed by a linear compressor such as PowerSGD.
 
-    The parts of its payload are summed over rings. ``up``: this island's residual, updated in place; ``warm``: see
-    :mod:`weft.sync.compressor`. All other arguments are those of :func:`compressed_mean`.
+    The tensors of its payload are averaged by ring all-reduces. ``tag``: the beginning of the messages' tags;
+    ``number``: the number of the exchange, the compressor's seed; ``up``: this island's residual, which is fed back and
+    updated in place; ``warm``: what :meth:`Compressor.warm` returned for the previous exchange, None at first;
+    ``members``: islands that take part, by default all.
     """
     turns, every = iter(range(4)), members or range(streams.islands)
 

@@ -17,7 +17,7 @@ T = torch.Tensor
 class PerTensor(Compressor):
     """Compressor of a flat tensor in which several tensors lie end to end, each with a compressor of its own.
 
-    ``pieces``: for each tensor its number of elements and its compressor.
+    ``pieces``: the number of elements and the compressor of each of these tensors, in order.
     """
 
     unbiased: bool = False
@@ -87,10 +87,11 @@ def encode_with_feedback(
 ) -> tuple[Payload, T | None]:
     """Compress ``x`` with error feedback; return the payload, and the residual to be added in the next round.
 
-    ``residual``: that of the last round, added to ``x`` first (Seide et al. 2014, Karimireddy et al. 2019); None: no
-    feedback. Feedback needs a contractive compressor, which loses less than the whole sum. With ``average``, for linear
-    compressors, the payload is that of the mean over all islands, but the residual is this island's own. ``warm``: the
-    warm start from the last round.
+    ``seed``: of the compressor's random choices; ``residual``: that of the last round, added to ``x`` first (Seide et
+    al. 2014, Karimireddy et al. 2019); None: no feedback. Feedback needs a contractive compressor, which loses less
+    than the whole sum. ``average``: function that returns the mean of a tensor over all islands, for linear
+    compressors; the payload is then that of the mean, but the residual is this island's own. ``warm``: what
+    :meth:`Compressor.warm` returned for the last round.
     """
     if residual is None:
         payload = (

@@ -53,12 +53,15 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Compressor:
-    """Base of all compressors; this one sends every tensor unchanged.
+    """Base of all compressors, which make tensors smaller for the exchange between islands; this one changes nothing.
 
-    ``unbiased``: the mean of decoded tensors over seeds is the tensor. ``linear``: payloads with the same seed can be
-    averaged instead of the tensors, see :meth:`agreed`. ``in_rings``: islands exchange whole matrices over rings.
-    ``words``: names in recipes, by default the compressor's own name. ``planned``: the words that ``weft plan``
-    considers. ``adjustable``: a setting can differ from tensor to tensor, see :meth:`alternatives`.
+    Attributes:
+        ``unbiased``: whether the mean of decoded tensors over seeds is the tensor.
+        ``linear``: whether payloads with the same seed can be averaged instead of the tensors (:meth:`agreed`).
+        ``in_rings``: whether islands exchange whole matrices by ring all-reduces.
+        ``words``: names in recipes; by default the compressor's own name.
+        ``planned``: the words that ``weft plan`` considers.
+        ``adjustable``: whether a setting can differ from tensor to tensor (:meth:`alternatives`).
     """
 
     unbiased: bool = True
@@ -103,7 +106,10 @@ class Compressor:
         return sum(prod(size) * kind.itemsize for size, kind in specs)
 
     def error(self, shape: Sequence[int]) -> float:
-        """Return the least known ``e`` with ``E|C(x) - x|^2 <= e |x|^2`` for all ``x`` of this shape, over seeds."""
+        """Return the least known bound ``e`` of the relative squared error: ``E|C(x) - x|^2 <= e |x|^2``, over seeds.
+
+        It holds for all tensors ``x`` of this ``shape``, where ``C(x)`` is ``x`` compressed and decompressed.
+        """
         return 0.0
 
     def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
@@ -124,39 +130,39 @@ class Compressor:
         return [average(x.contiguous())], [x.contiguous()]
 
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
-        """Decompress a payload into a tensor of this ``shape``; ``seed``: the one with which the tensor was compressed.
+        """Decompress ``payload`` into a tensor of this ``shape``.
 
-        Raises :class:`WeftError` if the payload does not fit the shape.
+        ``seed``: of the random choices with which the tensor was compressed. Raises :class:`WeftError` if the payload
+        does not fit the shape.
         """
         return self._checked(payload, shape)[0]
 
     def warm(self, payload: Payload) -> T | None:
         """Return the warm start for the next round of the tensor with this ``payload``; None if there is none.
 
-        In a linear exchange the warm start is the same on all islands.
+        With a warm start, such as PowerSGD's factor, the next round's compression begins where this one ended. In a
+        linear exchange the warm start is the same on all islands.
         """
         return None
 
     @property
     def for_feedback(self) -> Self:
-        """Contractive compressor of the same kind, to be used with a residual."""
+        """Contractive compressor of the same kind, to be used with error feedback (a residual)."""
         return replace(self, unbiased=False)
 
     def check(self, name: str, shape: Sequence[int]) -> None:
         """Raise :class:`UsageError` if this compressor cannot compress a tensor with this ``name`` and ``shape``."""
 
     def alternatives(self, shape: Sequence[int]) -> list[Compressor]:
-        """Return this compressor and variants of it among which :mod:`weft.sync.greco` may choose for a tensor of this
-        shape.
+        """Return this compressor and variants of it for a tensor of this ``shape``: other ranks, shares or bits.
 
-        Variants have other low ranks, kept shares or bits.
+        :mod:`weft.sync.greco` chooses one for each tensor. Ranks are low ranks of matrices, shares those of kept
+        elements.
         """
         return [self]
 
     def cut(self, part: slice) -> Compressor:
-        """Return the compressor for the elements ``part`` of a flat tensor, where this compressor is for the whole
-        tensor.
-        """
+        """Return the compressor for the range ``part`` of a flat tensor, where this compressor is for all elements."""
         return self
 
     def _checked(self, payload: Payload, shape: Sequence[int]) -> Payload:

@@ -24,9 +24,10 @@ KEPT = 4_000
 def allocate_compressors(
     tensors: Mapping[str, T], default: Compressor, seed: int = 0
 ) -> dict[str, Compressor]:
-    """Choose a compressor for each of ``tensors``, as :meth:`Compressor.alternatives` of ``default`` allow.
+    """Choose a compressor for each of ``tensors`` from the :meth:`Compressor.alternatives` of ``default``.
 
-    Neither the total bytes nor the total squared error are larger than with ``default`` for all tensors.
+    Neither the total bytes nor the total squared error are larger than with ``default`` for all tensors. ``seed``: of
+    the compressors' random choices.
     """
     options = {name: alternatives_of(default, x.shape) for name, x in tensors.items()}
     errors = [
@@ -74,7 +75,7 @@ def total(table: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
 def smallest(
     errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: float
 ) -> list[int] | None:
-    """Return the index of an alternative for each tensor: those with the least total size within a total error.
+    """Return the index of the alternative chosen for each tensor, with the least total size within a total error.
 
     ``errors`` and ``sizes``: of each alternative of each tensor, ``[tensor][alternative]``; ``budget``: the largest sum
     of errors. Returns None if no selection is within the budget.

@@ -30,9 +30,9 @@ def kept_of(count: int, share: float) -> int:
 
 @dataclass(frozen=True)
 class KeptShare(Compressor):
-    """Base of compressors that send a ``share`` of the elements.
+    """Base of compressors that send only a ``share`` of the elements, above 0 and at most 1.
 
-    In a recipe the share is the argument after the colon; ``example`` is one for error messages.
+    In a recipe the share is the argument after the colon; ``example``: an argument for error messages.
     """
 
     share: float = 1.0

@@ -37,9 +37,10 @@ STARTS = 8
 
 @dataclass(frozen=True)
 class IslandLinks:
-    """Links between islands: ``bandwidth[a][b]`` in bytes per second from ``a`` to ``b``, 0 if there is no link.
+    """Measured links between islands.
 
-    ``latency``: one-way seconds. Each link is measured while nothing else is sent.
+    ``bandwidth[a][b]``: bytes per second from ``a`` to ``b``, 0 if there is no link; ``latency[a][b]``: one-way
+    seconds. Each link is measured while nothing else is sent.
     """
 
     bandwidth: Numbers
@@ -71,9 +72,10 @@ def ring_times(
 ) -> Numbers:
     """Return the seconds ``[count]`` of an all-reduce of ``nbytes`` around each of the ``orders [count, islands]``.
 
-    Each island's part goes over ``2 (islands - 1)`` links in a row, in ``pieces`` that are passed on as they arrive.
-    The time is the longer of two: in which the slowest link sends all parts, and in which one piece passes over that
-    many links, latency included. That these overlap only partly at the beginning and the end is neglected.
+    ``links``: the links between islands. Each island's chunk goes over ``2 (islands - 1)`` links in a row, in
+    ``pieces`` messages that are passed on as they arrive. The time is the longer of two: in which the slowest link
+    sends all chunks, and in which one message passes over that many links, latency included. That these overlap only
+    partly at the beginning and the end is neglected.
     """
     slowest, around = _steps(links, orders, nbytes, pieces)
     return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)
@@ -107,11 +109,11 @@ def _steps(
 def ring_order(
     links: IslandLinks, nbytes: float, pieces: int = 4, exact: int = EXACT
 ) -> list[int]:
-    """Return the order of islands in which a ring all-reduce of ``nbytes`` takes the least time, beginning with island
-    0.
+    """Return the order of islands, from island 0, in which a ring all-reduce of ``nbytes`` takes the least time.
 
-    For more than ``exact`` islands the order is a local optimum, reached from a few starts by moving or reversing runs
-    of islands. Raises :class:`WeftError` if no ring joins all islands.
+    ``pieces``: messages in which an island's chunk travels. For more than ``exact`` islands the order is a local
+    optimum, reached from a few starts by moving or reversing runs of islands. Raises :class:`WeftError` if no ring
+    joins all islands.
     """
     islands = len(links.bandwidth)
     if islands == 1:

@@ -23,8 +23,8 @@ WORTH = 1.3
 def measured_ring(streams: Streams, nbytes: float) -> str:
     """Set ``streams.order`` on all ranks to the ring that sums ``nbytes`` soonest; return a line for the user.
 
-    The ranks of place 0 measure all links, one after the other. The others wait for the result, which the first island
-    puts into the store. If an island is lost meanwhile, islands stay in the order of their numbers.
+    The first rank of each island measures all links, one after the other. All other ranks wait for the result, which
+    the first island puts into the store. If an island is lost meanwhile, islands stay in the order of their numbers.
     """
     store, numbered = streams.shared, json.dumps((streams.order, 1.0))
     assert store is not None
@@ -66,9 +66,9 @@ def best_ring(rows: np.ndarray, nbytes: float) -> tuple[list[int], float]:
 
 
 def measured_links(streams: Streams, nbytes: float) -> np.ndarray:
-    """Measure the links from this island to each: bytes per second, and one-way seconds, ``[islands, 2]``.
+    """Measure the links from this island to every island: bytes per second and one-way seconds, ``[islands, 2]``.
 
-    Links are measured one at a time, island by island, with messages of up to about ``nbytes``.
+    Links are measured one at a time, island by island, with messages of up to about ``nbytes``. All islands call this.
     """
     row = np.zeros((streams.islands, 2))
     others = [i for i in range(streams.islands) if i != streams.island]

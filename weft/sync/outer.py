@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OuterSettings(Section):
-    """Settings of the outer update."""
+    """Settings of the outer update, by which islands change their common parameters at the end of a round."""
 
     lr: PositiveFloat = Field(
         0.7,
@@ -32,7 +32,11 @@ class OuterSettings(Section):
 
 
 class OuterMomentum(SyncMethod):
-    """Stochastic gradient descent with Nesterov's momentum, whose gradient is the pseudo-gradient."""
+    """Base of sync methods whose outer update is SGD with Nesterov's momentum (DiLoCo, Douillard et al. 2023).
+
+    Its gradient is the pseudo-gradient: the parameters at the beginning of the round minus those now, as a mean over
+    islands. The slot ``anchor`` holds the common parameters, ``outer`` the momentum.
+    """
 
     slots: tuple[str, ...] = ("anchor", "outer")
     shared: tuple[str, ...] = ("anchor", "outer")

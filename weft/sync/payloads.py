@@ -32,7 +32,7 @@ def rounded_up(x: T) -> T:
 
 
 def divisor(scales: T, dtype: torch.dtype) -> T:
-    """Return the block ``scales`` in type ``dtype``, with 1 in place of 0, so that blocks can be divided by them.
+    """Return the ``scales`` of blocks in type ``dtype``, with 1 in place of 0, so that values can be divided by them.
 
     All values of a block with scale 0 are zero.
     """
@@ -40,7 +40,7 @@ def divisor(scales: T, dtype: torch.dtype) -> T:
 
 
 def largest(flat: T, count: int) -> T:
-    """Return the positions in ``flat`` of the ``count`` elements with the largest magnitudes, in ascending order."""
+    """Return the indices in ``flat`` of the ``count`` elements with the largest magnitudes, in ascending order."""
     return flat.abs().topk(count, sorted=False).indices.sort().values
 
 
@@ -55,7 +55,7 @@ def positions_spec(kept: int, count: int) -> Spec:
 
 
 def positions_sent(kept: T, count: int) -> T:
-    """Encode the ascending positions ``kept`` among ``count`` elements for a payload.
+    """Encode ``kept``, ascending indices of elements among ``count``, for a payload.
 
     The form is the smaller one of a bitmap and 32-bit integers (:func:`positions_spec`).
     """
@@ -70,9 +70,9 @@ def positions_sent(kept: T, count: int) -> T:
 
 
 def positions_found(sent: T, kept: int, count: int) -> T:
-    """Decode the ``kept`` positions among ``count`` elements that :func:`positions_sent` encoded as ``sent``.
+    """Decode the ``kept`` indices among ``count`` elements that :func:`positions_sent` encoded as ``sent``.
 
-    Raises :class:`WeftError` if they do not fit these numbers.
+    Raises :class:`WeftError` if they are not so many, or not all below ``count``.
     """
     indices = (
         sent.long()

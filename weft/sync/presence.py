@@ -25,10 +25,10 @@ Draw = Callable[[Sequence[int]], Sequence[int]]
 
 
 class Presence:
-    """Presence of islands that never leave: all take part in every exchange.
+    """Presence of islands that never leave: all take part in every exchange, and losing one ends the run.
 
-    ``counts``: by fragment, the number of islands over which the last mean was taken before this island received its
-    state; empty: all islands.
+    ``counts``: for each fragment of the model, the number of islands over which the last mean was taken before this
+    island received its state; empty: all islands.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -36,23 +36,26 @@ class Presence:
         self._news = deque[str]()
 
     def begin(self, number: int) -> None:
-        """Fix which islands take part in exchange ``number``, before this island sends its first message of it."""
+        """Fix which islands take part in exchange ``number``, before this island sends its first message of it.
+
+        Here nothing is to be fixed, as all islands take part.
+        """
 
     def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
         """Run ``work`` for exchange ``number``; return its result once it has ended on all islands that take part.
 
-        ``draw(islands)`` chooses the islands that exchange with this island. ``work(islands, tag)`` exchanges with
-        these, by messages whose tags begin with ``tag``.
+        ``draw(islands)`` chooses, from the islands that are present, those that exchange with this island.
+        ``work(islands, tag)`` exchanges with the chosen islands, by messages whose tags begin with ``tag``.
         """
         return work(draw(range(self.streams.islands)), str(number))
 
     def newcomers(self, number: int) -> Sequence[int]:
-        """Return the islands that join after exchange ``number``, and get their state from this island."""
+        """Return the islands that join after exchange ``number``, and get their state from this island; here none."""
         return ()
 
     @property
     def tokens(self) -> int:
-        """Tokens that the run had counted before this island joined."""
+        """Tokens that the run had counted before this island joined; here 0."""
         return 0
 
     def request_stop(self, number: int) -> None:

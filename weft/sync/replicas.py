@@ -15,10 +15,11 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class Replicas:
-    """The ``count`` ranks of an island that hold the same state; this rank has ``index`` among them.
+    """The ranks of an island that hold the same state, of which each exchanges a part with other islands.
 
-    ``group`` is their process group, which takes tensors of ``device``. Methods are about flat tensors of ``size``
-    elements, of which all these ranks have the same copy.
+    ``group``: their process group, which takes tensors of ``device``; None for a rank alone; ``index``: this rank's
+    number among the ``count`` ranks. Methods are about flat tensors of ``size`` elements, of which all these ranks have
+    the same copy.
     """
 
     group: dist.ProcessGroup | None = None
@@ -52,7 +53,7 @@ class Replicas:
 def replicas_of(held: Sequence[Held], mesh: Mesh) -> Replicas:
     """Return the ranks of this island that hold copies of the parameters ``held``, and share their exchange.
 
-    If no other rank holds copies, this is the present rank alone.
+    If no other rank holds copies, the result is this rank alone.
     """
     names = {mesh.sharing(h.logical)[0] for h in held}
     if len(names) != 1 or mesh.size(*names) == 1:

@@ -26,10 +26,12 @@ PIECE = 1 << 20
 def aggregated(
     vote: T, rule: Aggregator, faulty: int, group: dist.ProcessGroup
 ) -> tuple[T, list[bool]]:
-    """Return the outcome of ``rule`` for all ranks' gradients ``vote`` ``[elements]``, and which ranks were used.
-    Collective.
+    """Combine the gradients of all ranks of ``group`` by ``rule``; return the outcome and whose were used.
 
-    The outcome is the same on all ranks to the last bit, and not a number if nobody's gradient was finite.
+    ``vote``: this rank's gradient, ``[elements]``; ``faulty``: how many gradients may be faulty. Gradients with
+    elements that are not finite count among these, and are left out. The second result says for each rank whether its
+    gradient was used. The outcome is the same on all ranks to the last bit, and not a number if no rank's gradient was
+    finite. Collective.
     """
     ranks, size = group.size(), vote.numel()
     padded = vote.new_zeros(ranks * -(-size // ranks))
@@ -65,10 +67,10 @@ def squared_distances(gram: T) -> T:
 
 
 def krum_scores(distances: T, faulty: int) -> T:
-    """Return Krum's score of each gradient, ``[replicas]``: the smaller, the more trustworthy (Blanchard et al. 2017).
+    """Return Krum's score of each gradient, ``[replicas]``; a small score means trustworthy (Blanchard et al. 2017).
 
     The score is the sum of the squared distances to the ``replicas - faulty - 2`` nearest gradients. ``distances``:
-    squared, ``[replicas, replicas]``; ``faulty``: how many replicas may be faulty.
+    squared distances, ``[replicas, replicas]``; ``faulty``: how many replicas may be faulty.
     """
     near = max(1, len(distances) - faulty - 2)
     others = distances + torch.diag(
@@ -78,7 +80,7 @@ def krum_scores(distances: T, faulty: int) -> T:
 
 
 def mean_of(chosen: T, count: int) -> T:
-    """Return weights ``[count]`` that average the gradients at the positions ``chosen``, and are 0 for all others."""
+    """Return weights ``[count]`` that average the gradients with the indices ``chosen``, and are 0 for all others."""
     return torch.zeros(count, dtype=torch.float64).index_fill_(
         0, chosen, 1 / len(chosen)
     )

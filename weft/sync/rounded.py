@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rounded(Compressor):
-    """Integers of 4 to 8 bits and a scale for each block of 128 elements.
+    """Compressor to integers of ``bits`` bits, 4 to 8, with a scale for each block of 128 elements.
 
-    Scales are bfloat16, rounded up so that no element is clipped. Rounding to the nearest is contractive. Stochastic
-    rounding is unbiased.
+    Scales are bfloat16, rounded up so that no element is clipped. If ``unbiased``, rounding is stochastic; otherwise it
+    is to the nearest integer, which is contractive.
     """
 
     unbiased: bool = False

@@ -8,15 +8,16 @@ from weft.sync.payloads import shared_permutation
 
 
 def begins(step: int, fragment: int, how: Sync) -> bool:
-    """Return whether a round of the fragment with number ``fragment`` ends after ``step``, and the next one begins.
+    """Return whether a round of the fragment with number ``fragment`` ends after ``step``, and a new one begins.
 
-    Steps are counted from 1. ``how``: the recipe's section ``[sync]``.
+    A fragment is a part of the model that is exchanged by itself. Steps are counted from 1. ``how``: the recipe's
+    section ``[sync]``.
     """
     return step > 0 and (step - how.every * fragment // how.fragments) % how.every == 0
 
 
 def fragment_of(name: str, count: int) -> int:
-    """Return the number of the fragment, of ``count``, to which the parameter ``name`` belongs.
+    """Return the number, below ``count``, of the fragment of the model to which the parameter ``name`` belongs.
 
     Blocks of the model are assigned in turn, so that each fragment has early and late blocks.
     """
@@ -56,8 +57,9 @@ def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[
 def shares(island: int, members: Sequence[int], how: Sync) -> list[float]:
     """Return the weights of ``members`` in the mean that ``island``, one of them, computes; the weights add up to 1.
 
-    In a graph they are Metropolis weights: both ends of an edge give each other the same weight, so that the mean over
-    all islands does not change, however many edges each has (Xiao & Boyd 2004).
+    ``how``: the recipe's section ``[sync]``. In a graph they are Metropolis weights: both ends of an edge give each
+    other the same weight, so that the mean over all islands does not change, however many edges each has (Xiao & Boyd
+    2004).
     """
     if how.partner != "graph":
         return [1 / len(members)] * len(members)

@@ -17,18 +17,22 @@ T = torch.Tensor
 
 
 class One(NamedTuple):
-    """A parameter on one island: its value ``now``, and ``kept``, its slots by name, which last from round to round."""
+    """A parameter on one simulated island: its value ``now``, and its slots, ``kept`` from round to round."""
 
     now: T
     kept: dict[str, T]
 
 
 class Round(NamedTuple):
-    """An exchange of one parameter among islands.
+    """An exchange of one parameter among simulated islands, which a sync method's reference computes.
 
-    ``ones``: the parameter on every island, by the island's number. ``step`` counts from when rounds of this parameter
-    begin, ``offset`` steps after the first. ``past``: a list in which a method keeps what is for later. ``near(i)``:
-    the islands that island ``i`` agrees with, itself included.
+    Attributes:
+        ``ones``: the parameter on every island, by the island's number.
+        ``step``: training step, counted from where rounds of this parameter begin.
+        ``offset``: the training step at which they begin.
+        ``how``: the recipe's section ``[sync]``.
+        ``past``: a list in which a method keeps what it needs in later rounds.
+        ``near``: function that returns the islands with which an island agrees, itself included.
     """
 
     ones: dict[int, One]
@@ -48,14 +52,17 @@ class Round(NamedTuple):
         }
 
     def mean(self, values: Mapping[int, T]) -> T:
-        """Return the mean of ``values``, one tensor by island, over all islands that take part."""
+        """Return the mean of ``values``, one tensor by island, over the islands with which the first island agrees."""
         return torch.stack([values[i] for i in sorted(self.near(min(self.ones)))]).mean(
             0
         )
 
 
 def step_anchor(replica: One, gradient: T, lr: float, momentum: float) -> None:
-    """Update a parameter's anchor along ``gradient`` by PyTorch's SGD, with Nesterov's momentum if ``momentum`` > 0."""
+    """Update the anchor of ``replica`` along ``gradient`` by PyTorch's SGD, with Nesterov's momentum if not 0.
+
+    The anchor is the parameter as all islands had it at the beginning of the round. ``lr``: learning rate.
+    """
     optimizer = torch.optim.SGD(
         [replica.kept["anchor"].clone()], lr, momentum, nesterov=momentum > 0
     )

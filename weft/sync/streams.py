@@ -32,7 +32,7 @@ MOST_S = 3600.0
 
 
 class IslandLost(WeftError):
-    """Another island is gone, late, or has sent a message with a wrong seal. The error names the island."""
+    """Raised if another island is gone or late, or sends a message with a wrong seal. The error names the island."""
 
 
 class _Message(NamedTuple):
@@ -43,15 +43,21 @@ class _Message(NamedTuple):
 
 
 class Streams:
-    """This rank's streams to the rank with the same ``place`` in each other island.
+    """This rank's connections to the ranks with the same number (``place``) in all other islands.
 
-    ``secret``: the run's; ``limit``: seconds that a message may take. ``address_of(island)`` is where that rank's
-    endpoint listens, None while that is not known. Where islands come and go, time is divided into *epochs*, in which
-    the set of islands does not change: :meth:`break_off` ends the exchanges of an epoch, and :meth:`begin` starts the
-    next, which sees no message of an earlier one.
+    Where islands come and go, time is divided into *epochs*, in which the set of islands does not change:
+    :meth:`break_off` ends the exchanges of an epoch, and :meth:`begin` starts the next, which sees no message of an
+    earlier epoch. ``endpoint``: this process's listener; ``secret``: the run's key for seals.
 
-    ``sent`` and ``received`` count the bytes of messages' tensors. ``around`` counts the other bytes sent: seals, tags,
-    and messages that are sent as ``control``. ``shared``: the store that all islands share, while there is one.
+    Attributes:
+        ``island``, ``islands``: number of this island, and how many there are.
+        ``limit``: seconds that a message may take.
+        ``address_of``: function that returns where the other island's rank listens, None while that is not known.
+        ``sent``, ``received``: bytes of messages' tensors.
+        ``around``: all other bytes sent: seals, tags, and messages that are sent as ``control``.
+        ``shared``: the store that all islands share, while there is one.
+        ``order``: the islands in the order of the ring all-reduce.
+        ``epoch``: number of the present epoch.
     """
 
     def __init__(
@@ -91,10 +97,10 @@ class Streams:
     def send(
         self, island: int, tag: str, tensor: torch.Tensor, control: bool = False
     ) -> None:
-        """Queue a flat CPU tensor for an island under ``tag``, without waiting. It must not change before :meth:`flush`
-        returns.
+        """Queue the flat CPU ``tensor`` for ``island`` under ``tag``, without waiting.
 
-        ``control``: count its bytes as control messages, not as tensors.
+        The tensor must not change before :meth:`flush` returns. ``control``: count its bytes as control messages, not
+        as tensors.
         """
         if island not in self._outboxes:
             self._outboxes[island] = Queue()
@@ -123,10 +129,9 @@ class Streams:
     def receive(
         self, island: int, tag: str, dtype: torch.dtype, limit: float = 0.0
     ) -> torch.Tensor:
-        """Return the next message with this tag from an island as a flat tensor; raise :class:`IslandLost` if none
-        comes.
+        """Return the next message of ``island`` with this ``tag`` as a flat tensor of type ``dtype``.
 
-        ``limit``: seconds to wait, by default the limit of the streams.
+        ``limit``: seconds to wait, by default the limit of the streams. Raises :class:`IslandLost` if no message comes.
         """
         limit = limit or self.limit
         deadline = time.monotonic() + limit
@@ -161,7 +166,9 @@ class Streams:
             raise IslandLost(self._broken)
 
     def break_off(self, why: str) -> None:
-        """Make all waiting calls raise :class:`IslandLost` with the reason ``why``, now and until :meth:`begin`."""
+        """Make all calls that wait, and all calls until :meth:`begin`, raise :class:`IslandLost` for the reason
+        ``why``.
+        """
         with self._news:
             self._broken = why or "islands come or go"
             self._news.notify_all()
@@ -264,7 +271,10 @@ class Streams:
 
 
 def own_port(place: int) -> int:
-    """Return the port to listen on: ``WEFT_STREAMS_PORT`` plus the rank's place, or 0 (any port) if that is not set."""
+    """Return the port to listen on: ``WEFT_STREAMS_PORT`` plus ``place``, this rank's number in its island.
+
+    It is 0 (any port) if the variable is not set. Raises :class:`UsageError` for a value that is no port.
+    """
     text = os.environ.get("WEFT_STREAMS_PORT", "0")
     if not text.isdecimal() or int(text) + place > 65535:
         raise UsageError(
@@ -283,8 +293,8 @@ def streams_by_store(
 ) -> Streams:
     """Open streams between islands through a ``store``, where the ranks find each other and agree on a secret.
 
-    ``island``: this island's number among ``islands`` islands; ``place``: this rank's place in it; ``limit``: seconds
-    that a message may take.
+    ``island``: this island's number among ``islands`` islands; ``place``: this rank's number in its island;
+    ``endpoint``: this process's listener; ``limit``: seconds that a message may take.
     """
     token = secrets.token_hex(32)
     secret = store.compare_set("weft/streams/token", "", token).decode()

@@ -23,15 +23,21 @@ Slots = Mapping[str, "torch.Tensor"]
 
 
 class SyncMethod:
-    """Method by which islands agree (``sync.update``). A method is built with the section ``[sync]``.
+    """Base of the methods by which islands agree (``sync.update``), each built with the recipe's section ``[sync]``.
 
-    ``slots``: the names of the slots that the method needs; ``anchor`` begins as the parameters, others as zeros.
-    ``shared``: those that are the same on all islands between two rounds. An island that has others is given the right
-    ones, and sends its difference from the right anchor. ``late``: the answer of a round is applied when the next one
-    ends; in the first it is zeros. ``partners``: the values of ``sync.partner`` that the method goes with.
-    ``in_pairs``: islands exchange in random pairs, whatever ``sync.partner`` says. ``in_fragments``: parameters can go
-    in fragments, and answers can be applied ``sync.delay`` steps after a round. ``is_mean``: islands continue with the
-    mean of their parameters, so that those who agree in every step can exchange gradients instead.
+    An island sends a vector at the end of a round, and the mean of all islands' vectors is the round's *answer*.
+
+    Attributes:
+        ``slots``: names of what is kept with each parameter; ``anchor`` begins as the parameters, all others as zeros.
+        ``shared``: those slots that are the same on all islands between two rounds. An island whose slots differ is
+            given the right ones, and sends its difference from the right anchor.
+        ``late``: whether the answer of a round is applied when the next round ends; the first answer is then zeros.
+        ``partners``: the values of ``sync.partner`` that the method supports.
+        ``in_pairs``: whether islands exchange in random pairs, whatever ``sync.partner`` says.
+        ``in_fragments``: whether parameters can be exchanged in fragments, and answers applied ``sync.delay`` steps
+            later.
+        ``is_mean``: whether islands continue with the mean of their parameters, so that islands that agree in every
+            step can exchange gradients instead.
     """
 
     slots: tuple[str, ...] = ("anchor",)
@@ -46,15 +52,16 @@ class SyncMethod:
         self.settings = settings
 
     def sent(self, theta: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Return the vector that an island sends at the end of a round, by default its difference, ``anchor`` minus
-        ``theta``.
+        """Return the vector that an island sends at the end of a round, by default ``anchor`` minus ``theta``.
+
+        ``theta``: the island's parameters as a flat vector; ``slots``: what is kept with them, by name.
         """
         return slots["anchor"] - theta
 
     def applied(
         self, theta: torch.Tensor, slots: Slots, answer: torch.Tensor, islands: int
     ) -> torch.Tensor:
-        """Return the island's next parameters, and change the ``slots`` in place.
+        """Return the island's next parameters, a flat vector, and change the ``slots`` in place.
 
         ``theta``: its present parameters; ``answer``: the mean of the vectors sent; ``islands``: how many islands took
         part.
