@@ -48,7 +48,11 @@ PROFILED = 3
 
 
 class HostRoom:
-    """Room in the host's memory for saved storages, with those methods of :class:`Region` that rooms need."""
+    """Room in the host's memory for saved storages. It has the methods of :class:`Region` that rooms need.
+
+    ``size``: bytes; ``pinned``: whether the memory is pinned for copies to and from a GPU; ``threads``: threads that
+    copy.
+    """
 
     def __init__(self, size: int, pinned: bool, threads: Threads) -> None:
         self.size = size
@@ -72,9 +76,11 @@ class HostRoom:
 
 
 class Rooms:
-    """Pool of rooms for saved storages, in the host's memory or in ``file``.
+    """Pool of rooms (stretches of memory) for the storages that blocks save for backward.
 
     Each run of a block takes one room for all storages that it saves. A freed room is used again by later runs.
+    ``file``: file that holds the rooms, or None for the host's memory; ``pinned``: whether memory of the host is
+    pinned.
     """
 
     def __init__(self, file: TierFile | None, pinned: bool) -> None:
@@ -85,7 +91,7 @@ class Rooms:
         self.free: list[HostRoom | Region] = []  # by size
 
     def take(self, size: int) -> HostRoom | Region:
-        """Return the smallest free room of at least ``size`` bytes, or a new room if no free one is large enough."""
+        """Return the smallest free room of at least ``size`` bytes, or a new room if no free room is large enough."""
         place = bisect_left(self.free, size, key=lambda room: room.size)
         if place < len(self.free):
             return self.free.pop(place)
@@ -94,7 +100,11 @@ class Rooms:
         return HostRoom(size, self.pinned, self.threads)
 
     def give(self, room: HostRoom | Region, leaving: Transfer) -> None:
-        """Free ``room``. Pieces of ``leaving`` (the transfer to the room) that have not begun are cancelled first."""
+        """Return ``room`` to the pool.
+
+        ``leaving``: the transfer to the room. Those of its pieces that have not begun are cancelled, and the others are
+        waited for.
+        """
         for piece in leaving.pieces:
             piece.cancel()
         settle(leaving.pieces)
@@ -102,10 +112,15 @@ class Rooms:
 
 
 class SavedStorage:
-    """Storage of a tensor that autograd has saved during ``run``.
+    """Storage of a tensor that autograd has saved during one run of a block.
 
-    ``here``: the bytes on the device, or None while they are only in the run's room; ``start``: the byte of the room at
-    which they begin. Only tensors that autograd has saved refer to this object, so that backward frees its memory.
+    Only tensors that autograd has saved refer to this object, so that backward frees its memory.
+
+    Attributes:
+        here: bytes on the device (uint8), or None while they are only in the run's room.
+        run: run of the block that saved the storage.
+        size: number of bytes.
+        start: byte of the room at which the storage begins; -1 if it is not moved.
     """
 
     def __init__(self, here: T, run: "BlockRun") -> None:
@@ -116,7 +131,11 @@ class SavedStorage:
 
 
 class SavedView(NamedTuple):
-    """Place of a tensor that autograd has saved: its dtype, size, stride and offset in a saved storage."""
+    """Description of a tensor that autograd has saved, from which the tensor is rebuilt in backward.
+
+    ``stored``: storage that holds its elements; ``dtype``, ``size``, ``stride`` and ``offset``: as in
+    :func:`torch.as_strided`.
+    """
 
     stored: SavedStorage
     dtype: torch.dtype
@@ -129,8 +148,8 @@ class SavedView(NamedTuple):
 class Timing:
     """Times and sizes of one run of a block.
 
-    ``stamps``: begin and end of forward, then begin and end of backward; ``saved``: bytes that the block saved for
-    backward; ``inputs``: bytes of the block's input.
+    ``stamps``: begin and end of forward, then begin and end of backward (seconds, or CUDA events); ``saved``: bytes
+    that the block saved for backward; ``inputs``: bytes of the block's input.
     """
 
     stamps: list[Stamp] = field(default_factory=list)
@@ -139,10 +158,18 @@ class Timing:
 
 
 class BlockRun:
-    """One forward run of a block, and the storages that it has saved.
+    """One forward run of a block, and the storages that it has saved for backward.
 
-    ``before``: the run before this one in the same pass, which backward reaches after this one. ``index``: number of
-    this run in the pass. ``wanted``: whether backward has reached this run.
+    Attributes:
+        before: weak reference to the run before this one in the same pass, which backward reaches after this one.
+        index: number of this run in the pass.
+        stored: storages that the run has saved.
+        room: room to which they are moved; None if they stay on the device.
+        leaving: transfer to the room.
+        coming: transfer back to the device.
+        wanted: whether backward has reached this run.
+        timing: times and sizes of the run.
+        leaves: whether the storages are moved, while the first passes are profiled.
     """
 
     def __init__(self, before: "BlockRun | None") -> None:
@@ -156,18 +183,23 @@ class BlockRun:
 
     @property
     def here(self) -> int:
-        """Bytes of the run's saved storages that are on the device."""
+        """Bytes of the run's saved storages that are on the device now."""
         return sum(
             stored.size for stored in list(self.stored) if stored.here is not None
         )
 
 
 class SavedActivations:
-    """Mover of the tensors that blocks save for backward, between ``device`` and the host, or ``file`` if given.
+    """Mover of the tensors that blocks save for backward, from the device to the host's memory or a file, and back.
 
-    ``blocks``: how many blocks at the beginning of each pass have their tensors moved. With 0 a profile of the first
-    passes decides, and ``report`` is called with the profile and the decision. ``sent``: total bytes that were to be
-    moved; ``peak``: most bytes of saved tensors on the device at once.
+    Attributes:
+        device: device on which the blocks run.
+        file: file to which tensors are moved; None: to the host's memory.
+        blocks: number of first blocks of each pass whose tensors are moved. With 0 a profile of the first passes
+            decides.
+        report: called with the profile and the decision, as a dict for the metrics.
+        sent: total bytes that were to be moved so far.
+        peak: most bytes of saved tensors on the device at once.
     """
 
     def __init__(
@@ -201,11 +233,11 @@ class SavedActivations:
 
     @contextmanager
     def block(self, module: nn.Module, x: T, *shared: T) -> Iterator[None]:
-        """Return a context in which ``module`` runs forward on ``x``, and tensors that it saves are moved.
+        """Return a context in which ``module`` runs forward on ``x``, and tensors that it saves for backward are moved.
 
         Parameters and ``shared`` (tensors that all blocks of a pass save) stay on the device. Runs with the same
-        ``shared`` belong to one pass, which backward goes through in the opposite order. Raises :class:`TierError`
-        where a file cannot be written; backward raises it where the file cannot be read.
+        ``shared`` belong to one pass, which backward goes through in the opposite order. Raises :class:`TierError` if a
+        file cannot be written. Backward raises it if the file cannot be read.
         """
         if not torch.is_grad_enabled():
             yield
@@ -417,7 +449,7 @@ class SavedActivations:
         })  # fmt: skip
 
     def profile(self) -> Profile:
-        """Return a profile of the passes so far.
+        """Return a profile of the passes so far, from which the number of moved blocks is chosen.
 
         It holds the fastest times of each block without transfers, the bandwidths, and the time that transfers add.
         """
@@ -461,10 +493,10 @@ def move_piece(
     move: Callable[[T, int], None], piece: T, start: int, ready: torch.cuda.Event | None,
     stream: torch.cuda.Stream | None, moved: list[tuple[float, float, int]],
 ) -> None:  # fmt: skip
-    """Run ``move(piece, start)`` on ``stream`` once the device has reached the event ``ready``.
+    """Run ``move(piece, start)`` on ``stream`` as soon as the device has reached the event ``ready``.
 
-    ``start``: the byte of the room at which the piece begins. Runs in a thread, and appends the begin, the end and the
-    bytes of the move to ``moved``.
+    ``move``: copies ``piece`` (uint8) to or from the byte ``start`` of a room; ``moved``: list to which the begin and
+    end in seconds and the bytes of the move are appended. Runs in a thread.
     """
     if ready is not None:
         ready.synchronize()
@@ -475,7 +507,7 @@ def move_piece(
 
 
 def seconds_between(begun: Stamp, ended: Stamp) -> float:
-    """Return the seconds between the stamps ``begun`` and ``ended`` (CUDA events or times of the host's clock)."""
+    """Return the seconds between two times: both CUDA events, or both seconds of the host's clock."""
     if isinstance(begun, torch.cuda.Event):
         return float(begun.elapsed_time(cast(torch.cuda.Event, ended))) / 1000
     return cast(float, ended) - begun

@@ -9,11 +9,11 @@ from weft.errors import WeftError
 
 
 class TierError(WeftError):
-    """Error of a tier's file that cannot be made, read or written."""
+    """Error of a file for offloaded tensors that cannot be created, read or written."""
 
 
 def nameless_file(folder: Path, name: str) -> int:
-    """Create a file without a name in ``folder`` and return its descriptor. A missing folder is made.
+    """Create a file without a name in ``folder``, and return its descriptor. A missing folder is created.
 
     ``name``: what error messages call the folder. Raises :class:`TierError` if the folder cannot be used.
     """
@@ -40,10 +40,11 @@ def nameless_file(folder: Path, name: str) -> int:
 
 
 def reserve(descriptor: int, start: int, size: int, where: str) -> mmap.mmap:
-    """Reserve ``size`` bytes of a file from byte ``start`` on, and map them as memory of this process.
+    """Reserve bytes of a file on the disk, and return them mapped as memory of this process.
 
-    ``where``: the place of the file, for the error message. Raises :class:`TierError` if the disk is full, because a
-    later write to the memory would then end the process by a signal.
+    ``descriptor``: of the file; ``start``: first byte; ``size``: number of bytes; ``where``: what the error message
+    calls the file, such as ``in /tmp``. Raises :class:`TierError` if the disk is full, because a later write to the
+    memory would then end the process by a signal.
     """
     try:
         os.posix_fallocate(descriptor, start, size)

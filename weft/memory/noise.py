@@ -8,9 +8,10 @@ T = torch.Tensor
 
 
 def random_bits(positions: T, seed: int) -> T:
-    """Return 32 random bits for each of ``positions`` (int64, indices of elements), as int64 of the same shape.
+    """Return 32 random bits for each element number in ``positions`` (int64), as int64 of the same shape.
 
-    The generator is counter-based: two rounds of murmur3's mixer.
+    The bits are a function of position and ``seed`` alone. The generator is counter-based: two rounds of murmur3's
+    mixer.
     """
     mask = 0xFFFFFFFF
     x = (positions ^ positions >> 32) & mask
@@ -23,9 +24,10 @@ def random_bits(positions: T, seed: int) -> T:
 
 
 def normal(positions: T, seed: int, dtype: torch.dtype) -> T:
-    """Draw a value from the standard normal distribution for each of ``positions`` (Box and Muller 1958).
+    """Draw a value from the standard normal distribution for each element number (Box and Muller 1958).
 
-    ``positions``: int64, indices of elements. Values are computed in at least float32 and rounded to ``dtype``.
+    ``positions``: the element numbers, int64. The values are a function of position and ``seed`` alone. They are
+    computed in at least float32, and rounded to ``dtype``.
     """
     wide = torch.promote_types(dtype, torch.float32)
     radius, angle = (

@@ -16,18 +16,20 @@ HIDDEN = 1.03
 
 
 def most_leaving(index: int, away: int, length: int) -> int:
-    """Return how many earlier blocks may still be in transfer when forward begins block ``index`` of ``length`` blocks.
+    """Return how many earlier blocks may still be in transfer off the device when forward begins a block.
 
-    ``away``: how many blocks at the beginning of the pass are moved. Blocks that stay and have not run yet lend their
-    memory to blocks in transfer, so that a slow disk has the whole forward pass.
+    ``index``: number of the block that begins; ``away``: number of first blocks whose activations are moved;
+    ``length``: number of blocks. Blocks that stay and have not run yet lend their memory to blocks in transfer, so that
+    a slow disk has the whole forward pass.
     """
     return max(0, length - max(index, away)) + MOST_LEAVING - 1
 
 
 class BlockCost(NamedTuple):
-    """Cost of a block: seconds of its forward and backward without any wait, and the bytes that it keeps.
+    """Cost of one block in a pass.
 
-    ``saved``: bytes that the block saves for backward; ``inputs``: bytes of its input.
+    ``forward`` and ``backward``: seconds without any wait; ``saved``: bytes that the block saves for backward;
+    ``inputs``: bytes of its input.
     """
 
     forward: float
@@ -37,9 +39,10 @@ class BlockCost(NamedTuple):
 
 
 class BlocksSaving(NamedTuple):
-    """Effect of moving, or of recomputing, the activations of the first ``blocks`` blocks.
+    """Effect of moving the activations of the first blocks off the device, or of recomputing them.
 
-    ``bytes``: most bytes of activations on the device at once; ``seconds``: time of forward and backward.
+    ``blocks``: number of these blocks; ``bytes``: most bytes of activations on the device at once; ``seconds``: time of
+    forward and backward.
     """
 
     blocks: int
@@ -49,11 +52,15 @@ class BlocksSaving(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """Profile of a pass (forward and backward) over the ``blocks`` of a model or stage.
+    """Measured cost of a pass (forward and backward) over the blocks of a model or pipeline stage.
 
-    ``write`` and ``read``: bytes per second of transfers from the device and back. ``write_drag`` and ``read_drag``:
-    seconds that each moved byte adds to the computation beside it, as threads that copy take processors and memory from
-    the computation.
+    Attributes:
+        blocks: cost of each block.
+        write: bytes per second of transfers from the device.
+        read: bytes per second of transfers to the device.
+        write_drag: seconds that each byte written adds to the computation beside it, as threads that copy take
+            processors and memory from the computation.
+        read_drag: seconds that each byte read adds.
     """
 
     blocks: Sequence[BlockCost]
@@ -63,8 +70,9 @@ class Profile:
     read_drag: float = 0.0
 
     def offloaded(self, away: int) -> BlocksSaving:
-        """Simulate the pass with the activations of the first ``away`` blocks moved off the device, and return the
-        effect.
+        """Simulate the pass with the activations of the first ``away`` blocks moved off the device.
+
+        Returns the simulated memory and time.
         """
         blocks = self.blocks
         now = 0.0
@@ -98,7 +106,7 @@ class Profile:
         return BlocksSaving(away, most, now)
 
     def recomputed(self, count: int) -> BlocksSaving:
-        """Return the effect of recomputing the first ``count`` blocks during backward.
+        """Return the effect of recomputing the first ``count`` blocks during backward, on memory and time.
 
         Each of these blocks keeps only its input until backward recomputes the block. One block at a time is
         recomputed.
@@ -111,16 +119,20 @@ class Profile:
         return BlocksSaving(count, max(kept, inputs + working), seconds)
 
     def most_hidden(self) -> int:
-        """Return the largest number of first blocks that can be moved without making the pass notably slower.
+        """Return the largest number of first blocks whose activations can be moved while the pass hardly slows down.
 
-        The last block is never moved, because backward needs it at once.
+        The limit is :data:`HIDDEN`. The last block is never moved, because backward needs it at once.
         """
         limit = HIDDEN * self.offloaded(0).seconds
         numbers = range(max(1, len(self.blocks)))
         return max(n for n in numbers if self.offloaded(n).seconds <= limit)
 
     def curve(self) -> dict[str, Any]:
-        """Return the effects of moving, and of recomputing, the first n blocks, as lists over n from 0 on."""
+        """Return the effects of moving, and of recomputing, the activations of the first n blocks, as lists over n.
+
+        The lists begin at n = 0. Their keys are ``offload`` and ``recompute``. ``recompute`` is missing if the blocks
+        are recomputed already.
+        """
         numbers = range(len(self.blocks) + 1)
         points: dict[str, Any] = {"offload": [self.offloaded(n) for n in numbers[:-1]]}
         # or else they are recomputed already

@@ -9,7 +9,11 @@ import torch
 
 
 class OnDevice:
-    """Tiers that keep all tensors on the device. The subclass :class:`weft.memory.resting.Tiers` moves them."""
+    """Tiers of a run that keeps all tensors on the device, so that nothing is moved.
+
+    The subclass :class:`weft.memory.resting.Tiers` moves tensors to the host's memory or a file while they are not in
+    use. ``places``: where each kind of tensor rests; ``room``: bytes of weights that may stay in memory between uses.
+    """
 
     places: Mapping[str, str] = {}
     room = 0
@@ -24,29 +28,35 @@ class OnDevice:
 
     @property
     def note(self) -> str:
-        """Warning about the tier's file, such as missing direct I/O, or "" if there is none."""
+        """Warning about the file for offloaded tensors, such as missing direct I/O; "" if there is none."""
         return ""
 
     @property
     def pooled(self) -> int:
-        """Bytes of the buffers through which tensors pass between the tier and their use."""
+        """Bytes of the buffers through which offloaded tensors pass on their way to the device."""
         return 0
 
     def rest(self, owner: Hashable, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Let ``tensors`` rest in the place of their ``kind`` ("weights", "gradients", "moments"); here, on the device.
+        """Let tensors rest where those of their kind rest, while they are not in use; here, on the device.
 
-        ``owner``: the unit of the state to which the tensors belong.
+        ``owner``: unit of the state to which ``tensors`` belong; ``kind``: "weights", "gradients" or "moments".
         """
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
-        """Begin to read those tensors of ``owner`` that are of these ``kinds``, because they will soon be used."""
+        """Begin to read the tensors of these ``kinds`` of the unit ``owner``, because they will soon be used."""
 
     def size(self, owner: Hashable, kind: str) -> int:
-        """Return the bytes that the owner's tensors of one kind take in the file, 0 if they are not in a file."""
+        """Return the bytes that tensors of one ``kind`` of the unit ``owner`` take in a file.
+
+        The result is 0 if they are not in a file.
+        """
         return 0
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        """Keep the owner's tensors of one kind in memory between their next two uses (:meth:`at_hand`)."""
+        """Keep the tensors of one ``kind`` of the unit ``owner`` in memory between their next two uses.
+
+        A use is a context of :meth:`at_hand`.
+        """
 
     def at_hand(
         self,
@@ -56,7 +66,7 @@ class OnDevice:
         read: bool = True,
         apart: bool = False,
     ) -> AbstractContextManager[None]:
-        """Return a context in which the owner's tensors of one kind can be used.
+        """Return a context in which the tensors of one ``kind`` of the unit ``owner`` can be used.
 
         For the other arguments see :meth:`weft.memory.resting.Tiers.at_hand`; here they have no effect.
         """
@@ -65,32 +75,35 @@ class OnDevice:
     def updating(
         self, owner: Hashable, behind: int = 1
     ) -> AbstractContextManager[None]:
-        """Return a context in which the owner's tensors may change. ``behind`` has no effect here."""
+        """Return a context in which the tensors of the unit ``owner`` may change. ``behind`` has no effect here."""
         return nullcontext()
 
     def trying(self, owner: Hashable) -> AbstractContextManager[None]:
-        """Return a context in which the owner's tensors may change on trial: :meth:`undo` takes the changes back."""
+        """Return a context in which the tensors of the unit ``owner`` may change on trial.
+
+        :meth:`undo` takes the changes back.
+        """
         return nullcontext()
 
     @property
     def activation_file(self) -> Any:
-        """File in which saved activations rest, or None if they rest elsewhere."""
+        """File in which saved activations rest, or None if they do not rest in a file."""
         return None
 
     def stand(self) -> None:
-        """Keep all changes that were made in :meth:`trying` for good."""
+        """Make all changes that were made in :meth:`trying` permanent."""
 
     def undo(self) -> None:
         """Take back all changes that were made in :meth:`trying` since the last :meth:`stand`."""
 
     def settle(self) -> None:
-        """Wait for all transfers to end."""
+        """Wait until all transfers of tensors have ended."""
 
     def check(self) -> None:
-        """Compare the tensors in the file with the checksums of what was written."""
+        """Compare all tensors in the file with the checksums of what was written."""
 
     def restart(self) -> None:
-        """Begin a new round of updates: the owner that is updated next is the first of a step."""
+        """Begin a new round of updates, so that the unit that is updated next is the first of a step."""
 
     def forget_sums(self) -> None:
         """Drop the checksums of all tensors in the file."""

@@ -14,7 +14,7 @@ T = torch.Tensor
 
 @cache
 def dynamic_map(signed: bool, exponents: int, bits: int) -> T:
-    """Return the values of the codes of ``bits`` bits, ascending: float32 ``[2**bits]``.
+    """Return the values that codes of ``bits`` bits stand for, ascending: float32 ``[2**bits]``.
 
     They lie in [-1, 1] if ``signed``, else in [0, 1]. Every decade below 1 has twice as many values as the decade below
     it (dynamic quantisation, Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization"). ``exponents``:
@@ -35,7 +35,7 @@ def dynamic_map(signed: bool, exponents: int, bits: int) -> T:
 
 @cache
 def linear_map(bits: int) -> T:
-    """Return the values of the codes of ``bits`` bits: float32 ``[2**bits]``, equally spaced from above 0 to 1.
+    """Return the values that codes of ``bits`` bits stand for: float32 ``[2**bits]``, equally spaced from above 0 to 1.
 
     Zero is left out, because the codes are for a second moment, by which updates are divided (Li et al. 2023).
     """
@@ -44,10 +44,11 @@ def linear_map(bits: int) -> T:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of ``size`` elements, with a scale each, that divide the last dimension of a logical tensor.
+    """Division of the last dimension of a logical tensor into quantisation blocks, which have one scale each.
 
-    ``length``: elements of that dimension. ``start``: index of the first element of the part that this rank holds.
-    Blocks are counted from the beginning of the logical tensor.
+    Blocks are counted from the beginning of the logical tensor, so that they do not depend on how it is cut over ranks.
+    ``size``: elements of a block; ``length``: elements of the dimension; ``start``: index of the first element of the
+    part that this rank holds.
     """
 
     size: int
@@ -56,11 +57,11 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """Number of blocks in the whole last dimension of the logical tensor."""
+        """Number of blocks in the last dimension of the whole logical tensor."""
         return -(-self.length // self.size)
 
     def largest(self, x: T) -> T:
-        """Return the largest value of each block within the part ``x [..., n]``, as ``[..., count]``.
+        """Return the largest value of each block within this rank's part ``x`` (``[..., n]``), as ``[..., count]``.
 
         It is 0 for blocks without a positive value in the part.
         """
@@ -75,18 +76,19 @@ class Blocks:
         return F.pad(largest, (first, self.count - first - largest.size(-1)))
 
     def spread(self, scale: T, n: int) -> T:
-        """Return the scale of each of the ``n`` elements of the part, as ``[..., n]``.
+        """Return the scale of each of the ``n`` elements of this rank's part, as ``[..., n]``.
 
-        ``scale``: per block, ``[..., count]``.
+        ``scale``: the scale of each block, ``[..., count]``.
         """
         positions = torch.arange(self.start, self.start + n, device=scale.device)
         return scale[..., positions // self.size]
 
 
 def encoded(x: T, scale: T, values: T) -> T:
-    """Return the codes (uint8) of those ``values`` that are nearest to ``x / scale``.
+    """Return the codes (uint8) of the map values nearest to ``x / scale``.
 
-    ``values``: the map of codes, ascending; ``scale``: per element of ``x``. Where ``scale`` is 0, ``x`` is 0, too.
+    ``scale``: the scale of each element of ``x``; where it is 0, ``x`` must be 0, too. ``values``: the map, the value
+    that each code stands for, ascending.
     """
     values = values.to(x.device, x.dtype)
     middles = (values[1:] + values[:-1]) / 2
@@ -96,12 +98,15 @@ def encoded(x: T, scale: T, values: T) -> T:
 
 
 def decoded(codes: T, scale: T, values: T) -> T:
-    """Return the elements that ``codes`` stand for: ``values`` (the map of codes) times ``scale`` (per element)."""
+    """Return the elements that quantisation codes stand for, as ``values[codes] * scale``.
+
+    ``scale``: the scale of each element; ``values``: the map, the value that each code stands for.
+    """
     return values.to(scale.device, scale.dtype)[codes.int()] * scale
 
 
 def unpacked(pairs: T) -> T:
-    """Split bytes into two codes of four bits each: ``[..., n / 2] -> [..., n]``.
+    """Split bytes into two codes of four bits each, the high bits first: ``[..., n / 2] -> [..., n]``.
 
     This is the inverse of :func:`weft.models.nf4.packed`.
     """

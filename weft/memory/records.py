@@ -17,7 +17,10 @@ T = torch.Tensor
 
 
 class HostCopy:
-    """Copy from the host's memory to a device, on a stream beside the computation there."""
+    """Copy from the host's memory to a device, on a CUDA stream beside the computation there.
+
+    ``memory``: pinned source; ``into``: target on the device; ``stream``: stream of the copy.
+    """
 
     def __init__(self, memory: T, into: T, stream: torch.cuda.Stream) -> None:
         # which may still use what is overwritten
@@ -41,9 +44,10 @@ class HostCopy:
 
 
 class Records:
-    """Store of ``count`` records of ``size`` bytes each, rounded up to whole pages, to be read to ``device``.
+    """Store of records of equal size, which are read to a device when they are needed.
 
-    The records rest in ``file``, or without a file in the host's ``memory`` (uint8 ``[count, size]``).
+    The records rest in a file or in the host's memory. ``count``: number of records; ``size``: bytes of a record,
+    rounded up to whole pages; ``file``: the file, or None for the host's memory; ``device``: where records are read to.
     """
 
     def __init__(
@@ -58,7 +62,10 @@ class Records:
             ).view(count, -1)
 
     def read(self, index: int, into: T) -> Transfer | HostCopy:
-        """Begin to read record ``index`` into the memory ``into`` on the device (uint8 ``[size]``)."""
+        """Begin to read record number ``index`` into the memory ``into`` on the device (uint8 ``[size]``).
+
+        Returns the transfer.
+        """
         if self.region is not None:
             return self.region.read(into, index * self.size)
         if self._stream is not None:
@@ -67,14 +74,14 @@ class Records:
         return Transfer((), "", 0)
 
     def give_up(self, coming: Transfer | HostCopy) -> bool:
-        """Cancel the read ``coming`` if it has not begun. Returns whether it was cancelled."""
+        """Cancel a read that has not begun. ``coming``: the transfer of the read. Returns whether it was cancelled."""
         given_up = coming.cancel()
         if given_up and self.region is not None:
             self.region.file.bytes["read"] -= self.size
         return given_up
 
     def write(self, index: int, data: T) -> None:
-        """Store ``data`` (uint8 ``[size]``) as record ``index``, and wait until it is stored."""
+        """Store ``data`` (uint8 ``[size]``) as record number ``index``, and wait until it is stored."""
         if self.region is not None:
             self.region.write(data, index * self.size).wait()
         else:
@@ -82,16 +89,20 @@ class Records:
 
 
 class Slot(NamedTuple):
-    """Slot: ``memory`` for a record, and the transfer ``coming`` that reads the record into it."""
+    """Memory on the device for one record.
+
+    ``memory``: the bytes; ``coming``: transfer that reads the record into them.
+    """
 
     memory: T
     coming: Transfer | HostCopy
 
 
 class Slots:
-    """Slots in a device's memory that hold some of the ``records`` at a time.
+    """Slots in a device's memory, each for one record; a record that is needed replaces that used longest ago.
 
-    ``counts["read"]``: records whose read was begun and not cancelled; ``counts["awaited"]``: records for which the
+    ``records``: store of all records; ``slots``: number of slots; ``device``: where the slots are. ``counts["read"]``:
+    number of records whose read was begun and not cancelled; ``counts["awaited"]``: number of records for which the
     computation waited, because no other record that it needed was in memory.
     """
 
@@ -111,7 +122,7 @@ class Slots:
         self._free = list(memory.view(self.count, -1))
 
     def choose(self, records: Sequence[int]) -> None:
-        """Set the records that are used next, and begin to read those of them that are missing.
+        """Set the numbers of the records that are used next, and begin to read those that are in no slot.
 
         Reads of other records that :meth:`expect` has begun are cancelled if they are still queued.
         """
@@ -123,9 +134,10 @@ class Slots:
         self.expect(records)
 
     def expect(self, records: Iterable[int]) -> None:
-        """Begin to read those of ``records`` that are in no slot, in this order.
+        """Begin to read those of ``records`` (numbers) that are in no slot, because they may soon be used.
 
-        They go into slots that are free or hold no expected record; if there is no such slot, they are not read yet.
+        They are read in this order, into slots that are free or hold no expected record. Without such a slot a record
+        is not read yet.
         """
         for record in records:
             if record not in self._there:
@@ -135,10 +147,10 @@ class Slots:
             self._expected.add(record)
 
     def using(self, records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
-        """Yield lists of pairs of a record and its memory (uint8 ``[size]``), until all ``records`` were yielded.
+        """Yield all of ``records`` (numbers) in groups, each record with its memory (uint8 ``[size]``).
 
-        Records that are already in memory come first. The memory of a list belongs to the caller until the next list is
-        requested. Raises :class:`weft.memory.nameless_file.TierError` if a record cannot be read.
+        Records that are already in memory come first. The memory of a group is valid until the next group is requested.
+        Raises :class:`weft.memory.nameless_file.TierError` if a record cannot be read.
         """
         self.expect(records)
         left = list(records)

@@ -39,9 +39,21 @@ ALIGNED = 64
 
 
 class RestingGroup:
-    """Tensors of one unit that rest together, in a region of ``file`` or, without a file, in the host's memory.
+    """Tensors of one unit and kind that rest together, outside the memory in which they are used.
 
-    ``pool``: the buffers through which they pass.
+    Attributes:
+        tensors: the tensors, whose objects stay the same while their memory changes.
+        file: file in which they rest; None: in the host's memory.
+        pool: buffers through which they pass.
+        device: device on which they are used.
+        size: bytes of all tensors.
+        home: memory in which they rest.
+        spare: room for a second version of them; None if there is none.
+        buffer: memory into which they were read; None if there is none.
+        kept: whether the buffer stays after their next use.
+        coming: transfer that reads them; None if there is none.
+        leaving: transfer that writes them back; None if there is none.
+        in_use: whether they are in the memory in which they are used.
     """
 
     def __init__(
@@ -83,13 +95,13 @@ class RestingGroup:
         self.spare = self.spare or self._room()
 
     def turn(self) -> None:
-        """Exchange the current version of the tensors with the second version. No transfer may be under way."""
+        """Exchange the current version of the tensors for the second version. No transfer may be under way."""
         assert self.spare is not None
         (self.region, self.home), self.spare = self.spare, (self.region, self.home)
         self._refer_to(self.home)
 
     def fetch(self) -> None:
-        """Begin to read the tensors into a buffer, unless a read is under way or a buffer with them was kept."""
+        """Begin to read the tensors into a buffer, unless a read is under way or a buffer that holds them was kept."""
         if self.region is not None and self.coming is None:
             self.let_go()
             self.buffer = self.pool.take(self.region.size)
@@ -98,8 +110,8 @@ class RestingGroup:
     def bring(self, read: bool = True, changes: bool = False) -> None:
         """Move the tensors to the memory in which they are used, and wait until they are there.
 
-        Without ``read`` their values are undefined, and the caller must write all of them. With ``changes`` the caller
-        will change them, so an earlier write to the region is completed first.
+        ``read``: whether their values are needed; without it they are undefined, and the caller must write all of them.
+        ``changes``: whether the caller will change them, so that an earlier write to the file must be complete.
         """
         if read:
             self.fetch()
@@ -117,10 +129,10 @@ class RestingGroup:
         self.in_use = True
 
     def put(self, changed: bool, apart: bool = False) -> None:
-        """Begin to write the tensors back if they have ``changed``, and let them rest again.
+        """Let the tensors rest again. If they have changed, begin to write them back.
 
-        ``apart``: write them as the second version, beside the version that was read. If the group is ``kept``, the
-        buffer stays for the next use.
+        ``changed``: whether they have changed; ``apart``: write them as the second version, beside the version that was
+        read. If ``kept`` is set, the buffer stays for the next use.
         """
         if changed and apart:
             self.turn()
@@ -140,11 +152,11 @@ class RestingGroup:
 
     @property
     def has_left(self) -> bool:
-        """Whether no write of the tensors to their region is under way."""
+        """Whether no write of the tensors is under way."""
         return self.leaving is None or self.leaving.done
 
     def let_go(self) -> None:
-        """Wait until the tensors are written back, and return their buffer to the pool if it is not in use."""
+        """Wait until the tensors are written back. If their buffer is not in use, return it to the pool."""
         if self.leaving is not None:
             self.leaving.wait()
         self.leaving = None
@@ -153,9 +165,9 @@ class RestingGroup:
             self.buffer = None
 
     def settle(self) -> None:
-        """Wait for all transfers, so that the tensors are where they rest.
+        """Wait for all transfers of the tensors, so that they are where they rest.
 
-        A buffer that was read but not used is given back.
+        A buffer that was read but not used is returned to the pool.
         """
         if self.coming is not None:
             self.coming.wait()
@@ -175,13 +187,19 @@ class RestingGroup:
 
 @dataclass
 class AccessOrder:
-    """Order in which owners (units of the state) were used in the last round, which predicts the next owner."""
+    """Order in which units of the state were used in the last round, which predicts the next unit.
+
+    ``following``: for each unit, the unit that was used after it; ``last``: unit that was used last.
+    """
 
     following: dict[Hashable, Hashable] = field(default_factory=dict)
     last: Hashable = None
 
     def after(self, owner: Hashable) -> Hashable:
-        """Record that ``owner`` is used now, and return the owner that is used next, or None if that is not known."""
+        """Record that the unit ``owner`` is used now, and return the unit that is expected next.
+
+        Returns None if no unit has followed ``owner`` so far.
+        """
         self.following[self.last], self.last = owner, owner
         return self.following.get(owner)
 
@@ -193,12 +211,18 @@ def _let_all_leave(tiers: "weakref.ref[Tiers]") -> None:
 
 
 class Tiers(OnDevice):
-    """Tensors that rest outside the memory in which they are used, by owner (a unit of the state) and kind.
+    """Tiers in which tensors of a run rest outside the memory in which they are used: the host's memory, or a file.
 
-    ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); other kinds are on the
-    device. ``folder``: where every rank has a file; ``timeout``: seconds for one transfer; ``room``: bytes of weights
-    that may stay in memory between uses, beyond those that a step always needs. Owners are updated in the same order in
-    every step, so that from the second step on the next owner's tensors are read while the present owner's are in use.
+    A unit of the state owns its tensors, which are moved by unit and kind. Units are updated in the same order in every
+    step, so that from the second step on the next unit's tensors are read while the present unit's are in use.
+
+    Args:
+        places: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); other kinds are on the
+            device.
+        folder: folder in which every rank has a file.
+        device: device on which tensors are used.
+        timeout: seconds that one transfer may take.
+        room: bytes of weights that may stay in memory between uses, beyond those that a step always needs.
     """
 
     def __init__(
@@ -220,7 +244,7 @@ class Tiers(OnDevice):
 
     @property
     def file(self) -> TierFile:
-        """This rank's file, created when the first tensors come to rest there."""
+        """This rank's file for offloaded tensors, created when the first tensors come to rest there."""
         if self._file is None:
             self._file = TierFile(self.folder, self.timeout)
         return self._file
@@ -240,18 +264,22 @@ class Tiers(OnDevice):
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes ``read`` from the file and ``written`` to it so far."""
+        """Bytes that transfers have moved so far: ``read`` from the file and ``written`` to it.
+
+        Empty without a file.
+        """
         return dict(self._file.bytes) if self._file is not None else {}
 
     @property
     def note(self) -> str:
-        """Warning about the tier's file, such as missing direct I/O, or "" if there is none."""
+        """Warning about the file for offloaded tensors, such as missing direct I/O; "" if there is none."""
         return self._file.note if self._file is not None else ""
 
     def rest(self, owner: Hashable, kind: str, tensors: Iterable[T]) -> None:
-        """Let ``tensors`` of ``owner`` rest in the place of their ``kind`` from now on.
+        """Let ``tensors`` rest where those of their kind rest, while they are not in use.
 
-        The tensor objects stay the same.
+        The tensor objects stay the same. ``owner``: unit of the state to which they belong; ``kind``: "weights",
+        "gradients" or "moments".
         """
         place = self.places.get(kind, "device")
         tensors = [t for t in tensors if t.numel()]
@@ -263,18 +291,24 @@ class Tiers(OnDevice):
             )
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
-        """Begin to read those tensors of ``owner`` that are of these ``kinds``, because they will soon be used."""
+        """Begin to read the tensors of these ``kinds`` of the unit ``owner``, because they will soon be used."""
         for kind in kinds:
             if group := self._group(owner, kind):
                 group.fetch()
 
     def size(self, owner: Hashable, kind: str) -> int:
-        """Return the bytes that the owner's tensors of one kind take in the file, 0 if they are not in a file."""
+        """Return the bytes that tensors of one ``kind`` of the unit ``owner`` take in the file.
+
+        The result is 0 if they are not in the file.
+        """
         group = self._group(owner, kind)
         return 0 if group is None or group.region is None else group.region.size
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        """Keep the owner's tensors of one kind in memory between their next two uses (:meth:`at_hand`)."""
+        """Keep the tensors of one ``kind`` of the unit ``owner`` in memory between their next two uses.
+
+        A use is a context of :meth:`at_hand`.
+        """
         if group := self._group(owner, kind):
             group.kept = True
 
@@ -287,11 +321,12 @@ class Tiers(OnDevice):
         read: bool = True,
         apart: bool = False,
     ) -> Iterator[None]:
-        """Return a context in which the owner's tensors of one kind are in the memory in which they are used.
+        """Return a context in which the tensors of one ``kind`` of the unit ``owner`` are where they are used.
 
-        ``changes``: whether they may change in the context. Without ``read`` they begin with undefined values.
-        ``apart``: the change is written as a second version, so that :meth:`undo` can take it back. An error in the
-        context leaves the resting tensors unchanged. Inside another such context for the same tensors nothing is done.
+        ``changes``: whether they may change in the context; ``read``: whether their values are needed (without it they
+        are undefined at first); ``apart``: write the change as a second version, so that :meth:`undo` can take it back.
+        An error in the context leaves the resting tensors unchanged. Inside another such context for the same tensors
+        nothing is done.
         """
         group = self._group(owner, kind)
         if group is None or group.in_use:
@@ -313,9 +348,10 @@ class Tiers(OnDevice):
 
     @contextmanager
     def updating(self, owner: Hashable, behind: int = 1) -> Iterator[None]:
-        """Return a context in which all tensors of the owner are in memory, and all but the gradients may change.
+        """Return a context for an update of the unit ``owner``: all its tensors are where they are used.
 
-        ``behind``: of how many earlier owners the tensors may still be being written back when the context begins.
+        All but the gradients may change. ``behind``: number of earlier units whose tensors may still be on their way
+        back to where they rest.
         """
         if not (groups := self.groups.get(owner)):
             yield
@@ -332,7 +368,7 @@ class Tiers(OnDevice):
 
     @contextmanager
     def trying(self, owner: Hashable) -> Iterator[None]:
-        """Return a context in which the owner's tensors, except gradients, may change on trial.
+        """Return a context in which the tensors of the unit ``owner``, except gradients, may change on trial.
 
         :meth:`undo` takes the changes back, and :meth:`stand` makes them permanent.
         """
@@ -346,7 +382,7 @@ class Tiers(OnDevice):
             yield
 
     def stand(self) -> None:
-        """Keep all changes that were made in :meth:`trying` for good."""
+        """Make all changes that were made in :meth:`trying` permanent."""
         self.tried.clear()
 
     def undo(self) -> None:
@@ -364,16 +400,16 @@ class Tiers(OnDevice):
             self.leaving.popleft().let_go()
 
     def settle(self) -> None:
-        """Wait for all transfers, so that every tensor has its current values."""
+        """Wait until all transfers have ended, so that every tensor has its current values where it rests."""
         for group in self._all():
             group.settle()
         self.leaving.clear()
         self.restart()
 
     def check(self) -> None:
-        """Read everything that transfers have written to the file, and compare it with the checksums made at writing.
+        """Read all that transfers have written to the file, and compare it with the checksums made when it was written.
 
-        All transfers must have ended. Raises :class:`TierError` where the file is damaged or cannot be read.
+        All transfers must have ended. Raises :class:`TierError` if the file is damaged or cannot be read.
         """
         written = [
             group
@@ -386,11 +422,11 @@ class Tiers(OnDevice):
             group.settle()
 
     def restart(self) -> None:
-        """Begin a new round of updates: the owner that is updated next is the first of a step."""
+        """Begin a new round of updates, so that the unit that is updated next is the first of a step."""
         self.order.last = self.trials.last = None
 
     def forget_sums(self) -> None:
-        """Drop the checksums of all tensors in the file, as the resting tensors may be changed from now on."""
+        """Drop the checksums of all tensors in the file, because resting tensors may be changed from now on."""
         for group in self._all():
             if group.region is not None:
                 group.region.forget_sums()

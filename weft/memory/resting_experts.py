@@ -47,9 +47,10 @@ DTYPE = torch.float32
 
 
 class SlottedExperts(Experts):
-    """Experts of one layer, whose weights are read from ``slots`` when they are used.
+    """Experts of one layer whose weights are read into slots of the device's memory when tokens choose them.
 
-    ``first``: number of the record of the layer's first expert; ``stored``: dtype of the weights in the records.
+    ``experts``: the layer's experts before, whose place this module takes; ``slots``: the slots; ``first``: number of
+    the record that holds the layer's first expert; ``stored``: dtype of the weights in the records.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class SlottedExperts(Experts):
     ) -> T:
         """Compute as :class:`Experts` does with all experts on this rank, bit for bit, one expert at a time.
 
-        ``rows``: tokens ordered by expert; ``counts``: number of rows of each expert.
+        ``rows``: tokens ordered by expert, ``[rows, embed]``; ``counts``: number of rows of each expert, ``[experts]``.
+        ``lent`` and ``stacks`` have no effect.
         """
         sizes = sizes_of(counts, len(rows))
         chosen = [self.first + e for e, size in enumerate(sizes) if size]
@@ -94,17 +96,20 @@ class SlottedExperts(Experts):
 
 
 def matrices(record: T, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> list[T]:
-    """Return views of the bytes of a ``record`` as matrices of ``dtype`` with these ``shapes``, one after another."""
+    """Return views of the bytes ``record`` (uint8) as matrices of ``dtype``, which lie there one after another.
+
+    ``shapes``: the shape of each matrix.
+    """
     sizes = [torch.Size(shape).numel() for shape in shapes]
     parts = record.view(dtype)[: sum(sizes)].split(sizes)
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class RestingExperts:
-    """All experts of a model, at rest in a file in ``folder`` or, without a folder, in the host's memory.
+    """All experts of a model, which rest in a file or in the host's memory while the model generates.
 
-    ``share``: the share of the experts that have slots in the device's memory. With ``ahead`` experts that a router
-    will probably choose are read ahead of their use; without it each is read only when it is needed.
+    ``folder``: folder of the file, or None for the host's memory; ``share``: share of the experts that have slots in
+    the device's memory; ``ahead``: whether experts that a router will probably choose are read before they are needed.
     """
 
     slots: Slots
@@ -115,10 +120,11 @@ class RestingExperts:
         self.file = None if folder is None else TierFile(folder, called="--experts-in")
 
     def lift(self, model: Transformer, values: Values) -> None:
-        """Replace the experts of ``model`` by slots, and store their ``values`` in records.
+        """Replace the experts of ``model`` by slots, and store the experts' values in records.
 
-        The parameters of ``model`` are not allocated yet. Values are stored in their own type and widened when they are
-        used: bfloat16 is half as many bytes to read. Raises :class:`UsageError` if the model has no experts.
+        The parameters of ``model`` are not allocated yet. ``values``: function that reads the values of a parameter.
+        They are stored in their own type and widened when they are used: bfloat16 is half as many bytes to read. Raises
+        :class:`UsageError` if the model has no experts.
         """
         blocks = [b for b in model.blocks.values() if isinstance(b.ffn, Mixture)]
         mixtures = [cast(Mixture, b.ffn) for b in blocks]

@@ -5,9 +5,14 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Bytes of a unit's weights, gradients and moments in files, and when the unit may be updated.
+    """Sizes of one unit's state in files, and when the unit may be updated.
 
-    ``learns``: whether it is trained; ``free``: whether it may be updated before the norm of all gradients is known.
+    Attributes:
+        weights: bytes of its weights in files.
+        gradients: bytes of its gradients in files.
+        moments: bytes of its optimizer moments in files.
+        learns: whether it is trained.
+        free: whether it may be updated before the norm of all gradients is known.
     """
 
     weights: float
@@ -18,17 +23,20 @@ class Sizes(NamedTuple):
 
 
 class StepTraffic(NamedTuple):
-    """Bytes that are read from and written to files during the forward and during the backward half of a step."""
+    """Bytes read from and written to files in one step.
+
+    ``forward``: during the forward half of the step; ``backward``: during the backward half.
+    """
 
     forward: float
     backward: float
 
 
 def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
-    """Return the traffic of a step, given for each unit whether it is updated ``early``.
+    """Return the bytes that a step reads from and writes to files, in its forward and in its backward half.
 
-    An early unit is updated during backward, any other in the next step's forward. Both halves read weights. Backward
-    writes the gradients, and a later update reads them again.
+    ``sizes``: sizes of each unit; ``early``: for each unit, whether it is updated during backward instead of in the
+    next step's forward. Both halves read weights. Backward writes the gradients, and a later update reads them again.
     """
     forward = backward = 0.0
     for unit, now in zip(sizes, early, strict=True):
@@ -43,9 +51,10 @@ def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
 
 
 def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
-    """Return for each unit whether it is updated early (during backward) if ``waiting`` of the ``free`` units are not.
+    """Return for each unit whether it is updated early (during backward), if a given number of free units is not.
 
-    The waiting units are at even distances. The first free unit is early, unless all wait.
+    ``sizes``: sizes of each unit; ``waiting``: number of units with ``free`` set that are updated later. They are
+    spread evenly. The first free unit is early, unless all of them wait.
     """
     places = [i for i, unit in enumerate(sizes) if unit.free]
     wait = {places[(2 * i + 1) * len(places) // (2 * waiting)] for i in range(waiting)}
@@ -53,10 +62,11 @@ def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
 
 
 def choose_early(sizes: Sequence[Sizes], backward: float) -> list[bool]:
-    """Return for each unit whether to update it early, during backward.
+    """Return for each unit whether to update it early (during backward), so that transfers are hidden best.
 
-    The choice minimises the time of transfers, relative to that of computation, in the half of a step where it is
-    longer. ``backward``: the time that the backward half computes, in multiples of the forward half's.
+    ``sizes``: sizes of each unit; ``backward``: computing time of the backward half of a step, in multiples of that of
+    the forward half. The choice minimises the larger of two ratios: the transfer time of either half to its computing
+    time.
     """
 
     def longest(early: Sequence[bool]) -> float:

@@ -46,7 +46,7 @@ LARGE = 64 << 20
 
 
 class DiskHangs(TierError):
-    """Error of a transfer that has not ended within its time limit."""
+    """Error of a transfer to or from a file that has not ended within its time limit."""
 
     hangs = True
 
@@ -57,9 +57,9 @@ def whole_pages(size: int) -> int:
 
 
 def page_buffer(size: int, pinned: bool = False) -> T:
-    """Allocate exactly ``size`` bytes of memory that begins at a page, as uint8.
+    """Allocate ``size`` bytes of the host's memory that begin at a page boundary, as a uint8 tensor.
 
-    ``pinned``: allocate it for copies to and from CUDA devices. PyTorch's own allocator of pinned memory rounds to
+    ``pinned``: allocate them for copies to and from CUDA devices. PyTorch's own allocator of pinned memory rounds to
     powers of two (MemAscend, 2025). Raises :class:`TierError` if there is no memory.
     """
     private = (
@@ -97,9 +97,13 @@ class BufferPool:
     """Pool of reusable buffers. Each size has its own buffers, so that small tensors do not occupy large buffers.
 
     Buffers of a size with fewer than :data:`COMMON` users (:meth:`announce`) are freed after use, unless they are
-    pinned. An example are those of an embedding, which is used twice a step. ``bytes``: bytes of all buffers, in use or
-    not; ``most``: the peak of ``bytes``. ``when_short`` is called when memory runs out, to return buffers that are
-    still being written.
+    pinned.
+
+    Attributes:
+        pinned: whether buffers are pinned for copies to and from CUDA devices.
+        bytes: bytes of all buffers, in use or not.
+        most: the peak of ``bytes``.
+        when_short: called when memory runs out, to return buffers that are still being written.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -111,11 +115,11 @@ class BufferPool:
         self._users: Counter[int] = Counter()
 
     def announce(self, size: int) -> None:
-        """Count one more user of buffers of ``size`` bytes."""
+        """Count one more user of buffers of ``size`` bytes, which decides whether such buffers are kept after use."""
         self._users[whole_pages(size)] += 1
 
     def take(self, size: int) -> T:
-        """Return a buffer for ``size`` bytes, rounded up to whole pages, with undefined content."""
+        """Return a buffer of at least ``size`` bytes (uint8, whole pages) with undefined content."""
         room = whole_pages(size)
         if self._free[room]:
             return self._free[room].pop()
@@ -140,7 +144,7 @@ class BufferPool:
         give_heap_back()
 
     def give(self, buffer: T) -> None:
-        """Return ``buffer`` to the pool, which frees the buffer if its size has few users and it is not pinned."""
+        """Return ``buffer`` to the pool, or free it if it is not pinned and its size has few users."""
         if self._users[buffer.numel()] < COMMON and not self.pinned:
             self.bytes -= buffer.numel()
         else:
@@ -149,9 +153,10 @@ class BufferPool:
 
 @dataclass
 class Transfer:
-    """Transfer that reads or writes ``pieces`` in threads. It is complete after :meth:`wait`.
+    """Transfer to or from a file that runs in threads, in pieces. It is complete after :meth:`wait`.
 
-    ``what``: words for the transfer in error messages; ``timeout``: seconds to wait for a piece.
+    ``pieces``: future of each piece; ``what``: words for the transfer in error messages; ``timeout``: seconds to wait
+    for a piece.
     """
 
     pieces: Sequence[Future[None]]
@@ -159,9 +164,9 @@ class Transfer:
     timeout: float
 
     def wait(self) -> None:
-        """Wait for all pieces.
+        """Wait until the transfer is complete.
 
-        Raises :class:`TierError`, which names the file, if a piece fails or takes longer than the limit.
+        Raises :class:`TierError`, which names the file, if a piece fails or takes longer than ``timeout`` seconds.
         """
         try:
             for piece in self.pieces:
@@ -192,10 +197,15 @@ class Transfer:
 
 @dataclass(eq=False)
 class Region:
-    """Region of ``size`` bytes at ``offset`` of a tier's file.
+    """Region of a file for offloaded tensors.
 
-    ``memory``: the same bytes mapped into this process, uint8. A transfer may not overlap with another transfer, or
-    with a use of the memory, that changes the same bytes.
+    A transfer may not overlap with another transfer, or with a use of the memory, that changes the same bytes.
+
+    Attributes:
+        file: the file.
+        offset: byte of the file at which the region begins.
+        size: bytes of the region.
+        memory: the same bytes mapped into this process, uint8.
     """
 
     file: "TierFile"
@@ -206,15 +216,21 @@ class Region:
     _sums: dict[int, int] = field(default_factory=dict)
 
     def read(self, into: T, start: int = 0) -> Transfer:
-        """Begin to read from byte ``start`` of the region into the buffer ``into``, which is whole pages."""
+        """Begin to read into the buffer ``into`` (whole pages), from byte ``start`` of the region on.
+
+        Returns the transfer.
+        """
         return self._transfer(into, start, write=False)
 
     def write(self, data: T, start: int = 0) -> Transfer:
-        """Begin to write the buffer ``data``, which is whole pages, from byte ``start`` of the region on."""
+        """Begin to write the buffer ``data`` (whole pages), from byte ``start`` of the region on.
+
+        Returns the transfer.
+        """
         return self._transfer(data, start, write=True)
 
     def forget_sums(self) -> None:
-        """Drop the checksums of written pieces, because the mapped memory may be changed from now on."""
+        """Drop the checksums of what was written, because the mapped memory may be changed from now on."""
         self._sums.clear()
 
     def _transfer(self, data: T, start: int, write: bool) -> Transfer:
@@ -234,9 +250,10 @@ class Region:
         write: bool,
         threads: ThreadPoolExecutor | None = None,
     ) -> Transfer:
-        """Run ``moves`` in ``threads`` (default: the file's threads) as one transfer of ``size`` bytes.
+        """Run several calls of :meth:`store` or :meth:`load` in threads, as one transfer.
 
-        ``moves``: calls of :meth:`store` if ``write`` is set, else of :meth:`load`.
+        ``moves``: the calls; ``size``: bytes of all of them; ``write``: whether they are calls of :meth:`store`;
+        ``threads``: pool that runs them (default: the file's threads).
         """
         self.file.bytes["written" if write else "read"] += size
         what = f"{'writing' if write else 'reading'} {size:,} bytes of {self.file.name}"
@@ -248,9 +265,10 @@ class Region:
         return Transfer([submit(move) for move in moves], what, self.file.timeout)
 
     def load(self, into: T, start: int) -> None:
-        """Read from byte ``start`` of the region into the tensor ``into``, and return when all is read.
+        """Read into the tensor ``into``, from byte ``start`` of the region on, and return when all is read.
 
         If ``into`` is not whole pages in the host's memory, the bytes pass through pages that belong to the thread.
+        Raises OSError if the bytes are not those that were written.
         """
         assert not start % PAGE
         pages = self.file.pages_for(into)
@@ -270,13 +288,13 @@ class Region:
 
     @property
     def compared(self) -> bool:
-        """Whether there are checksums of written pieces, with which reads are compared."""
+        """Whether there are checksums of what was written, with which reads are compared."""
         return bool(self._sums)
 
     def store(self, data: T, start: int) -> None:
-        """Write ``data`` from byte ``start`` of the region on, and return when all is written.
+        """Write the tensor ``data``, from byte ``start`` of the region on, and return when all is written.
 
-        The bytes pass through the same pages as in :meth:`load`.
+        If ``data`` is not whole pages in the host's memory, the bytes pass through pages that belong to the thread.
         """
         assert not start % PAGE
         pages = self.file.pages_for(data)
@@ -298,9 +316,10 @@ def transfer_all(
     memory: memoryview,
     offset: int,
 ) -> None:
-    """Repeat the system call ``call`` (``preadv`` or ``pwritev``) until all of ``memory`` is transferred.
+    """Repeat a system call until all of ``memory`` is transferred, as one call may transfer less than was asked for.
 
-    One call may transfer less than was asked for. ``offset``: the first byte in the file.
+    ``call``: ``preadv`` or ``pwritev``; ``descriptor``: of the file; ``offset``: first byte in the file. Raises OSError
+    if the file ends too early.
     """
     while memory:
         done = call(descriptor, [memory], offset)
@@ -315,11 +334,15 @@ def _sum(data: T) -> int:
 
 
 class TierFile:
-    """File in ``folder`` for the state of one rank. It grows by regions and disappears with the last user.
+    """File for the offloaded tensors of one rank. It grows by regions and disappears with its last user.
 
-    ``bytes`` counts the bytes ``read`` and ``written`` by transfers. ``note`` is a warning, or empty: that the file
-    goes through the page cache because its file system has no direct I/O, or that it is in memory. ``timeout``: seconds
-    for a transfer. ``called``: the setting that names the folder, for messages.
+    Attributes:
+        folder: folder of the file.
+        timeout: seconds that a transfer may take.
+        called: setting that names the folder, for messages.
+        bytes: bytes ``read`` and ``written`` by transfers so far.
+        note: warning that the file goes through the page cache, because its file system has no direct I/O, or that it
+            is in memory; "" if there is none.
     """
 
     def __init__(
@@ -350,9 +373,9 @@ class TierFile:
         self.close = weakref.finalize(self, _close, {self._file, self.descriptor})
 
     def pages_for(self, data: T) -> T:
-        """Return ``data`` itself if direct I/O accepts it, else whole pages with room for it.
+        """Return ``data`` itself if direct I/O accepts its memory, else whole pages with room for its bytes.
 
-        The pages belong to the calling thread and are valid until its next call.
+        The pages belong to the calling thread, and are valid until its next call.
         """
         if not (data.is_cuda or data.data_ptr() % PAGE or data.numel() % PAGE):
             return data
@@ -363,7 +386,7 @@ class TierFile:
         return own[:room]
 
     def region(self, size: int) -> Region:
-        """Reserve ``size`` bytes, filled with zeros, at the end of the file.
+        """Reserve ``size`` bytes, filled with zeros, at the end of the file, and return them as a region.
 
         Raises :class:`TierError` if the disk is full.
         """

@@ -9,9 +9,9 @@ Job = tuple[Callable[[], None], Future[None]]
 
 
 class Threads:
-    """Pool of ``count`` threads that run transfers. Urgent ones go first; otherwise the order of submission holds.
+    """Pool of threads that run transfers: first urgent ones, otherwise in the order of submission.
 
-    ``name``: prefix of the threads' names.
+    ``count``: number of threads; ``name``: prefix of the threads' names.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -20,7 +20,10 @@ class Threads:
         self._others: deque[Job] = deque()
 
     def submit(self, move: Callable[[], None], urgent: bool = True) -> Future[None]:
-        """Queue the transfer ``move`` and return its future. ``urgent``: run it before those that are not urgent."""
+        """Queue a transfer, and return its future.
+
+        ``move``: function that makes the transfer; ``urgent``: whether it runs before all that are not urgent.
+        """
         future: Future[None] = Future()
         (self._urgent if urgent else self._others).append((move, future))
         # without a reference to this object

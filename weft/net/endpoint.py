@@ -56,13 +56,19 @@ BACKLOG = 256
 
 
 class Dialler(Protocol):
-    """Interface for connecting endpoints in another way than TCP, for addresses that begin with :data:`PEER`."""
+    """Interface for connecting endpoints in another way than over TCP, for addresses that begin with :data:`PEER`."""
 
     def expose(self, port: int) -> str:
-        """Make the endpoint that listens at ``port`` reachable for other endpoints; return the new host."""
+        """Make the endpoint that listens at ``port`` of this machine reachable for other endpoints.
+
+        Returns the host of the address at which others reach it.
+        """
 
     def connect(self, address: Address) -> socket.socket:
-        """Return a socket to another endpoint without waiting. The socket ends if the endpoint cannot be reached."""
+        """Return a socket to the endpoint at ``address``, without waiting for the connection.
+
+        The socket ends if the endpoint cannot be reached.
+        """
 
 
 @dataclass(eq=False)
@@ -75,10 +81,11 @@ class _Stranger:
 
 
 class Endpoint:
-    """Listens at one address for all channels of this process. ``port`` 0: any free port.
+    """Listener of this process at one address, shared by all channels (named conversations with other processes).
 
-    With a ``dialler`` the endpoint has an address of the dialler's kind, and reaches other endpoints through the
-    dialler. ``encrypt``: which connections are encrypted; see :func:`weft.net.wire.encrypts`.
+    ``host`` and ``port``: where it listens, at any free port for 0; ``encrypt``: which connections are encrypted, see
+    :func:`weft.net.wire.encrypts`; ``dialler``: if given, gives the endpoint its address, and connects it with other
+    endpoints. Raises :class:`UsageError` if it cannot listen there.
     """
 
     def __init__(
@@ -118,14 +125,14 @@ class Endpoint:
             require_cipher()
 
     def encrypts(self, address: Address) -> bool:
-        """Return whether connections to the endpoint at this address are encrypted."""
+        """Return whether connections to the endpoint at ``address`` are encrypted."""
         return encrypts(self.encrypt, address[0], self.address[0])
 
     def open(self, name: str, secret: str, serve: Serve) -> "Channel":
-        """Open a channel with this ``name``.
+        """Open a channel, so that other processes can connect to it.
 
-        ``serve`` is called, in a thread of its own, for each connection that names the channel and knows its
-        ``secret``.
+        ``name``: name of the channel; ``secret``: what a process must know to connect; ``serve``: called in a thread of
+        its own with each connection to the channel.
         """
         with self._lock:
             if name in self._channels:
@@ -134,11 +141,14 @@ class Endpoint:
         return channel
 
     def join(self, name: str, secret: str) -> "Channel":
-        """Return a channel for dialling other endpoints, which accepts no connections in this process."""
+        """Return a channel by which this process connects to other endpoints, but accepts no connections.
+
+        ``name`` and ``secret``: as in :meth:`open` at the other endpoint.
+        """
         return Channel(self, name, key_of(secret), SealedConnection.close)
 
     def forget(self, channel: "Channel") -> None:
-        """Stop accepting connections for this channel."""
+        """Stop accepting connections to ``channel``."""
         with self._lock:
             if self._channels.get(channel.name) is channel:
                 del self._channels[channel.name]
@@ -154,7 +164,7 @@ class Endpoint:
         self.close_sockets()
 
     def close_sockets(self) -> None:
-        """Close all sockets of the endpoint without any message to the other ends.
+        """Close all sockets of the endpoint in this process, and send nothing to the other ends.
 
         A forked child calls this too, so that it keeps no connections of its parent open.
         """
@@ -227,7 +237,11 @@ class Endpoint:
 
 
 class Channel:
-    """A named channel of an endpoint: accepts connections, and dials channels of other endpoints."""
+    """Named channel of an endpoint: accepts connections of other processes, and connects to their channels.
+
+    ``endpoint``: this process's endpoint; ``name``: name of the channel; ``key``: key from the channel's secret
+    (:func:`weft.net.wire.key_of`); ``serve``: called in a thread of its own with each accepted connection.
+    """
 
     def __init__(self, endpoint: Endpoint, name: str, key: bytes, serve: Serve) -> None:
         self.endpoint, self.name, self.key, self._serve = endpoint, name, key, serve
@@ -242,10 +256,11 @@ class Channel:
         stall: float = STALL_S,
         name: str = "",
     ) -> SealedConnection:
-        """Connect with the endpoint at ``address`` within ``limit`` seconds. Raises OSError.
+        """Connect to the endpoint at ``address``, and return the connection after its handshake.
 
-        ``hello``: what this end says about itself; ``stall``: seconds that each record of a frame may take; ``name``:
-        the channel's name at the other endpoint, by default the name of this channel.
+        ``hello``: what this end says about itself; ``limit``: seconds that this may take; ``stall``: seconds that each
+        record of a frame may take later; ``name``: the channel's name at the other endpoint, by default the name of
+        this channel. Raises OSError.
         """
         sock = self._socket(address)
         deadline = time.monotonic() + limit
@@ -276,7 +291,7 @@ class Channel:
     def dial_polled(
         self, address: Address, hello: Head, poller: Poller
     ) -> PolledConnection:
-        """Begin to connect with the endpoint at ``address``, and return the connection, which ``poller`` watches.
+        """Begin to connect to the endpoint at ``address``, and return the connection, which ``poller`` watches.
 
         Frames sent before the connection is complete are queued. ``hello``: what this end says about itself. Raises
         OSError if it is known at once that nobody listens there.
@@ -298,7 +313,10 @@ class Channel:
         return connection
 
     def take_in(self, sock: socket.socket, session: Session) -> None:
-        """Pass a connected socket, whose handshake has led to ``session``, to the server of this channel."""
+        """Hand a connection that another process has made to the server of this channel, in a new thread.
+
+        ``sock``: its socket; ``session``: its keys, from the handshake.
+        """
         try:
             self._adopt(sock)
         except OSError:
@@ -315,7 +333,7 @@ class Channel:
         self.endpoint.forget(self)
 
     def close(self) -> None:
-        """Accept no further connections, and end all existing ones; calls that wait in other threads raise."""
+        """Accept no further connections, and end all existing ones. Calls that wait for them in other threads raise."""
         self.shut()
         with self._lock:
             self._closed = True
@@ -359,7 +377,7 @@ def process_endpoint(
     encrypt: Encryption = "auto",
     dialler: Dialler | None = None,
 ) -> Endpoint:
-    """Return the endpoint of this process; the first call creates it with these arguments.
+    """Return the endpoint of this process. The first call creates it; later calls ignore the arguments.
 
     ``host`` and ``port``: where it listens, by default at :func:`own_address` and any free port; ``encrypt`` and
     ``dialler``: see :class:`Endpoint`.

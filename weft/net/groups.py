@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def limit() -> timedelta | None:
-    """Return how long ranks wait for each other in the default process group.
+    """Return the longest time that ranks wait for each other in the default process group.
 
     Returns None for a simulated group, which moves nothing (backend ``fake``).
     """
@@ -22,9 +22,9 @@ def limit() -> timedelta | None:
 
 
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """Create the process group of these world ranks, described by ``name``.
+    """Create the process group of the world ranks ``ranks``. Exactly these ranks must call this function.
 
-    Exactly these ranks call this function.
+    ``name``: description of the group.
     """
     group = dist.new_group(
         list(ranks), limit(), use_local_synchronization=True, group_desc=name
@@ -34,10 +34,10 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
 
 
 def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
-    """Return this rank's process group along one ``axis`` of ``ranks``, a table of world ranks.
+    """Return this rank's process group along one axis of the device mesh.
 
-    All ranks of the table call this function and create all groups along the axis. ``name``: the axis's name, for the
-    groups' descriptions.
+    ``ranks``: the mesh, a tensor of world ranks; ``axis``: number of the axis; ``name``: its name, for the groups'
+    descriptions. All ranks of the mesh must call this function, and create all groups along the axis.
     """
     own, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
@@ -51,10 +51,10 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
 
 
 def enter_group(ranks: Sequence[int], name: str) -> dist.Store:
-    """Replace the default process group by a group of these world ranks only, which all call this function.
+    """Replace the default process group by a group of the world ranks ``ranks`` alone.
 
-    ``name``: tells the group from others. Returns the store of the old group, the only way to tell the other ranks
-    anything.
+    All these ranks must call this function. ``name``: tells the group from others. Returns the key-value store of the
+    old group, which is then the only connection to the other ranks.
     """
     # PyTorch has no public way to ask for the store of a group.
     whole, rank, backend = (
@@ -82,7 +82,10 @@ def enter_group(ranks: Sequence[int], name: str) -> dist.Store:
 
 @contextmanager
 def fake_rank(rank: int, world: int, backend: str = "fake") -> Iterator[None]:
-    """Simulate ``rank`` of ``world`` in the context: the default process group moves nothing."""
+    """Simulate a rank while the context lasts, with a default process group that moves nothing.
+
+    ``rank``: number of the rank; ``world``: number of ranks; ``backend``: backend of the group.
+    """
     # The fake group lives in torch.testing: there is no public spelling of it.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

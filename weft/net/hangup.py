@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def spare(*sockets: socket.socket) -> None:
-    """Exclude these sockets from :class:`HangUp`, as they belong to no process group."""
+    """Exclude ``sockets`` from those that :class:`HangUp` shuts, as they belong to no process group."""
     with _lock:
         _spared.update(sockets)
 
@@ -76,12 +76,12 @@ def _inodes() -> set[int]:
 
 
 class HangUp:
-    """Shuts the connections of process groups, so that all waits in them raise. Create it before the groups.
+    """Breaks off all waits in process groups, by shutting the groups' connections. Create it before the groups.
 
     Every connection that appears afterwards counts as one of the groups', as gloo also connects later. Sockets given to
-    :func:`spare` are the exception. Call ``hang_up()`` from any thread, and ``close()`` when no thread is in any of the
-    groups any more: nothing is shut after that. ``stuck`` is called in another thread if the main thread keeps waiting
-    although its connections are shut.
+    :func:`spare` are the exception. Call ``hang_up()`` in any thread, and ``close()`` when no thread is in any of the
+    groups any more: nothing is shut after that. ``stuck()`` is called in another thread if the main thread keeps
+    waiting although its connections are shut.
     """
 
     def __init__(self, stuck: Callable[[], None] = lambda: None) -> None:
@@ -91,7 +91,7 @@ class HangUp:
         self._hung, self._shutting = threading.Lock(), threading.Lock()
 
     def hang_up(self) -> None:
-        """Shut all connections, and later ones until :meth:`close`. Returns at once."""
+        """Shut all connections of process groups, and those that are made until :meth:`close`. Returns at once."""
         if self._over.is_set() or not self._hung.acquire(blocking=False):
             return
         self._shut()

@@ -28,7 +28,7 @@ watch: list[Callable[[], str]] = []
 
 
 class PeerLost(RuntimeError):
-    """Another rank is gone or late. The message names the rank."""
+    """Error of a wait for another rank that is gone or late. The message names the rank."""
 
 
 def peer_lost(
@@ -37,11 +37,11 @@ def peer_lost(
     doing: str = "",
     seconds: float | None = None,
 ) -> PeerLost | None:
-    """Return the error that names the rank that made a wait fail with ``error``; None if the rank cannot be found.
+    """Return an error that names the rank because of which a wait has failed; None if that rank cannot be found.
 
-    ``waits_for``: the world rank from which this rank needs something; ``doing``: what this rank waited for, in words.
-    ``seconds``: the limit of the wait, by default that of the default process group. Takes about :data:`PATIENCE_S`
-    seconds at most.
+    ``error``: the error of the wait; ``waits_for``: world rank from which this rank needs something, if it is known;
+    ``doing``: what this rank waited for, in words; ``seconds``: limit of the wait, by default that of the default
+    process group. Takes up to about :data:`PATIENCE_S` seconds.
     """
     if watch:
         return PeerLost(watch[-1]() or str(error))

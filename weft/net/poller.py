@@ -20,9 +20,9 @@ from weft.net.wire import (
 
 
 class Poller:
-    """Waits for many sockets at once. Each watched socket has an object that :meth:`wait` returns for it.
+    """Waits for many sockets at once, on behalf of one thread. Other threads can wake that thread.
 
-    Other threads can wake the waiting thread.
+    Each watched socket has an object that :meth:`wait` returns for it.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class Poller:
         self._selector.register(self._poked, selectors.EVENT_READ)
 
     def watch(self, sock: socket.socket, means: Any, writing: bool = False) -> None:
-        """Watch this socket until :meth:`forget`, also for writability with ``writing``.
+        """Watch the socket ``sock`` until :meth:`forget`.
 
-        ``means``: the object that :meth:`wait` returns for it.
+        ``means``: object that :meth:`wait` returns for the socket; ``writing``: watch whether it is writable, too.
         """
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
         known = self._selector.get_map().get(sock)
@@ -49,8 +49,9 @@ class Poller:
             self._selector.unregister(sock)
 
     def wait(self, limit: float | None) -> list[tuple[Any, bool, bool]]:
-        """Wait at most ``limit`` seconds; return the ready sockets' objects, each with whether it is readable and
-        writable.
+        """Wait until a watched socket is ready, for at most ``limit`` seconds (None: without limit).
+
+        Returns for each ready socket its object, whether it is readable, and whether it is writable.
         """
         ready = []
         for key, mask in self._selector.select(limit):
@@ -73,9 +74,10 @@ class Poller:
 
 
 class PolledConnection:
-    """A connection of a thread that waits for many connections with a :class:`Poller`.
+    """Connection of a thread that waits for many connections with a :class:`Poller`.
 
-    Frames sent before the handshake is over are queued. ``address``: the endpoint of the process at the other end.
+    Frames sent before the handshake is over are queued. ``sock``: non-blocking socket; ``poller``: watches it;
+    ``address``: endpoint of the process at the other end.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class PolledConnection:
         self._out, self._early = bytearray(), list[Head]()
 
     def begin(self, opening: Session | Steps[Session]) -> None:
-        """Watch this connection; ``opening`` is its session, or the handshake that will lead to a session."""
+        """Watch this connection. ``opening``: its session, or the handshake that will lead to a session."""
         if isinstance(opening, Session):
             self._session = opening
         else:
@@ -98,18 +100,18 @@ class PolledConnection:
 
     @property
     def waiting(self) -> bool:
-        """Whether bytes are still to be sent."""
+        """Whether queued bytes are still to be sent."""
         return bool(self._out or self._early)
 
     def put(self, data: bytes) -> None:
-        """Queue bytes of the handshake to be sent."""
+        """Queue ``data``, bytes of the handshake, to be sent."""
         self._out += data
 
     def send(self, head: Head) -> None:
-        """Send a frame with this ``head`` and no payload, or queue it until the handshake is over.
+        """Send a frame with the JSON values ``head`` and no payload, or queue it until the handshake is over.
 
-        The frame is dropped if the other end does not read any more. Raises OSError if the connection was refused or
-        lost.
+        The frame is dropped if too many bytes are queued, because the other end does not read any more. Raises OSError
+        if the connection was refused or lost.
         """
         if self._session is None:
             self._early.append(head)
@@ -130,7 +132,10 @@ class PolledConnection:
         self._watch()
 
     def receive(self) -> Iterator[Head]:
-        """Yield the heads of the frames received; raise OSError after the last frame of a closed connection."""
+        """Yield the heads of the frames that have been received, without waiting for more.
+
+        Raises OSError after the last frame of a closed connection.
+        """
         while True:
             if self._session is None:
                 assert self._opening is not None

@@ -12,10 +12,10 @@ PIDS = "WEFT_RANK_PIDS"
 
 
 def machine_id(*namespaces: str) -> str:
-    """Return a text that identifies one boot of this machine, and the Linux ``namespaces`` of this process.
+    """Return a text that identifies one boot of this machine, and the Linux namespaces of this process.
 
-    ``namespaces``: their kinds. Processes in the same ``pid`` namespace see each other by process number. Processes in
-    the same ``net`` namespace reach each other without any network.
+    ``namespaces``: kinds of namespaces to include. Processes with the same ``pid`` namespace see each other by process
+    number. Processes with the same ``net`` namespace reach each other without any network.
     """
     parts = [platform.node()]
     with suppress(OSError):
@@ -28,9 +28,10 @@ Sight = Literal["gone", "stopped", "works", "idle"]
 
 
 class ProcessSight(NamedTuple):
-    """The state of a process, and its processor time in clock ticks.
+    """State of a process at one look.
 
-    The state is "works" if the process has used its processor since the last look, or waits for it.
+    ``state``: "gone", "stopped", "works" (it has used a processor since the last look, or waits for one) or "idle";
+    ``ticks``: its processor time so far in clock ticks.
     """
 
     state: Sight
@@ -38,7 +39,7 @@ class ProcessSight(NamedTuple):
 
 
 def started_at(pid: int) -> float:
-    """Return when process ``pid`` started, in a unit of the system that only :func:`look_at` compares.
+    """Return when the process with number ``pid`` started, in a unit of the system that only :func:`look_at` compares.
 
     Returns 0 if there is no such process.
     """
@@ -51,8 +52,8 @@ def started_at(pid: int) -> float:
 def look_at(pid: int, started: float | None = None, ticks: int = -1) -> ProcessSight:
     """Return the state of the process with number ``pid`` on this machine.
 
-    ``started``: the result of :func:`started_at` for it; another process with the same number counts as gone.
-    ``ticks``: its processor time at the last look.
+    ``started``: the result of :func:`started_at` for it; if given, another process that has got the same number counts
+    as gone. ``ticks``: its processor time at the last look, -1 for the first look.
     """
     try:
         now = _stat(pid)

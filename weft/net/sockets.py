@@ -15,12 +15,16 @@ def socket_pair() -> tuple[Socket, Socket]:
 
 
 def listen(host: str, port: int = 0, backlog: int | None = None) -> socket.socket:
-    """Return a socket that listens on this IPv4 or IPv6 address; ``port`` 0: any free port."""
+    """Return a socket that listens at the IPv4 or IPv6 address ``host``.
+
+    ``port``: the port, or 0 for any free port; ``backlog``: number of connections that the system keeps until they are
+    taken.
+    """
     return socket.create_server((host, port), family=family_of(host), backlog=backlog)
 
 
 def connect_socket(host: str, port: int) -> Socket:
-    """Return a socket connected to this IPv4 or IPv6 address."""
+    """Return a socket that is connected to ``port`` of the IPv4 or IPv6 address ``host``. Raises OSError."""
     sock = socket.socket(family_of(host))
     try:
         sock.connect((host, port))
@@ -31,20 +35,20 @@ def connect_socket(host: str, port: int) -> Socket:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Return the address family of ``host``.
+    """Return the address family of ``host``: IPv6 for a numeric IPv6 address, else IPv4.
 
-    A numeric address has its own family; the name of a host is looked up as IPv4.
+    The name of a host is looked up as IPv4.
     """
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def send_at_once(connection: socket.socket) -> None:
-    """Disable Nagle's algorithm, so that short messages are sent at once."""
+    """Disable Nagle's algorithm for ``connection``, so that short messages are sent at once."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def end_connection(connection: socket.socket) -> None:
-    """Close a socket, and wake the threads that wait in a call on it."""
+    """Close the socket ``connection``, and wake the threads that wait in a call on it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

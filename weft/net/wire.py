@@ -61,11 +61,14 @@ ENDED = "the connection has ended"
 
 
 class WireBroken(ConnectionError):
-    """The other end is gone, has stalled, or does not belong to this channel. The message says which."""
+    """Error of a connection whose other end is gone, has stalled, or does not belong to the channel.
+
+    The message says which.
+    """
 
 
 class WireForged(WireBroken):
-    """Received data does not match its seal."""
+    """Error of received data that does not match its seal (the hash or tag that only the other end can make)."""
 
 
 class Frame(NamedTuple):
@@ -74,20 +77,23 @@ class Frame(NamedTuple):
 
 
 class CipherMissing(UsageError, WireBroken):
-    """A connection must be encrypted, and the package for encryption is not installed."""
+    """Error of a connection that must be encrypted while the package for encryption is not installed."""
 
 
 def key_of(secret: str) -> bytes:
-    """Derive a channel's key from its secret and from the key that the user may have given to all processes."""
+    """Derive a channel's key from the channel's secret.
+
+    If the environment variable ``WEFT_SECRET`` is set, the key depends on its value, too.
+    """
     given = os.environ.get("WEFT_SECRET", "")
     return hmac.digest(b"weft channel" + given.encode(), secret.encode(), "sha256")
 
 
 def encrypts(how: Encryption, host: str, own: str) -> bool:
-    """Return whether a connection between this process, at address ``own``, and address ``host`` is encrypted.
+    """Return whether a connection of this process with another is encrypted.
 
-    ``how``: "always", "never" or "auto". With "auto" it is encrypted if ``host`` is neither this machine nor in a
-    private network.
+    ``how``: "always", "never" or "auto"; ``host``: address of the other process; ``own``: address of this process. With
+    "auto" a connection is encrypted if ``host`` is neither this machine nor in a private network.
     """
     if how != "auto":
         return how == "always"
@@ -111,7 +117,7 @@ class _Cipher(NamedTuple):
 
 
 def require_cipher() -> _Cipher:
-    """Return the parts of the package ``cryptography`` that encryption uses.
+    """Return the functions of the package ``cryptography`` that encrypted connections use.
 
     Raises :class:`CipherMissing` if the package is not installed.
     """
@@ -193,9 +199,10 @@ class _Records:
 
 @dataclass
 class Session:
-    """Keys of one connection, on which both ends agree: for ``outgoing`` and for ``incoming`` records.
+    """Keys of one connection, on which both ends have agreed in the handshake.
 
-    ``hello``: what the dialler says about itself.
+    ``outgoing``: protects records that are sent; ``incoming``: checks records that are received; ``hello``: what the
+    dialling end says about itself.
     """
 
     outgoing: _Records
@@ -205,7 +212,10 @@ class Session:
     def encode(
         self, head: Head, payload: Sequence[memoryview] = ()
     ) -> Iterator[Buffer]:
-        """Yield the sealed or encrypted buffers to send for a frame of ``head`` and ``payload``."""
+        """Yield the sealed or encrypted bytes of a frame, to be sent in this order.
+
+        ``head``: JSON values by name; ``payload``: raw bytes, one view after another.
+        """
         text = json.dumps(head, separators=(",", ":")).encode()
         fixed = _FRAME.pack(len(text), sum(view.nbytes for view in payload))
         yield b"".join([fixed, *self.outgoing.seal([text], fixed)])
@@ -215,7 +225,8 @@ class Session:
     def decode(self, place: Place | None = None) -> Steps[Frame]:
         """Read the next frame, as a generator that yields the memory to be filled with received bytes.
 
-        ``place`` returns the memory for the frame's payload; by default new memory is allocated.
+        ``place(head, size)`` returns the memory for the frame's payload; by default new memory is allocated. Raises
+        :class:`WireForged` if a record does not match its seal.
         """
         yield (fixed := memoryview(bytearray(_FRAME.size)))
         length, size = _FRAME.unpack(fixed)
@@ -269,10 +280,11 @@ def greet(
     allows: Callable[[bool], bool],
     send: Callable[[bytes], object],
 ) -> Steps[tuple[str, Session]]:
-    """Run the listening end of the handshake; return the name of the channel and the session.
+    """Run the listening end of a handshake, as a generator that yields memory to fill.
 
-    ``key_for(channel)`` returns a channel's key, or None if there is no such channel; ``allows(encrypted)`` returns
-    whether such a connection is allowed; ``send`` sends bytes. Raises :class:`WireForged`.
+    Returns the channel and the session. ``key_for(channel)`` returns the key of a channel by its name, or None if there
+    is no such channel; ``allows(encrypted)`` returns whether such a connection is allowed; ``send`` sends bytes. Raises
+    :class:`WireForged` if the other end does not know the key or is not allowed.
     """
     challenge = bytearray(secrets.token_bytes(NONCE))
     # the last bit says whether this end has the cipher; it is part of what is proved
@@ -309,10 +321,11 @@ def introduce(
     encrypted: bool,
     send: Callable[[bytes], object],
 ) -> Steps[Session]:
-    """Run the dialling end of the handshake for ``channel``, whose key is ``key``; return the session.
+    """Run the dialling end of a handshake, as a generator that yields memory to fill. Returns the session.
 
-    ``hello``: what this end says about itself; ``send`` sends bytes. Raises :class:`WireForged` if the other end does
-    not know the key.
+    ``channel``: name of the channel at the other end; ``key``: its key; ``hello``: what this end says about itself;
+    ``encrypted``: whether the connection is to be encrypted; ``send`` sends bytes. Raises :class:`WireForged` if the
+    other end does not know the key.
     """
     name, words = channel.encode(), json.dumps(hello).encode()
     private = require_cipher().private_key.generate() if encrypted else None
@@ -367,9 +380,10 @@ def _session(secret: bytes, mode: _Mode, hello: Head, dials: bool) -> Session:
 
 
 class Incoming(Generic[R]):
-    """Runs ``steps``, a generator that yields memory to be filled, with the bytes that a non-blocking socket receives.
+    """Runs a generator that yields memory to fill, with the bytes that a non-blocking socket receives.
 
-    ``result``: what the generator returns at its end.
+    ``steps``: the generator; ``result``: what it returns at its end; ``begun``: whether any byte has come; ``filled``:
+    number of memories that are full.
     """
 
     def __init__(self, steps: Steps[R]) -> None:
@@ -379,7 +393,7 @@ class Incoming(Generic[R]):
         self.result: R | None = None
 
     def take(self, sock: socket.socket) -> bool:
-        """Read what the socket has received, without waiting; return whether ``result`` is complete.
+        """Read what the socket ``sock`` has received, without waiting. Returns whether ``result`` is complete.
 
         Raises OSError, also when the connection ends.
         """
@@ -402,9 +416,10 @@ class Incoming(Generic[R]):
 
 
 class SealedConnection:
-    """A connection whose handshake is over, for blocking threads: one may send while another receives.
+    """Connection whose handshake is over, for threads that block: one thread may send while another receives.
 
-    ``stall``: seconds that each record of a frame may take once the frame has begun.
+    ``sock``: non-blocking socket; ``session``: keys of the connection; ``stall``: seconds that each record of a frame
+    may take once the frame has begun.
     """
 
     def __init__(
@@ -417,9 +432,10 @@ class SealedConnection:
         return self.session.hello
 
     def send(self, head: Head, payload: Sequence[memoryview] = ()) -> int:
-        """Send a frame of ``head`` and ``payload``; return its size in bytes.
+        """Send a frame, and return the number of bytes sent.
 
-        Raises OSError (:class:`WireBroken` is a subclass).
+        ``head``: JSON values by name; ``payload``: raw bytes, one view after another. Raises OSError
+        (:class:`WireBroken` is a subclass).
         """
         count = 0
         for buffer in self.session.encode(head, payload):
@@ -428,26 +444,26 @@ class SealedConnection:
         return count
 
     def receive(self, place: Place | None = None, limit: float = math.inf) -> Frame:
-        """Return the next frame. Raises TimeoutError if none begins within ``limit`` seconds.
+        """Wait for the next frame and return it.
 
-        ``place`` returns the memory for the frame's payload, by default new memory. Raises OSError if the connection is
-        broken.
+        ``place(head, size)`` returns the memory for the frame's payload, by default new memory; ``limit``: seconds to
+        wait until the frame begins. Raises TimeoutError after that, and OSError if the connection is broken.
         """
         return read_steps(self.socket, self.session.decode(place), limit, self.stall)
 
     def poll(self, limit: float = 0.0) -> bool:
-        """Return whether a frame, or the end of the connection, comes within ``limit`` seconds."""
+        """Return whether a frame begins, or the connection ends, within ``limit`` seconds."""
         return await_ready(self.socket, limit)
 
     def close(self) -> None:
-        """End the connection; calls that wait in other threads raise."""
+        """End the connection. Calls that wait for it in other threads raise."""
         end_connection(self.socket)
 
 
 def await_ready(sock: socket.socket, limit: float, writing: bool = False) -> bool:
-    """Wait until a socket is readable (or writable, with ``writing``), or has ended; return whether it is.
+    """Wait until the socket ``sock`` is readable or has ended. Returns whether it is, False after ``limit`` seconds.
 
-    Returns False after ``limit`` seconds.
+    ``writing``: wait until the socket is writable instead.
     """
     waiting = select.poll()
     try:
@@ -459,7 +475,10 @@ def await_ready(sock: socket.socket, limit: float, writing: bool = False) -> boo
 
 
 def send_all(sock: socket.socket, buffer: Buffer, stall: float) -> None:
-    """Send all bytes of ``buffer`` on a non-blocking socket, within ``stall`` seconds."""
+    """Send all bytes of ``buffer`` on the non-blocking socket ``sock``.
+
+    Raises :class:`WireBroken` if that takes more than ``stall`` seconds.
+    """
     rest, deadline = memoryview(buffer), time.monotonic() + stall
     while len(rest):
         try:
@@ -471,9 +490,11 @@ def send_all(sock: socket.socket, buffer: Buffer, stall: float) -> None:
 
 
 def read_steps(sock: socket.socket, steps: Steps[R], limit: float, stall: float) -> R:
-    """Run ``steps``, a generator that yields memory to be filled, with the bytes of a socket; return its result.
+    """Run a generator that yields memory to fill, with the bytes that a socket receives.
 
-    Waits ``limit`` seconds for the first byte, then ``stall`` seconds for each piece of memory.
+    Returns the generator's result. ``sock``: non-blocking socket; ``steps``: the generator; ``limit``: seconds to wait
+    for the first byte; ``stall``: seconds to wait for each further memory to be full. Raises TimeoutError after
+    ``limit``, and :class:`WireBroken` after ``stall``.
     """
     incoming, begun, filled = Incoming(steps), False, 0
     deadline = time.monotonic() + limit
