@@ -6,7 +6,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C or SIGTERM while it starts or ends prints at most one line, and no traceback."""
+    """Run the command line ``weft``.
+
+    Ctrl-C or SIGTERM while it starts or ends prints at most one line, and no traceback.
+    """
     received: list[int] = []
     try:
         import signal

@@ -27,12 +27,13 @@ from weft.train.training import Ending, Outcome, train_job
 def start(
     recipe: Recipe, out: str | Path | None = None, resume: str | None = None
 ) -> Outcome:
-    """Train as ``weft train`` does and return how the run ended.
+    """Train the recipe as ``weft train`` does, and return how the run ended.
 
-    A layout of several ranks starts them as processes of this machine. Under torchrun or Slurm, where every rank calls
-    this function, it joins the existing ranks. A recipe without a layout gets the planner's. ``out``: the run folder
-    (default ``runs/NAME``); ``resume``: "auto", a run or a checkpoint. Raises :class:`WeftError` if the run fails.
-    Ctrl-C and SIGTERM save and return, with the signal as ``interrupted``.
+    If the layout has several ranks, they are started as processes of this machine. Under torchrun or Slurm, where every
+    rank calls this function, the existing ranks are joined instead. A recipe without a layout gets the planner's.
+    ``out``: the run folder (default ``runs/NAME``); ``resume``: "auto", a run or a checkpoint. Raises
+    :class:`WeftError` if the run fails. After Ctrl-C or SIGTERM the run is saved, and the result has the signal as
+    ``interrupted``.
     """
     with requests.watching():
         return _start(recipe, None if out is None else Path(out), resume)
@@ -53,11 +54,11 @@ def _start(recipe: Recipe, out: Path | None, resume: str | None) -> Outcome:
 
 
 def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list[str]]:
-    """Return ``recipe`` with a layout that the planner chooses for it, and this layout as overrides of a command line.
+    """Return ``recipe`` with a layout that the planner chooses, and the layout as overrides for a command line.
 
-    The number of ranks is that of the ranks that torchrun or Slurm started, else ``ranks``, else one per GPU (one on a
-    CPU). With one rank the recipe is returned as it is, without overrides. Raises :class:`UsageError` if ``ranks`` is
-    not the number of started ranks.
+    If torchrun or Slurm has started ranks, the layout is for all of them. Otherwise it is for ``ranks`` ranks or, with
+    None, for one rank per GPU (one rank on a CPU). With one rank the recipe is returned as it is, without overrides.
+    Raises :class:`UsageError` if ``ranks`` is not the number of started ranks.
     """
     from weft.observe.measured import FILE
     from weft.planner.choose import choose_layout
@@ -104,10 +105,11 @@ def be_rank(
     resume: str | None,
     conclude: Callable[[Recipe, Outcome], object],
 ) -> Outcome | None:
-    """Train as one rank of the run, in the folder ``out``, from the run or checkpoint ``resume`` if given.
+    """Train as one rank of the run in the folder ``out``, and return how the run ended.
 
-    At the end, after the other ranks have left, the first rank calls ``conclude`` with the recipe and the outcome.
-    Returns how the run ended; None if other ranks have finished the run without this one.
+    ``resume``: the run or checkpoint to continue, "auto", or None for a new run. At the end, after the other ranks have
+    left, the first rank calls ``conclude`` with the recipe and the outcome. Returns None if other ranks have finished
+    the run without this one.
     """
     recipe = as_recorded(recipe, out, resume)
     places, started = recipe.layout.world, int(os.environ.get("WORLD_SIZE", "1"))
@@ -167,7 +169,11 @@ def _live(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
 
 @dataclass(frozen=True)
 class Finished:
-    """Paths that :func:`finish_run` has written: report page, export for other programs, and file of measured runs."""
+    """Files that :func:`finish_run` has written at the end of a run.
+
+    ``report``: the HTML report. ``export``: the folder of the exported model, None if nothing was exported.
+    ``measured``: the file of measured runs, None if the run gave no measurement.
+    """
 
     report: Path
     export: Path | None
@@ -177,7 +183,8 @@ class Finished:
 def finish_run(recipe: Recipe, outcome: Outcome) -> Finished:
     """Write a run's report, add the run to the measured runs and, if the recipe asks for it, export a checkpoint.
 
-    The best checkpoint is exported if the run has marked one, else the last. An interrupted run exports none.
+    The measured runs are a file from which the planner learns. The best checkpoint is exported if the run has marked
+    one, else the last. An interrupted run exports none.
     """
     from weft.observe.measured import append
     from weft.observe.run_page import write_report

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 
 class WeftError(Exception):
-    """An error of a valid request, such as a missing file or a damaged checkpoint. Exit code 1.
+    """An error of a valid request, such as a missing file or a damaged checkpoint. The command ends with exit code 1.
 
-    ``secondary``: the error only passes on what another rank has reported. ``hangs``: a thread of this process still
-    waits for a device that does not answer, and must not be waited for.
+    ``secondary``: whether the error only passes on what another rank has reported. ``hangs``: whether a thread of this
+    process still waits for a device that does not answer, and must not be waited for.
     """
 
     exit_code = 1
@@ -17,17 +17,23 @@ class WeftError(Exception):
 
 
 class UsageError(WeftError):
-    """An error of the request itself, such as an unknown key or a layout that does not divide. Exit code 2."""
+    """An error of the request itself, such as an unknown key or a layout that does not divide; exit code 2."""
 
     exit_code = 2
 
 
 class Interrupted(Exception):
-    """Ctrl-C in a command. Without this error Typer would end with the exit code alone, and print nothing."""
+    """Raised for Ctrl-C in a command.
+
+    For ``KeyboardInterrupt`` Typer would end with the exit code alone, and print nothing.
+    """
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return the end of an error line for an unknown ``word``: the closest of ``choices``, or all if none is close."""
+    """Return the end of an error line for an unknown ``word``.
+
+    It names the closest of ``choices``, or all of them if none is close.
+    """
     choices = list(choices)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     return (

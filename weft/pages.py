@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @cache
 def templates() -> "Environment":
-    """Return the Jinja environment of page templates, which escapes values.
+    """Return the Jinja environment of page templates, which escapes HTML in values.
 
     A template's name is its path in the package, such as ``observe/run_page.html``.
     """
@@ -36,7 +36,8 @@ def render(template: str, **values: Any) -> str:
 def check_writable(path: Path, option: str) -> None:
     """Raise :class:`WeftError` if the file ``path``, which the command's ``option`` names, cannot be written.
 
-    Called before the work whose result goes there; creates missing folders, and leaves no empty file behind.
+    Commands call it before the work whose result goes into the file. It creates missing folders, and leaves no empty
+    file behind.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write(path: Path, page: str, option: str) -> Path:
-    """Write the text ``page`` to the file ``path``, and create missing folders.
+    """Write the text ``page`` to the file ``path``, create missing folders, and return the path.
 
     ``option``: the command's option that names the file, for the error line.
     """

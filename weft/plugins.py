@@ -40,7 +40,8 @@ HOOKS: dict[str, tuple[str, ...]] = {
 class Callback:
     """Base for callbacks of a plugin: each method does nothing, and a subclass overrides those that it needs.
 
-    ``after_step`` is called after every ``every``-th step. ``run`` is a :class:`weft.train.callbacks.Running`.
+    ``after_step`` is called after every ``every``-th step. ``run`` in all methods is the
+    :class:`weft.train.callbacks.Running`, the run in progress.
     """
 
     every = 1
@@ -65,7 +66,7 @@ class PluginError(Exception):
 def call(technique: Registered, settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Return the implementation of a plugin's technique with ``settings`` bound as keyword arguments.
 
-    Errors that the returned function raises name the plugin.
+    Errors raised in the returned function name the plugin.
     """
     return blaming(technique, partial(technique.implementation, **settings))
 
@@ -174,10 +175,10 @@ def load_plugins(modules: Sequence[str]) -> None:
 
 
 def load_plugins_of(recipe: Mapping[str, Any]) -> None:
-    """Import the modules that ``plugins`` of a recipe, a dictionary not yet validated, lists.
+    """Import the modules that the key ``plugins`` of ``recipe`` lists, a dictionary that is not validated yet.
 
-    Called before validation, as sections may name techniques of these modules. Does nothing if ``plugins`` is no list
-    of names, which validation refuses.
+    Called before validation, as sections may name techniques of these modules. If ``plugins`` is no list of names,
+    nothing is imported, and validation will refuse the recipe.
     """
     modules = recipe.get("plugins", ())
     if isinstance(modules, list | tuple) and all(isinstance(m, str) for m in modules):

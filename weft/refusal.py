@@ -18,9 +18,9 @@ else:
 
 
 class Conflict(UsageError, ValueError):
-    """A refusal of a request by the rule with the name ``rule``.
+    """A refusal of a request whose settings cannot be combined, by the rule with the name ``rule``.
 
-    Also a :class:`ValueError`, as pydantic's validators must raise one.
+    It is also a :class:`ValueError`, as pydantic's validators must raise one.
     """
 
     def __init__(self, message: str, rule: str) -> None:
@@ -32,7 +32,7 @@ class Conflict(UsageError, ValueError):
 
 
 class Asked:
-    """Base of classes whose attributes are the settings that rules read.
+    """Base of classes that hold the settings of a request as attributes, for rules to read.
 
     A setting that is not known yet has no attribute. Subclasses declare the settings, and add properties that
     conditions and texts of rules need.
@@ -46,8 +46,8 @@ class Asked:
 class Rule(Generic[A]):
     """A rule that refuses a request if the condition ``meets`` is true.
 
-    ``meets`` is called with the settings, and ``needs`` names those attributes that it reads. ``why`` and ``remedy``
-    make the error line, in which ``{0}`` stands for the settings.
+    ``meets`` is called with the settings. ``needs``: the attributes of the settings that the condition reads, separated
+    by spaces. ``why`` and ``remedy`` make the error line, in which ``{0}`` stands for the settings.
     """
 
     name: str

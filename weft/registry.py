@@ -51,10 +51,10 @@ class About(TypedDict, total=False):
 class TechniqueKind:
     """A kind of technique, such as optimizers or schedules.
 
-    ``called``: the positional arguments with which a technique of this kind is called. ``setting``: the recipe's
-    setting, or the command's option, that names a technique. ``folder``: the folder in ``weft/techniques/`` of Weft's
-    own techniques; empty if there are none. ``noun``: the word for a technique in error lines. ``plain``: values of the
-    setting that name no technique, which the core handles itself.
+    ``noun``: the word for a technique in error lines. ``setting``: the recipe's setting, or the command's option, that
+    names a technique. ``called``: the positional arguments with which a technique of this kind is called. ``folder``:
+    the folder of Weft's own techniques in ``weft/techniques/``; empty if there are none. ``plain``: values of the
+    setting that name no technique, because Weft's core handles them.
     """
 
     noun: str
@@ -101,12 +101,20 @@ KINDS: dict[str, TechniqueKind] = {
 class Registered:
     """A declared technique: its implementation, and what recipes, fuzzer and catalogue need to know.
 
-    ``settings``: the recipe's fields that this technique alone has; they stand in the section that names it.
-    ``rules``: what the technique cannot be combined with (:class:`weft.refusal.Rule`), asked where it is named.
-    ``draws``: values of its settings that the fuzzer may draw. ``title``, ``paper``, ``recipe``, ``proof``, ``figure``:
-    its row of the catalogue, which ``bench/catalogue.py --mend`` writes. ``recipe``: a file of ``recipes/`` and the
-    words after it that name this technique; ``proof``: the tests, with a comma and a space between; ``figure``: what
-    was measured or is asserted, with the script of ``bench/`` that wrote it in backquotes.
+    Attributes:
+        ``kind``, ``name``: a key of :data:`KINDS`, and the name in a recipe.
+        ``module``: the module that declares the technique.
+        ``implementation``: the decorated function or class.
+        ``settings``: the section class with the recipe's fields that this technique alone has; they stand in the
+            section that names it.
+        ``rules``: what the technique cannot be combined with (:class:`weft.refusal.Rule`), checked for recipes that
+            name it.
+        ``draws``: values of its settings that the fuzzer may draw, by name of the setting.
+        ``title``, ``paper``: the technique's name in the catalogue, and its source.
+        ``recipe``: in the catalogue, a file of ``recipes/`` and the words after it that name this technique.
+        ``proof``: in the catalogue, the tests, with a comma and a space between.
+        ``figure``: in the catalogue, what was measured or is asserted, with the script of ``bench/`` that wrote it in
+            backquotes.
     """
 
     kind: str
@@ -132,7 +140,7 @@ _REGISTERED: dict[tuple[str, str], Registered] = {}
 
 
 def register(kind: str, name: str, **about: Unpack[About]) -> Callable[[F], F]:
-    """Declare the decorated function or class as the technique ``name`` of a kind (:data:`KINDS`).
+    """Return a decorator that declares a function or class as the technique ``name`` of a kind (:data:`KINDS`).
 
     ``about`` holds the other fields of :class:`Registered`; a plugin may leave out all of them. Raises
     :class:`UsageError` for an unknown kind, and for a name that another module has registered.
@@ -228,7 +236,10 @@ def find(kind: str, name: str, setting: str = "") -> Registered:
 
 
 def check_name(kind: str, name: object) -> None:
-    """Raise pydantic's error for an unknown choice if no technique of ``kind`` is called ``name``."""
+    """Raise pydantic's error for an unknown choice if no technique of ``kind`` is called ``name``.
+
+    Values that the core handles itself are accepted, too.
+    """
     choices = KINDS[kind].choices(names(kind))
     if name not in choices:
         expected = ", ".join(map(repr, choices))

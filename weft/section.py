@@ -29,11 +29,14 @@ KINDS = {
 
 
 class WrongValue(UsageError, ValueError):
-    """A wrong value in a section that Python code has created; a :class:`ValueError`, like pydantic's own error."""
+    """Raised for a wrong value in a section that Python code creates.
+
+    It is also a :class:`ValueError`, like pydantic's own error.
+    """
 
 
 class OneLine(ModelMetaclass):
-    """Metaclass of sections: a wrong value raises an error of one line instead of pydantic's report."""
+    """Metaclass of sections, by which a wrong value raises an error of one line instead of pydantic's report."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         model: Any = cls
@@ -49,7 +52,7 @@ class OneLine(ModelMetaclass):
 
 
 class Section(BaseModel, metaclass=OneLine):
-    """Base of every section: unknown keys are errors and values never change after validation."""
+    """Base of every section of a recipe: unknown keys are errors, and values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -73,7 +76,7 @@ def _refusal(error: ValidationError, model: type[BaseModel], origin: str) -> Usa
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first problem of a pydantic error as one line: key, cause, remedy.
+    """Return the first problem of the pydantic error ``error`` as one line: key, cause, remedy.
 
     ``model``: the class of the section that was validated.
     """

@@ -10,7 +10,10 @@ from weft.run.signals import requests
 
 
 def run_command_line() -> None:
-    """Entry point of ``weft``. Exit code 0 is success, 1 a failure, 2 a request that cannot be met."""
+    """Run the command ``weft`` with the arguments of this process, and end the process.
+
+    Exit code 0 is success, 1 a failure, 2 a request that cannot be met.
+    """
     # Imports make several 100,000 objects that stay; looking for circles among them at every 700th takes a fifth.
     gc.set_threshold(10_000)
     requests.watch()

@@ -33,7 +33,7 @@ from weft.errors import Interrupted
 
 
 class Commands(TyperGroup):
-    """The group of all commands, which distinguishes Ctrl-C in a command from an exit code of 130."""
+    """The group of all commands. It tells Ctrl-C in a command from a command that ends with exit code 130."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # typer's own context, which is private
         try:

@@ -106,7 +106,7 @@ Spread = Annotated[str | None, typer.Option("--layout", help=_spread)]
 
 
 def import_plugins(modules: Sequence[str] | None) -> None:
-    """Import the modules that ``--plugin`` names.
+    """Import the modules that the option ``--plugin`` names. ``modules``: None if the option is not given.
 
     Raises :class:`UsageError`, which names the module that cannot be imported.
     """

@@ -52,7 +52,7 @@ _pattern = typer.Argument(
 def ls_command(path: AllCheckpoints, as_json: AsJson = False) -> int:
     """List the checkpoints of a run, oldest first: step, layout, size, and whether they seem whole.
 
-    One that seems whole may still hold damaged values; weft checkpoint verify reads them.
+    A checkpoint that seems whole may still hold damaged values; weft checkpoint verify reads them.
     """
     from weft.checkpoint.boxes import ROOT
     from weft.checkpoint.load import StoredCheckpoint
@@ -164,7 +164,7 @@ def inspect_command(
 
 @app.command("verify")
 def verify_checkpoint_command(path: AllCheckpoints) -> int:
-    """Read checkpoints from end to end and check every digest. Exit code 0: whole, 1: damaged."""
+    """Read checkpoints from end to end and check every digest. Exit code 0: all are whole, 1: some are damaged."""
     from weft.checkpoint.address import open_storage
 
     whole = True
@@ -274,7 +274,7 @@ def prune_command(
 ) -> int:
     """Delete old checkpoints of a run, but never the last that verifies, and none while the run is training.
 
-    In each place of the run the newest checkpoint is read first, and those before it until one is whole.
+    In each folder or prefix with checkpoints of the run, checkpoints are read from the newest on, until one is whole.
     """
     from weft.checkpoint.address import open_storage
     from weft.checkpoint.best import best_checkpoint

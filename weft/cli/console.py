@@ -29,7 +29,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> Table:
-    """Return an empty table without lines, to which rows are added.
+    """Return an empty table without lines, to which the caller adds rows.
 
     Columns named in ``left`` are left-aligned, the others, which hold numbers, right-aligned. ``wrap``: whether long
     cells are wrapped.
@@ -43,7 +43,7 @@ def grid(columns: Iterable[str], left: Collection[str], wrap: bool = False) -> T
 
 
 def plain_console(width: int = 0) -> Console:
-    """Return a console that breaks no line, and that has ``width`` columns for tables if the terminal is narrower."""
+    """Return a console that breaks no line, and that is at least ``width`` characters wide for tables."""
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, width)
     return console

@@ -53,9 +53,10 @@ def export_command(
     push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help=_push)] = None,
     public: Annotated[bool, typer.Option("--public", help=_public)] = False,
 ) -> int:
-    """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer. An adapter alone, as PEFT does.
+    """Write a checkpoint as a Hugging Face model: safetensors, config and tokenizer.
 
-    With --format gguf as one file for llama.cpp and Ollama.
+    An adapter is written without its model, in the form of PEFT, unless --merge is given. With --format gguf the model
+    is one file for llama.cpp and Ollama.
     """
     check_new(out)
     if public and push is None:

@@ -260,8 +260,8 @@ def _timed(ids: Iterator[int], clock: list[float]) -> Iterator[int]:
 def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
     """Print the texts that a trained model writes for the prompts of ``recipe.generate``, and return prompts and texts.
 
-    If the recipe asks for it, the texts of the model that training started from (``model.from``) are printed beside
-    them.
+    ``checkpoint``: where the trained model is. If the recipe asks for it, the texts of the model that training started
+    from (``model.from``) are printed beside those of the trained model.
     """
     from weft.serve.text_requests import samples
 

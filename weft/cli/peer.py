@@ -104,7 +104,7 @@ def join_command(
     ] = None,
     key: Annotated[Path | None, typer.Option(metavar="FILE", help=_key)] = None,
 ) -> int:
-    """Be a peer until stopped: say who comes and goes, share folders, carry streams."""
+    """Take part as a peer until stopped: report who comes and goes, share folders, carry streams."""
     from weft.peers.invitation import read_invitation, read_key
     from weft.peers.quic_peer import Peer
 

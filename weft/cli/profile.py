@@ -33,7 +33,7 @@ def profile_command(
     ] = Path("traces"),
     as_json: AsJson = False,
 ) -> int:
-    """Say what a program waits for, of traces there are, or of --checkpoint while it writes."""
+    """Say what a program waits for, from existing traces, or from new traces of --checkpoint while it generates."""
     from weft.observe.launches import knee, read_launches
 
     if bool(traces) == bool(checkpoint):

@@ -26,7 +26,7 @@ _members = typer.Argument(
 
 @app.command("list")
 def list_command(run: RunFolder, json: AsJson = False) -> None:
-    """Show who takes part."""
+    """Show the members of a run: number, rank, process and address."""
     from weft.resilience.roster import read_roster
 
     roster = read_roster(run)
@@ -64,7 +64,7 @@ def add_command(
 ) -> int:
     """Add ranks to a run, and stay until they have ended. On another machine RUN must be the same folder.
 
-    Or bring an island back, all of its ranks, if RUN is the folder of one that was lost.
+    If RUN is the folder of an island that was lost, all ranks of this island are started again.
     """
     from weft.recipe import build_recipe
     from weft.resilience.roster import read_roster
@@ -90,7 +90,7 @@ def add_command(
 
 @app.command("remove")
 def remove_command(run: RunFolder, members: Annotated[list[int], _members]) -> None:
-    """Let members of a run leave after its present step; their numbers are those of weft ranks list."""
+    """Let members of a run leave after its present step. MEMBER is a number that weft ranks list shows."""
     from weft.errors import UsageError
     from weft.resilience.roster import ask_to_leave, read_roster
 

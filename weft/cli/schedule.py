@@ -61,8 +61,8 @@ def schedule_command(
 ) -> int:
     """Simulate and draw a pipeline schedule: makespan, bubble, peak activations. Needs no devices.
 
-    Makespan: the longest time from a rank's first action to its last, what a step takes in a run of many.
-    Activations are counted in microbatches: 1 is what all stages of a rank save of one microbatch.
+    Makespan: the longest time from a rank's first action to its last, which is the time of a step in a run of many
+    steps. Activations are counted in microbatches: 1 is what all stages of a rank save of one microbatch.
     """
     from weft.cli.schedule_view import list_schedules, show_schedule
 

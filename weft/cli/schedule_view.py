@@ -31,11 +31,11 @@ def show_schedule(
     files: Mapping[str, Path | None],
     as_json: bool,
 ) -> int:
-    """Simulate the pipeline schedule ``name``, print its figures and draw it into ``files``.
+    """Simulate the pipeline schedule ``name``, print its figures and draw it into ``files``. Returns the exit code.
 
-    ``stages``: number of pipeline ranks; ``virtual``: stages per rank. ``milliseconds``: times of a stage's work by
-    option of the command. ``layers``: layers with experts per stage. ``files``: paths to write by kind of drawing, None
-    for kinds that are not wanted.
+    ``stages``: number of pipeline ranks. ``virtual``: stages per rank, None for the schedule's own number.
+    ``milliseconds``: times of a stage's work by option of the command. ``layers``: layers with experts per stage.
+    ``files``: paths to write by kind of drawing, None for kinds that are not wanted. ``as_json``: print JSON instead.
     """
     for option, value in milliseconds.items():
         if not math.isfinite(value):

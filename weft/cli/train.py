@@ -121,9 +121,9 @@ def sweep_command(
     asked: list[str], load: "Callable[[list[str]], Recipe]", out: Path | None, resume: str | None, ranks: int | None,
     cluster: str | None,
 ) -> int:  # fmt: skip
-    """Run the sweep that ``--sweep`` asks for, and print one table about its runs.
+    """Run the sweep that ``--sweep`` asks for, and print one table about its runs. Returns the exit code.
 
-    ``asked``: values of ``--sweep``. ``load``: the function that returns the recipe with further overrides. Other
+    ``asked``: values of ``--sweep``. ``load``: the function that returns the recipe with further overrides. The other
     arguments are options of ``weft train``.
     """
     from weft.api import with_planned_layout
@@ -186,9 +186,10 @@ def sweep_command(
 def probed_choice(
     recipe: "Recipe", ranks: int | None, file: str
 ) -> "tuple[Recipe, list[str]]":
-    """Choose the best layout for the machine that the cluster file ``file`` describes.
+    """Choose the best layout of ``ranks`` ranks for the machine that the cluster file ``file`` describes.
 
-    Returns the recipe with this layout, and the overrides that set the layout on the command lines of the ranks.
+    Returns the recipe with this layout, and the overrides that set the layout on the command lines of the ranks. With
+    ``ranks = None`` any probed number of ranks is possible.
     """
     from weft.planner.machine import load_cluster
     from weft.rehearse.local_choice import choose_here

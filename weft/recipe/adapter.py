@@ -11,7 +11,7 @@ VocabularyWeight = Literal["embed_tokens", "lm_head"]
 
 
 class Adapter(Section):
-    """Low-rank adapters that are trained in place of the model's weights, which are frozen.
+    """Low-rank adapters: small matrices that are trained in place of the model's weights, which are frozen.
 
     LoRA (Hu et al. 2021), DoRA (Liu et al. 2024), QLoRA (Dettmers et al. 2023), rsLoRA (Kalajdzievski 2023).
     """

@@ -10,7 +10,7 @@ NONE = "none"
 
 
 def technique_of(word: str) -> Registered | None:
-    """Return the compressor technique that ``word`` names, such as ``topk:0.01``; None if there is none.
+    """Return the compressor technique that ``word`` names, such as ``topk:0.01``; None if no compressor has this name.
 
     The strength after the name (a number of bits, or what follows the colon) is not checked.
     """

@@ -26,9 +26,10 @@ from weft.registry import KINDS, declared, find, names
 
 
 class AskedRecipe(AskedStep):
-    """Recipe settings that the rules against conflicts read.
+    """Settings of a recipe, as the rules against conflicts read them.
 
-    ``shape``: the complete model, with what ``model`` leaves out. ``staged``: a schedule is needed even for one rank.
+    ``shape``: the complete model, with what ``model`` leaves out. ``staged``: whether a pipeline schedule is needed
+    even for one rank. The other attributes are sections of the recipe.
     """
 
     model: ModelShape
@@ -44,7 +45,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def ranks_in_node(self) -> int:
-        """Number of a node's ranks along ``ep``; 0 if ``layout.node`` is not set or nodes differ in this number."""
+        """Number of ranks along ``ep`` in each node; 0 if ``layout.node`` is not set or nodes differ in this number."""
         # with NumPy, which a command that only reads a recipe does without
         from weft.layout.placement import experts_per_node
 
@@ -69,9 +70,9 @@ class AskedRecipe(AskedStep):
 
     @property
     def narrowest_expert(self) -> int:
-        """The fewest hidden units that a rank has of an expert.
+        """The fewest hidden units of an expert that a rank holds, where several ranks share an expert.
 
-        0 if some layer has fewer experts than ``ep`` and their number does not divide ``ep``.
+        It is 0 if some layer has fewer experts than ``ep`` and their number does not divide ``ep``.
         """
         widths = [self.shape.expert_ffn or 0] if self.shape.mixtures else [1]
         for count in self.shape.mixtures.values():
@@ -124,9 +125,9 @@ class AskedRecipe(AskedStep):
 
     @property
     def most_skipped(self) -> float:
-        """The largest share of pipeline stages that may be skipped.
+        """The largest share of pipeline stages that may be skipped, from 0 to 1.
 
-        Two thirds of the stages between the first and the last may be, as a share of all stages.
+        It is two thirds of the stages between the first and the last, divided by the number of all stages.
         """
         return max(0, self.layout.pp - 2) * 2 / 3 / self.layout.pp
 
@@ -409,7 +410,10 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
 
 
 def links_all(edges: Sequence[tuple[int, int]], count: int) -> bool:
-    """Return whether the pairs ``edges`` connect all islands ``0`` to ``count - 1``, and name no other island."""
+    """Return whether ``edges`` connect all islands ``0`` to ``count - 1``, and name no other island.
+
+    ``edges``: pairs of islands that exchange with each other.
+    """
     reached = {0}
     for _ in range(count):
         reached |= {island for edge in edges if reached & {*edge} for island in edge}

@@ -27,7 +27,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class Source(Section):
-    """One source of training data.
+    """One source of training data: files of one kind, or a plugin's data set.
 
     Files of records are read by the endings of their names: JSON lines, CSV, TSV, Parquet.
     """
@@ -236,7 +236,7 @@ class Data(Section):
 
     @property
     def held_out(self) -> float:
-        """Return the share of the documents (0 to 1) that is held out for validation."""
+        """Share of the documents (0 to 1) that is held out for validation."""
         return 0.0 if isinstance(self.validation, str) else self.validation
 
     @field_validator("validation")

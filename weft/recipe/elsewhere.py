@@ -12,10 +12,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Equivalent:
-    """A setting of Weft's (``section.key``, a section, or an option of a command) and its names in other programs.
+    """A setting of Weft and the names of the same setting in other programs.
 
-    ``trl`` has the names in transformers, PEFT and TRL, which share their arguments. ``note`` says how Weft's setting
-    differs.
+    ``weft``: the setting, as ``section.key``, a section, or an option of a command. ``trl``: the names in transformers,
+    PEFT and TRL, which share their arguments. ``note``: how Weft's setting differs.
     """
 
     weft: str
@@ -27,7 +27,7 @@ class Equivalent:
 
     @property
     def words(self) -> Iterator[str]:
-        """All names that other programs have for this setting of Weft's."""
+        """All names that other programs have for this setting."""
         for field in fields(self):
             names = getattr(self, field.name)
             if not isinstance(names, str):
@@ -36,13 +36,16 @@ class Equivalent:
 
 @cache
 def equivalents() -> tuple[Equivalent, ...]:
-    """Return all known equivalents of settings (file ``elsewhere.toml``), in the order in which the page lists them."""
+    """Return the settings of the file ``elsewhere.toml`` with their names elsewhere, in the order of the docs page."""
     known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     return tuple(Equivalent(weft, **words) for weft, words in known.items())
 
 
 def here_called(word: str) -> Equivalent | None:
-    """Return the entry for another program's setting ``word``, given with or without its section; None if unknown."""
+    """Return the entry for another program's setting ``word``; None if the setting is unknown.
+
+    ``word``: the setting's name with or without its section.
+    """
     plain = word.strip("-").replace("-", "_")
     last = plain.rpartition(".")[2]
     for wanted in dict.fromkeys((plain, last)):
@@ -53,9 +56,9 @@ def here_called(word: str) -> Equivalent | None:
 
 
 def here_it_is(word: str, as_option: bool = False) -> str:
-    """Return a phrase that says what another program's setting ``word`` is called in Weft; empty if unknown.
+    """Return a phrase that says what another program's setting ``word`` is called in Weft; empty if it is unknown.
 
-    ``as_option``: name a recipe's key as an option of the command line (``--set section.key=...``).
+    ``as_option``: whether to name a recipe's key as an option of the command line (``--set section.key=...``).
     """
     equivalent = here_called(word)
     if equivalent is None:

@@ -15,10 +15,10 @@ S = TypeVar("S", bound="Section")
 
 
 class HostSection(Section):
-    """A section that names techniques and also contains their settings.
+    """Base of sections that name techniques and also contain the settings of these techniques.
 
-    ``hosts`` maps a field of the section to the kind of technique that this field names. A section whose field names
-    ``muon`` is an instance of a class with the section's fields and Muon's, which :meth:`with_settings` creates.
+    ``hosts`` maps a field of the section to the kind of technique that this field names. If a field names ``muon``, the
+    section is an instance of a class with the section's fields and Muon's, which :meth:`with_settings` creates.
     """
 
     hosts: ClassVar[Mapping[str, str]] = {}
@@ -79,7 +79,10 @@ class HostSection(Section):
                     yield technique, technique.settings
 
     def own(self, settings: type[S]) -> S:
-        """Return this section, typed as ``settings``, the class of settings of a technique that the section names."""
+        """Return this section, typed as ``settings``.
+
+        ``settings``: the class of the settings of a technique that the section names.
+        """
         assert isinstance(self, settings)
         return self
 
@@ -107,9 +110,9 @@ def _combined(section: Any, settings: tuple[type[Section], ...]) -> Any:
 
 
 def section_of(section: type[HostSection], values: Any) -> Any:
-    """Validate ``values`` as a ``section`` with the settings of the techniques that they name.
+    """Validate the dictionary ``values`` as a ``section`` that also has the settings of the techniques that it names.
 
-    Returns anything but a dictionary unchanged. Settings of techniques that are not named are left out;
+    Any value that is not a dictionary is returned unchanged. Settings of techniques that are not named are left out;
     :func:`unused_settings` lists those.
     """
     if not isinstance(values, Mapping):

@@ -59,10 +59,7 @@ class Loss(HostSection):
 
     @property
     def pair_loss(self) -> Any:
-        """Return the class of a loss on pairs of answers; None for other losses.
-
-        The class derives from :class:`weft.models.pair_loss.PairLoss`.
-        """
+        """Class of the loss on pairs of answers (:class:`weft.models.pair_loss.PairLoss`); None for other losses."""
         return find("pair-loss", self.kind).implementation if self.of_pairs else None
 
     @property

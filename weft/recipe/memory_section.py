@@ -88,7 +88,7 @@ class Memory(Section):
 
     @property
     def away(self) -> dict[str, str]:
-        """Return the place (``host`` or ``file``) of each kind of tensor that is not kept on the device, by kind."""
+        """Place (``host`` or ``file``) of each kind of tensor that is not kept on the device, by kind."""
         kinds = ("weights", "gradients", "moments", "activations")
         return {kind: self.place_of(kind) for kind in kinds if self.distance(kind)}
 
@@ -114,7 +114,7 @@ class Memory(Section):
 
 
 class AskedMemory(Asked):
-    """The section ``[memory]``, as an attribute that conditions of rules read."""
+    """The section ``[memory]``, as the rules against conflicts read it."""
 
     memory: Memory
 

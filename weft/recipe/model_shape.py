@@ -9,7 +9,10 @@ from weft.section import Section
 
 
 class RopeScaling(Section):
-    """Rescaling of rotary frequencies: as in Llama 3 (its report, 3.4), ``linear`` or ``yarn`` (Peng et al. 2023)."""
+    """Rescaling of the frequencies of rotary position embedding, for longer sequences than the model was trained on.
+
+    It is that of Llama 3 (its report, 3.4), ``linear``, or ``yarn`` (Peng et al. 2023).
+    """
 
     kind: Literal["llama3", "linear", "yarn"] = Field(
         "llama3", description="Method of rescaling: 'llama3', 'linear' or 'yarn'."
@@ -372,7 +375,7 @@ class ModelShape(Section):
 
     @property
     def mixtures(self) -> dict[int, int]:
-        """Return the number of experts by layer, for those layers that have experts."""
+        """Number of experts by layer, for those layers that have experts."""
         return {
             layer: count
             for layer in range(self.layers)
@@ -381,12 +384,12 @@ class ModelShape(Section):
 
     @property
     def rotated(self) -> int:
-        """Return the number of elements of each query and key that rotary embedding rotates."""
+        """Number of elements of each query and key that rotary embedding rotates."""
         return self.rope_dim if self.kv_rank else self.head_dim or 0
 
     @property
     def score_width(self) -> int:
-        """Return the number of elements of each head's queries and keys, over which scores are summed."""
+        """Number of elements of each head's queries and keys, whose products are summed to attention scores."""
         return (
             (self.head_dim or 0) + self.rope_dim if self.kv_rank else self.head_dim or 0
         )
@@ -396,7 +399,7 @@ class ModelShape(Section):
         return "softmax" if every and (layer + 1) % every == 0 else self.mixer
 
     def window_of(self, layer: int) -> int:
-        """Return the attention window of a layer in tokens; 0 for all tokens."""
+        """Return the attention window of a layer in tokens; 0 if the layer attends to all tokens."""
         return (
             0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
         )

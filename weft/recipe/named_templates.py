@@ -19,10 +19,11 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 
 
 def with_named_templates(files: Mapping[str, bytes], folder: Path) -> dict[str, bytes]:
-    """Return ``files`` of ``folder`` with the named chat templates of its subfolder put into ``tokenizer_config.json``.
+    """Return the files of a tokenizer with all of its named chat templates in ``tokenizer_config.json``.
 
-    ``files``: contents by file name. Afterwards a tokenizer is complete without subfolders, so that every checkpoint
-    can hold it. Raises :class:`WeftError` if a file cannot be read.
+    ``files``: contents of the files in ``folder`` by name. The templates come from a subfolder of ``folder``.
+    Afterwards a tokenizer is complete without subfolders, so that every checkpoint can hold it. Raises
+    :class:`WeftError` if a file cannot be read.
     """
     named = sorted((folder / NAMED_FOLDER).glob("*.jinja"))
     if not named:
@@ -46,12 +47,12 @@ def with_named_templates(files: Mapping[str, bytes], folder: Path) -> dict[str, 
 
 
 def listed(templates: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return chat templates, given by name, in the list form of ``tokenizer_config.json``."""
+    """Return chat templates, given by name, as the list that ``tokenizer_config.json`` has."""
     return [{"name": name, "template": text} for name, text in templates.items()]
 
 
 def templates_of(config: Mapping[str, Any], file: bytes | None) -> dict[str, str]:
-    """Return the chat templates of a tokenizer by name: that of ``file`` if given, else those of ``config``.
+    """Return the chat templates of a tokenizer by name: that of ``file`` if it is not None, else those of ``config``.
 
     ``config``: the parsed ``tokenizer_config.json``; ``file``: the content of a template file.
     """

@@ -10,7 +10,7 @@ from weft.section import Section
 
 
 class ParameterGroup(Section):
-    """Settings for the parameters whose names match a pattern."""
+    """Settings of the optimizer for the parameters whose names match a pattern."""
 
     match: str = Field(description="Names of parameters, as a pattern with * and ?.")
     lr: float = Field(
@@ -24,10 +24,11 @@ class ParameterGroup(Section):
 
 
 class Optimizer(HostSection):
-    """Section of the parameters' updates. ``weft techniques`` lists update rules; each brings settings of its own.
+    """Section on how the optimizer updates parameters: update rule, learning rate, weight decay and clipping.
 
-    Zeroth order: MeZO (Malladi et al. 2023), in pairs DistZO2 (Wang et al. 2025). ``wsd``: Hu et al. 2024.
-    ``in_backward``: LOMO (Lv et al. 2023).
+    ``weft techniques`` lists the update rules, each of which brings settings of its own. Sources: zeroth-order
+    estimates MeZO (Malladi et al. 2023), ``pairs`` DistZO2 (Wang et al. 2025), ``wsd`` Hu et al. 2024, ``in_backward``
+    LOMO (Lv et al. 2023).
     """
 
     hosts: ClassVar = {"kind": "optimizer", "state": "moments"}
@@ -155,14 +156,14 @@ class Optimizer(HostSection):
 
     @property
     def update_rule(self) -> Any:
-        """Return the class of the update rule: that of ``kind``, or of ``state`` if moments are not in float32."""
+        """Class of the update rule: that of ``kind`` or, if moments are not in float32, that of ``state``."""
         if self.state == "float32":
             return find("optimizer", self.kind).implementation
         return find("moments", self.state).implementation
 
     @property
     def elementwise(self) -> bool:
-        """Whether a rank can update its part of a parameter without data of other ranks."""
+        """Whether a rank can update its shard of a parameter without data of other ranks."""
         return bool(getattr(self.update_rule, "elementwise", False))
 
     @field_validator("warmup")

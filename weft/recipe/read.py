@@ -27,7 +27,8 @@ def load_recipe(
 
     ``overrides``: texts ``section.key=value``. ``layout``: such as ``"shard=2,tp=2"``, as on the command line.
     ``origin``: a model to start from, with its own tokenizer, instead of the recipe's. ``data``: path of records or
-    texts to read instead of the recipe's sources. An error is one line with the nearest valid choice.
+    texts to read instead of the recipe's sources. Raises :class:`UsageError` with one line that names the nearest valid
+    choice, and :class:`WeftError` if there is no such recipe.
     """
     file = Path(path) if Path(path).is_file() else find_recipe(path)
     if file is None:
@@ -104,7 +105,7 @@ def build_recipe(tree: dict[str, Any], origin: str = "recipe") -> Recipe:
 
 
 def settings_without_use(tree: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Return a line for each setting in ``tree`` that has no effect, as ``recipe`` does not name its technique.
+    """Return a line for each setting in ``tree`` that has no effect, because ``recipe`` does not name its technique.
 
     ``tree``: the recipe as a nested dictionary, from which ``recipe`` was validated.
     """

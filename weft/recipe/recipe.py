@@ -31,7 +31,7 @@ RUNS = Path("runs")
 
 
 class Use(Section):
-    """A plugin's technique by ``name``, with the ``settings`` that it is called with.
+    """A plugin's technique: its ``name``, and the ``settings`` with which the technique is called.
 
     In a recipe a plain text stands for a name without settings.
     """
@@ -185,7 +185,7 @@ class Recipe(Section):
 
     @property
     def survives(self) -> bool:
-        """Whether a run of one island goes on when ranks are lost."""
+        """Whether a run without islands goes on when ranks are lost."""
         return (
             self.resilience.survive
             and self.layout.world > 1
@@ -194,7 +194,7 @@ class Recipe(Section):
 
     @property
     def islands_come_and_go(self) -> bool:
-        """Whether the run goes on when islands are lost. False if islands average gradients in every step."""
+        """Whether the run goes on when islands are lost. Islands that average gradients in every step cannot."""
         return (
             self.resilience.survive
             and self.layout.island > 1
@@ -202,9 +202,9 @@ class Recipe(Section):
         )
 
     def batch_layout(self, layout: Layout) -> Layout:
-        """Return ``layout`` with ``dp`` as the number of data parallel ranks with different sequences.
+        """Return ``layout`` with ``dp`` as the number of data parallel ranks that get different sequences.
 
-        With ``optimizer.pairs`` two ranks get the same sequences, so that ``dp`` is halved.
+        With ``optimizer.pairs`` every two ranks get the same sequences, so that ``dp`` is halved.
         """
         paired = self.optimizer.pairs and layout.dp > 1
         return layout.model_copy(update={"dp": layout.dp // 2}) if paired else layout
@@ -258,9 +258,10 @@ class Recipe(Section):
             )
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:
-        """Return ``(rows, passes)`` of a rank: sequences in each forward and backward pass, and passes in each step.
+        """Return ``(rows, passes)`` of a rank under ``layout``.
 
-        Passes of one step accumulate gradients.
+        ``rows``: sequences in each forward and backward pass. ``passes``: passes in each step, which accumulate
+        gradients.
         """
         ranks = self.batch_layout(layout).size(*BATCH_AXES)
         per_rank = -(-self.train.batch // ranks)

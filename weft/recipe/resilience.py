@@ -96,7 +96,7 @@ class Resilience(HostSection):
 
     @property
     def replicas_needed(self) -> int:
-        """Return the fewest data parallel ranks with which the aggregation rule tolerates ``faulty`` of them."""
+        """The fewest data parallel ranks with which the aggregation rule tolerates ``faulty`` ranks."""
         if self.aggregate == "mean":
             return 1
         rule: Any = find("aggregator", self.aggregate).implementation

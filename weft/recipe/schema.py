@@ -59,7 +59,7 @@ def _add_names(tree: Schema, definitions: dict[str, Schema]) -> None:
 
 
 def technique_fields(technique: Registered) -> dict[str, Schema]:
-    """Return the JSON schema of each setting that a technique adds to its section, by key; empty if it adds none."""
+    """Return the JSON schema of each setting that a technique adds to its section, by key; empty if there is none."""
     if technique.settings is None:
         return {}
     fields: dict[str, Schema] = technique.settings.model_json_schema()["properties"]

@@ -6,7 +6,7 @@ from weft.errors import WeftError
 
 
 def shipped(folder: str) -> Path:
-    """Return the path of ``recipes`` or ``docs`` (``folder``), as installed with Weft."""
+    """Return the path of the folder ``recipes`` or ``docs`` as installed with Weft. ``folder``: one of these names."""
     package = Path(__file__).parents[1]
     installed = package / "shipped_files" / folder
     return installed if installed.is_dir() else package.parent / folder
@@ -18,9 +18,9 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str | Path) -> Path | None:
-    """Return the path of a recipe: ``name`` itself, ``name.toml`` in this folder, or Weft's recipe with this name.
+    """Return the path of the recipe ``name``: a path, ``name.toml`` in the working folder, or a recipe of Weft's.
 
-    None if none of these exists as a file that ends in ``.toml``.
+    Returns None if none of these exists as a file that ends in ``.toml``.
     """
     here = (
         path

@@ -21,7 +21,7 @@ from weft.registry import Registered, find
 
 
 class AskedStep(AskedLayout, AskedMemory):
-    """Settings from which :func:`asked_techniques` finds the techniques that change a training step."""
+    """Settings of a recipe from which :func:`asked_techniques` finds the techniques that change a training step."""
 
     optimizer: Optimizer
     resilience: Resilience
@@ -30,7 +30,7 @@ class AskedStep(AskedLayout, AskedMemory):
 
 
 class AskedTechnique(NamedTuple):
-    """A technique of the training step that a recipe asks for.
+    """A technique that changes the training step, and that a recipe asks for.
 
     ``declared``: its entry in the registry. ``technique``: the :class:`weft.train.step_technique.StepTechnique`.
     """
@@ -66,7 +66,7 @@ def _asked(name: str, setting: str) -> AskedTechnique:
 def refuse_filled_twice(asked: AskedStep, techniques: Iterable[AskedTechnique]) -> None:
     """Raise :class:`Conflict` if two of these ``techniques`` implement the same phase of a step.
 
-    ``asked``: the settings that the error line quotes.
+    ``asked``: the settings of the recipe, which the error line quotes.
     """
     for (first, a), (second, b) in combinations(techniques, 2):
         if shared := a.fills & b.fills:

@@ -7,7 +7,10 @@ from weft.errors import UsageError
 
 
 class StorageAddress(NamedTuple):
-    """An address of checkpoints: a folder, a prefix in an S3 bucket, or a path shared by peers."""
+    """An address of checkpoints: a folder, a prefix in an S3 bucket, or a path shared by peers.
+
+    ``path``: the folder, prefix or path. ``bucket``: the S3 bucket, else empty.
+    """
 
     kind: Literal["folder", "s3", "peer"]
     path: str

@@ -99,12 +99,12 @@ class Sync(HostSection):
 
     @property
     def method(self) -> Any:
-        """Return the synchronisation method that ``update`` names (:class:`weft.sync.sync_method.SyncMethod`)."""
+        """The synchronisation method that ``update`` names, a :class:`weft.sync.sync_method.SyncMethod`."""
         return find("sync", self.update).implementation(self)
 
     @property
     def compressors(self) -> tuple[Any, Any]:
-        """Return the compressors of the messages that islands send, and of those that they receive.
+        """Compressors of the messages that an island sends, and of those that it receives.
 
         Each is None if these messages are not compressed.
         """
@@ -118,7 +118,7 @@ class Sync(HostSection):
 
     @property
     def partnership(self) -> str:
-        """Return which islands average with each other: ``pairs`` if the method needs pairs, else ``partner``."""
+        """Which islands average with each other: ``pairs`` if the method needs pairs, else the value of ``partner``."""
         return "pairs" if self.method.in_pairs else self.partner
 
     @property

@@ -31,8 +31,8 @@ def starter() -> str:
 def template(text: str, file: str, with_all: bool = True) -> str:
     """Return ``text``, a recipe in TOML, with the meaning of each setting as a comment above it.
 
-    ``file``: the name under which the recipe will be saved, for its head. ``with_all``: also add every setting that
-    ``text`` leaves out, as a comment with its default.
+    ``file``: the name under which the recipe will be saved, for its first lines. ``with_all``: whether to add every
+    setting that ``text`` leaves out, as a comment with its default.
     """
     given = tomllib.loads(text)
     recipe = build_recipe(given)

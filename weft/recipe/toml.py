@@ -10,7 +10,10 @@ from weft.errors import UsageError, WeftError
 
 
 def read_toml(path: Path, name: str = "") -> dict[str, Any]:
-    """Read a TOML file in UTF-8, with or without a byte order mark; error lines call the file ``name``."""
+    """Read a TOML file in UTF-8, with or without a byte order mark, as a nested dictionary.
+
+    ``name``: what error lines call the file, by default its path.
+    """
     name = name or str(path)
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -25,7 +28,7 @@ def read_toml(path: Path, name: str = "") -> dict[str, Any]:
 
 
 def write_toml(tree: dict[str, Any], digits: int | None = None) -> str:
-    """Return ``tree`` as TOML with each list on one line.
+    """Return the nested dictionary ``tree`` as TOML with each list on one line.
 
     ``digits``: significant digits to which floats are rounded; None: all digits.
     """

@@ -10,7 +10,10 @@ Dtype = Literal["float64", "float32", "bfloat16"]
 
 
 class Train(Section):
-    """Section of the training run, which ends at ``steps`` or ``data.epochs``, whichever is earlier."""
+    """Section of the training run: its length, batch size, number format and the like.
+
+    A run ends at ``steps`` or ``data.epochs``, whichever is earlier.
+    """
 
     steps: int = Field(
         100,

@@ -8,7 +8,7 @@ from weft.section import Section
 
 
 class Validation(Section):
-    """Section on how the loss on ``data.validation`` is measured and used (docs/how-to/training.md)."""
+    """Section on how the loss on held-out data is measured, and what it is used for (docs/how-to/training.md)."""
 
     every: int = Field(50, ge=0, description="Steps between validations; 0: never.")
     batches: int = Field(
@@ -46,7 +46,7 @@ class Validation(Section):
 
 
 class Task(Section):
-    """A file of questions that the model is asked (docs/how-to/evaluation.md)."""
+    """A file of questions with known answers that the model is asked during training (docs/how-to/evaluation.md)."""
 
     path: str = Field(description="File of questions.")
     name: str = Field(
