@@ -73,7 +73,7 @@ def gather_vocab(logits: T, sizes: list[int], mesh: Mesh) -> T:
 def own(weight: T, start: int, stop: int, mesh: Mesh) -> T:
     """Return rows ``start:stop`` of the parameter ``weight``, of which every ``tp`` rank holds a full copy.
 
-    Each rank reads other rows, and the gradient of ``weight`` is summed over ``tp``.
+    Each rank asks for other rows, and the gradient of ``weight`` is summed over ``tp``.
     """
     if mesh.size("tp") == 1:
         return weight[start:stop]

@@ -344,7 +344,7 @@ class Layout(Section):
 
 
 class AskedLayout(Asked):
-    """Layout of a recipe that is checked against the rules."""
+    """The layout of a recipe, as the rules for layouts (:data:`LAYOUT_RULES`) see it."""
 
     layout: Layout
 

@@ -42,7 +42,7 @@ class Placement:
 class Place:
     """One rank's coordinate along every axis of a layout, and along groups of ranks that are derived from axes.
 
-    ``coordinates``: by axis, and by four names more. ``state`` numbers the ranks of ``shard`` and ``cp`` together,
+    ``coordinates``: by axis, and by four further names. ``state`` numbers the ranks of ``shard`` and ``cp`` together,
     which share the state, by their rank in the world, as PyTorch numbers the ranks of a group. ``ep`` numbers
     neighbours among the data ranks in the same way. ``expert_state`` and ``expert_dp`` number the ranks with the same
     experts: those that share the experts' state, and the replicas of it.
@@ -68,7 +68,7 @@ class Place:
         return cls(layout, where | ExpertSizes(*folded)._asdict())
 
     def rank(self, axis: str) -> int:
-        """Return the coordinate along ``axis``."""
+        """Return the coordinate along ``axis``, which may also be one of the four further names of :class:`Place`."""
         return self.coordinates[axis]
 
     def along(self, *axes: str) -> int:
@@ -210,7 +210,7 @@ def experts_per_node(layout: Layout) -> int:
 def expert_blocks(layout: Layout) -> list[int]:
     """Return the sizes of the blocks of neighbouring ranks in which the dispatcher of ``layout`` exchanges rows.
 
-    The exchange among all ranks of ``ep`` is not in the list.
+    The list has no entry for the exchange among all ranks of ``ep``; it is empty if the dispatcher uses no blocks.
     """
     if layout.dispatch in ("two-level", "per-node"):
         return [experts_per_node(layout)]
@@ -224,9 +224,9 @@ def cut_axes(
 ) -> tuple[tuple[str, ...], ...]:
     """Return, for each dimension, the axes larger than one that cut it (:data:`CUTS`).
 
-    ``whole``: as in :meth:`Place.logical`. With vocabulary passes, pipeline stages cut the vocabulary too. ``tp`` may
-    cut experts. An axis cuts one dimension only, with one exception: if there are fewer experts than ranks of ``ep``,
-    the axes that cut the experts also cut their width.
+    ``whole``: whether ranks of ``tp`` and ``ep`` all compute with the whole parameter. With vocabulary passes, pipeline
+    stages cut the vocabulary too. ``tp`` may cut experts. An axis cuts one dimension only, with one exception: if there
+    are fewer experts than ranks of ``ep``, the axes that cut the experts also cut their width.
     """
     cuts: list[tuple[str, ...]] = []
     taken: set[str] = {*MODEL_AXES, FOLDED} if whole else set()

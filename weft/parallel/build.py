@@ -76,7 +76,7 @@ def parallelize(
     every layout. ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline stages. ``memory``: where
     tensors rest, by default the device. ``lift``: function that removes parts of the model that get no memory here.
     ``summed``: whether gradients are summed over replicas (``dp``). ``hooks``: functions that passes call. ``report``:
-    is called with the number of blocks whose activations leave the device. ``optimizer``: None for a state that is
+    is called with a dict about the blocks whose activations leave the device. ``optimizer``: None for a state that is
     never updated.
     """
     memory = memory or Memory()
@@ -248,8 +248,8 @@ def untrained_values(shape: ModelShape, seed: int) -> Values:
 def make_unheld(model: Transformer, device: torch.device, kept: Container[str]) -> None:
     """Move a model's parameters from the meta device to ``device``, but allocate memory only for those in ``kept``.
 
-    ``kept``: names of parameters. It goes module by module: a model whose state rests in files may not fit in memory
-    even for a moment.
+    ``kept``: names of parameters. Modules are moved one by one, as a model whose state rests in files may not fit in
+    memory even for a moment.
     """
     for prefix, module in model.named_modules():
         module.to_empty(device=device, recurse=False)

@@ -382,7 +382,7 @@ class Fuzzer:
     limit: float = 60
 
     def verdict_of(self, case: Case) -> CaseResult:
-        """Run ``case`` on the ranks of its layout, and return the result; no error is raised."""
+        """Run ``case`` on the ranks of its layout, and return the result; errors of the case become a result too."""
         layout, sets = command_options(case)
         try:
             recipe = load_recipe(

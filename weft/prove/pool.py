@@ -85,7 +85,10 @@ class ProcessPool:
     """A pool of at most :data:`MAX_WORLD` processes, started when first needed and replaced when they die."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
-        """``preload``: modules that the workers need, besides PyTorch's and Weft's."""
+        """Prepare the pool; processes start when :meth:`run` needs them.
+
+        ``preload``: modules that the workers import besides PyTorch's and Weft's.
+        """
         import torch.distributed as dist
 
         self._context = fork_server(preload)

@@ -28,7 +28,7 @@ LOCAL = ("saved", "tape")
 
 
 class Key(NamedTuple):
-    """Kind, stage and microbatch of an action, by which other actions depend on it.
+    """Kind, stage and microbatch of an action, by which :attr:`Action.deps` of other actions name it.
 
     No two actions of a table that is not lowered share a key.
     """

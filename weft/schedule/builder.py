@@ -23,9 +23,9 @@ class ScheduleBuilder:
         ``free``: whether the caller may choose another number of chunks.
         ``splits``: whether backward is split into I (input gradient) and W (weight gradient), wholly or in part.
         ``twice``: whether two ranks hold every stage.
-        ``falls``: number by which a rank holds fewer microbatches' activations than the rank before it (without the
-            inputs of postponed weight gradients).
-        ``place``: rank of the schedule in the planner's order; of equally good schedules the lowest is chosen.
+        ``falls``: how many fewer microbatches' activations each rank holds than the rank before it (without the inputs
+            of postponed weight gradients).
+        ``place``: position in the planner's order; of equally good schedules that with the lowest position is chosen.
     """
 
     about: ClassVar[str] = ""
@@ -66,10 +66,10 @@ class ScheduleBuilder:
         raise NotImplementedError
 
     def offers(self, ranks: int, microbatches: int, layers: int) -> Sequence[int]:
-        """List the numbers of chunks per rank with which the planner should consider this schedule; by default none.
+        """List the numbers of chunks (stages per rank) with which the planner should consider this schedule.
 
-        The planner asks only for pipelines of several ranks with at least ``ranks`` microbatches. ``layers``: layers of
-        the model.
+        By default there are none. The planner asks only for pipelines of several ranks with at least ``ranks``
+        microbatches. ``layers``: layers of the model.
         """
         return ()
 
@@ -100,7 +100,7 @@ def held_back(
     """Return the bubble of a zero-bubble schedule in which a rank holds at most ``most`` microbatches at once.
 
     It is ``(ranks - 1) * filled(times) + (ranks - min(microbatches, most)) * min(forward, backward_weight)``, or 0 if
-    that is negative: each further microbatch in flight gives the first rank work while it waits for its first gradient.
+    that is negative: each further microbatch in flight gives a rank work while it waits for its first gradient.
     """
     ahead = -larger(-microbatches, -most)
     shorter = times.forward - larger(times.forward - times.backward_weight, 0)

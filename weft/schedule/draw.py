@@ -35,7 +35,7 @@ MEMORY = "activations held, in microbatches of a rank"
 
 
 def colours(table: Table) -> dict[str, str]:
-    """Return the colour of every computing kind in the table.
+    """Return the colour, ``#rrggbb``, of every kind of action in ``table`` that lowering has not inserted.
 
     A kind has the same colour in the pictures of other tables where possible.
     """

@@ -67,11 +67,11 @@ class Visit(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A result of one action that other actions read.
+    """A result of one action that other actions read, of a ``microbatch`` at a ``stage``.
 
-    ``act``: output of a stage; ``grad``: gradient of a stage's input; ``saved``: the tensors that a stage's backward
-    needs; ``tape``: the part of ``saved`` that the weight gradient needs. ``saved`` and ``tape`` never leave their
-    rank.
+    ``name``: what it is. ``act``: output of the stage; ``grad``: gradient of the stage's input; ``saved``: the tensors
+    that the stage's backward needs; ``tape``: the part of ``saved`` that the weight gradient needs. ``saved`` and
+    ``tape`` never leave their rank.
     """
 
     name: str

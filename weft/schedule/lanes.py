@@ -9,8 +9,8 @@ from weft.schedule.simulate import Simulation
 def text_timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
     """Return a line of text for each rank that shows each action as its microbatch, or as the microbatch's last digit.
 
-    The list is empty if a line would be wider than ``width`` characters. Without ``colour`` every action also shows its
-    kind and needs more columns; with it a legend follows if ``colour`` is off.
+    With ``colour`` a line with the colour of each kind follows; without it every action also shows its kind, and needs
+    more columns. The list is empty if a line would be wider than ``width`` characters.
     """
     kinds, shades = colours(simulation.table), shades_of(simulation.table)
     gutter = len(f"rank {len(simulation.timeline) - 1}  ")

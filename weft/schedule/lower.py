@@ -52,7 +52,7 @@ def producers(table: Table) -> dict[Value, Action]:
 
 
 def lower(table: Table, zero: int = 1, streamed: bool = False) -> Table:
-    """Insert the actions that compute nothing: sends, receives, gathers and reductions of parameters, and frees.
+    """Insert the actions that compute nothing into ``table``: sends, receives, gathers, reductions and frees.
 
     A value read on another rank is sent when it is made and received before it is needed; between two ranks, receives
     are in the order of the sends, as NCCL wants it. A value is freed after its last use. ``zero``: the ZeRO stage

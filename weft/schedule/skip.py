@@ -63,10 +63,10 @@ def plan_paths(
 
 
 def stage_lengths(stages: int, ratio: float) -> list[float]:
-    """Return the length of every stage (mean 1) such that all ``stages`` stages compute equally much on average.
+    """Return the relative work of every stage (mean 1) such that all ``stages`` stages compute equally much on average.
 
-    ``ratio``: share of stage visits that microbatches skip. The first and last stage, which are never skipped, are
-    shorter: at equal length they would compute as much as without skipping, and the pipeline would be no faster.
+    ``ratio``: share of stage visits that microbatches skip. The first and last stage, which are never skipped, get
+    fewer layers: with equally many they would compute as much as without skipping, and the pipeline would be no faster.
     """
     _check(stages, ratio)
     middle = stages - 2

@@ -113,9 +113,9 @@ def exported_config(
 ) -> dict[str, Any]:
     """Return the ``config.json`` of a model of ``shape`` with weights of ``dtype``.
 
-    ``files``: the model's other files. If they include a ``config.json``, the result is a copy of it in which the
-    fields have changed that the run has changed. Otherwise it is made from ``shape``, with the context length
-    ``max_positions`` if one is known.
+    ``files``: the model's other files. If they include a ``config.json``, the result is a copy with only those fields
+    changed that training has changed. Otherwise it is made from ``shape``, with the context length ``max_positions`` if
+    one is known.
     """
     # which a run that keeps what it was given does not need
     from weft.shapes.config import config_from_shape, shape_from_fields

@@ -310,7 +310,8 @@ def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
 def layer_types(layers: int, full_every: int) -> list[str]:
     """Return Hugging Face's ``layer_types``: for each layer, whether its attention is full or has a window.
 
-    ``full_every``: every layer with a number divisible by it, from 1, has full attention; 0: no layer has.
+    ``full_every``: layers ``full_every``, ``2 * full_every`` and so on, counted from 1, have full attention; 0: none
+    has.
     """
     kinds = [SLIDING] * layers
     if full_every:

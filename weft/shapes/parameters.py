@@ -114,7 +114,10 @@ def adapter_scale(adapter: Adapter, path: str) -> float:
 
 
 def whole_weights(shape: ModelShape) -> list[str]:
-    """Return the names of those of embedding and output layer that are trained whole beside an adapter."""
+    """Return the names of the weights that are trained whole beside an adapter: embedding, output layer, or both.
+
+    The list is empty without an adapter.
+    """
     return [VOCABULARY[name] for name in shape.adapter.whole] if shape.adapter else []
 
 

@@ -229,7 +229,7 @@ def connect_ranks(
 
 @dataclass
 class Gathering:
-    """What the threads of rank 0 share that collect coded results, end rounds, decode gradients, and tell all ranks.
+    """The state that rank 0's threads share while they collect coded results, end rounds and decode gradients.
 
     Attributes:
         ``code``: the gradient code.

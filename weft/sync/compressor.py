@@ -53,7 +53,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Compressor:
-    """Base of all compressors, which make tensors smaller for the exchange between islands; this one changes nothing.
+    """Base of all compressors, which shrink tensors for the exchange between islands; this one changes nothing.
 
     Attributes:
         ``unbiased``: whether the mean of decoded tensors over seeds is the tensor.

@@ -15,8 +15,9 @@ def in_blocks(x: T) -> T:
 
 
 def scale_blocks(values: T, scales: T) -> T:
-    """Multiply each of the ``values [n]`` by the scale of its block of 128 values. ``scales``: one per block,
-    ``[blocks]``.
+    """Multiply each of the ``values [n]`` by the scale of its block of 128 values.
+
+    ``scales``: one per block, ``[blocks]``.
     """
     return values * scales.to(values.dtype).repeat_interleave(BLOCK)[: values.numel()]
 

@@ -17,7 +17,7 @@ def begins(step: int, fragment: int, how: Sync) -> bool:
 
 
 def fragment_of(name: str, count: int) -> int:
-    """Return the number, below ``count``, of the fragment of the model to which the parameter ``name`` belongs.
+    """Return the number of the fragment of the model, of ``count`` fragments, to which the parameter ``name`` belongs.
 
     Blocks of the model are assigned in turn, so that each fragment has early and late blocks.
     """

@@ -59,9 +59,10 @@ class Round(NamedTuple):
 
 
 def step_anchor(replica: One, gradient: T, lr: float, momentum: float) -> None:
-    """Update the anchor of ``replica`` along ``gradient`` by PyTorch's SGD, with Nesterov's momentum if not 0.
+    """Update the anchor of ``replica`` along ``gradient`` by PyTorch's SGD, in place.
 
-    The anchor is the parameter as all islands had it at the beginning of the round. ``lr``: learning rate.
+    The anchor is the parameter as all islands had it at the beginning of the round. ``lr``: learning rate;
+    ``momentum``: Nesterov's momentum, 0 for none.
     """
     optimizer = torch.optim.SGD(
         [replica.kept["anchor"].clone()], lr, momentum, nesterov=momentum > 0

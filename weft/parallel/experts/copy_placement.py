@@ -134,9 +134,9 @@ def copies_away(copies: Array, order: Array, sizes: Array) -> int:
 def divided(counts: T, copies: T, rank: int) -> T:
     """Return how many of the tokens that ``rank`` routes to each expert go to each copy: int64 ``[experts, ranks]``.
 
-    ``counts``: tokens that each rank routes to each expert, ``[ranks, experts]``; ``copies``: as of
-    :func:`with_copies`. The numbers of tokens that the copies of an expert get differ by one at most. Tokens go to a
-    copy on their own rank first, and then to copies with room, rank by rank.
+    ``counts``: tokens that each rank routes to each expert, ``[ranks, experts]``; ``copies``: the ranks that have a
+    copy of each expert, bool ``[experts, ranks]``. The numbers of tokens that the copies of an expert get differ by one
+    at most. Tokens go to a copy on their own rank first, and then to copies with room, rank by rank.
     """
     counts = counts.t()
     total, number = counts.sum(1, keepdim=True), copies.sum(1, keepdim=True)

@@ -177,8 +177,7 @@ class EachChoice:
 
 
 def then(arriving: Arriving, meta: tuple[Any, ...]) -> Arriving:
-    """Return a function that waits for the rows of an inner dispatcher, and adds ``meta`` to the metadata of these
-    rows.
+    """Return a function that waits for the rows of an inner dispatcher, and appends ``meta`` to their metadata.
 
     ``arriving``: the inner dispatcher's function that waits for the rows; ``meta``: what the outer dispatcher needs to
     combine the results.

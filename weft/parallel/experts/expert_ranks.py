@@ -28,9 +28,10 @@ class ExpertRanks(Homes):
     """
 
     def __init__(self, mesh: Mesh, dims: Sequence[Dim], sent: Counter[str]) -> None:
-        """``dims``: dimensions of a stack of expert weights, of which the first counts the experts.
+        """Assign the experts of a layer to the ranks of ``mesh`` that exchange its tokens.
 
-        ``sent``: counter to which the bytes that this rank sends are added, by kind of data.
+        ``dims``: dimensions of a stack of expert weights, of which the first counts the experts; ``sent``: counter to
+        which the bytes that this rank sends are added, by kind of data.
         """
         experts = dims[0].count
         group, layout = mesh.group("exchange"), mesh.layout

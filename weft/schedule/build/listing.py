@@ -125,7 +125,7 @@ class Listing:
         return self.start(rank, tape, now)
 
     def admits(self, rank: int, a: _Item, capped: bool) -> bool:
-        """Return whether ``rank`` may start the action ``a``: whether the memory of ``rank`` has room for its results.
+        """Return whether ``rank`` may start the action ``a``: whether the rank's memory has room for what it saves.
 
         A forward may start only if all microbatches under way can still finish after it. With ``capped`` the policy's
         limit of forwards ahead of backward must hold too.

@@ -23,9 +23,9 @@ class Pattern:
 
     F and I (forward, input gradient) are passes of the stage on the way down the ranks, F' and I' those of the stage on
     the way up. ``steps``: slots from one rank to the next for F, F', I' and I; ``turns``: slots from the last F to the
-    first F', from the last F' to the first I', and from the last I' to the first I. ``limit``: most microbatches that a
-    rank holds at once, each counted once per stage; ``pull``: whether forwards may run earlier than the pattern says to
-    fill idle times.
+    first F', from the last F' to the first I', and from the last I' to the first I. ``limit``: saved activations that a
+    rank may hold at once, those of one microbatch at one stage counting 1; ``pull``: whether forwards may run earlier
+    than the pattern says to fill idle times.
     """
 
     steps: tuple[int, int, int, int]
