@@ -46,7 +46,10 @@ def read_best(run: Path) -> Best:
 
 
 def best_checkpoint(run: Path) -> str:
-    """Return the address of the best checkpoint of the run in folder ``run``, or "" if none is kept."""
+    """Return the address of the checkpoint with the lowest validation loss of the run in folder ``run``.
+
+    Returns "" if no such checkpoint is kept.
+    """
     kept = read_best(run).checkpoint
     return kept if "://" in kept or not kept else str(run / kept)
 

@@ -54,7 +54,10 @@ class Comparison:
 
 
 def compare(left: StoredCheckpoint, right: StoredCheckpoint) -> Comparison:
-    """Compare the checkpoints ``left`` (the first) and ``right`` (the second) by reading both from end to end."""
+    """Read the two checkpoints ``left`` and ``right`` from end to end, and return their differences.
+
+    In the result ``left`` is the first checkpoint, and ``right`` the second.
+    """
     fields = ("step", "layout", "world", "data", "progress")
     meta = {
         k: [left.meta.get(k), right.meta.get(k)]

@@ -306,9 +306,10 @@ def seal(root: Mapping[str, Any]) -> bytes:
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:
-    """Return the contents of the root file with the bytes ``data``.
+    """Return the contents of a root file, after checking them against their digest.
 
-    ``name``: the file, for errors. Raises :class:`DamagedCheckpoint` if the contents do not match their digest.
+    ``data``: bytes of the file; ``name``: the checkpoint, for error messages. Raises :class:`DamagedCheckpoint` if the
+    digest does not match, or the file is of another format.
     """
     try:
         tree = json.loads(data)

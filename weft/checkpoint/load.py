@@ -84,7 +84,7 @@ class StoredCheckpoint:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Description of every stored tensor, by name."""
+        """Description (shape, dtype) of every stored tensor, by name."""
         return {name: read_tensor(tree) for name, tree in self.meta["tensors"].items()}
 
     def blocks(self, name: str, box: Box) -> list[StoredBlock]:

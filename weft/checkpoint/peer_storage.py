@@ -30,7 +30,10 @@ KEPT = 32
 
 @dataclass(frozen=True)
 class PeerStorage:
-    """Read-only :class:`~.storage.Storage` of the files that peers share under ``prefix``."""
+    """Read-only :class:`~.storage.Storage` of files that other peers share.
+
+    ``prefix``: path of the folder among the shared files.
+    """
 
     prefix: str
 

@@ -35,9 +35,15 @@ ALIGN = 8
 
 @dataclass(frozen=True)
 class ElementMove:
-    """Transfer of the elements ``box`` of tensor ``name`` from rank ``source`` to rank ``target``.
+    """Transfer of elements of one tensor from a rank to a rank, which may be the same.
 
-    ``held``: the box of the part on ``source`` that has the elements; ``needed``: the box of the part on ``target``.
+    Attributes:
+        name: name of the tensor.
+        box: elements to transfer.
+        held: box of the part on the source rank that has these elements.
+        needed: box of the part on the target rank that needs them.
+        source: rank that sends.
+        target: rank that receives.
     """
 
     name: str

@@ -163,9 +163,10 @@ def _shown(value: Any) -> str:
 
 
 def model_fingerprint(name: str) -> str:
-    """Return a digest that identifies the model called ``name`` (a path or an id).
+    """Return a digest that identifies the weights of the model called ``name`` (a path or an id).
 
-    For a Weft checkpoint it covers the root file, for other formats samples of the files (:data:`PIECES`).
+    For a Weft checkpoint it covers the root file, which has the digests of all blocks. For other formats it covers
+    samples of the files (:data:`PIECES`).
     """
     where = local_path(name)
     place, path = open_storage(where), Path(where)

@@ -24,7 +24,7 @@ class SourceFormat:
 
     @classmethod
     def holds(cls, path: Path) -> bool:
-        """Return whether the existing file or folder ``path`` looks like this format."""
+        """Return whether the existing file or folder ``path`` looks like a checkpoint of this format."""
         if path.is_file():
             return bool(cls.suffix) and path.suffix == cls.suffix
         folder = newest_save(path)

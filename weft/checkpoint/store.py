@@ -98,7 +98,10 @@ def checkpoint_places(where: Where) -> list[Storage]:
 
 
 def committed_checkpoints(root: Where) -> list[Storage]:
-    """Return the committed checkpoints directly under ``root``, in ascending order of their steps."""
+    """Return the committed checkpoints directly under ``root``, in ascending order of their steps.
+
+    ``root``: a storage or its address.
+    """
     place = open_storage(root)
     return [place / name for name in _numbered(place) if place.holds(f"{name}/{ROOT}")]
 

@@ -65,7 +65,7 @@ class Pretrained:
 
 
 def is_foreign(where: str) -> bool:
-    """Return whether ``where`` is a local checkpoint or configuration of another program than Weft."""
+    """Return whether ``where`` is a local checkpoint, adapter or configuration of another program than Weft."""
     if not isinstance(open_storage(where), LocalStorage):
         return False
     path = Path(where)

@@ -32,7 +32,7 @@ def _limit(parameter: int, limit: int) -> None:
 
 @contextmanager
 def passing_by_the_heap() -> Iterator[None]:
-    """Return a context in which each tensor gets its own memory mapping instead of memory of the heap.
+    """Return a context in which each large tensor gets a memory mapping of its own instead of memory of the heap.
 
     It is for assembling a model whose state does not fit in memory. Otherwise the whole state would pass through the
     heap, which would then be mostly empty, and steps would scatter over it and touch twice the memory that they need.
@@ -47,10 +47,10 @@ def passing_by_the_heap() -> Iterator[None]:
 
 
 def give_heap_back() -> None:
-    """Hand the heap's free memory back to the system.
+    """Return the heap's free memory to the system.
 
     It is called before the steps of a process whose state does not fit in memory. The steps themselves keep the memory
-    that they free, since mapping it again would take a third of their time, and so hold a tenth more at their peak.
+    that they free, since mapping it again would take a third of their time. Their peak is therefore a tenth higher.
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

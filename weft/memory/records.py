@@ -35,7 +35,7 @@ class HostCopy:
         return self._there.query()
 
     def cancel(self) -> bool:
-        """Return False, because a copy cannot be cancelled."""
+        """Return False, because a copy cannot be cancelled. Reads from a file can (:meth:`Transfer.cancel`)."""
         return False
 
     def wait(self) -> None:

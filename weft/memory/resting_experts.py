@@ -167,7 +167,7 @@ class RestingExperts:
                 records.write(e, buffer)
 
     def report(self) -> str:
-        """Return a line that says how many experts were used, awaited and read."""
+        """Return a line of text with the number of experts that tokens have used, waited for and read."""
         counts = self.slots.counts
         size = self.slots.records.size
         slots = self.slots

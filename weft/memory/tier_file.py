@@ -182,7 +182,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether all pieces have ended."""
+        """Whether all pieces of the transfer have ended."""
         return all(piece.done() for piece in self.pieces)
 
     def cancel(self) -> bool:

@@ -24,14 +24,20 @@ def name_of(block: bytes | memoryview) -> bytes:
 
 
 class Shared(NamedTuple):
-    """A file as peers announce it: its size in bytes, and the name of its index in hexadecimal."""
+    """File that a peer shares, as it announces the file to other peers.
+
+    ``size``: bytes of the file; ``root``: hash of its index (the list of its blocks' hashes), in hexadecimal.
+    """
 
     size: int
     root: str
 
 
 def shared_from(said: Any) -> Shared | None:
-    """Parse ``said``, a file's announcement by another peer as JSON; return None if it is malformed."""
+    """Return the file that another peer has announced as the JSON value ``said``.
+
+    Returns None if the announcement is malformed.
+    """
     match said:
         case [int(size), str(root)] if size >= 0 and re.fullmatch("[0-9a-f]{64}", root):
             return Shared(size, root)
@@ -39,7 +45,7 @@ def shared_from(said: Any) -> Shared | None:
 
 
 def is_inside(path: str) -> bool:
-    """Return whether a path from another peer stays inside the folder to which it is added."""
+    """Return whether the relative path ``path`` of another peer stays inside the folder to which it is appended."""
     pure = PurePosixPath(path)
     return (
         not pure.is_absolute()
@@ -50,9 +56,9 @@ def is_inside(path: str) -> bool:
 
 
 class BlockShelf:
-    """Finds the blocks of all files in some folders by their names, to serve them to other peers.
+    """Blocks of all files in some folders, to be served to other peers by the blocks' hashes.
 
-    A file's path begins with the name of its folder.
+    ``folders``: folders by name; a file's path begins with the name of its folder. ``files``: shared files, by path.
     """
 
     def __init__(self, folders: dict[str, Path]) -> None:
@@ -63,7 +69,7 @@ class BlockShelf:
         self._indices: dict[bytes, bytes] = {}
 
     def scan(self) -> None:
-        """Update ``files`` from the folders: read and hash new and changed files, and drop deleted ones."""
+        """Update ``files`` from the folders: hash new and changed files, and drop deleted ones."""
         files = dict(self._walk())
         for path in self.files.keys() - files.keys():
             del self.files[path], self._seen[path]
@@ -75,7 +81,7 @@ class BlockShelf:
                     self.files[path], self._seen[path] = self._hash(file), seen
 
     def read(self, name: bytes) -> bytes | None:
-        """Return the block with this name (the hash of its bytes), or None if no file has it.
+        """Return the block whose hash is ``name``, or None if no file has it.
 
         The receiver checks the hash, as the file may have changed since it was hashed.
         """

@@ -15,10 +15,12 @@ def download(
     folder: Path,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, int]:
-    """Fetch a file, or all files under ``path``, from other peers into ``folder``; return the bytes fetched, by file.
+    """Fetch a shared file, or all shared files under a path, from other peers into ``folder``.
 
-    Interrupted downloads continue: an incomplete file has the ending ``.part``, and its blocks count only if their
-    hashes are right. ``progress`` is called with the number of new bytes as blocks arrive.
+    ``peer``: this process as a peer; ``path``: path of the file or of a folder; ``progress``: called with the number of
+    new bytes as blocks arrive. Returns the bytes fetched, by file. Interrupted downloads continue: an incomplete file
+    has the ending ``.part``, and its blocks count only if their hashes are right. Raises :class:`PeerError` if nobody
+    shares the path.
     """
     files = {
         p: s for p, s in peer.files().items() if p == path or p.startswith(f"{path}/")

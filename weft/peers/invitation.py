@@ -17,7 +17,14 @@ _FORM = r"{scheme}://([0-9a-f]{{64}})@(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):(\d{{1
 
 @dataclass(frozen=True)
 class Invitation:
-    """Data for joining as a peer. ``relay``: the relay's public key; ``secret``: 32 bytes that only members have."""
+    """Data with which a machine joins as a peer, written as one line of text.
+
+    Attributes:
+        host: host of the relay.
+        port: port of the relay.
+        relay: public key of the relay, in hexadecimal.
+        secret: 32 bytes that only invited peers have.
+    """
 
     host: str
     port: int
@@ -33,16 +40,16 @@ class Invitation:
 
     @property
     def token(self) -> str:
-        """Token by which a peer shows the relay that it is invited.
+        """Text by which a peer shows the relay that the peer is invited.
 
-        The secret cannot be derived from the token, so a relay cannot join as a peer.
+        The secret cannot be derived from it, so the relay cannot join as a peer.
         """
         return self._keyed("relay").hex()
 
     def proof(self, prover: str, to: str) -> bytes:
-        """Return a proof that the peer ``prover`` knows the secret, which is valid for the peer ``to`` only.
+        """Return a proof that one peer knows the secret, which is valid for one other peer only.
 
-        Both arguments are public keys.
+        ``prover``: public key of the first peer; ``to``: public key of the other.
         """
         return self._keyed(f"{prover} to {to}")
 
@@ -54,7 +61,14 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Data for running a relay: its private key, and the token of the peers that it may serve."""
+    """Data with which a machine runs a relay, written as one line of text.
+
+    Attributes:
+        host: host at which peers reach the relay.
+        port: port of the relay.
+        key: private key of the relay, 32 bytes.
+        token: text by which invited peers show that they are invited (:attr:`Invitation.token`).
+    """
 
     host: str
     port: int
@@ -66,7 +80,11 @@ class Ticket:
 
 
 def invite(where: str) -> tuple[Ticket, Invitation]:
-    """Create an invitation: the ticket for running a relay at ``where`` (``host:port``), and the data for its peers."""
+    """Create an invitation to a relay at ``where`` (``host:port``), with new keys.
+
+    Returns the ticket with which a machine runs the relay, and the invitation for the peers. Raises :class:`UsageError`
+    if ``where`` has another form.
+    """
     from weft.peers.transport import public_key
 
     if not (
@@ -83,9 +101,10 @@ def invite(where: str) -> tuple[Ticket, Invitation]:
 
 
 def read_invitation(text: str | None = None) -> Invitation:
-    """Read an invitation from ``text``, which is the line itself or the path of a file with the line.
+    """Read an invitation. ``text``: the invitation's line, or the path of a file that holds the line.
 
-    Without ``text``, ``WEFT_INVITATION`` holds the line or the path.
+    Without ``text`` the environment variable ``WEFT_INVITATION`` holds the line or the path. Raises :class:`UsageError`
+    if there is no invitation or it is malformed.
     """
     secret, host, port, relay = _match(
         text or os.environ.get(VARIABLE, ""), "weft-peer", "an invitation"
@@ -94,13 +113,19 @@ def read_invitation(text: str | None = None) -> Invitation:
 
 
 def read_ticket(text: str) -> Ticket:
-    """Read a relay's ticket from ``text``, which is the line itself or the path of a file with the line."""
+    """Read a relay's ticket. ``text``: the ticket's line, or the path of a file that holds the line.
+
+    Raises :class:`UsageError` if it is malformed.
+    """
     token, host, port, key = _match(text, "weft-relay", "a relay's ticket").groups()
     return Ticket(host, int(port), bytes.fromhex(key), token)
 
 
 def read_key(file: Path) -> bytes:
-    """Read a peer's private key: 32 bytes, as 64 hexadecimal digits in a file that is created if it is missing."""
+    """Read a peer's private key (32 bytes) from ``file``, which holds 64 hexadecimal digits.
+
+    A missing file is created with a new key. Raises :class:`UsageError` if the file cannot be read or holds no key.
+    """
     try:
         with (
             suppress(FileExistsError),

@@ -57,10 +57,13 @@ REFUSED, BYE = 1, 0
 
 
 class ConnectedPeer(NamedTuple):
-    """Another peer and its present connection.
+    """Another peer, and how this peer is connected with it.
 
-    ``id``: its public key; ``name``: what it calls itself; ``direct``: the address to which packets go, None if they go
-    over the relay; ``milliseconds``: of a round trip.
+    Attributes:
+        id: public key of the peer.
+        name: what the peer calls itself.
+        direct: address to which packets go; None if they go over the relay.
+        milliseconds: duration of a round trip.
     """
 
     id: str
@@ -82,12 +85,16 @@ class _PeerLink:
 
 
 class Peer:
-    """This process as a peer, while it is a context.
+    """This process as a peer, connected with all other peers of one invitation while the context lasts.
 
-    ``share``: folders whose files others may fetch; ``name``: by which others may address this peer instead of by its
-    public key; ``key``: 32 bytes of a private key, by default a new one; ``say``: called with a line for each event.
-    Methods may be called from any thread and wait for a limited time; an event loop in a thread of its own does the
-    work.
+    Methods may be called in any thread and wait for a limited time. An event loop in a thread of its own does the work.
+
+    Args:
+        invitation: invitation of the peers.
+        name: name by which others may address this peer instead of by its public key; default: the name of the host.
+        share: folders whose files other peers may fetch.
+        key: private key of this peer, 32 bytes; default: a new one.
+        say: called with a line of text for each event.
     """
 
     def __init__(
@@ -143,7 +150,7 @@ class Peer:
         return [self._member(link) for link in list(self._links.values())]
 
     def files(self) -> dict[str, Shared]:
-        """Return all files that peers of this invitation share at present, by path."""
+        """Return all files that the peers of this invitation share at present, by path."""
         files = {
             path: shared_from(about)
             for path, about in sorted(self.table.under("file/"))
@@ -155,9 +162,9 @@ class Peer:
         }
 
     def holders(self, root: str) -> list[str]:
-        """Return the names of the connected peers that have the file with this ``root`` (the hash of its index).
+        """Return the names of the connected peers, this peer included, that have a shared file.
 
-        This peer is included if it has the file.
+        ``root``: hash of the file's index (:attr:`Shared.root`).
         """
         return [
             self._name(peer)
@@ -168,14 +175,15 @@ class Peer:
     def settle(self, limit: float = 2 * DIAL) -> None:
         """Wait until all peers that the relay knows are connected, for at most ``limit`` seconds.
 
-        Raises :class:`PeerError` if there are none.
+        Raises :class:`PeerError` if there are none, or the time is over.
         """
         self._run(self._settle(), limit)
 
     def find(self, who: str, limit: float = 2 * DIAL) -> str:
-        """Return the public key of the peer ``who``, a name or the beginning of a public key.
+        """Return the public key of another peer, and wait at most ``limit`` seconds until that peer is connected.
 
-        Waits at most ``limit`` seconds until the peer is connected.
+        ``who``: the peer's name, or the beginning of its public key. Raises :class:`PeerError` if no such peer comes,
+        or several peers match.
         """
         until = time.monotonic() + limit
         while True:
@@ -203,13 +211,17 @@ class Peer:
     # Byte streams.
 
     def expose(self, service: str, port: int, host: str = "127.0.0.1") -> None:
-        """Let other peers connect to ``port`` at ``host``, by default this machine, under the name ``service``."""
+        """Let other peers connect to a TCP port under the name ``service``.
+
+        ``port``: the port; ``host``: where it is, by default on this machine.
+        """
         self._exposed[service] = host, port
 
     def reach(self, who: str, service: str, port: int = 0) -> int:
-        """Return a loopback port of this machine whose connections lead to the ``service`` that peer ``who`` exposes.
+        """Return a loopback port of this machine whose connections lead to a service that another peer exposes.
 
-        ``port``: the wanted port; 0 for any free one.
+        ``who``: the peer's name, or the beginning of its public key; ``service``: name of the service; ``port``: the
+        wanted port, 0 for any free one.
         """
 
         async def listen() -> int:
@@ -226,9 +238,10 @@ class Peer:
             ) from None
 
     def connect(self, who: str, service: str, limit: float = 2 * DIAL) -> Socket:
-        """Return a socket that leads to the ``service`` that peer ``who`` exposes, over an encrypted connection.
+        """Return a socket that is connected, over an encrypted connection, with a service that another peer exposes.
 
-        ``who``: a name or the beginning of a public key; ``limit``: seconds to wait for the peer.
+        ``who``: the peer's name, or the beginning of its public key; ``service``: name of the service; ``limit``:
+        seconds to wait for the peer. Raises :class:`PeerError` if the service cannot be reached.
         """
         peer = self.find(who, limit)
         ours, theirs = socket_pair()
@@ -242,9 +255,10 @@ class Peer:
         return ours
 
     def lead(self, who: str, service: str) -> Socket:
-        """Return a socket that leads to the ``service`` that peer ``who`` exposes, without waiting for the connection.
+        """Return a socket that will be connected with a service that another peer exposes. Does not wait.
 
-        The socket ends if the service cannot be reached.
+        ``who``: the peer's name, or the beginning of its public key; ``service``: name of the service. The socket ends
+        if the service cannot be reached.
         """
         ours, theirs = socket_pair()
 
@@ -260,10 +274,11 @@ class Peer:
     def fetch(
         self, names: Iterable[bytes], holders: Iterable[str], longest: int = BLOCK
     ) -> list[bytes]:
-        """Fetch blocks by name, each from any of ``holders`` (public keys), and check them against their names.
+        """Fetch blocks of shared files, and check them against their hashes.
 
-        ``longest``: most bytes of a block. Raises :class:`PeerError` for a block that cannot be fetched, with the
-        reason for each holder.
+        Returns their bytes in the order of ``names``. ``names``: hashes of the blocks; ``holders``: public keys of
+        peers that have them; ``longest``: most bytes of a block. Each block comes from any of the holders. Raises
+        :class:`PeerError` for a block that cannot be fetched, with the reason for each holder.
         """
 
         async def all_() -> list[bytes]:
@@ -286,7 +301,11 @@ class Peer:
         return self._run(all_(), SLOWEST * waves * max(1, len(holders)))
 
     def index(self, path: str, shared: Shared) -> list[bytes]:
-        """Fetch the names of the blocks of the file at ``path``, which a peer has announced as ``shared``."""
+        """Fetch the index of a shared file: the hashes of its blocks, in the order of the file.
+
+        ``path``: path of the file, for error messages; ``shared``: its announcement. Raises :class:`PeerError` if it
+        cannot be fetched.
+        """
         (index,) = self.fetch(
             [bytes.fromhex(shared.root)], self.having(path, shared), LONGEST
         )
@@ -298,9 +317,10 @@ class Peer:
         return names
 
     def having(self, path: str, shared: Shared) -> list[str]:
-        """Return the public keys of the connected peers that have the file at ``path``, announced as ``shared``.
+        """Return the public keys of the connected peers that have a shared file.
 
-        If there are none, :class:`PeerError` names the peers that have it but cannot be reached.
+        ``path``: path of the file, for error messages; ``shared``: its announcement. If there are none,
+        :class:`PeerError` names the peers that have the file but cannot be reached.
         """
         all_ = [peer for peer, _ in self.table.under(f"has/{shared.root}/")]
         there = [peer for peer in all_ if peer in self._links]

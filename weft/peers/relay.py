@@ -39,7 +39,11 @@ _CONTEXT = "iroh-relay handshake v1 challenge signature"
 
 
 class Relay:
-    """Serves the peers of one invitation. ``say`` is called with a line when a peer comes or goes."""
+    """Relay that forwards packets between the peers of one invitation which cannot reach each other directly.
+
+    ``ticket``: keys and address of the relay; ``bind_to``: address at which it listens; ``say``: called with a line of
+    text when a peer comes or goes.
+    """
 
     def __init__(
         self,
@@ -55,7 +59,10 @@ class Relay:
         self.relayed = 0
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve peers until the task is cancelled.
+
+        Raises :class:`PeerError` if the relay cannot listen at its address.
+        """
         try:
             from websockets.asyncio.server import serve
         except ImportError:

@@ -26,17 +26,26 @@ STORE, ENDPOINT = "weft-store", "weft-endpoint-"
 
 @dataclass
 class PeerDialler:
-    """Connects the endpoint of this process with those of others over its ``peer``."""
+    """Connects the endpoint of this process with those of other processes over peers.
+
+    It implements :class:`weft.net.endpoint.Dialler`. ``peer``: this process as a peer.
+    """
 
     peer: Peer
 
     def expose(self, port: int) -> str:
-        """Make this process's endpoint reachable for other peers; return the host of its address."""
+        """Make this process's endpoint, which listens at ``port``, reachable for other peers.
+
+        Returns the host of the address at which they reach it.
+        """
         self.peer.expose(f"{ENDPOINT}{port}", port)
         return PEER + self.peer.id
 
     def connect(self, address: Address) -> Socket:
-        """Return a socket to another endpoint without waiting. The socket ends if the endpoint cannot be reached."""
+        """Return a socket to the endpoint at ``address``, without waiting for the connection.
+
+        The socket ends if the endpoint cannot be reached.
+        """
         host, port = address
         if host == PEER + self.peer.id:
             return connect_socket("127.0.0.1", port)
@@ -44,10 +53,11 @@ class PeerDialler:
 
 
 def meet_over_peers(encrypt: Encryption = "auto", port: int = 0) -> None:
-    """Make this rank a peer whose endpoint is reached over peers; the store is then at ``MASTER_ADDR`` as usual.
+    """Make this rank a peer, so that ranks meet and connect over peers.
 
-    ``encrypt`` and ``port``: as in :func:`process_endpoint`. Raises :class:`PeerError`, also if the first rank does not
-    come.
+    Afterwards ``MASTER_ADDR`` and ``MASTER_PORT`` lead to the key-value store of the first rank as usual. ``encrypt``
+    and ``port``: as in :func:`process_endpoint`. Raises :class:`PeerError` if the relay cannot be reached or the first
+    rank does not come.
     """
     name, rank = os.environ["MASTER_ADDR"].removeprefix(SCHEME), os.environ["RANK"]
     if not name:
@@ -68,9 +78,10 @@ def meet_over_peers(encrypt: Encryption = "auto", port: int = 0) -> None:
 
 
 def join_peers(encrypt: Encryption = "auto", port: int = 0, name: str = "") -> Peer:
-    """Make this process a peer until it ends, and let its endpoint be reached over peers; return the peer.
+    """Make this process a peer until it ends, and let its endpoint be reached over peers. Returns the peer.
 
-    ``encrypt`` and ``port``: as in :func:`process_endpoint`; ``name``: by which others may address this peer.
+    ``encrypt`` and ``port``: as in :func:`process_endpoint`; ``name``: name by which others may address this peer, by
+    default that of the host and the process.
     """
     peer = Peer(read_invitation(), name or f"{platform.node()}-{os.getpid()}")
     peer.__enter__()

@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 
 
 class Stamp(NamedTuple):
-    """Time of a write: milliseconds, a counter within the millisecond, and the writer, so that no two are equal."""
+    """Time of a write to a shared table. No two writes have equal stamps.
+
+    ``time``: milliseconds; ``number``: counter within the millisecond; ``writer``: public key of the peer that has
+    written.
+    """
 
     time: int
     number: int
@@ -20,21 +24,25 @@ class Stamp(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A value and its stamp. The value None marks a removed entry."""
+    """Value of a key in a shared table, with the stamp of its write. The value None marks a removed key."""
 
     stamp: Stamp
     value: Any
 
     @property
     def rank(self) -> tuple[Stamp, str]:
-        """Order of entries: the greater one wins. Values are compared only if a writer has used a stamp twice."""
+        """Order of entries of one key, of which the greatest wins. It is that of the stamps.
+
+        Values are compared only if a writer has used a stamp twice.
+        """
         return self.stamp, json.dumps(self.value, sort_keys=True)
 
 
 class SharedTable:
-    """The entries that this peer knows, which it merges with those of other peers.
+    """Table of keys and values that all peers write, and merge with the tables of other peers.
 
-    ``writer``: this peer's name in stamps; ``clock``: returns milliseconds, and need neither be right nor steady.
+    ``writer``: this peer's name in stamps; ``clock``: function that returns milliseconds, which need be neither right
+    nor steady; ``entries``: the entry of each key; ``changes``: number of changes so far.
     """
 
     def __init__(
@@ -48,7 +56,7 @@ class SharedTable:
         self._writer, self._clock, self._last = writer, clock, Stamp(0, 0, "")
 
     def write(self, key: str, value: Any) -> None:
-        """Set a key, unless it already has this value."""
+        """Set ``key`` to ``value`` (JSON), unless it has this value already. The value None removes the key."""
         if key not in self.entries or self.entries[key].value != value:
             now, last = self._clock(), self._last
             stamp = (
@@ -59,19 +67,19 @@ class SharedTable:
             self._put(key, Entry(stamp, value))
 
     def merge(self, entries: Mapping[str, Entry]) -> None:
-        """Replace this table's entries by those of ``entries``, by key, whose stamps are greater, and add new keys."""
+        """Take over those of ``entries`` (by key) that are newer than this table's entries, or whose keys are new."""
         for key, entry in entries.items():
             if key not in self.entries or self.entries[key].rank < entry.rank:
                 self._put(key, entry)
 
     def since(self, changes: int) -> dict[str, Entry]:
-        """Return the entries, by key, that this table has added or replaced after its first ``changes`` changes."""
+        """Return the entries, by key, that were added or replaced after the first ``changes`` changes of this table."""
         return {
             key: self.entries[key] for key, at in self._changed.items() if at > changes
         }
 
     def under(self, prefix: str) -> Iterator[tuple[str, Any]]:
-        """Yield the rest of each key that begins with ``prefix``, and the value. Removed entries are left out."""
+        """Yield each present key that begins with ``prefix``, without the prefix, and its value."""
         for key, entry in self.entries.items():
             if key.startswith(prefix) and entry.value is not None:
                 yield key[len(prefix) :], entry.value
@@ -87,7 +95,10 @@ def entries_to_json(entries: Mapping[str, Entry]) -> dict[str, Any]:
 
 
 def entries_from_json(data: Any) -> dict[str, Entry]:
-    """Parse entries that another peer has sent. Raises :class:`ValueError` if they are malformed."""
+    """Parse entries of a shared table that another peer has sent as the JSON value ``data``.
+
+    Returns the entries by key. Raises :class:`ValueError` if they are malformed.
+    """
     entries = {}
     for key, (time_, number, writer, value) in dict(data).items():
         kinds = (

@@ -22,12 +22,18 @@ PIECE = 256 << 10
 
 
 class PeerError(WeftError):
-    """A peer or a relay could not be reached, has refused, or has sent invalid data. The message names it."""
+    """Error of a peer or a relay that could not be reached, has refused, or has sent invalid data.
+
+    The message names it.
+    """
 
 
 @cache
 def iroh() -> Any:
-    """Import the package iroh, and replace the slow copy of sent bytes in its bindings (a second per MiB)."""
+    """Import the package iroh and return it. Raises :class:`UsageError` if the package is not installed.
+
+    A slow function in its bindings, which copies sent bytes (a second per MiB), is replaced by a fast one.
+    """
     try:
         import iroh
         from iroh import iroh_ffi
@@ -56,10 +62,11 @@ def public_key(private: bytes) -> str:
 async def bind(
     protocol: bytes, relay: str, key: bytes | None = None, address: str | None = None
 ) -> Any:
-    """Return an iroh endpoint that uses one relay, ours, and contacts no other server.
+    """Return an iroh endpoint (the listener of a peer) that uses the given relay, and contacts no other server.
 
-    ``protocol``: the name of the protocol that it speaks; ``relay``: the relay's URL; ``key``: 32 bytes of a private
-    key, by default a new one; ``address``: where it listens.
+    ``protocol``: name of the protocol that it speaks; ``relay``: URL of the relay; ``key``: private key, 32 bytes, by
+    default a new one; ``address``: where it listens, by default at any port. Raises :class:`PeerError` if it cannot
+    listen there.
     """
     api = iroh()
     mode = api.RelayMode.custom_from_urls([relay])
@@ -75,7 +82,7 @@ async def bind(
 
 
 def cause(error: BaseException) -> str:
-    """Return the cause of a failed connection in one line, without the nesting of iroh's errors."""
+    """Return the cause of a failed connection in one line. ``error``: an error of iroh, or a timeout."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     text = " ".join(
@@ -93,7 +100,7 @@ def cause(error: BaseException) -> str:
 async def within(limit: float, awaitable: Awaitable[T]) -> T:
     """Await ``awaitable`` and return its result.
 
-    Raises :class:`PeerError` if this takes more than ``limit`` seconds, or if iroh fails.
+    Raises :class:`PeerError` if this takes more than ``limit`` seconds, or if iroh reports an error.
     """
     try:
         return await asyncio.wait_for(awaitable, limit)
@@ -106,7 +113,8 @@ async def send(
 ) -> None:
     """Send a message on ``stream``: the length of its head, the head as JSON, and the body.
 
-    The size of the body is added to the head.
+    ``head``: JSON values by name, to which the size of the body is added; ``body``: raw bytes. Raises
+    :class:`PeerError`.
     """
     text = json.dumps(head | {"size": len(body)}).encode()
     whole = memoryview(struct.pack("!I", len(text)) + text + body)
@@ -117,9 +125,10 @@ async def send(
 async def receive(
     stream: Any, body: int = 0, head: int = HEAD
 ) -> tuple[dict[str, Any], bytes]:
-    """Receive the next message from ``stream``: its head and its body.
+    """Receive the next message from ``stream``. Returns its head (JSON values by name) and its body.
 
-    ``body`` and ``head``: most bytes of each. Raises :class:`PeerError` for longer or malformed messages.
+    ``body`` and ``head``: the most bytes that each may have. Raises :class:`PeerError` for longer or malformed
+    messages.
     """
     (length,) = struct.unpack("!I", await _read(stream, 4))
     if length > head:

@@ -76,7 +76,7 @@ class Census:
 
     @property
     def epoch(self) -> int:
-        """The number of the present view; 0 for a newcomer."""
+        """Number of the present view; 0 for a newcomer."""
         return self.view.epoch if self.view else 0
 
     def start_over(self, contacts: Collection[Address]) -> None:
@@ -131,7 +131,7 @@ class Census:
         return left_out
 
     def break_view(self, why: str) -> None:
-        """Mark the present view as unable to do a further step. ``why``: the reason in words."""
+        """Record that the present view can do no further step, for the reason ``why``. Only the first reason counts."""
         if not self.why:
             self.why = why
             self.breaks.append(why)
@@ -220,7 +220,7 @@ class Census:
         ]
 
     def kept(self) -> list[Member]:
-        """Return the members of the present view that can go on together, as far as this member knows.
+        """Return the members of the present view that can go on to the next, as far as this member knows.
 
         Members that leave, or are gone or stopped, are not among them. Of two members that cannot reach each other, one
         is left out.
@@ -332,11 +332,14 @@ class Census:
 
     @property
     def all_ended(self) -> bool:
-        """Whether each other member of this view has ended the run, has asked for another view, or is lost."""
+        """Whether every other member of the present view has ended the run, has asked for the next view, or is lost."""
         return all(peer.said.get("ended") or peer.wants for peer in self.trusted())
 
     def missing(self, limit: float) -> str:
-        """Return a text that names the members for which an agreement has waited ``limit`` seconds in vain."""
+        """Return an error message that names the members which have prevented an agreement.
+
+        ``limit``: seconds that the agreement has waited for them.
+        """
         if self.view is None:
             return f"no member of the run has let this process in within {limit:g} s"
         parts = []

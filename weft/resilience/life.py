@@ -138,7 +138,7 @@ class Life:
 
 
 class Agent(Protocol):
-    """Interface of the agent that agrees on views for a rank (:class:`weft.resilience.membership.Membership`)."""
+    """Interface of the agent that agrees on views for a rank. Its implementation is :class:`.membership.Membership`."""
 
     @property
     def why(self) -> str: ...
@@ -180,7 +180,7 @@ class Party(Protocol[R_co]):
         """
 
     def part(self, broken: bool) -> None:
-        """Leave the present view. ``broken``: the view has failed; otherwise it ends on purpose."""
+        """Leave the present view. ``broken``: whether the view has failed, instead of ending on purpose."""
 
 
 def live(life: Life, agent: Agent, party: Party[R], limit: float) -> R | None:

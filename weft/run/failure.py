@@ -26,7 +26,7 @@ _PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|Connect
 
 
 class Grade(IntEnum):
-    """Grades of failures by how well they explain others, the best explanation first."""
+    """Grade of a failure by how well it explains the failures of other ranks. The lowest grade explains best."""
 
     WEFT_ERROR = 0
     UNEXPECTED = 1
@@ -37,9 +37,15 @@ class Grade(IntEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Record of why one rank ended. The root cause is the failure with the lowest ``grade``, of several the earliest.
+    """Record of why one rank ended. The root cause is the failure with the lowest grade; of several the earliest.
 
-    ``when``: seconds since the epoch; ``trace``: the traceback.
+    Attributes:
+        rank: rank that ended.
+        message: line for the user.
+        exit_code: exit code of the rank's process.
+        grade: how well the failure explains others (:class:`Grade`).
+        when: Unix time in seconds.
+        trace: traceback; "" if there is none.
     """
 
     rank: int
@@ -51,10 +57,11 @@ class Failure:
 
 
 def report_failure(error: BaseException) -> int:
-    """Record why this process fails and return its exit code; a rank among others ends here, at once.
+    """Record ``error``, because of which this process fails, and return the exit code.
 
-    In a rank that ``launch`` started, the record goes to the launcher, which prints one line for all ranks. Otherwise
-    (one process, or ranks of torchrun or Slurm) the line is printed here. ``WEFT_DEBUG=1`` adds the traceback.
+    A rank among others ends here, at once. In a rank that ``launch`` started, the record goes to the launcher, which
+    prints one line for all ranks. Otherwise (one process, or ranks of torchrun or Slurm) the line is printed here.
+    ``WEFT_DEBUG=1`` adds the traceback.
     """
     cause = cause_of(error)
     if not isinstance(cause, SystemExit) and is_secondary(cause):
@@ -116,7 +123,7 @@ def _line_with_rank(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the error from which a plugin's failure was raised, or any other error itself."""
+    """Return the error that a plugin has raised if ``error`` is a plugin's failure; otherwise return ``error``."""
     return (
         error.__cause__
         if isinstance(error, PluginError) and error.__cause__ is not None
@@ -125,7 +132,10 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Return whether ``error`` only says that another rank is gone or late, or that this one was asked to stop."""
+    """Return whether ``error`` is only the consequence of something else.
+
+    It is if it says that another rank is gone or late, or that this process was asked to stop.
+    """
     # by name: a typo must not cost an import of torch
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"DistError", "PeerLost", "KeyboardInterrupt", "SystemExit"}:
@@ -136,7 +146,11 @@ def is_secondary(error: BaseException) -> bool:
 
 
 class Exit(NamedTuple):
-    """Exit of a process: code and time (seconds since the epoch). A code below 0 is minus the signal that killed it."""
+    """Exit of a process.
+
+    ``code``: exit code; a code below 0 is minus the number of the signal that killed the process. ``when``: Unix time
+    in seconds.
+    """
 
     code: int
     when: float
@@ -145,9 +159,10 @@ class Exit(NamedTuple):
 def root_cause(
     records: list[Failure], failed: Mapping[int, Exit], oom: bool | None = None
 ) -> Failure | None:
-    """Return the failure that explains the others, from the ranks' records and the exits of those that failed.
+    """Return the failure that explains the others; None if there is no failure.
 
-    ``oom``: whether the kernel has killed processes for lack of memory meanwhile; None if it does not say.
+    ``records``: failures that ranks have recorded; ``failed``: exits of the ranks that failed, by rank; ``oom``:
+    whether the kernel has killed processes for lack of memory meanwhile, or None if it does not say.
     """
     candidates = list(records)
     for rank in failed.keys() - {record.rank for record in records}:
@@ -173,9 +188,10 @@ def root_cause(
 
 
 def show(failure: Failure, name_rank: bool = True) -> None:
-    """Print the failure's line, which names the failed rank if ``name_rank`` is set.
+    """Print the line of ``failure`` on the standard error stream.
 
-    Errors that Weft did not foresee also leave their traceback in a file.
+    ``name_rank``: whether the line names the failed rank. Errors that Weft did not foresee also leave their traceback
+    in a file, which the line names.
     """
     line = failure.message
     if failure.trace and failure.grade > Grade.WEFT_ERROR:
@@ -195,11 +211,11 @@ def show(failure: Failure, name_rank: bool = True) -> None:
 
 
 def leave(code: int, at_once: bool = False) -> None:
-    """End this process with exit code ``code``, after flushing output.
+    """End this process with exit code ``code`` after flushing output, if it is a rank among others.
 
-    Return without any effect if the process is not a rank among others, unless ``at_once`` is set. Taking the
-    interpreter down beside the threads of process groups can hang or abort. A rank that was started alone is among
-    others, too, if it has joined a run (``weft ranks add``).
+    Otherwise return without any effect, unless ``at_once`` is set. Taking the interpreter down beside the threads of
+    process groups can hang or abort. A rank that was started alone is among others, too, if it has joined a run (``weft
+    ranks add``).
     """
     others = "WEFT_LAUNCHED" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if ("RANK" not in os.environ or not others) and not at_once:
@@ -211,10 +227,10 @@ def leave(code: int, at_once: bool = False) -> None:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes the kernel has killed for lack of memory.
+    """Return how many processes the kernel has killed for lack of memory; None if that is not known.
 
-    The count is that of this process's control group if it is known, otherwise that of the machine; None if neither is
-    known. ``root``: the root of the file system.
+    The count is that of this process's control group, or, if that is not known, of the machine. ``root``: root of the
+    file system.
     """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -36,9 +36,10 @@ GENERATING = ("weft.generate.leader", "torch._dynamo")
 
 
 class ForkedRank(psutil.Process):
-    """A forked process that waits for its environment variables, and then becomes a rank.
+    """Forked process that waits for its environment variables, and then becomes a rank.
 
-    It has the interface of :class:`psutil.Popen`.
+    It has the interface of :class:`psutil.Popen`. ``pid``: number of the process; ``environment``: file descriptor of
+    the pipe through which the process gets its environment variables.
     """
 
     returncode: int | None = None
@@ -48,12 +49,12 @@ class ForkedRank(psutil.Process):
         self._environment = environment
 
     def begin(self, environment: Mapping[str, str]) -> None:
-        """Let the process become a rank, with ``environment`` as its environment variables."""
+        """Let the process become a rank. ``environment``: its environment variables."""
         with suppress(BrokenPipeError), os.fdopen(self._environment, "w") as pipe:
             json.dump(dict(environment), pipe)
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the rank runs."""
+        """Return the exit code, or None while the rank runs. Does not wait."""
         if self.returncode is None:
             with suppress(psutil.TimeoutExpired):
                 self.returncode = self.wait(0)
@@ -63,10 +64,11 @@ class ForkedRank(psutil.Process):
 def fork_ranks(
     argv: Sequence[str], ranks: int, modules: Sequence[str]
 ) -> list[ForkedRank]:
-    """Import ``modules`` and fork ``ranks`` processes that will run ``weft *argv``; return none if a fork is not safe.
+    """Fork processes that become ranks of ``weft *argv`` when each gets its environment (:meth:`ForkedRank.begin`).
 
-    A fork is safe on Linux, in a process of Weft's own command, without a GPU, without plugins (which may look at their
-    rank as they are imported), and with one thread.
+    ``ranks``: number of processes; ``modules``: what to import first, so that the forks share it. Returns an empty list
+    if a fork is not safe. It is safe on Linux, in a process of Weft's own command, without a GPU, without plugins
+    (which may look at their rank as they are imported), and with one thread.
     """
     import torch
 

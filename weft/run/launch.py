@@ -70,11 +70,11 @@ def launch(
     argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0, survive: bool = False,
     patience: float = math.inf, shared: Sequence[str] = (),
 ) -> int:  # fmt: skip
-    """Run ``weft *argv`` as ``ranks`` local processes, print why they failed, and return the exit code.
+    """Run ``weft *argv`` as several processes of this machine. Prints why they failed, and returns the exit code.
 
-    ``command`` replaces ``weft *argv``. ``shared``: modules that this process imports before it forks the ranks
-    (:mod:`weft.run.forked`). The other arguments are those of :func:`run_ranks`. After a signal it also prints what the
-    ranks could not say themselves.
+    ``ranks``: number of processes; ``command``: command to run instead of ``weft *argv``; ``shared``: modules that this
+    process imports before it forks the ranks (:mod:`weft.run.forked`). The other arguments are those of
+    :func:`run_ranks`. After a signal it also prints what the ranks could not print themselves.
     """
     ended = run_ranks(
         command or [sys.executable, "-m", "weft", *argv],
@@ -92,9 +92,10 @@ def launch(
 
 
 class RanksEnded(NamedTuple):
-    """End of a launch: the exit code, and the failure that caused it, if any.
+    """End of a launch.
 
-    ``unsaid``: the lines about a received signal that the ranks could not print themselves.
+    ``code``: exit code; ``cause``: failure that caused the end, or None; ``unsaid``: lines about a received signal that
+    the ranks could not print themselves.
     """
 
     code: int
@@ -110,13 +111,19 @@ def run_ranks(
     patience: float = math.inf,
     fork: Callable[[], list[ForkedRank]] = list,
 ) -> RanksEnded:
-    """Run ``command`` as ``ranks`` local processes, and return how they have ended.
+    """Run ``command`` as several processes of this machine (the ranks), and return how they have ended.
 
-    The processes that ``fork`` returns are the ranks instead, unless there are none. Ctrl-C, SIGTERM and SIGHUP are
-    passed on; ranks then have :data:`GRACE_S` seconds to stop. Another signal ends them at once, unless it is a
-    repetition (:mod:`weft.run.signals`). The code is 128 + signal. If a rank fails the others are stopped. If ranks
-    ``survive`` others, a rank that was killed or left out does not count once all ranks have met. A rank that is
-    stopped for more than ``patience`` seconds counts as failed.
+    Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop. Another signal ends them
+    at once, unless it is a repetition (:mod:`weft.run.signals`). The exit code is then 128 + signal. If a rank fails,
+    the others are stopped.
+
+    Args:
+        ranks: number of processes.
+        threads: threads of each rank; 0: an equal share of the cores.
+        survive: whether ranks survive others. A rank that was killed or left out then does not count as failed, once
+            all ranks have met.
+        patience: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
+        fork: function that returns forked processes to be the ranks; if it returns none, ``command`` is started.
     """
     import torch.distributed as dist
 
@@ -252,9 +259,10 @@ def _have_met(store: "dist.Store", ranks: int) -> bool:
 
 
 def rank_environment(rank: int, ranks: int, threads: int) -> dict[str, str]:
-    """Return the environment variables of one of ``ranks`` local ranks, as torchrun sets them.
+    """Return the environment variables of one rank on this machine, as torchrun sets them.
 
-    ``threads``: the number of threads per rank, 0 for an equal share of the cores.
+    ``rank``: number of the rank; ``ranks``: number of all ranks; ``threads``: threads of each rank, 0 for an equal
+    share of the cores.
     """
     # All ranks are on this machine: gloo needs no network, nor a host name that resolves.
     usual = {

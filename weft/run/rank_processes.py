@@ -20,7 +20,7 @@ LEFT_OUT = 75
 
 
 def in_ranks() -> bool:
-    """Return whether this process is a rank of Weft's, torchrun's or Slurm's launcher.
+    """Return whether this process is one of several ranks that a launcher (Weft's, torchrun's or Slurm's) has started.
 
     For Slurm, also set the environment variables of ``torch.distributed``.
     """
@@ -30,9 +30,9 @@ def in_ranks() -> bool:
 
 
 def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``torch.distributed``'s environment variables, derived from those of a Slurm job step in ``env``.
+    """Return the environment variables of ``torch.distributed``, derived from those of a Slurm job step in ``env``.
 
-    Returns none in a batch script, which is not a job step and no rank.
+    Returns {} in a batch script, whose process is no rank.
     """
     if int(env.get("SLURM_STEP_NUM_TASKS", "1")) < 2 or "SLURM_PROCID" not in env:
         return {}
@@ -58,9 +58,9 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads_per_rank(requested: int, local_world: int) -> int:
-    """Return the number of threads of a rank: ``requested``, or for 0 an equal share of this process's cores.
+    """Return the number of threads that a rank uses: ``requested``, or for 0 an equal share of this process's cores.
 
-    ``local_world``: the number of ranks on this machine, which share the cores.
+    ``local_world``: number of ranks on this machine, which share the cores.
     """
     cores = (
         len(os.sched_getaffinity(0))
@@ -71,9 +71,9 @@ def threads_per_rank(requested: int, local_world: int) -> int:
 
 
 def backend_of(device: str) -> "tuple[str, torch.device | None]":
-    """Return the process group backend for ``device`` ("cpu" or "cuda"), and this rank's GPU, None for "cpu".
+    """Return the process group backend for ``device`` ("cpu" or "cuda"), and this rank's GPU (None for "cpu").
 
-    The GPU becomes the current device.
+    The GPU becomes the current device. Raises :class:`UsageError` if this machine has more ranks than GPUs.
     """
     import torch
 
@@ -92,10 +92,10 @@ def backend_of(device: str) -> "tuple[str, torch.device | None]":
 
 
 def init_ranks(device: str, timeout_s: int) -> None:
-    """Join the default process group: gloo on ``"cpu"``, NCCL on ``"cuda"`` with one GPU per local rank.
+    """Create the default process group: gloo for the ``device`` "cpu", NCCL for "cuda" with one GPU per local rank.
 
-    ``timeout_s``: seconds that ranks wait for each other. A process that nobody has started as a rank is a world of
-    one.
+    ``timeout_s``: seconds that ranks wait for each other. A process that no launcher has started is the only rank.
+    Raises :class:`WeftError` if not all ranks come in time.
     """
     import torch.distributed as dist
 
@@ -118,9 +118,10 @@ def init_ranks(device: str, timeout_s: int) -> None:
 
 
 def settle_in(device: str, threads: int = 0) -> None:
-    """Prepare this process to be a training rank: set its number of threads (:func:`threads_per_rank`).
+    """Prepare this process to be a training rank.
 
-    On ``"cpu"`` also let its heap keep freed memory.
+    ``device``: "cpu", for which the heap keeps freed memory, or "cuda"; ``threads``: number of threads
+    (:func:`threads_per_rank`).
     """
     import torch
 
@@ -132,7 +133,7 @@ def settle_in(device: str, threads: int = 0) -> None:
 
 
 def own_device(device: str) -> str:
-    """Return the PyTorch device on which this rank trains: ``"cpu"``, or the current GPU for ``"cuda"``."""
+    """Return the PyTorch device on which this rank trains: "cpu", or for the ``device`` "cuda" the current GPU."""
     import torch
 
     return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else "cpu"
@@ -140,10 +141,11 @@ def own_device(device: str) -> str:
 
 @contextlib.contextmanager
 def rank_process(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
-    """Make this process one of the started ranks in the context.
+    """Make this process one of the started ranks while the context lasts.
 
-    ``timeout_s``: seconds that ranks wait for each other; ``threads``: see :func:`threads_per_rank`. At the end all
-    ranks wait for each other before any leaves, so that none loses another while it still works.
+    ``device``: "cpu" or "cuda"; ``timeout_s``: seconds that ranks wait for each other; ``threads``: see
+    :func:`threads_per_rank`. At the end all ranks wait for each other before any leaves, so that none loses another
+    while it still works.
     """
     import torch.distributed as dist
 

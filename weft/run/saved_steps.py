@@ -14,7 +14,7 @@ TAIL = 1 << 16
 
 
 def what_is_saved(folder: Path) -> str:
-    """Return a line that names the last checkpoint of the run in ``folder`` and the steps that are not saved."""
+    """Return a line of text about the run in ``folder``: its newest checkpoint, and the steps that are not saved."""
     newest: Storage | None = None
     with suppress(WeftError):
         every = [
@@ -38,7 +38,10 @@ def what_is_saved(folder: Path) -> str:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """Return the numbers of the steps in the last records of the run in ``folder``."""
+    """Return the numbers of the steps among the newest records of the run in ``folder``.
+
+    Records older than the last :data:`TAIL` bytes are not read.
+    """
     steps: list[int] = []
     with suppress(OSError), (folder / FILE).open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - TAIL))

@@ -24,13 +24,13 @@ RUN_FILE = "WEFT_RUN_FILE"
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has asked this process to end."""
+    """Exception raised in a process that a signal has asked to end."""
 
 
 class ArrivalTimes:
-    """Records when signals after the first arrive, in a thread of its own.
+    """Times at which signals after the first arrive, recorded in a thread of its own.
 
-    Python's handlers may run late, as they wait for PyTorch's present operation.
+    Python's handlers may run late, because they wait until PyTorch's present operation ends.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,10 @@ class ArrivalTimes:
         self._begun = False
 
     def begin(self) -> None:
-        """Start the thread that records when signals arrive. Do nothing if an event loop already receives them."""
+        """Start the thread that records when signals arrive.
+
+        Nothing is done outside the main thread, or if an event loop already receives the signals.
+        """
         if self._begun or threading.current_thread() is not threading.main_thread():
             return
         reading, writing = os.pipe()
@@ -57,7 +60,10 @@ class ArrivalTimes:
         threading.Thread(target=note, name="weft-signals", daemon=True).start()
 
     def take(self, number: int, now: float) -> float:
-        """Return when signal ``number``, which is being handled, arrived; ``now`` if that is not known."""
+        """Return the time at which signal ``number``, which is being handled, arrived; ``now`` if that is not known.
+
+        Both are times of ``time.monotonic``.
+        """
         if self._begun:
             time.sleep(STAMP_S)
         return self._seconds.pop(number, now)
@@ -67,11 +73,20 @@ stamps = ArrivalTimes()
 
 
 class StopRequests:
-    """Signals that this process has received. ``asked``: the number of the first, 0 if there was none.
+    """Signals that have asked this process to end.
 
-    ``at_once``: whether a later signal has asked the process to end at once. If nobody notes the signals
-    (:func:`noted_signals`) the first raises :class:`Stopped`. ``run``: the folder of the run that this process trains,
-    from its opening until its end has been reported. ``clock`` returns seconds.
+    If nobody notes the signals (:func:`noted_signals`), the first raises :class:`Stopped`.
+
+    Attributes:
+        clock: function that returns seconds.
+        program: function that this process runs if it is a command of Weft's; None in a program of someone else's.
+        asked: number of the first signal; 0 if there was none.
+        latest: number of the signal that asked for the end at once; 0 if there was none.
+        at_once: whether a later signal has asked the process to end at once.
+        leaving: whether the process is about to end, so that a signal ends it at once.
+        run: folder of the run that this process trains, from its opening until its end has been reported; else None.
+        noted: list to which signals are appended; None while nobody notes them.
+        again: called with the number of a later signal.
     """
 
     #: What this process runs, if it is a command's own; None in a program of somebody else's.
@@ -82,7 +97,7 @@ class StopRequests:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all signals, as a new command does."""
+        """Forget all signals, at the beginning of a new command."""
         self.asked, self.latest, self.at_once, self.leaving, self._since = (
             0,
             0,
@@ -95,7 +110,7 @@ class StopRequests:
         self.again: Callable[[int], None] = _stop
 
     def watch(self) -> None:
-        """Handle :func:`stop_signals` from now on, for the life of a command.
+        """Handle the signals of :func:`stop_signals` from now on, for the life of a command.
 
         A background job of a shell script inherits an ignored SIGINT. It is handled all the same, as whoever sends one
         to a command of Weft's means it. SIGHUP that ``nohup`` ignores stays ignored.
@@ -107,7 +122,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Handle signals as :meth:`watch` does in the context only, for use inside another program."""
+        """Handle signals as :meth:`watch` does, but only while the context lasts, for use inside another program."""
         if (
             threading.current_thread() is not threading.main_thread()
             or signal.getsignal(signal.SIGINT) == self.note
@@ -124,7 +139,10 @@ class StopRequests:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle signal ``number``, a first request to stop, a repetition, or a later signal."""
+        """Handle signal ``number``: the first request to end, a repetition of it (ignored), or a later signal.
+
+        ``frame``: the interrupted code.
+        """
         now = self.clock()
         arrived = min(now, stamps.take(number, now)) if self.asked else now
         if not self.asked:
@@ -149,7 +167,7 @@ class StopRequests:
     def end_process(self) -> None:
         """Print why this process ends, and end it at once without an exception.
 
-        An exception in an import of PyTorch's would be swallowed, or abort the process.
+        An exception inside an import of PyTorch would be swallowed, or abort the process.
         """
         # of several ranks, the first
         if os.environ.get("RANK", "0") == "0" and "WEFT_LAUNCHED" not in os.environ:
@@ -157,9 +175,9 @@ class StopRequests:
         os._exit(self.code)
 
     def open_run(self, folder: Path | None) -> None:
-        """Record ``folder``, the folder of the run that this process trains, also for its launcher.
+        """Record ``folder``, the folder of the run that this process trains, for this process and its launcher.
 
-        None: the end of the run has been reported.
+        None means that the end of the run has been reported.
         """
         self.run = folder
         if file := os.environ.get(RUN_FILE):
@@ -168,11 +186,14 @@ class StopRequests:
 
     @property
     def code(self) -> int:
-        """Exit code of a process that was asked to end."""
+        """Exit code of this process after a signal has asked it to end: 128 + the signal's number."""
         return 128 + (self.asked or signal.SIGINT)
 
     def words(self, run: Path | None) -> str:
-        """Return words on how this process ends: by which signal, and which steps of ``run`` are saved."""
+        """Return words on how this process ends: by which signal, and which steps of its run are saved.
+
+        ``run``: the run's folder; None if no run is open, so that nothing is said about steps.
+        """
         name = signal.Signals(self.latest or self.asked or signal.SIGINT).name
         how = "interrupted" if name == "SIGINT" else f"stopped by {name}"
         how = f"ended at once, by another {name}" if self.at_once else how
@@ -210,7 +231,10 @@ requests = StopRequests()
 
 
 def stop_signals() -> tuple[int, ...]:
-    """Return the signals that ask a run to stop, without SIGHUP under ``nohup``, where a run outlives its terminal."""
+    """Return the numbers of the signals that ask a run to stop: SIGINT, SIGTERM and SIGHUP.
+
+    SIGHUP is left out under ``nohup``, where a run outlives its terminal.
+    """
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else []))
 
@@ -219,10 +243,11 @@ def stop_signals() -> tuple[int, ...]:
 def noted_signals(
     numbers: Sequence[int], again: Callable[[int], None] = _stop
 ) -> Iterator[list[int]]:
-    """Note the signals ``numbers`` in the context; yield the list of those received.
+    """Append the numbers of received signals to a list instead of raising an exception, while the context lasts.
 
-    The first signal is noted, and so are later ones after :data:`REPEAT_S`, which call ``again(number)``. An earlier
-    signal counts as well if the interrupted code has swallowed its exception, as imports may. Only the main thread can
+    Yields the list. ``numbers``: the signals to note. A signal within :data:`REPEAT_S` seconds after the first repeats
+    it and is ignored; a later one is noted, and ``again(number)`` is called. The list begins with a signal that came
+    before the context and whose exception the interrupted code has swallowed, as imports may. Only the main thread can
     handle signals; in other threads nothing is noted.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -247,9 +272,10 @@ def noted_signals(
 
 @contextlib.contextmanager
 def ctrl_c_held_back() -> Iterator[None]:
-    """Hold Ctrl-C back from a process started in the context until it calls :func:`take_ctrl_c`.
+    """Hold Ctrl-C (SIGINT) back from processes that are started while the context lasts.
 
-    A Ctrl-C while an interpreter starts would end it with a traceback, before any code could handle it.
+    Such a process receives it after calling :func:`take_ctrl_c`. Otherwise a Ctrl-C while an interpreter starts would
+    end it with a traceback, before any code could handle the signal.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -259,5 +285,5 @@ def ctrl_c_held_back() -> Iterator[None]:
 
 
 def take_ctrl_c() -> None:
-    """Accept a Ctrl-C that the launcher of this rank has held back."""
+    """Accept Ctrl-C (SIGINT) in this rank from now on, also one that its launcher has held back."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -38,7 +38,11 @@ MOST = 1000
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a sweep: its ``settings`` as ``--set`` takes them, in the order of the sweep, and its ``folder``."""
+    """One run of a sweep.
+
+    ``settings``: values of the varied settings by name, as ``--set`` takes them, in the order of the sweep; ``folder``:
+    the run's folder.
+    """
 
     settings: dict[str, str]
     folder: Path
@@ -50,10 +54,16 @@ class Trial:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """State of one run of a sweep. ``steps``: how many were trained; ``loss``: that of the last step.
+    """State of one run of a sweep.
 
-    ``validation``: the lowest validation loss; ``step``: the step after which it was measured; ``problem``: why the run
-    failed, empty otherwise.
+    Attributes:
+        trial: the run's settings and folder.
+        steps: number of steps that were trained.
+        loss: loss of the last step; None if there is none.
+        validation: lowest validation loss; None without validation.
+        step: step after which the lowest validation loss was measured.
+        tokens_per_s: median speed in tokens per second.
+        problem: why the run failed; "" if it did not.
     """
 
     trial: Trial
@@ -66,15 +76,20 @@ class TrialResult:
 
     @property
     def rank(self) -> float:
-        """Sort key of a sweep: the lowest validation loss, or without validation the loss of the last step."""
+        """Key by which the results of a sweep are sorted: the lowest validation loss.
+
+        Without validation it is the loss of the last step, and without a loss infinity.
+        """
         value = self.loss if self.validation is None else self.validation
         return math.inf if value is None or math.isnan(value) else value
 
 
 def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
-    """Return every combination of the values in ``asked``, each like ``section.key=a,b``; the last key changes fastest.
+    """Return a trial for every combination of the values in ``asked``. The last setting changes fastest.
 
-    Raises :class:`UsageError` for other forms, and for a key or a value that occurs twice.
+    ``asked``: texts such as ``section.key=a,b``, one for each setting; ``folder``: folder of the sweep, in which every
+    trial has a folder. Raises :class:`UsageError` for other forms, for a setting or a value that occurs twice, and for
+    more than :data:`MOST` trials.
     """
     values: dict[str, list[str]] = {}
     for text in asked:
@@ -129,7 +144,7 @@ def split_values(text: str) -> list[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds anything but this sweep or an earlier part of it."""
+    """Raise :class:`UsageError` if ``folder`` holds anything but a sweep or an earlier part of one."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is not a folder; choose another")
     if folder.is_dir() and not (folder / FILE).is_file() and any(folder.iterdir()):
@@ -141,11 +156,12 @@ def check_folder(folder: Path) -> None:
 def run_sweep(
     recipes: Sequence[tuple[Trial, Recipe]], folder: Path, say: Callable[[str], object]
 ) -> tuple[list[TrialResult], int]:
-    """Run every unfinished trial, one after the other.
+    """Train all trials of a sweep that are not finished, one after the other.
 
-    ``say`` is called with each line of progress. Returns the state of all trials, and the number of the signal that
-    stopped the sweep (0 if none did). A trial that fails does not stop the others. Raises :class:`UsageError` if a run
-    in the folder was trained with another recipe, as its results say nothing about this one.
+    ``recipes``: each trial with its recipe; ``folder``: folder of the sweep; ``say``: called with each line of
+    progress. Returns the state of all trials, and the number of the signal that stopped the sweep (0 if none did). A
+    trial that fails does not stop the others. Raises :class:`UsageError` if a run in the folder was trained with
+    another recipe, as its results say nothing about this one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begun, done = _read(folder)
@@ -193,7 +209,10 @@ def run_sweep(
 
 
 def trial_result(trial: Trial, problem: str = "") -> TrialResult:
-    """Return the state of a trial from the records of its run. ``problem``: why the run failed; empty otherwise."""
+    """Return the state of ``trial``, read from the records of its run.
+
+    ``problem``: why the run failed; "" if it did not.
+    """
     if not (trial.folder / METRICS).is_file():
         return TrialResult(trial, problem=problem)
     try:
@@ -215,7 +234,10 @@ def trial_result(trial: Trial, problem: str = "") -> TrialResult:
 
 
 def sweep_report(results: Sequence[TrialResult], folder: Path) -> Path | None:
-    """Write a page about the best runs of a sweep into ``folder``; return its path, or None if no run has any steps."""
+    """Write a page about the best runs of a sweep into ``folder``, and return its path.
+
+    ``results``: state of all runs. Returns None, and writes nothing, if no run has any steps.
+    """
     shown = [r.trial.folder for r in sorted(results, key=lambda r: r.rank) if r.steps][
         : len(COLOURS)
     ]

@@ -136,7 +136,10 @@ def _line(error: Exception) -> str:
 
 
 class Inert:
-    """Placeholder for an object of a forbidden class in a file. It holds the stored state and does nothing."""
+    """Placeholder for an object in a ``torch.save`` file whose class is not one of PyTorch's.
+
+    It holds the object's stored state, and none of its code runs.
+    """
 
     def __init__(self, *args: Any) -> None:
         self.args = args

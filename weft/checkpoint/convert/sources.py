@@ -107,7 +107,10 @@ def _weft(where: Where) -> Foreign:
 
 
 def checkpoint_format(path: Path) -> str | None:
-    """Return the format that the names of the file or folder ``path`` suggest, or None if they match no format."""
+    """Return the name of the checkpoint format that the file names at ``path`` suggest, such as ``hf``.
+
+    ``path``: an existing file or folder. Returns None if they match no format.
+    """
     if path.is_dir():
         folder = newest_save(path)
         own = (ROOT, f"checkpoints/*/{ROOT}", f"*/{ROOT}")
