@@ -1,4 +1,7 @@
-"""Proof by types that a layout computes what one device computes, without any device. See ``verify.py`` for numbers."""
+"""Proof by types that a layout computes what one device computes, without any device.
+
+:mod:`weft.prove.equality` proves it by numbers.
+"""
 
 import dataclasses
 import linecache

@@ -166,8 +166,9 @@ class Streams:
             raise IslandLost(self._broken)
 
     def break_off(self, why: str) -> None:
-        """Make all calls that wait, and all calls until :meth:`begin`, raise :class:`IslandLost` for the reason
-        ``why``.
+        """Make calls that wait, and all later calls until :meth:`begin`, raise :class:`IslandLost`.
+
+        ``why``: the reason that the error states.
         """
         with self._news:
             self._broken = why or "islands come or go"
