@@ -24,7 +24,7 @@ from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Source, Train
 
 pytest.importorskip("llguidance")
-from weft.generate.grammar import EACH, FIRST, Grammar, Grammars
+from weft.generate.grammar import EACH, FIRST, Grammar, Grammars, GrammarSource
 
 # the model's, and the end of a text for a tokenizer of bytes with 257 ids
 VOCAB, END = 300, 256
@@ -86,7 +86,7 @@ def test_a_grammar_of_anything_changes_nothing(
     grammars: Grammars, how: Sampling
 ) -> None:
     model, prompt, anything = build(257), [3, 1, 4], grammars.compile("lark", ANYTHING)
-    anything = Grammar(anything._matcher, 257, anything.ends)
+    anything = Grammar(anything._matcher, 257, anything.ends, anything.source)
     alone, held = Engine(model), Engine(model)
     free = alone.submit(prompt, 60, how, [END], n=3)
     same = held.submit(prompt, 60, how, [END], n=3, grammar=anything)
@@ -256,13 +256,13 @@ def test_a_grammar_that_gives_up_ends_its_own_text_alone(grammars: Grammars) -> 
     import llguidance
 
     tight = llguidance.LLParserLimits(step_max_items=60)
-    source = llguidance.LLMatcher.grammar_from_lark(
-        'start: a*\na: "a" a "b" | "a" | a a'
-    )
+    text = 'start: a*\na: "a" a "b" | "a" | a a'
+    source = llguidance.LLMatcher.grammar_from_lark(text)
     failing = Grammar(
         llguidance.LLMatcher(grammars._tokens, source, limits=tight, log_level=0),
         VOCAB,
         (END,),
+        GrammarSource("lark", text),
     )
     engine = Engine(build())
     lost, fine = (
@@ -293,3 +293,15 @@ def test_a_grammar_that_takes_too_long_ends_its_own_text_alone(
     )
     assert time.thread_time() - began < FIRST + 3000 * EACH
     assert len(lost.written) > 30 and not lost.grammar.copy().accept(97)
+
+
+def test_another_process_compiles_the_same_from_the_source(grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for grammar in (grammars.compile("json", schema), grammars.compile("regex", "a+b")):
+        again = Grammars(load_tokenizer("bytes"), VOCAB).compile(*grammar.copy().source)
+        while not set(allowed(grammar)) <= {END}:
+            assert allowed(again) == allowed(grammar)
+            token = max(allowed(grammar) - {END})
+            assert grammar.accept(token) and again.accept(token)
+            if len(allowed(grammar)) > 200:
+                break

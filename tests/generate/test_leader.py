@@ -18,6 +18,7 @@ from tests.generate.test_many import NEW, PROMPTS, SETTINGS, alone, count_preemp
 from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import UsageError
 from weft.generate import leader
+from weft.generate.embedding import embed
 from weft.generate.engine import Engine
 from weft.generate.joined_texts import hogwild
 from weft.generate.leader import check_layout, follow_leader, mesh_of_rank
@@ -30,7 +31,6 @@ from weft.net.lost import PeerLost
 from weft.parallel import striped
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
-from weft.serve.embeddings import embed
 
 SHAPE = {
     "vocab": 31,

@@ -17,7 +17,8 @@ from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
 from tests.generate.test_draft import Counting
 from weft import registry
-from weft.generate.beam_search import Hypothesis, Search
+from weft.generate.backend import Hypothesis
+from weft.generate.beam_search import Search
 from weft.generate.text_options import TAGS
 
 PROMPT = "def add"

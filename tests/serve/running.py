@@ -66,7 +66,7 @@ class Running:
         self.client.close()
         self.uvicorn.should_exit = True
         self.thread.join(120)
-        assert not self.thread.is_alive() and not self.service._thread.is_alive()
+        assert not self.thread.is_alive() and not self.service.thread.thread.is_alive()
 
     def empty(self) -> bool:
         scheduler = self.engine.scheduler
@@ -74,7 +74,7 @@ class Running:
             scheduler.running
             or scheduler.waiting
             or scheduler.pool.owners
-            or self.service._tell
+            or self.service.thread.tells
         )
 
     def post(self, what: str, **asked: Any) -> Any:

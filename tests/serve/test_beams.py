@@ -12,9 +12,10 @@ from tests.serve.inprocess import InProcess, serving
 from tests.serve.running import build
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import WeftError
-from weft.generate.beam_search import Hypothesis, Search
+from weft.generate.backend import Busy, Hypothesis, SearchRequest, ServerEnding
+from weft.generate.beam_search import LENGTH_PENALTY, Search
 from weft.generate.engine import Engine
-from weft.serve.service import Busy, ServerEnding, Service
+from weft.serve.service import Service
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,9 @@ def test_searches_go_on_beside_others_and_end_with_whoever_asked() -> None:
         return [hypothesis.ids for hypothesis in best]
 
     async def ask(count: int = 6, width: int = 3) -> Any:
-        return await service.search(lambda: Search(engine, ids, count, width), width)
+        return await service.search(
+            SearchRequest(ids, count, width, (), LENGTH_PENALTY)
+        )
 
     async def main() -> None:
         first, second = await asyncio.gather(ask(), ask())
@@ -107,7 +110,7 @@ def test_searches_go_on_beside_others_and_end_with_whoever_asked() -> None:
         leaving.cancel()
         await asyncio.wait([leaving])
         left = [engine.scheduler.running, engine.scheduler.waiting]
-        assert not any(left) and not service._searches
+        assert not any(left) and not service.thread.searches
         cut = asyncio.ensure_future(ask(2000))
         await asyncio.sleep(0.2)
         assert service.cut_answers() == 3
@@ -132,7 +135,7 @@ def test_an_engine_that_fails_ends_its_searches(
     async def main() -> None:
         monkeypatch.setattr(engine, "step", fail)
         with pytest.raises(WeftError, match="the engine has failed: no more"):
-            await service.search(lambda: Search(engine, [1, 2], 6, 3), 3)
+            await service.search(SearchRequest([1, 2], 6, 3, (), LENGTH_PENALTY))
 
     asyncio.run(main())
     service.close()

@@ -27,13 +27,13 @@ from tests.serve.test_call_finder import (
 )
 from weft.data.chat.chat_template import ChatTemplate
 from weft.data.tokenizer import load_tokenizer
+from weft.generate.backend import TokenEvent
 from weft.serve.answering import AnswerForm, AnswerReader
 from weft.serve.call_finder import CallFinder, CallPiece
 from weft.serve.messages import arguments_of, read_live
 from weft.serve.prompts import as_written, continued
 from weft.serve.protocol import ChatRequest
 from weft.serve.reasoning import ReasoningFinder, Thoughts, begins_thinking, thoughts_of
-from weft.serve.service import TokenEvent
 
 #: A template that writes reasoning, and begins it where ``enable_thinking`` does not say otherwise.
 THINKING = (

@@ -296,7 +296,7 @@ def test_vectors_that_nobody_waits_for_are_not_computed(
 ) -> None:
     seen = []
     monkeypatch.setattr(
-        "weft.serve.server.embed",
+        "weft.serve.service.embed",
         lambda *asked: (seen.append(asked), time.sleep(0.05), torch.ones(2))[2],
     )
     with pytest.raises(httpx.ReadTimeout):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.data.test_token_bytes import sentence_pieces
+from weft.generate.backend import TokenEvent
 from weft.serve.protocol import ChatRequest, CompletionRequest
 from weft.serve.replies import Replies
-from weft.serve.service import TokenEvent
 
 PIECES = sentence_pieces()
 LETTER, BYTE, PART = PIECES.model.token_to_id("a"), 2 + ord("a"), 2 + 0xE6  # type: ignore[union-attr]

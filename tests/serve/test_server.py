@@ -26,13 +26,14 @@ from tests.started import Started
 from weft.checkpoint.convert.peft import read_adapter
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import WeftError
+from weft.generate.backend import TokenEvent
 from weft.generate.engine import Engine
 from weft.generate.lookup import Lookup
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.serve.answering import PLAIN, Answering
 from weft.serve.protocol import CompletionRequest
-from weft.serve.service import Service, TokenEvent
+from weft.serve.service import Service
 from weft.serve.text_requests import TextRequest, write_texts
 
 TEMPLATE = (
@@ -333,10 +334,12 @@ def test_who_waits_for_an_engine_that_ends_is_told(tokenizer: Tokenizer) -> None
     engine.step = lambda: (stepping.set(), go.wait(60), step())[2]  # type: ignore[method-assign]
 
     async def wait() -> None:
-        await service.call(lambda: None)  # the thread now takes a step
+        await asyncio.wrap_future(
+            service.thread.call(lambda: None)
+        )  # the thread now takes a step
         stepping.wait(60)
-        gone = asyncio.create_task(service.call(lambda: "nobody waits for it"))
-        waiting = asyncio.create_task(service.call(lambda: "done"))
+        gone = asyncio.wrap_future(service.thread.call(lambda: "nobody waits for it"))
+        waiting = asyncio.wrap_future(service.thread.call(lambda: "done"))
         await asyncio.sleep(0.1)
         gone.cancel()
         await asyncio.sleep(0.1)

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
 import torch
 
+from weft.generate.backend import Hypothesis
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.request import Request
 from weft.generate.sampling import Sampling
@@ -19,15 +19,6 @@ from weft.models.numbers import wide
 
 #: The exponent of the length penalty, unless it is given.
 LENGTH_PENALTY = 0.2
-
-
-class Hypothesis(NamedTuple):
-    """A finished text of a beam search, without its stop token."""
-
-    ids: list[int]  # behind the prompt
-    log_probability: float  # of all its tokens, with the one that ended it
-    score: float  # the log-probability, normalised by length
-    finish: str  # "stop" at one of the ids that end texts, else "length"
 
 
 @dataclass(eq=False)

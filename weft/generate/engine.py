@@ -71,9 +71,14 @@ def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
         raise UsageError(
             "this is a reward model, which scores texts and writes none; give one that writes"
         )
-    if not ids or min(ids) < 0 or max(ids) >= model.shape.vocab:
+    check_ids(ids, model.shape.vocab)
+
+
+def check_ids(ids: Sequence[int], vocab: int) -> None:
+    """Raise :class:`UsageError` if a model of ``vocab`` token ids cannot read the prompt ``ids``."""
+    if not ids or min(ids) < 0 or max(ids) >= vocab:
         raise UsageError(
-            f"the prompt must be at least one token, of ids below the model's {model.shape.vocab}"
+            f"the prompt must be at least one token, of ids below the model's {vocab}"
         )
 
 

@@ -6,13 +6,16 @@ tokens that the sampler has chosen, so that wrong guesses need not be undone.
 """
 
 from time import thread_time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
+
+#: How the text of a grammar is written.
+Kind = Literal["json", "regex", "lark"]
 
 #: The blanks that may stand between two tokens of JSON: few, as a confused model would write them for ever.
 BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"
@@ -22,15 +25,28 @@ BLANKS = r"[\x20\x0A\x0D\x09]{1,40}"
 FIRST, EACH = 0.3, 0.002
 
 
+class GrammarSource(NamedTuple):
+    """The arguments of :meth:`Grammars.compile`, from which another process compiles the same grammar."""
+
+    kind: Kind
+    text: str | dict[str, Any]
+
+
 class Grammar:
     """State of a grammar in one text. ``ends``: ids of tokens that end the text, which are allowed where the text is
-    complete.
+    complete. ``source``: what it was compiled from.
     """
 
     def __init__(
-        self, matcher: Any, vocab: int, ends: tuple[int, ...], left: float = FIRST
+        self,
+        matcher: Any,
+        vocab: int,
+        ends: tuple[int, ...],
+        source: GrammarSource,
+        left: float = FIRST,
     ) -> None:
         self._matcher, self._vocab, self.ends = matcher, vocab, ends
+        self.source = source
         self._left = left  # seconds that are not used yet
 
     def mask(self) -> torch.Tensor:
@@ -59,7 +75,9 @@ class Grammar:
 
     def copy(self) -> "Grammar":
         """Return an independent grammar in the same state."""
-        return Grammar(self._matcher.deep_copy(), self._vocab, self.ends, self._left)
+        return Grammar(
+            self._matcher.deep_copy(), self._vocab, self.ends, self.source, self._left
+        )
 
     @property
     def failure(self) -> str:
@@ -107,9 +125,7 @@ class Grammars:
                 f"no grammars for this tokenizer: {str(error).splitlines()[0]}"
             ) from None
 
-    def compile(
-        self, kind: Literal["json", "regex", "lark"], text: str | dict[str, Any]
-    ) -> Grammar:
+    def compile(self, kind: Kind, text: str | dict[str, Any]) -> Grammar:
         """Compile ``text`` to a grammar. ``kind``: the text is a JSON schema, a regular expression or a grammar in
         Lark's notation.
 
@@ -126,7 +142,10 @@ class Grammars:
         except (ValueError, TypeError) as error:
             raise UsageError(f"the {kind} grammar cannot be read: {error}") from None
         grammar = Grammar(
-            self._matcher(self._tokens, source, log_level=0), self._vocab, self._ends
+            self._matcher(self._tokens, source, log_level=0),
+            self._vocab,
+            self._ends,
+            GrammarSource(kind, text),
         )
         possible = grammar.mask().any()
         if grammar.failure or not possible:

@@ -1,4 +1,4 @@
-"""Answers to one request, whole or streamed as the engine's tokens come: text, tool calls, finish reasons."""
+"""AnswerEvents to one request, whole or streamed as the engine's tokens come: text, tool calls, finish reasons."""
 
 import asyncio
 import json
@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from weft.data.detokenizer import TextDecoder
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
+from weft.generate.backend import AnswerEvents, Busy, ServerEnding, TokenEvent
 from weft.serve.anthropic import MessageReplies, MessagesRequest
 from weft.serve.call_finder import CallFinder, CallPiece
 from weft.serve.call_form import CallForm
@@ -19,7 +20,6 @@ from weft.serve.reasoning import ReasoningFinder, Thoughts
 from weft.serve.replies import Answer, Replies, Usage, usage_of
 from weft.serve.responses import ResponseReplies, ResponsesRequest
 from weft.serve.server_metrics import AnswerTimer
-from weft.serve.service import Answers, Busy, ServerEnding, TokenEvent
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ class Answering:
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
         """Return the HTTP response with ``n`` answers to each prompt. ``context``: the context manager of
-        :meth:`Service.answers` that yields them.
+        :meth:`Backend.answers` that yields them.
         """
         self.n = n
         answers = await entered(
@@ -139,14 +139,14 @@ class Answering:
             kept += [written[i] for i in order[: self.asked.n]]
         return JSONResponse(self.replies.whole(kept, usage))
 
-    def _readers(self, answers: Answers) -> list[AnswerReader]:
+    def _readers(self, answers: AnswerEvents) -> list[AnswerReader]:
         return [
             AnswerReader(self.asked, self.tokenizer, self.form)
             for _ in answers.generations
         ]
 
     async def _pieces(
-        self, answers: Answers, readers: list[AnswerReader]
+        self, answers: AnswerEvents, readers: list[AnswerReader]
     ) -> AsyncIterator[tuple[int, Answer]]:
         """Yield pairs of an answer's index and its new part: text that can be shown, and (parts of) tool calls."""
         left, fresh = set(range(len(readers))), set(range(len(readers)))
@@ -166,7 +166,7 @@ class Answering:
                     await answers.cancel(index)
             yield index, new
 
-    def _echoed(self, new: Answer, index: int, answers: Answers) -> Answer:
+    def _echoed(self, new: Answer, index: int, answers: AnswerEvents) -> Answer:
         """Return the first part of an answer after its echoed prompt, with the prompt's log-probabilities."""
         ids = self.echoes[index // self.n]
         scores = [None, *answers.generations[index - index % self.n].prompt_scores]
@@ -176,7 +176,7 @@ class Answering:
         ]
         return new._replace(text=self.tokenizer.decode(ids) + new.text, echo=events)
 
-    def _usage(self, answers: Answers, written: int, thinking: int) -> Usage:
+    def _usage(self, answers: AnswerEvents, written: int, thinking: int) -> Usage:
         return usage_of(
             self.prompt,
             written,
@@ -184,7 +184,7 @@ class Answering:
             thinking,
         )
 
-    async def _collect(self, answers: Answers) -> tuple[list[Answer], int]:
+    async def _collect(self, answers: AnswerEvents) -> tuple[list[Answer], int]:
         """Return the whole answers, and the number of reasoning tokens in them."""
         readers = self._readers(answers)
         whole = [Answer("", [], [], "") for _ in readers]
@@ -192,7 +192,7 @@ class Answering:
             whole[index] = whole[index].joined(new)
         return whole, sum(reader.thinking for reader in readers)
 
-    async def _stream(self, answers: Answers) -> AsyncIterator[str]:
+    async def _stream(self, answers: AnswerEvents) -> AsyncIterator[str]:
         began: set[int] = set()
         written = 0
         # events whose text cannot be shown yet, by answer
@@ -256,14 +256,14 @@ class EventStream(StreamingResponse):
             await self.context.__aexit__(None, None, None)
 
 
-async def entered(context: Any, field: str) -> Answers:
-    """Enter the context manager ``context`` of :meth:`Service.answers` and return its answers.
+async def entered(context: Any, field: str) -> AnswerEvents:
+    """Enter the context manager ``context`` of :meth:`Backend.answers` and return its answers.
 
     Raises :class:`Refusal` for a request that cannot be answered, such as one with more tokens than the cache holds.
     ``field``: the request field that this error names.
     """
     try:
-        answers: Answers = await context.__aenter__()
+        answers: AnswerEvents = await context.__aenter__()
     except UsageError as error:
         raise Refusal(400, f"{field}: {error}", param=field) from None
     except WeftError as error:

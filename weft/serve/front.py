@@ -53,7 +53,7 @@ class Front(uvicorn.Server):
         while loop.time() < until and not self.force_exit:
             await asyncio.sleep(0.1)
         self.served.ending = True
-        if cut := self.served.service.cut_answers():
+        if cut := self.served.backend.cut_answers():
             when = (
                 "when the server was told to end at once"
                 if self.force_exit

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, cast
 from weft.data.detokenizer import TextDecoder
 from weft.data.token_bytes import token_bytes
 from weft.data.tokenizer import Tokenizer
+from weft.generate.backend import TokenEvent
 from weft.serve.call_finder import CallPiece
 from weft.serve.protocol import ChatRequest, Refusal, SamplingRequest
-from weft.serve.service import TokenEvent
 
 Usage = dict[str, Any]
 

@@ -5,7 +5,6 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,9 +16,10 @@ from starlette.routing import Route
 
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
-from weft.generate.beam_search import LENGTH_PENALTY, Search
-from weft.generate.engine import check_prompt
-from weft.generate.leader import Leader
+from weft.generate.backend import AnswerRequest, Backend, SearchRequest
+from weft.generate.beam_search import LENGTH_PENALTY
+from weft.generate.embedding import LONGEST
+from weft.generate.engine import check_ids
 from weft.pages import render
 from weft.serve.answering import (
     PLAIN,
@@ -29,7 +29,7 @@ from weft.serve.answering import (
     while_connected,
 )
 from weft.serve.anthropic import CountRequest, MessagesRequest, error_of
-from weft.serve.embeddings import LONGEST, embed, encoded_vector
+from weft.serve.embeddings import encoded_vector
 from weft.serve.gate import Gate, GateRules, is_json
 from weft.serve.lengths import PIECE, TokenLimit, TooManyTokens, check_tree
 from weft.serve.prompts import ChatPrompt, Prompts
@@ -50,7 +50,6 @@ from weft.serve.replies import Answer, Replies, usage_of
 from weft.serve.request_reader import RequestReader
 from weft.serve.responses import ResponsesRequest
 from weft.serve.server_metrics import AnswerTimer, ServerMetrics
-from weft.serve.service import AnswerRequest, Service
 
 Q = TypeVar("Q", bound=Modelled)
 
@@ -73,11 +72,11 @@ class Server:
     """
 
     def __init__(
-        self, service: Service, tokenizer: Tokenizer, name: str, keys: Sequence[str] = (), tokens: int = 1024,
+        self, backend: Backend, tokenizer: Tokenizer, name: str, keys: Sequence[str] = (), tokens: int = 1024,
         adapters: Sequence[str] = (), context: int | None = None,
     ) -> None:  # fmt: skip
-        self.service, self.tokenizer, self.name, self.keys, self.tokens = (
-            service,
+        self.backend, self.tokenizer, self.name, self.keys, self.tokens = (
+            backend,
             tokenizer,
             name,
             keys,
@@ -85,8 +84,8 @@ class Server:
         )
         self.adapters, self.context = adapters, context
         self.reader = RequestReader()
-        self.prompts = Prompts(tokenizer, service.engine.model.shape.vocab, name)
-        self.metrics = ServerMetrics(service.engine)
+        self.prompts = Prompts(tokenizer, backend.facts.vocab, name)
+        self.metrics = ServerMetrics(backend)
         self.begun = int(time.time())
         self.held = 0  # bytes of questions that are being answered
         self.embedding = asyncio.Lock()
@@ -98,7 +97,7 @@ class Server:
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             yield
-            await asyncio.to_thread(self.service.close)
+            await asyncio.to_thread(self.backend.close)
             self.prompts.close()
 
         routes = [
@@ -172,7 +171,7 @@ class Server:
         return HTMLResponse(render("serve/chat_page.html"))
 
     async def health(self, request: Request) -> Response:
-        failure = self.service.failure
+        failure = self.backend.failure
         return JSONResponse(
             {"status": "ok"} if failure is None else {"status": str(failure)},
             503 if failure else 200,
@@ -232,9 +231,8 @@ class Server:
         prompts: Sequence[Sequence[int]],
     ) -> Response:
         """Answer with the ``n`` likeliest texts of a beam search with ``n`` beams, the best one first."""
-        engine = self.service.engine
         self._check(asked, prompts, asked.n)
-        if isinstance(engine.reader, Leader) or engine.drafter or self._adapter(asked):
+        if not self.backend.facts.searches or self._adapter(asked):
             raise refused_for(
                 asked,
                 "use_beam_search",
@@ -246,10 +244,8 @@ class Server:
         answers, written, field = list[Answer](), 0, "prompt"
         for ids in prompts:
             most = self._most(field, asked, ids, 16)
-            begin = partial(
-                Search, engine, ids, most, asked.n, self._stops(asked), penalty
-            )
-            best = await while_connected(request, self.service.search(begin, asked.n))
+            search = SearchRequest(ids, most, asked.n, self._stops(asked), penalty)
+            best = await while_connected(request, self.backend.search(search))
             for hypothesis in best:
                 text = await self.prompts.decode(hypothesis.ids)
                 ends = [at for stop in asked.stop if (at := text.find(stop)) >= 0]
@@ -329,8 +325,7 @@ class Server:
     @property
     def limit(self) -> TokenLimit:
         """Largest number of tokens of a prompt and its answer together."""
-        engine = self.service.engine
-        cache = engine.scheduler.pool.blocks * engine.reader.size
+        cache = self.backend.facts.cache
         if self.context is None or self.context > cache:
             return TokenLimit(cache, "the cache")
         return TokenLimit(self.context, "the model's context")
@@ -362,9 +357,9 @@ class Server:
                 "model",
                 f"vectors are those of {self.name!r}; adapters make none",
             )
-        engine, data = self.service.engine, list[dict[str, Any]]()
-        if asked.dimensions and asked.dimensions > engine.model.shape.embed:
-            said = f"a vector has {engine.model.shape.embed} numbers, not {asked.dimensions}"
+        data, elements = list[dict[str, Any]](), self.backend.facts.embed
+        if asked.dimensions and asked.dimensions > elements:
+            said = f"a vector has {elements} numbers, not {asked.dimensions}"
             raise refused_for(asked, "dimensions", said)
         limit = (
             TokenLimit(LONGEST, "a vector's limit")
@@ -379,8 +374,8 @@ class Server:
                 if await request.is_disconnected():
                     raise ClientDisconnect
                 try:
-                    vector = await self.service.call(
-                        partial(embed, engine, ids, asked.pooling, asked.dimensions)
+                    vector = await self.backend.embed(
+                        ids, asked.pooling, asked.dimensions
                     )
                 except UsageError as error:
                     raise refused_for(asked, "input", str(error)) from None
@@ -488,9 +483,9 @@ class Server:
         self, asked: SamplingRequest, prompts: Sequence[Sequence[int]], n: int
     ) -> None:
         """Refuse a request that the engine would refuse, with the name of the field."""
-        model, most = self.service.engine.model, self.service.most
-        if any(not 0 <= i < model.shape.vocab for i in asked.logit_bias):
-            said = f"a bias is for an id that the model does not have; it has {model.shape.vocab}"
+        vocab, most = self.backend.facts.vocab, self.backend.most
+        if any(not 0 <= i < vocab for i in asked.logit_bias):
+            said = f"a bias is for an id that the model does not have; it has {vocab}"
             raise refused_for(asked, "logit_bias", said)
         if len(prompts) * n > most:
             raise refused_for(
@@ -500,7 +495,7 @@ class Server:
             )
         for ids in prompts:
             try:
-                check_prompt(model, ids)
+                check_ids(ids, vocab)
             except UsageError as error:
                 raise refused_for(asked, asked.PROMPT, str(error)) from None
 
@@ -563,7 +558,7 @@ class Server:
             watch,
             prompts if echo else (),
         )
-        return await answering.respond(request, self.service.answers(requests), n)
+        return await answering.respond(request, self.backend.answers(requests), n)
 
 
 def refused_for(asked: Modelled, field: str, why: str) -> Refusal:

@@ -1,19 +1,13 @@
 """Counters and histograms of a server, in Prometheus' format."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
-from weft.generate.engine import Engine
-from weft.generate.request import Generation
-from weft.serve.service import TokenEvent
+from weft.generate.backend import AnswerState, Backend, TokenEvent
 
 #: Seconds to a first token, and between two tokens.
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -21,10 +15,38 @@ NEXT = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.3, 2.6)
 WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
-class ServerMetrics:
-    """Prometheus metrics of one engine and its requests."""
+#: What is said of every field of :class:`EngineLoad`, with the name of its metric.
+LOAD = (
+    ("requests_running", "Answers that are being written."),
+    ("requests_waiting", "Answers that wait for their turn."),
+    ("preemptions", "Answers that had to be computed again for want of blocks."),
+    ("cache_blocks_used", "Blocks of the cache that requests own."),
+    ("cache_blocks", "Blocks of the cache."),
+)
 
-    def __init__(self, engine: Engine) -> None:
+
+class LoadCollector:
+    """Prometheus gauges of the load of every engine of ``backend``. They have the label ``engine``, unless the engine
+    is in this process and has no name.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        loads = self.backend.loads()
+        for index, (name, said) in enumerate(LOAD):
+            labels = [] if "" in loads else ["engine"]
+            gauge = GaugeMetricFamily(f"weft_{name}", said, labels=labels)
+            for engine, load in loads.items():
+                gauge.add_metric([engine] if engine else [], load[index])
+            yield gauge
+
+
+class ServerMetrics:
+    """Prometheus metrics of the requests that ``backend`` answers, and of its engines."""
+
+    def __init__(self, backend: Backend) -> None:
         registry = self.registry = CollectorRegistry()
 
         def counter(name: str, said: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -52,31 +74,7 @@ class ServerMetrics:
         self.whole = timed(
             "e2e_request_latency", "From a question to an answer's end.", WHOLE
         )
-        scheduler, pool = engine.scheduler, engine.scheduler.pool
-        for name, said, value in (
-            (
-                "requests_running",
-                "Answers that are being written.",
-                lambda: len(scheduler.running),
-            ),
-            (
-                "requests_waiting",
-                "Answers that wait for their turn.",
-                lambda: len(scheduler.waiting),
-            ),
-            (
-                "preemptions",
-                "Answers that had to be computed again for want of blocks.",
-                lambda: scheduler.preemptions,
-            ),
-            (
-                "cache_blocks_used",
-                "Blocks of the cache that requests own.",
-                lambda: len(pool.owners),
-            ),
-            ("cache_blocks", "Blocks of the cache.", lambda: pool.blocks),
-        ):
-            Gauge(f"weft_{name}", said, registry=registry).set_function(value)
+        registry.register(LoadCollector(backend))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -109,7 +107,7 @@ class AnswerTimer:
         self._last: dict[int, float] = {}
         metrics.prompt.inc(prompt)
 
-    def record(self, event: TokenEvent, generation: Generation) -> None:
+    def record(self, event: TokenEvent, generation: AnswerState) -> None:
         """Record the time of an event of ``generation``: a token, the end of its text, or both."""
         metrics, now = self.metrics, time.perf_counter()
         if event.token is not None:

@@ -1,0 +1,163 @@
+"""Interface between HTTP and whoever generates the tokens: an engine in this process, or a router over many engines."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from weft.errors import WeftError
+from weft.generate.grammar import Grammar
+from weft.generate.sampling import Sampling
+
+
+class AnswerRequest(NamedTuple):
+    """One prompt with the arguments of :meth:`Engine.submit`, in their order."""
+
+    ids: Sequence[int]
+    most: int
+    how: Sampling
+    stops: Sequence[int]
+    answers: int
+    top: int | None
+    tenant: str
+    grammar: Grammar | None
+    adapter: str = ""
+    least: int = 0
+    scored: bool = False
+
+
+class SearchRequest(NamedTuple):
+    """A beam search of ``width`` beams after the prompt ``ids``, for texts of at most ``most`` tokens that end at one
+    of the ids ``stops``. ``penalty``: exponent of the length penalty.
+    """
+
+    ids: Sequence[int]
+    most: int
+    width: int
+    stops: Sequence[int]
+    penalty: float
+
+
+class Hypothesis(NamedTuple):
+    """A finished text of a beam search, without its stop token."""
+
+    ids: list[int]  # behind the prompt
+    log_probability: float  # of all its tokens, with the one that ended it
+    score: float  # the log-probability, normalised by length
+    finish: str  # "stop" at one of the ids that end texts, else "length"
+
+
+class TokenEvent(NamedTuple):
+    """Result of an engine step for one answer: the next token, or None if the answer ended without a further token."""
+
+    number: int  # which of the answers that were asked for together
+    token: int | None
+    log_probability: tuple[float, dict[int, float]] | None
+    finished: str  # "stop", "length", "" if it goes on; "error" or "ended" if it cannot
+
+
+class Busy(WeftError):
+    """Error of a request that exceeds the number of answers that the server gives at a time."""
+
+
+class ServerEnding(WeftError):
+    """Error of an answer that is cut off because the server shuts down."""
+
+
+@dataclass(frozen=True)
+class BackendFacts:
+    """What requests are checked against.
+
+    ``vocab``: number of token ids of the model; ``embed``: elements of an embedding; ``cache``: tokens that the cache
+    of an engine holds. ``searches``: whether beam searches are possible.
+    """
+
+    vocab: int
+    embed: int
+    cache: int
+    searches: bool
+
+
+class EngineLoad(NamedTuple):
+    """Queues and cache of an engine at one moment. ``preemptions``: how often requests lost their blocks so far;
+    ``used``: cache blocks that requests own, of ``blocks``.
+    """
+
+    running: int
+    waiting: int
+    preemptions: int
+    used: int
+    blocks: int
+
+
+class AnswerState(Protocol):
+    """What is known about one answer beside its tokens."""
+
+    #: Tokens of the prompt that were in the cache already.
+    hits: int
+    #: Log-probabilities of the prompt's tokens from the second one on, complete with the first event.
+    prompt_scores: list[tuple[float, dict[int, float]]]
+
+    @property
+    def score(self) -> float:
+        """Mean log-probability of the generated tokens."""
+
+
+class AnswerEvents(Protocol):
+    """The answers to requests that were submitted together, and the events of their tokens."""
+
+    @property
+    def generations(self) -> Sequence[AnswerState]:
+        """One state for each answer, in the order of the requests."""
+
+    async def next(self) -> TokenEvent:
+        """Wait for the next event of any answer and return it. Raises :class:`ServerEnding`, and :class:`WeftError` for
+        answers that cannot go on.
+        """
+
+    async def cancel(self, index: int) -> None:
+        """Cancel the answer number ``index``, whose text has ended."""
+
+
+class Backend(Protocol):
+    """Generates tokens for the requests of clients. All coroutines run in the event loop of the HTTP server.
+
+    ``most``: the largest number of answers at a time.
+    """
+
+    most: int
+
+    @property
+    def facts(self) -> BackendFacts:
+        """What requests are checked against at this moment."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why no request can be answered any more, or None."""
+
+    def answers(
+        self, requests: Sequence[AnswerRequest]
+    ) -> AbstractAsyncContextManager[AnswerEvents]:
+        """Submit ``requests``; unfinished answers are cancelled at the end of the context.
+
+        Raises :class:`Busy`, :class:`ServerEnding`, and the errors of :meth:`Engine.submit` for any of the requests.
+        """
+
+    async def search(self, request: SearchRequest) -> list[Hypothesis]:
+        """Run a beam search and return its best texts. The search ends when the caller is cancelled."""
+
+    async def embed(
+        self, ids: Sequence[int], pooling: Literal["mean", "last"], size: int | None
+    ) -> torch.Tensor:
+        """Return the embedding of a text; see :func:`weft.generate.embedding.embed`."""
+
+    def loads(self) -> Mapping[str, EngineLoad]:
+        """Return the load of every engine by its name. A single engine of this process has the empty name."""
+
+    def cut_answers(self) -> int:
+        """End all unfinished answers with :class:`ServerEnding`; return their number."""
+
+    def close(self) -> None:
+        """End the work; blocks until the threads of the backend have ended."""

@@ -1,0 +1,204 @@
+"""An engine in a thread of its own, which takes steps while other threads submit and cancel requests."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+from weft.errors import UsageError, WeftError
+from weft.generate.backend import (
+    AnswerRequest,
+    Busy,
+    EngineLoad,
+    Hypothesis,
+    SearchRequest,
+)
+from weft.generate.beam_search import Search
+from weft.generate.engine import Engine
+from weft.generate.request import Generation, Written
+
+R = TypeVar("R")
+
+#: Is called in the engine's thread with every result of a request's step, or with None if the engine has failed.
+Tell = Callable[[Written | None], None]
+
+
+class RunningSearch(NamedTuple):
+    """A beam search under way, and the future of its best texts."""
+
+    search: Search
+    best: "Future[list[Hypothesis]]"
+
+
+class EngineThread:
+    """Runs ``engine`` for at most ``most`` answers at a time. ``stepped`` is called after each of the engine's steps,
+    in the engine's thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        most: int = 1024,
+        stepped: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engine, self.most, self.stepped = engine, most, stepped
+        self.failure: Exception | None = None
+        self.tells: dict[Generation, Tell] = {}
+        self.searches: dict[Search, Future[list[Hypothesis]]] = {}
+        self._wake = threading.Condition()
+        self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._closed = False
+        self.thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self.thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine takes no further steps."""
+        return self.failure is not None or self._closed
+
+    def call(self, action: Callable[[], R]) -> "Future[R]":
+        """Run ``action`` in the engine's thread, between two steps; return the future of its result."""
+        future: Future[R] = Future()
+        with self._wake:
+            if self.ended:
+                raise WeftError("the engine has stopped") from self.failure
+            self._inbox.append((action, future))
+            self._wake.notify()
+        return future
+
+    def close(self) -> None:
+        """End the thread after the engine's current step."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self.thread.join()
+
+    def load(self) -> EngineLoad:
+        """Return the engine's queues and cache; may be called in any thread."""
+        scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
+        return EngineLoad(
+            len(scheduler.running),
+            len(scheduler.waiting),
+            scheduler.preemptions,
+            len(pool.owners),
+            pool.blocks,
+        )
+
+    # Called in the engine's thread, through `call`.
+
+    def submit(
+        self,
+        requests: Sequence[AnswerRequest],
+        tell_of: Callable[[int], Tell],
+        generations: list[Generation],
+    ) -> None:
+        """Submit all ``requests`` and append their ``generations``. ``tell_of(index)``: what is called with the results
+        of the generation number ``index``.
+
+        Raises :class:`Busy`, and the errors of :meth:`Engine.submit`; ``generations`` then has those of the requests
+        before the refused one.
+        """
+        count = sum(request.answers for request in requests)
+        if count > self.most:
+            raise UsageError(
+                f"{count} answers are asked for at once; the most is {self.most}"
+            )
+        self._check_room(count)
+        for request in requests:
+            generations += self.engine.submit(*request)
+        self.tells |= {
+            generation: tell_of(index) for index, generation in enumerate(generations)
+        }
+
+    def end(self, generations: Sequence[Generation]) -> None:
+        """Stop those ``generations`` that have not ended."""
+        for generation in generations:
+            self.tells.pop(generation, None)
+            if not generation.finished:
+                self.engine.cancel(generation)
+
+    def begin_search(self, request: SearchRequest) -> RunningSearch:
+        """Begin a beam search, whose beams count as answers at a time. Raises :class:`Busy`, and :class:`UsageError`
+        for prompts that cannot be continued.
+        """
+        self._check_room(request.width)
+        search = Search(
+            self.engine,
+            request.ids,
+            request.most,
+            request.width,
+            request.stops,
+            request.penalty,
+        )
+        search.begin()
+        best: Future[list[Hypothesis]] = Future()
+        best.set_running_or_notify_cancel()
+        self.searches[search] = best
+        return RunningSearch(search, best)
+
+    def end_search(self, search: Search) -> None:
+        """Stop a beam search, if it has not ended."""
+        self.searches.pop(search, None)
+        search.end()
+
+    def _check_room(self, count: int) -> None:
+        written = len(self.tells) + sum(search.width for search in self.searches)
+        if written + count > self.most:
+            raise Busy(
+                f"{written} answers are being written and no more are taken on; try again later"
+            )
+
+    # The thread itself.
+
+    def _serve(self) -> None:
+        """Take steps until the end. Actions that still wait then get an error."""
+        try:
+            self._take_steps()
+        finally:
+            with self._wake:
+                self._closed = True
+                for _, future in self._inbox:
+                    if future.set_running_or_notify_cancel():
+                        future.set_exception(WeftError("the engine has stopped"))
+
+    def _take_steps(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self.tells or self.searches or self._closed):
+                    self._wake.wait()
+                if self._closed:
+                    return
+                inbox, self._inbox = self._inbox, deque()
+            for action, future in inbox:
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(action())
+                    except Exception as error:
+                        future.set_exception(error)
+            try:
+                self._step()
+            except Exception as error:  # what the engine has in hand is lost
+                self.failure = error
+                for best in self.searches.values():
+                    best.set_exception(WeftError(f"the engine has failed: {error}"))
+                for tell in self.tells.values():
+                    tell(None)
+                self.stepped()
+                return
+            self.stepped()
+
+    def _step(self) -> None:
+        for written in self.engine.step():
+            generation = written.request
+            if (
+                tell := self.tells.pop(generation, None)
+                if written.finished
+                else self.tells.get(generation)
+            ):
+                tell(written)
+        for search, best in [*self.searches.items()]:
+            search.advance()
+            if not search.beams:
+                del self.searches[search]
+                best.set_result(search.best())
