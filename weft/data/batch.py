@@ -32,10 +32,10 @@ Plan = tuple[tuple[Pass, ...], ...]
 class PassGroup:
     """Data ranks that share a pass of a balanced step (:mod:`weft.parallel.document_balance`).
 
-    The tokens of the pass are cut into blocks, the rows and columns of the attention table that the ranks share out.
-    ``peers``: the ranks, in the order in which the attention table numbers them. ``index``: position of this rank among
-    ``peers``. ``lengths``: number of tokens in every block. ``plan``: checksum of the step's plan, which must be equal
-    on all ranks.
+    The tokens of the pass are cut into blocks. The attention table says which rank computes the attention between each
+    two blocks. ``peers``: the ranks, in the order in which the attention table numbers them. ``index``: position of
+    this rank among ``peers``. ``lengths``: number of tokens in every block. ``plan``: checksum of the step's plan,
+    which must be equal on all ranks.
     """
 
     plan: int

@@ -59,7 +59,7 @@ def with_bos(tokenizer: Tokenizer, bos: Bos) -> Tokenizer:
 
 
 def document_opening(tokenizer: Tokenizer, bos: Bos) -> list[int]:
-    """Return the token ids that begin every plain document.
+    """Return the token ids that begin every document of plain text.
 
     They are the ids of ``tokenizer.opening``, or none if ``bos`` is "prompts".
     """

@@ -339,8 +339,9 @@ class Order:
         return source, index
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Return ``(stream, index)``: the number of the stream of global sample ``sample``, and the index of its row
-        there.
+        """Return ``(stream, index)``: the stream that holds global sample ``sample``, and the index of its row there.
+
+        ``stream``: a number in the order of :attr:`streams`.
         """
         if len(self.streams) == 1:  # saves the shuffle
             return 0, sample

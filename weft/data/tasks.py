@@ -47,10 +47,10 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """A question with possible ``answers``; ``right`` is the index of the right answer.
+    """A question of a task, with possible ``answers``; ``right`` is the index of the right answer.
 
-    A question with a single answer is open: the model has to write the answer itself. ``place``: file and line, for
-    errors.
+    A question with a single answer is open: the model has to write the answer itself. ``prompt``: a text, or a list of
+    messages. ``place``: file and line, for errors.
     """
 
     place: str

@@ -109,7 +109,7 @@ class Tokenizer:
         return self.encode_many([text], special)[0]
 
     def encode_many(self, texts: list[str], special: bool = False) -> list[np.ndarray]:
-        """Encode several texts in parallel on all cores, each as :meth:`encode` does."""
+        """Encode several texts in parallel on all cores, each as :meth:`encode` does with the same ``special``."""
         # a command line may have bytes that are no UTF-8
         texts = [encodable(text) for text in texts]
         if self.model is None:
@@ -133,8 +133,8 @@ class Tokenizer:
 
     @cached_property
     def opening(self) -> list[int]:
-        """Ids, such as that of the BOS token, that the tokenizer's post-processor writes before a text; empty without
-        any.
+        """Ids that the tokenizer's post-processor writes before a text, such as the BOS token's; empty if it writes
+        none.
         """
         if self.model is None:
             return []
@@ -145,7 +145,10 @@ class Tokenizer:
         return [i for i in shown.ids if i != self.eos or i == self.bos]
 
     def has_ids_of(self, other: Tokenizer) -> bool:
-        """Return whether ids mean the same text in both tokenizers. Their :attr:`opening` may differ."""
+        """Return whether every id means the same text in this tokenizer and in ``other``.
+
+        The ids that begin a text, :attr:`opening`, may differ.
+        """
         return self.fingerprint == other.fingerprint or self._meaning == other._meaning
 
     @cached_property

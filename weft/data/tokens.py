@@ -71,7 +71,8 @@ def write_tokens(
 ) -> None:
     """Write documents as token files to a new ``folder``. Empty documents are skipped.
 
-    ``docs``: arrays of token ids below ``vocab``. ``eos``: id that is written after each document.
+    ``docs``: arrays of token ids. ``vocab``: number of ids of the tokenizer, all of which are smaller. ``eos``: id that
+    is written after each document.
     """
     if Path(folder).exists():
         raise WeftError(f"{folder} exists already; remove it or choose another folder")

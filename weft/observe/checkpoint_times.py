@@ -25,7 +25,7 @@ NOISE = 0.03
 
 
 def numbers(row: Record) -> dict[str, float]:
-    """Return the seconds of each stage of a save or load, by name of the stage, from its record.
+    """Return the seconds of each stage of a save or load, by name of the stage, from its record ``row``.
 
     They are the finite numbers in fields whose names end with ``_s``.
     """
@@ -311,10 +311,10 @@ def _deciles(values: Sequence[float]) -> list[float | None]:
 def stalls(
     saved: Sequence[Record], checkpoints: Sequence[Record]
 ) -> tuple[list[int], list[float]]:
-    """Return the steps with saves, and for each save the seconds that training waited on the slowest rank.
+    """Return the steps with saves, and for each of them the seconds that training waited on the slowest rank.
 
-    ``saved``: records of single ranks' saves; ``checkpoints``: records of whole checkpoints, for steps without the
-    former.
+    ``saved``: records of single ranks' saves. ``checkpoints``: records of whole checkpoints, for steps of which
+    ``saved`` has no record.
     """
     seconds_by_step: dict[int, float] = {}
     for row in saved:

@@ -27,7 +27,7 @@ SLOW_S = 10.0
 
 
 class Display:
-    """Context manager that shows progress up to ``total_steps``, in a panel on a terminal.
+    """Context manager that shows the progress of a run up to ``total_steps``, in a panel below ``title`` on a terminal.
 
     Off a terminal (CI, Slurm logs) it prints one line every ``interval`` seconds, and one at the end. Of a step that
     takes longer than ``slow`` seconds the passes are shown as well: off a terminal ever more rarely. With

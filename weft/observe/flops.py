@@ -20,11 +20,11 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the dense peak of one device in flop/s, from :data:`PEAKS`.
+    """Return the dense peak of one device in flop/s for products of type ``dtype``, from :data:`PEAKS`.
 
-    For a GPU that the table lacks, the peak is measured by a matrix product. None for a CPU: its clock and cores are
-    shared, so a measurement says nothing about the next moment. Utilisation of such a peak was measured as 101 %, 0.9 %
-    and 15.9 % at the same speed. Use tokens per second there.
+    For a GPU that the table lacks, the peak is measured by a matrix product. Returns None for a CPU, because its clock
+    and cores are shared, so that a measurement says nothing about the next moment: shares of such a peak were measured
+    as 101 %, 0.9 % and 15.9 % at the same speed. Tokens per second tell more there.
     """
     if device.type != "cuda":
         return None
@@ -42,7 +42,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def measured_flops(
     device: torch.device, dtype: torch.dtype, seconds: float = 0.2, size: int = 1024
 ) -> float:
-    """Measure the best rate in flop/s of products of two square matrices with ``size`` rows.
+    """Measure the best rate in flop/s of products of two square matrices of type ``dtype`` with ``size`` rows.
 
     The measurement takes about ``seconds``.
     """

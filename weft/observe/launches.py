@@ -139,9 +139,9 @@ def _leaves(events: Sequence[dict[str, Any]]) -> Iterable[float]:
 
 
 def knee(traces: Sequence[Launches]) -> Launches | None:
-    """Return the first trace in which kernels queue, of ``traces`` in the order of growing batch sizes.
+    """Return the first of ``traces`` in which kernels queue between launch and start; None if they queue in none.
 
-    Returns None if kernels queue in no trace.
+    ``traces``: traces in the order of growing batch sizes.
     """
     least = min((trace.queued for trace in traces if trace.kernels), default=0.0)
     return next(

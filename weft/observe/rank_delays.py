@@ -385,6 +385,7 @@ class DelayWatch:
 
     Attributes:
         ``ring``: this rank's trace file, from which its times are read.
+        ``device``: the device whose memory holds the messages of probes.
         ``verdicts``: the last judgement, equal on all ranks.
         ``news``: lines about verdicts that are new, or no longer hold, since the judgement before.
         ``digests``: summary of every rank's last steps.

@@ -104,7 +104,7 @@ def read_ring(path: Path) -> Trace:
 
 
 def parse(ring: mmap.mmap) -> Trace:
-    """Parse a ring from its memory."""
+    """Parse a trace file (ring) from its memory mapping."""
     records = np.frombuffer(ring[HEAD + NAMES :], RECORD)
     after = np.frombuffer(ring[HEAD + NAMES :], RECORD)["number"]
     names = ring[HEAD : HEAD + TIME.unpack_from(ring, len(MAGIC))[0]]
@@ -161,7 +161,7 @@ def collective_text(trace: Trace, record: Any) -> str:
 
 
 def held_in(trace: Trace) -> Any:
-    """Return the record of the collective in which the rank of ``trace`` waits, or in which the rank failed at its end.
+    """Return the record of the collective in which the rank of ``trace`` waits, or whose failure has ended the rank.
 
     Returns None if the rank computes.
     """

@@ -81,7 +81,7 @@ class Metrics:
             self._track(kind, step, values)
 
     def forget(self, step: int) -> None:
-        """Remove the records of steps after ``step``, which are about to be repeated."""
+        """Remove the records of steps after ``step``, because these steps are about to be repeated."""
         if self._run is None:
             return
         self._file.seek(0)

@@ -22,7 +22,8 @@ COLLECTIVES = ("c10d::", "_c10d_functional::", "gloo:", "weft:wait")
 class TimeSplit:
     """Seconds of one step, split by what they are spent on.
 
-    ``communication`` and ``data`` count as far as no computation hides them. ``total``: the whole step.
+    ``total``: the whole step. ``communication`` and ``data`` (loading of batches): as far as no computation hides them.
+    ``optimizer``: the update of the parameters. ``compute``: the rest.
     """
 
     compute: float  # what remains of the total, the profiler's own overhead included

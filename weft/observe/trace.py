@@ -365,9 +365,8 @@ def step(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Record the time within this context as a wait for something other than a collective.
-
-    So it does not count as computing.
+    """Record the time within this context as a wait, although it is no collective, so that it is not taken for
+    computing.
     """
     ring, number = _ring, 0
     if ring is not None:

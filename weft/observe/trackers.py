@@ -14,7 +14,7 @@ Values = dict[str, Any]
 
 
 class Tracker(Protocol):
-    """Receives the records of one run, on rank 0."""
+    """Receiver of the records of one run, on rank 0, such as TensorBoard or a service."""
 
     def record(self, kind: str, step: int, values: Values) -> None:
         """Receive one record, with the fields ``values``, after ``step`` finished steps.
@@ -24,7 +24,7 @@ class Tracker(Protocol):
         """
 
     def close(self) -> None:
-        """End the record; no call follows."""
+        """Finish at the end of the run; no call follows."""
 
 
 def remembered(run: Path, name: str, make: Callable[[], str]) -> str:

@@ -225,9 +225,9 @@ def variants(
 
     Both cost time, so they are tried only where they may help. A secondary partition is tried where ZeRO-3 gathers
     across slow links and memory is left. State away from the device is tried where device memory is not enough.
-    ``fits``: which plans fit in memory. ``cheap``: which plans might be the fastest if the variation cost nothing, by
-    its name: ``secondary`` or ``away``. ``wanted``: values that the user demands by field of :class:`Plan`; these are
-    tried everywhere. ``places``: the places to try (host, file), by index.
+    ``fits``: which plans fit in memory. ``cheap``: for each variation, ``secondary`` or ``away``, which plans might be
+    the fastest if it cost nothing. ``wanted``: values that the user demands by field of :class:`Plan`; these are tried
+    everywhere. ``places``: the places to try, host and file, as indices into :data:`weft.recipe.PLACES`.
     """
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
@@ -304,8 +304,8 @@ def nearby(
 ) -> NDArray[np.float64]:
     """Return the largest number of ranks that fast links join and that divides ``state``, for each plan.
 
-    ``state``: the numbers of ranks over which ZeRO cuts the state. ``tp``: the distance between the numbers of two such
-    ranks that are neighbours. All arrays are ``[plans]``.
+    ``state``: the number of ranks over which ZeRO cuts the state. ``tp``: the distance between the numbers of
+    neighbours among these ranks. All arrays are ``[plans]``.
     """
     pairs = {
         (s, t): max(divisors(int(s), machine.domain // t), default=1)

@@ -254,7 +254,7 @@ def exchange(
 
 @dataclass(frozen=True)
 class MicrobatchSeconds:
-    """Seconds of one microbatch.
+    """Seconds of one microbatch under a plan, from which the time of a step is computed.
 
     Attributes:
         ``forward``, ``backward``: compute of one layer.
@@ -623,7 +623,7 @@ def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
 
 
 class StageLayers(NamedTuple):
-    """Numbers of layers in a pipeline's first stage, in the fullest of the stages between, and in the last stage.
+    """Numbers of layers in a pipeline's stages: in the first, in the fullest of those between (``most``), in the last.
 
     ``by_work``: whether stages are cut by the time that their layers take, including the output layer, and not by
     number.
@@ -636,7 +636,10 @@ class StageLayers(NamedTuple):
 
 
 def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> StageLayers:
-    """Return the number of layers in the stages of a pipeline."""
+    """Return the numbers of layers in the stages of the pipeline of a plan.
+
+    ``engine``: tells whether the program cuts pipelines by work or by number of layers.
+    """
     most = most_layers(shape, plan.pp)
     ends = np.where(most == shape.layers / plan.pp, most, most - 1)
     level = (engine.level > 0) & (plan.pp > 1)

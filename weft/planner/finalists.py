@@ -223,9 +223,9 @@ def refine(
 ) -> Final | None:  # fmt: skip
     """Simulate the pipeline of one ``plan``; return None if the schedule cannot be built or run.
 
-    ``closed``: seconds of the step by the closed form. ``barriers``: see :class:`Final`. ``tables``: schedule tables
-    built before, to be reused. ``beside``: which pass runs during an exchange of experts; if it is given, these
-    exchanges are actions of the schedule.
+    ``searched``: the search to which the plan belongs. ``closed``: seconds of the step by the closed form.
+    ``barriers``: see :class:`Final`. ``tables``: schedule tables built before, to be reused. ``beside``: which pass
+    runs during an exchange of experts; if it is given, these exchanges are actions of the schedule.
     """
     shape, machine, engine = searched.shape, searched.machine, searched.engine
     if plan.pp == 1 and beside is None:

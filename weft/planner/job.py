@@ -99,8 +99,9 @@ def read_job(
     """Read and check a user's request for a plan.
 
     ``model``: a built-in name, a recipe or a ``config.json``; a recipe supplies ``batch``, ``seq`` and ``precision``
-    where these are None. ``cluster``: a preset or a cluster file, ``gpus``: number of devices. ``hottest``: see
-    :class:`PlanJob`. ``shape_named``: reads the shapes of models that need PyTorch to be read.
+    where these are None. ``cluster``: a preset or a cluster file. ``gpus``: number of devices. ``pins``: demands on the
+    layout, as texts such as ``tp<=8``. ``engine`` and ``hottest``: see :class:`PlanJob`. ``shape_named``: reads the
+    shapes of models that need PyTorch to be read. Raises :class:`UsageError` for a request that cannot be met.
     """
     if engine not in ENGINES:
         raise UsageError(
@@ -154,7 +155,7 @@ class RankedLayouts:
     islands: Islands | None = None
 
     def record(self, job: PlanJob, top: int) -> dict[str, Any]:
-        """Return the result as JSON, with the ``top`` fastest layouts."""
+        """Return the result of ``job`` as JSON, with the ``top`` fastest layouts."""
         return {
             "candidates": self.searched.count, "fitting": len(self.searched.order), "finalists": len(self.finals),
             "calibration": self.margin, "layouts": [record(final) for final in self.finals[:top]],
@@ -165,7 +166,9 @@ class RankedLayouts:
         }  # fmt: skip
 
     def lines(self, job: PlanJob, top: int) -> list[str]:
-        """Describe the fastest layout, and how each of the ``top`` fastest layouts differs from it."""
+        """Describe the fastest layout of ``job``, and how each of the ``top`` fastest layouts differs from it, in
+        lines.
+        """
         first = self.finals[0]
         lines = [
             f"{rank:<7} {layout_verdict(first, final)}"

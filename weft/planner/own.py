@@ -70,7 +70,7 @@ def _row(cells: dict[str, str]) -> Measurement:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load a calibration that ``bench/planner/calibrate.py`` wrote, as JSON.
+    """Load a calibration that ``bench/planner/calibrate.py`` wrote, as parsed JSON.
 
     Raises :class:`WeftError` if ``path`` cannot be read, and :class:`UsageError` if it is no calibration.
     """

@@ -74,7 +74,8 @@ def write_page(
 ) -> None:
     """Write the HTML page about a search to ``path``, with the ``top`` fastest of the simulated layouts ``finals``.
 
-    ``asked``: the question that the page states. Raises :class:`WeftError` if the file cannot be written.
+    ``asked``: the question that the page states. ``searched``: the result of the search. Raises :class:`WeftError` if
+    the file cannot be written.
     """
     write(path, page(asked, searched, finals, top), "--html")
 
@@ -168,7 +169,7 @@ def remarks(final: Final, first: Final) -> str:
 
 
 def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
-    """Return the rows of the table of alternatives, fastest first. Values that lead to the same layout share a row."""
+    """Return ``others`` as rows of the table of alternatives, fastest first. Equal layouts share a row."""
     rows: dict[Any, list[Alternative]] = {}
     for other in others:
         rows.setdefault(

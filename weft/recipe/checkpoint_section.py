@@ -13,7 +13,7 @@ MEMORY = "memory"
 
 
 class Level(Section):
-    """One place where checkpoints are saved, with an interval of its own."""
+    """A place where checkpoints are saved, a folder or an object store, with an interval of its own."""
 
     to: str = Field(
         "",

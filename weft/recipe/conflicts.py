@@ -70,7 +70,7 @@ class AskedRecipe(AskedStep):
 
     @property
     def narrowest_expert(self) -> int:
-        """The fewest hidden units of an expert that a rank holds, where several ranks share an expert.
+        """The fewest hidden units that a rank holds of an expert.
 
         It is 0 if some layer has fewer experts than ``ep`` and their number does not divide ``ep``.
         """
@@ -117,7 +117,8 @@ class AskedRecipe(AskedStep):
     def least_layers(self) -> int:
         """The fewest layers with which no pipeline stage is empty.
 
-        Embedding and output layer fill a stage each, unless ``layout.vocab_barriers`` or ``layout.overlap`` is set.
+        Embedding and output layer can fill a stage each without a layer, unless ``layout.vocab_barriers`` or
+        ``layout.overlap`` is set.
         """
         return self.stages - (
             0 if self.layout.vocab_barriers or self.layout.overlap else 2

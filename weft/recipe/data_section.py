@@ -177,8 +177,8 @@ class Chat(Section):
 class Data(Section):
     """Section of the data that the model learns from.
 
-    With one source only, its keys may stand in this section itself. With several ``sources``, ``columns``, ``roles``
-    and ``on_error`` may stand here for all of them.
+    The keys of a single source may stand in this section itself. With several ``sources``, ``columns``, ``roles`` and
+    ``on_error`` may stand here for all of them.
     """
 
     sources: tuple[Source, ...] = Field(

@@ -98,7 +98,7 @@ class HostSection(Section):
 
     @classmethod
     def hosting(cls) -> type[HostSection]:
-        """Return the section's class as declared, without the settings of techniques."""
+        """Return the class of this section as declared, without the settings of techniques."""
         return next(base for base in cls.__mro__ if "hosts" in vars(base))
 
 

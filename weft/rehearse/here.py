@@ -168,7 +168,7 @@ def estimates(
 
 
 def recommend(estimates: Sequence[Estimate]) -> Estimate | None:
-    """Return the recommended method among those that fit, None if none fits.
+    """Return the recommended one of ``estimates`` among those that fit in memory; None if none fits.
 
     Adapters are preferred if their parameters can hold what the training data teaches.
     """
@@ -325,10 +325,10 @@ def _runtime(device: torch.device) -> tuple[float, float]:
 def subject(
     model: str, batch: int | None, seq: int | None, tokens: int | None = None
 ) -> tuple[Recipe, ModelShape]:
-    """Return the recipe to estimate and its model without an adapter, from a recipe or from the name of a model.
+    """Return the recipe to estimate, and the shape of its model without an adapter.
 
-    ``tokens``: the number of tokens to train for, by default that of the recipe's steps. ``batch`` and ``seq``:
-    sequences per step and tokens in each, by default the recipe's.
+    ``model``: a recipe, or the name of a model. ``tokens``: the number of tokens to train for, by default that of the
+    recipe's steps. ``batch`` and ``seq``: sequences per step and tokens in each, by default the recipe's.
     """
     if (file := find_recipe(model)) is not None:
         recipe = load_recipe(file)

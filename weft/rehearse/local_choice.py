@@ -199,7 +199,10 @@ def at_hand(
 
 
 def to_try(finals: Sequence[Final], count: int) -> list[Final]:
-    """Choose ``count`` layouts to run as trials: the best for every number of ranks, then the best overall."""
+    """Choose ``count`` of the layouts ``finals``, which are sorted by time, to run as trials.
+
+    The best for every number of ranks comes first, then the best overall.
+    """
     firsts: dict[float, Final] = {}
     for final in finals:
         firsts.setdefault(float(final.plan.world), final)
@@ -352,7 +355,7 @@ def rehearsals(
 
 @contextmanager
 def threads_set(count: int) -> Iterator[None]:
-    """Set the number of PyTorch's threads in the context."""
+    """Set the number of PyTorch's threads to ``count`` in the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

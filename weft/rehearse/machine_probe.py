@@ -61,7 +61,7 @@ def triad() -> float:
 
 
 def peaks() -> dict[str, float]:
-    """Measure the FLOP/s of a large square matrix product by precision, computed as in training."""
+    """Measure the FLOP/s of a large square matrix product as in training, by name of its number format."""
     rates = {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.rand(768, 768).to(dtype)

@@ -71,11 +71,11 @@ def rehearse(
 def every_rank(
     recipe: Recipe, shape: ModelShape, batches: Callable[[Mesh], Sequence[Batch]]
 ) -> list[Rehearsal]:
-    """Rehearse the step of all ranks. Returns one rehearsal per rank.
+    """Rehearse the step of all ranks, and return a rehearsal per rank.
 
     ``shape``: the model. ``batches``: returns the batches of a rank's step, given its mesh. Ranks along ``dp``,
-    ``shard`` and ``tp`` do the same work on parts of equal size (up to one row), so only one of them is run. For the
-    others, the ranks in its events are shifted along these axes.
+    ``shard`` and ``tp`` do the same work on parts of equal size (up to one row), so only one of them is run. The
+    rehearsals of the others are copies of it in which the ranks of groups and messages are shifted along these axes.
     """
     layout = recipe.layout
     rehearsals: dict[tuple[int, ...], Rehearsal] = {}

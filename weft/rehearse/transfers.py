@@ -100,5 +100,8 @@ def _copy_seconds(into: torch.Tensor, of: torch.Tensor, count: int = 20) -> floa
 
 
 def bytes_per_s(points: Points, size: int = PIECE) -> float:
-    """Return the bytes per second of transfers of ``size`` bytes, from the measured rows ``[bytes, seconds]``."""
+    """Return the bytes per second of transfers of ``size`` bytes.
+
+    ``points``: measured rows ``[bytes, seconds]``.
+    """
     return size / curve(points, size)

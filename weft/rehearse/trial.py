@@ -181,7 +181,7 @@ def measure_steps(recipe: Recipe, out: Path) -> None:
 
 
 def run_trial() -> int:
-    """Run as a rank of a trial; return the exit code."""
+    """Run as one rank of a trial, in a process that :func:`trial` has started; return the exit code."""
     from weft.train.setup import device_type
 
     in_ranks()

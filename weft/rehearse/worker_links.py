@@ -23,7 +23,7 @@ class WorkerLinks:
 
     @classmethod
     def of(cls, table: Mapping[str, Sequence[Sequence[float]]]) -> WorkerLinks:
-        """Read the ``calibration.links`` of a cluster file that ``weft probe`` has written."""
+        """Read ``table``, the entry ``calibration.links`` of a cluster file that ``weft probe`` has written."""
         return cls(
             np.array(table["latency"], dtype=float),
             np.array(table["bandwidth"], dtype=float),

@@ -121,9 +121,9 @@ def template_environment(now: datetime | None = None) -> jinja2.Environment:
 class ChatTemplate:
     """Chat template that renders Jinja ``text`` with a tokenizer's special tokens and the user's ``variables``.
 
-    ``control``: whether names of special tokens inside messages become these tokens instead of plain text.
-    ``tool_use``: text of a separate template for conversations with tools, if there is one. Raises
-    :class:`TemplateError` for invalid Jinja.
+    ``now``: time for the date that the template writes. ``control``: whether names of special tokens inside messages
+    become these tokens instead of plain text. ``tool_use``: text of a separate template for conversations with tools,
+    if there is one. Raises :class:`TemplateError` for invalid Jinja.
     """
 
     def __init__(

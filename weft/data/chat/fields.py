@@ -218,7 +218,7 @@ def build_conversation(
 
 
 def tools_of(fields: Fields) -> Any:
-    """Take the tools of a record: the value of ``tools``, or of the older field ``functions``, converted to tools."""
+    """Take the tools of a record from ``tools``, or from the older field ``functions`` in the form of ``tools``."""
     tools, functions = fields.take("tools"), from_text(fields.take("functions"))
     if tools or not functions or not isinstance(functions, list):
         return tools

@@ -122,7 +122,8 @@ def read_record(
     """Read the conversation in ``record``.
 
     ``form``: a name of :data:`FORMS`, or "auto" to recognise the form by the record's keys. ``field``: the field that
-    holds the messages, if its name is not a usual one. Raises :class:`ConversationError`.
+    holds the messages, if its name is not a usual one. Raises :class:`ConversationError` for a record without a
+    conversation in this form.
     """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")

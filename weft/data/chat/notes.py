@@ -41,8 +41,8 @@ def facts_of(
 ) -> Facts:
     """Return what is to be reported about a rendered conversation.
 
-    ``learned``: int64, the ids of its learned tokens. ``numbers``: the numbers of its learned messages. Reasoning that
-    the template leaves out counts only in learned messages.
+    ``followed``: the rendered text. ``learned``: int64, the ids of its learned tokens. ``numbers``: the numbers of its
+    learned messages. Reasoning that the template leaves out counts only in learned messages.
     """
     kinds = set()
     for number, part in followed.left_out():

@@ -37,7 +37,7 @@ def read_pair(record: Any) -> AnswerPair:
 
     Without ``prompt``, or if ``prompt`` is a text and the answers are whole conversations, the prompt is the common
     beginning of both answers. A ``system`` field becomes the first message of the prompt. Raises
-    :class:`ConversationError`.
+    :class:`ConversationError` for a record that holds no pair.
     """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {type(record).__name__}")

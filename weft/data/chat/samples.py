@@ -31,7 +31,7 @@ class RecordLocation(NamedTuple):
 
 
 def messages_field(source: Source) -> str | None:
-    """Return the name of the field with the messages, ``source.field``, or None if the recipe does not set it."""
+    """Return ``source.field``, the name of the field with the messages, or None if the recipe does not set it."""
     return (
         None if source.field == Source.model_fields["field"].default else source.field
     )
