@@ -18,10 +18,10 @@ class Best:
     """Lowest validation loss of a run so far.
 
     Attributes:
-        step: step after which the loss was measured.
-        loss: the loss; infinity if none has been measured.
-        checkpoint: address of the checkpoint of that step; "" if none is kept.
-        data: digest of the validation data.
+        ``step``: step after which the loss was measured.
+        ``loss``: the loss; infinity if none has been measured.
+        ``checkpoint``: address of the checkpoint of that step; "" if none is kept.
+        ``data``: digest of the validation data.
     """
 
     step: int = 0

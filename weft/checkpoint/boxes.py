@@ -31,12 +31,12 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def volume(box: Box) -> int:
-    """Return the number of elements in ``box``."""
+    """Return the number of elements in ``box``, a rectangular region of a tensor."""
     return math.prod(extents(box))
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes, or None if they share no element."""
+    """Return the intersection of two boxes (rectangular regions of one tensor), or None if they share no element."""
     both = tuple(
         (max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b, strict=True)
     )
@@ -48,10 +48,10 @@ def replica_share(
 ) -> Box | None:
     """Return the part of ``box`` that this replica writes, so that all replicas together write each element once.
 
-    A large box is divided by rows. A small box is written whole by one replica, and the other replicas get None. An
-    empty box gives None, too. ``itemsize``: bytes of an element; ``replica``: number of this replica among
-    ``replicas``; ``key``: an integer that is equal on all replicas, such as a hash of the tensor's name, and chooses
-    the writer of a small box.
+    ``box``: region of a tensor that all replicas hold. A large box is divided by rows. A small box is written whole by
+    one replica, and the other replicas get None. An empty box gives None, too. ``itemsize``: bytes of an element;
+    ``replica``: number of this replica among ``replicas``; ``key``: an integer that is equal on all replicas, such as a
+    hash of the tensor's name, and chooses the writer of a small box.
     """
     if not volume(box):
         return None

@@ -32,13 +32,13 @@ class Comparison:
     """Differences between a first and a second checkpoint.
 
     Attributes:
-        meta: fields of the root file that differ, by name, each with its value in the first and in the second
+        ``meta``: fields of the root file that differ, by name, each with its value in the first and in the second
             checkpoint.
-        missing: names of tensors that only the first checkpoint holds.
-        extra: names of tensors that only the second checkpoint holds.
-        changed: tensors whose dtype or shape differs, by name, each with ``[dtype, shape]`` in the first and in the
+        ``missing``: names of tensors that only the first checkpoint holds.
+        ``extra``: names of tensors that only the second checkpoint holds.
+        ``changed``: tensors whose dtype or shape differs, by name, each with ``[dtype, shape]`` in the first and in the
             second.
-        values: difference of each tensor whose values differ, by name.
+        ``values``: difference of each tensor whose values differ, by name.
     """
 
     meta: dict[str, list[Any]]  # pairs

@@ -27,12 +27,12 @@ class StoredBlock(NamedTuple):
     """Block of a checkpoint: a box of one tensor, stored row-major in a data file.
 
     Attributes:
-        tensor: name of the tensor.
-        box: the tensor's elements that the block holds.
-        file: name of the data file.
-        offset: byte of the file at which the block begins.
-        size: bytes of the block.
-        digest: xxh3-128 digest of these bytes.
+        ``tensor``: name of the tensor.
+        ``box``: the tensor's elements that the block holds.
+        ``file``: name of the data file.
+        ``offset``: byte of the file at which the block begins.
+        ``size``: bytes of the block.
+        ``digest``: xxh3-128 digest of these bytes.
     """
 
     tensor: str

@@ -42,13 +42,13 @@ class LevelStore:
     """Level of a run: a storage that gets a checkpoint at an interval of its own.
 
     Attributes:
-        place: storage that holds the level's checkpoints.
-        every: number of steps between two checkpoints; 0: none are due.
-        keep: number of newest checkpoints that are kept.
-        in_memory: whether the storage is a tmpfs of this host.
-        taken: names of the checkpoints in the storage, so that a save need not list them.
-        last: storage of the newest checkpoint; None if there is none.
-        step: step of the newest checkpoint; -1 if there is none.
+        ``place``: storage that holds the level's checkpoints.
+        ``every``: number of steps between two checkpoints; 0: none are due.
+        ``keep``: number of newest checkpoints that are kept.
+        ``in_memory``: whether the storage is a tmpfs of this host.
+        ``taken``: names of the checkpoints in the storage, so that a save need not list them.
+        ``last``: storage of the newest checkpoint; None if there is none.
+        ``step``: step of the newest checkpoint; -1 if there is none.
     """
 
     place: Storage
@@ -247,7 +247,10 @@ class Thinning:
         )
 
     def problems(self) -> list[str]:
-        """Return an error line for each deletion that has failed since the last call of this method. Does not wait."""
+        """Return an error message for each deletion that has failed since the last call of this method.
+
+        Does not wait.
+        """
         done = [work for work in self._work if work.done()]
         self._work = [work for work in self._work if not work.done()]
         return [

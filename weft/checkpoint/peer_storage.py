@@ -30,9 +30,9 @@ KEPT = 32
 
 @dataclass(frozen=True)
 class PeerStorage:
-    """Read-only :class:`~.storage.Storage` of files that other peers share.
+    """Read-only :class:`~.storage.Storage` of files that other peers share (``peer://path``).
 
-    ``prefix``: path of the folder among the shared files.
+    ``prefix``: path of the storage's root among the shared files.
     """
 
     prefix: str

@@ -38,12 +38,12 @@ class ElementMove:
     """Transfer of elements of one tensor from a rank to a rank, which may be the same.
 
     Attributes:
-        name: name of the tensor.
-        box: elements to transfer.
-        held: box of the part on the source rank that has these elements.
-        needed: box of the part on the target rank that needs them.
-        source: rank that sends.
-        target: rank that receives.
+        ``name``: name of the tensor.
+        ``box``: elements to transfer.
+        ``held``: box of the part on the source rank that has these elements.
+        ``needed``: box of the part on the target rank that needs them.
+        ``source``: rank that sends.
+        ``target``: rank that receives.
     """
 
     name: str

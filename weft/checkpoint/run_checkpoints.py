@@ -39,18 +39,18 @@ class Checkpoints:
     As a context it frees the saver's memory at exit.
 
     Args:
-        levels: levels of the run, the fastest storage first.
-        state: state to save (parameters and optimizer).
-        progress: progress through steps and data, saved with the state.
-        about: further contents of each root file (recipe, layout, digest of the data).
-        files: further files of each checkpoint (the tokenizer's), by name.
-        shape: shape of the run's model. Checkpoints of another model are never deleted.
-        mesh: ranks of the run.
-        listener: receiver of reports about saves.
-        folder: the run's folder, in which ``best.json`` is written.
-        best: the run's lowest validation loss so far.
-        strict: whether a save that failed in the background ends the run at the next save.
-        timeout: seconds that the commit of a save waits for other ranks.
+        ``levels``: levels of the run, the fastest storage first.
+        ``state``: state to save (parameters and optimizer).
+        ``progress``: progress through steps and data, saved with the state.
+        ``about``: further contents of each root file (recipe, layout, digest of the data).
+        ``files``: further files of each checkpoint (the tokenizer's), by name.
+        ``shape``: shape of the run's model. Checkpoints of another model are never deleted.
+        ``mesh``: ranks of the run.
+        ``listener``: receiver of reports about saves.
+        ``folder``: the run's folder, in which ``best.json`` is written.
+        ``best``: the run's lowest validation loss so far.
+        ``strict``: whether a save that failed in the background ends the run at the next save.
+        ``timeout``: seconds that the commit of a save waits for other ranks.
     """
 
     def __init__(
@@ -108,7 +108,10 @@ class Checkpoints:
         return self._levels[-1].last
 
     def wait_for_copy(self) -> None:
-        """Wait until the save under way, if any, has copied the state. Until then no parameter may be updated."""
+        """Wait until the save under way, if any, has copied the state.
+
+        Call it before every update of the parameters, because no parameter may change during the copy.
+        """
         self._saver.wait_for_copy()
 
     def due(self, step: int) -> list[LevelStore]:

@@ -24,10 +24,10 @@ class Progress:
     """Progress of a run through steps and data.
 
     Attributes:
-        step: number of steps taken.
-        position: number of samples used so far by all ranks together, so that it means the same under every layout.
-        tokens: number of tokens in these samples.
-        updates: number of steps that changed the parameters.
+        ``step``: number of steps taken.
+        ``position``: number of samples used so far by all ranks together, so that it means the same under every layout.
+        ``tokens``: number of tokens in these samples.
+        ``updates``: number of steps that changed the parameters.
     """
 
     step: int = 0
@@ -51,8 +51,9 @@ def load_state(
 ) -> Progress:
     """Load ``checkpoint``, whatever layout it was saved from, into ``state``. Returns the progress of the saved run.
 
-    Optimizer slots named in :data:`LIKE_PARAMETERS` that the checkpoint lacks start as copies of the parameters.
-    Collective over ``group`` (default: all ranks).
+    Tensors that the optimizer keeps beside the parameters, and that the checkpoint lacks, start as copies of the
+    parameters if they are named in :data:`LIKE_PARAMETERS` (such as moving averages). Collective over ``group``
+    (default: all ranks).
     """
     from weft.checkpoint import reshard
 

@@ -50,11 +50,11 @@ class S3Storage:
     rule of the bucket (AbortIncompleteMultipartUpload) removes them.
 
     Attributes:
-        bucket: name of the bucket.
-        prefix: prefix of the keys, without a slash at the end.
-        timeout: seconds for one request.
-        patience: seconds after which a failing operation is no longer retried.
-        pause: seconds before the first retry, doubled for each further one.
+        ``bucket``: name of the bucket.
+        ``prefix``: prefix of the keys, without a slash at the end.
+        ``timeout``: seconds for one request.
+        ``patience``: seconds after which a failing operation is no longer retried.
+        ``pause``: seconds before the first retry, doubled for each further one.
     """
 
     bucket: str

@@ -52,13 +52,14 @@ class Saver:
     A save waits for the previous save, so memory holds at most one copy of the state.
 
     Attributes:
-        warn: called with the problem of a failed save, unless ``strict`` is set.
-        strict: whether the next save raises the problem of a failed save.
-        timeout: seconds that the commit waits for the other ranks.
-        group: ranks that save together (default: all).
-        folder: folder for the copy of the state (default: the copy is in main memory).
-        reports: reports so far. Rank 0 gets those of other ranks when the next save begins or :meth:`finish` is called.
-        problem: problem of the last save; empty if there is none.
+        ``warn``: called with the problem of a failed save, unless ``strict`` is set.
+        ``strict``: whether the next save raises the problem of a failed save.
+        ``timeout``: seconds that the commit waits for the other ranks.
+        ``group``: ranks that save together (default: all).
+        ``folder``: folder for the copy of the state (default: the copy is in main memory).
+        ``reports``: reports so far. Rank 0 gets those of other ranks when the next save begins or :meth:`finish` is
+            called.
+        ``problem``: problem of the last save; empty if there is none.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Saver:
     def wait_for_copy(self) -> None:
         """Wait until the save under way, if any, has copied the state.
 
-        Must be called before every update of the parameters.
+        Call it before every update of the parameters, because no parameter may change during the copy.
         """
         if self._copying is None or self._task is None:
             return

@@ -13,9 +13,9 @@ class SourceFormat:
     """Format of checkpoints that ``weft checkpoint convert`` and ``model.from`` read.
 
     Attributes:
-        patterns: globs; a folder of this format contains a match of at least one of them.
-        suffix: suffix of the file's name if a checkpoint of this format is a single file; else empty.
-        place: priority: of several formats that match, the format with the lowest number is taken.
+        ``patterns``: globs; a folder of this format contains a match of at least one of them.
+        ``suffix``: suffix of the file's name if a checkpoint of this format is a single file; else empty.
+        ``place``: priority: of several formats that match, the format with the lowest number is taken.
     """
 
     patterns: ClassVar[tuple[str, ...]] = ()

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """Box of a tensor that this rank writes in a save, and where a copy of its elements lies in the staging memory.
+    """Box of a tensor that this rank writes in a save, and its place in the staging memory.
 
-    ``name``: name of the tensor; ``box``: the elements; ``offset``: the byte of the staging memory at which they begin;
-    ``size``: their bytes.
+    The staging memory holds the copy of the state that the writer process writes. ``name``: name of the tensor;
+    ``box``: its elements; ``offset``: the byte of the staging memory at which they begin; ``size``: their bytes.
     """
 
     name: str
@@ -40,7 +40,7 @@ class SavedPiece:
 
 
 def plan_pieces(locals_: Mapping[str, Part]) -> list[SavedPiece]:
-    """Return the boxes that this rank writes in a save, in their order in the staging memory.
+    """Return the boxes of tensors that this rank writes in a save, in their order in the staging memory.
 
     ``locals_``: this rank's parts of tensors, by name. Replicas of a part write different boxes of it.
     """
@@ -62,9 +62,10 @@ def plan_pieces(locals_: Mapping[str, Part]) -> list[SavedPiece]:
 
 
 def elements_of(piece: SavedPiece, part: Part, memory: mmap.mmap) -> torch.Tensor:
-    """Return the tensor that views the elements of ``piece`` in the staging memory ``memory``.
+    """Return a tensor that views the elements of ``piece`` in the staging memory.
 
-    ``part``: the rank's part of the tensor that ``piece`` is a box of.
+    ``part``: the rank's part of the tensor of which ``piece`` is a box; ``memory``: the staging memory, shared with the
+    writer process.
     """
     dtype = TORCH_DTYPES[part.tensor.dtype]
     flat = torch.frombuffer(

@@ -40,11 +40,11 @@ class Pretrained:
     """Opened model that ``model.from`` names.
 
     Attributes:
-        name: the model's name in messages.
-        shape: shape of the model.
-        values: function that reads the values of a parameter's box; None if the name is that of a ``config.json``
+        ``name``: the model's name in messages.
+        ``shape``: shape of the model.
+        ``values``: function that reads the values of a parameter's box; None if the name is that of a ``config.json``
             alone.
-        files: contents of the files beside the weights, such as the tokenizer's, by name.
+        ``files``: contents of the files beside the weights, such as the tokenizer's, by name.
     """
 
     name: str

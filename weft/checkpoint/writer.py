@@ -61,10 +61,10 @@ class DataFile:
     Iterating yields the chunks and computes the digests of the boxes.
 
     Args:
-        name: name of the file.
-        boxes: pairs of a tensor's name and a box, in the order of the file.
-        tensors: descriptions of the tensors, by name.
-        contents: function that yields the bytes of each box; it is called again if an attempt to write has failed.
+        ``name``: name of the file.
+        ``boxes``: pairs of a tensor's name and a box, in the order of the file.
+        ``tensors``: descriptions of the tensors, by name.
+        ``contents``: function that yields the bytes of each box; it is called again if an attempt to write has failed.
     """
 
     def __init__(

@@ -48,10 +48,10 @@ PROFILED = 3
 
 
 class HostRoom:
-    """Room in the host's memory for saved storages. It has the methods of :class:`Region` that rooms need.
+    """Room (stretch of memory) on the host for the storages that a block saves for backward.
 
-    ``size``: bytes; ``pinned``: whether the memory is pinned for copies to and from a GPU; ``threads``: threads that
-    copy.
+    It has the methods of :class:`Region` that rooms need. ``size``: bytes; ``pinned``: whether the memory is pinned for
+    copies to and from a GPU; ``threads``: threads that copy.
     """
 
     def __init__(self, size: int, pinned: bool, threads: Threads) -> None:
@@ -117,10 +117,10 @@ class SavedStorage:
     Only tensors that autograd has saved refer to this object, so that backward frees its memory.
 
     Attributes:
-        here: bytes on the device (uint8), or None while they are only in the run's room.
-        run: run of the block that saved the storage.
-        size: number of bytes.
-        start: byte of the room at which the storage begins; -1 if it is not moved.
+        ``here``: bytes on the device (uint8), or None while they are only in the run's room.
+        ``run``: run of the block that saved the storage.
+        ``size``: number of bytes.
+        ``start``: byte of the room at which the storage begins; -1 if it is not moved.
     """
 
     def __init__(self, here: T, run: "BlockRun") -> None:
@@ -161,15 +161,15 @@ class BlockRun:
     """One forward run of a block, and the storages that it has saved for backward.
 
     Attributes:
-        before: weak reference to the run before this one in the same pass, which backward reaches after this one.
-        index: number of this run in the pass.
-        stored: storages that the run has saved.
-        room: room to which they are moved; None if they stay on the device.
-        leaving: transfer to the room.
-        coming: transfer back to the device.
-        wanted: whether backward has reached this run.
-        timing: times and sizes of the run.
-        leaves: whether the storages are moved, while the first passes are profiled.
+        ``before``: weak reference to the run before this one in the same pass, which backward reaches after this one.
+        ``index``: number of this run in the pass.
+        ``stored``: storages that the run has saved.
+        ``room``: room to which they are moved; None if they stay on the device.
+        ``leaving``: transfer to the room.
+        ``coming``: transfer back to the device.
+        ``wanted``: whether backward has reached this run.
+        ``timing``: times and sizes of the run.
+        ``leaves``: whether the storages are moved, while the first passes are profiled.
     """
 
     def __init__(self, before: "BlockRun | None") -> None:
@@ -192,14 +192,10 @@ class BlockRun:
 class SavedActivations:
     """Mover of the tensors that blocks save for backward, from the device to the host's memory or a file, and back.
 
-    Attributes:
-        device: device on which the blocks run.
-        file: file to which tensors are moved; None: to the host's memory.
-        blocks: number of first blocks of each pass whose tensors are moved. With 0 a profile of the first passes
-            decides.
-        report: called with the profile and the decision, as a dict for the metrics.
-        sent: total bytes that were to be moved so far.
-        peak: most bytes of saved tensors on the device at once.
+    ``device``: where the blocks run; ``file``: file to which tensors are moved, None for the host's memory; ``blocks``:
+    number of first blocks of each pass whose tensors are moved, or 0 to decide by a profile of the first passes;
+    ``report``: called with the profile and the decision, as a dict for the metrics. The attribute ``sent`` is the
+    number of bytes that were to be moved so far, and ``peak`` the most bytes of saved tensors on the device at once.
     """
 
     def __init__(

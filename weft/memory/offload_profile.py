@@ -55,12 +55,12 @@ class Profile:
     """Measured cost of a pass (forward and backward) over the blocks of a model or pipeline stage.
 
     Attributes:
-        blocks: cost of each block.
-        write: bytes per second of transfers from the device.
-        read: bytes per second of transfers to the device.
-        write_drag: seconds that each byte written adds to the computation beside it, as threads that copy take
+        ``blocks``: cost of each block.
+        ``write``: bytes per second of transfers from the device.
+        ``read``: bytes per second of transfers to the device.
+        ``write_drag``: seconds that each byte written adds to the computation beside it, as threads that copy take
             processors and memory from the computation.
-        read_drag: seconds that each byte read adds.
+        ``read_drag``: seconds that each byte read adds.
     """
 
     blocks: Sequence[BlockCost]

@@ -9,7 +9,7 @@ import torch
 
 
 class OnDevice:
-    """Tiers of a run that keeps all tensors on the device, so that nothing is moved.
+    """Tiers (places of memory in which tensors rest) of a run that keeps all tensors on the device.
 
     The subclass :class:`weft.memory.resting.Tiers` moves tensors to the host's memory or a file while they are not in
     use. ``places``: where each kind of tensor rests; ``room``: bytes of weights that may stay in memory between uses.
@@ -37,13 +37,17 @@ class OnDevice:
         return 0
 
     def rest(self, owner: Hashable, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Let tensors rest where those of their kind rest, while they are not in use; here, on the device.
+        """Declare where tensors rest while they are not in use; here, on the device.
 
-        ``owner``: unit of the state to which ``tensors`` belong; ``kind``: "weights", "gradients" or "moments".
+        ``owner``: unit of the state (parameters updated together) to which ``tensors`` belong; ``kind``: "weights",
+        "gradients" or "moments".
         """
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
-        """Begin to read the tensors of these ``kinds`` of the unit ``owner``, because they will soon be used."""
+        """Begin to read the tensors of some kinds of one unit from where they rest, because they will soon be used.
+
+        ``owner``: the unit (parameters that are updated together); ``kinds``: of "weights", "gradients" and "moments".
+        """
 
     def size(self, owner: Hashable, kind: str) -> int:
         """Return the bytes that tensors of one ``kind`` of the unit ``owner`` take in a file.

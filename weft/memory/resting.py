@@ -42,18 +42,18 @@ class RestingGroup:
     """Tensors of one unit and kind that rest together, outside the memory in which they are used.
 
     Attributes:
-        tensors: the tensors, whose objects stay the same while their memory changes.
-        file: file in which they rest; None: in the host's memory.
-        pool: buffers through which they pass.
-        device: device on which they are used.
-        size: bytes of all tensors.
-        home: memory in which they rest.
-        spare: room for a second version of them; None if there is none.
-        buffer: memory into which they were read; None if there is none.
-        kept: whether the buffer stays after their next use.
-        coming: transfer that reads them; None if there is none.
-        leaving: transfer that writes them back; None if there is none.
-        in_use: whether they are in the memory in which they are used.
+        ``tensors``: the tensors, whose objects stay the same while their memory changes.
+        ``file``: file in which they rest; None: in the host's memory.
+        ``pool``: buffers through which they pass.
+        ``device``: device on which they are used.
+        ``size``: bytes of all tensors.
+        ``home``: memory in which they rest.
+        ``spare``: room for a second version of them; None if there is none.
+        ``buffer``: memory into which they were read; None if there is none.
+        ``kept``: whether the buffer stays after their next use.
+        ``coming``: transfer that reads them; None if there is none.
+        ``leaving``: transfer that writes them back; None if there is none.
+        ``in_use``: whether they are in the memory in which they are used.
     """
 
     def __init__(
@@ -95,7 +95,10 @@ class RestingGroup:
         self.spare = self.spare or self._room()
 
     def turn(self) -> None:
-        """Exchange the current version of the tensors for the second version. No transfer may be under way."""
+        """Make the second version of the tensors the current one, and the current version the second.
+
+        No transfer may be under way.
+        """
         assert self.spare is not None
         (self.region, self.home), self.spare = self.spare, (self.region, self.home)
         self._refer_to(self.home)
@@ -165,7 +168,7 @@ class RestingGroup:
             self.buffer = None
 
     def settle(self) -> None:
-        """Wait for all transfers of the tensors, so that they are where they rest.
+        """Wait until all transfers of the tensors have ended, so that the tensors are where they rest.
 
         A buffer that was read but not used is returned to the pool.
         """
@@ -217,12 +220,12 @@ class Tiers(OnDevice):
     step, so that from the second step on the next unit's tensors are read while the present unit's are in use.
 
     Args:
-        places: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); other kinds are on the
+        ``places``: "device", "host" or "file" for each kind ("weights", "gradients", "moments"); other kinds are on the
             device.
-        folder: folder in which every rank has a file.
-        device: device on which tensors are used.
-        timeout: seconds that one transfer may take.
-        room: bytes of weights that may stay in memory between uses, beyond those that a step always needs.
+        ``folder``: folder in which every rank has a file.
+        ``device``: device on which tensors are used.
+        ``timeout``: seconds that one transfer may take.
+        ``room``: bytes of weights that may stay in memory between uses, beyond those that a step always needs.
     """
 
     def __init__(
@@ -276,10 +279,10 @@ class Tiers(OnDevice):
         return self._file.note if self._file is not None else ""
 
     def rest(self, owner: Hashable, kind: str, tensors: Iterable[T]) -> None:
-        """Let ``tensors`` rest where those of their kind rest, while they are not in use.
+        """Let ``tensors`` rest, while they are not in use, where the setting for their kind says.
 
-        The tensor objects stay the same. ``owner``: unit of the state to which they belong; ``kind``: "weights",
-        "gradients" or "moments".
+        The tensor objects stay the same. ``owner``: unit of the state (parameters updated together) to which they
+        belong; ``kind``: "weights", "gradients" or "moments".
         """
         place = self.places.get(kind, "device")
         tensors = [t for t in tensors if t.numel()]
@@ -291,7 +294,10 @@ class Tiers(OnDevice):
             )
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
-        """Begin to read the tensors of these ``kinds`` of the unit ``owner``, because they will soon be used."""
+        """Begin to read the tensors of some kinds of one unit from where they rest, because they will soon be used.
+
+        ``owner``: the unit (parameters that are updated together); ``kinds``: of "weights", "gradients" and "moments".
+        """
         for kind in kinds:
             if group := self._group(owner, kind):
                 group.fetch()

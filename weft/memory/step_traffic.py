@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Sizes of one unit's state in files, and when the unit may be updated.
+    """Sizes of the state of one unit (parameters that are updated together) in files, and when it may be updated.
 
     Attributes:
-        weights: bytes of its weights in files.
-        gradients: bytes of its gradients in files.
-        moments: bytes of its optimizer moments in files.
-        learns: whether it is trained.
-        free: whether it may be updated before the norm of all gradients is known.
+        ``weights``: bytes of its weights in files.
+        ``gradients``: bytes of its gradients in files.
+        ``moments``: bytes of its optimizer moments in files.
+        ``learns``: whether it is trained.
+        ``free``: whether it may be updated before the norm of all gradients is known.
     """
 
     weights: float

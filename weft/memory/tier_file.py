@@ -100,10 +100,10 @@ class BufferPool:
     pinned.
 
     Attributes:
-        pinned: whether buffers are pinned for copies to and from CUDA devices.
-        bytes: bytes of all buffers, in use or not.
-        most: the peak of ``bytes``.
-        when_short: called when memory runs out, to return buffers that are still being written.
+        ``pinned``: whether buffers are pinned for copies to and from CUDA devices.
+        ``bytes``: bytes of all buffers, in use or not.
+        ``most``: the peak of ``bytes``.
+        ``when_short``: called when memory runs out, to return buffers that are still being written.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -202,10 +202,10 @@ class Region:
     A transfer may not overlap with another transfer, or with a use of the memory, that changes the same bytes.
 
     Attributes:
-        file: the file.
-        offset: byte of the file at which the region begins.
-        size: bytes of the region.
-        memory: the same bytes mapped into this process, uint8.
+        ``file``: the file.
+        ``offset``: byte of the file at which the region begins.
+        ``size``: bytes of the region.
+        ``memory``: the same bytes mapped into this process, uint8.
     """
 
     file: "TierFile"
@@ -337,12 +337,12 @@ class TierFile:
     """File for the offloaded tensors of one rank. It grows by regions and disappears with its last user.
 
     Attributes:
-        folder: folder of the file.
-        timeout: seconds that a transfer may take.
-        called: setting that names the folder, for messages.
-        bytes: bytes ``read`` and ``written`` by transfers so far.
-        note: warning that the file goes through the page cache, because its file system has no direct I/O, or that it
-            is in memory; "" if there is none.
+        ``folder``: folder of the file.
+        ``timeout``: seconds that a transfer may take.
+        ``called``: setting that names the folder, for messages.
+        ``bytes``: bytes ``read`` and ``written`` by transfers so far.
+        ``note``: warning that the file goes through the page cache, because its file system has no direct I/O, or that
+            it is in memory; "" if there is none.
     """
 
     def __init__(

@@ -259,8 +259,8 @@ class Channel:
         """Connect to the endpoint at ``address``, and return the connection after its handshake.
 
         ``hello``: what this end says about itself; ``limit``: seconds that this may take; ``stall``: seconds that each
-        record of a frame may take later; ``name``: the channel's name at the other endpoint, by default the name of
-        this channel. Raises OSError.
+        MiB of a message may take later; ``name``: the channel's name at the other endpoint, by default the name of this
+        channel. Raises OSError.
         """
         sock = self._socket(address)
         deadline = time.monotonic() + limit
@@ -329,7 +329,7 @@ class Channel:
         ).start()
 
     def shut(self) -> None:
-        """Accept no further connections; existing connections go on."""
+        """Accept no further connections. Existing connections go on."""
         self.endpoint.forget(self)
 
     def close(self) -> None:

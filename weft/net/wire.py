@@ -201,8 +201,8 @@ class _Records:
 class Session:
     """Keys of one connection, on which both ends have agreed in the handshake.
 
-    ``outgoing``: protects records that are sent; ``incoming``: checks records that are received; ``hello``: what the
-    dialling end says about itself.
+    ``outgoing``: seals or encrypts what is sent; ``incoming``: checks and decrypts what is received; ``hello``: what
+    the dialling end says about itself.
     """
 
     outgoing: _Records
@@ -212,7 +212,7 @@ class Session:
     def encode(
         self, head: Head, payload: Sequence[memoryview] = ()
     ) -> Iterator[Buffer]:
-        """Yield the sealed or encrypted bytes of a frame, to be sent in this order.
+        """Yield the bytes of a frame as they are sent, sealed or encrypted.
 
         ``head``: JSON values by name; ``payload``: raw bytes, one view after another.
         """
@@ -223,10 +223,11 @@ class Session:
             yield from self.outgoing.seal(piece, b"")
 
     def decode(self, place: Place | None = None) -> Steps[Frame]:
-        """Read the next frame, as a generator that yields the memory to be filled with received bytes.
+        """Read the next frame (a head in JSON and a raw payload), as a generator that yields memory to be filled.
 
-        ``place(head, size)`` returns the memory for the frame's payload; by default new memory is allocated. Raises
-        :class:`WireForged` if a record does not match its seal.
+        Each memory is to be filled with the next received bytes. ``place(head, size)`` returns the memory for the
+        frame's payload; by default new memory is allocated. Raises :class:`WireForged` if received data does not match
+        its seal.
         """
         yield (fixed := memoryview(bytearray(_FRAME.size)))
         length, size = _FRAME.unpack(fixed)
@@ -418,8 +419,8 @@ class Incoming(Generic[R]):
 class SealedConnection:
     """Connection whose handshake is over, for threads that block: one thread may send while another receives.
 
-    ``sock``: non-blocking socket; ``session``: keys of the connection; ``stall``: seconds that each record of a frame
-    may take once the frame has begun.
+    ``sock``: non-blocking socket; ``session``: keys of the connection; ``stall``: seconds that each record (at most a
+    MiB) of a frame may take once the frame has begun.
     """
 
     def __init__(
@@ -432,7 +433,7 @@ class SealedConnection:
         return self.session.hello
 
     def send(self, head: Head, payload: Sequence[memoryview] = ()) -> int:
-        """Send a frame, and return the number of bytes sent.
+        """Send a frame (a head in JSON and a raw payload), and return the number of bytes sent.
 
         ``head``: JSON values by name; ``payload``: raw bytes, one view after another. Raises OSError
         (:class:`WireBroken` is a subclass).

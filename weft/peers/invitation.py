@@ -20,10 +20,10 @@ class Invitation:
     """Data with which a machine joins as a peer, written as one line of text.
 
     Attributes:
-        host: host of the relay.
-        port: port of the relay.
-        relay: public key of the relay, in hexadecimal.
-        secret: 32 bytes that only invited peers have.
+        ``host``: host of the relay.
+        ``port``: port of the relay.
+        ``relay``: public key of the relay, in hexadecimal.
+        ``secret``: 32 bytes that only invited peers have.
     """
 
     host: str
@@ -64,10 +64,10 @@ class Ticket:
     """Data with which a machine runs a relay, written as one line of text.
 
     Attributes:
-        host: host at which peers reach the relay.
-        port: port of the relay.
-        key: private key of the relay, 32 bytes.
-        token: text by which invited peers show that they are invited (:attr:`Invitation.token`).
+        ``host``: host at which peers reach the relay.
+        ``port``: port of the relay.
+        ``key``: private key of the relay, 32 bytes.
+        ``token``: text by which invited peers show that they are invited (:attr:`Invitation.token`).
     """
 
     host: str

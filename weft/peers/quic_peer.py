@@ -60,10 +60,10 @@ class ConnectedPeer(NamedTuple):
     """Another peer, and how this peer is connected with it.
 
     Attributes:
-        id: public key of the peer.
-        name: what the peer calls itself.
-        direct: address to which packets go; None if they go over the relay.
-        milliseconds: duration of a round trip.
+        ``id``: public key of the peer.
+        ``name``: what the peer calls itself.
+        ``direct``: address to which packets go; None if they go over the relay.
+        ``milliseconds``: duration of a round trip.
     """
 
     id: str
@@ -90,11 +90,12 @@ class Peer:
     Methods may be called in any thread and wait for a limited time. An event loop in a thread of its own does the work.
 
     Args:
-        invitation: invitation of the peers.
-        name: name by which others may address this peer instead of by its public key; default: the name of the host.
-        share: folders whose files other peers may fetch.
-        key: private key of this peer, 32 bytes; default: a new one.
-        say: called with a line of text for each event.
+        ``invitation``: invitation of the peers.
+        ``name``: name by which others may address this peer instead of by its public key; default: the name of the
+            host.
+        ``share``: folders whose files other peers may fetch.
+        ``key``: private key of this peer, 32 bytes; default: a new one.
+        ``say``: called with a line of text for each event.
     """
 
     def __init__(
@@ -319,8 +320,8 @@ class Peer:
     def having(self, path: str, shared: Shared) -> list[str]:
         """Return the public keys of the connected peers that have a shared file.
 
-        ``path``: path of the file, for error messages; ``shared``: its announcement. If there are none,
-        :class:`PeerError` names the peers that have the file but cannot be reached.
+        ``path``: path of the file, for error messages; ``shared``: its announcement. Raises :class:`PeerError` if no
+        such peer is connected, which names those that have the file but cannot be reached.
         """
         all_ = [peer for peer, _ in self.table.under(f"has/{shared.root}/")]
         there = [peer for peer in all_ if peer in self._links]

@@ -44,13 +44,14 @@ class Agreement:
     intervals.
 
     Attributes:
-        census: what this member knows of the others.
-        send: ``send(address, message)`` sends a message to the member at ``(host, port)``, and may lose the message.
-        seen: view that this process was last given; None before the first.
-        fatal: reason why the run must end at all members; "" while it may go on.
-        ended: whether this process has come to the end of the run.
-        outcome: result of :meth:`want`: the next view, or the error that prevents it; None while it is undecided.
-        noted: for a newcomer, whether a member has answered it.
+        ``census``: what this member knows of the others.
+        ``send``: ``send(address, message)`` sends a message to the member at ``(host, port)``, and may lose the
+            message.
+        ``seen``: view that this process was last given; None before the first.
+        ``fatal``: reason why the run must end at all members; "" while it may go on.
+        ``ended``: whether this process has come to the end of the run.
+        ``outcome``: result of :meth:`want`: the next view, or the error that prevents it; None while it is undecided.
+        ``noted``: for a newcomer, whether a member has answered it.
     """
 
     def __init__(

@@ -23,13 +23,13 @@ Start = tuple[int, str]
 
 
 class Stay(NamedTuple):
-    """Period in which an island takes part in the exchanges between islands.
+    """Period in which an island (a group of ranks that trains by itself) takes part in exchanges with other islands.
 
     Attributes:
-        island: number of the island.
-        life: random word that identifies one start of the island.
-        after: number of the last exchange before the period.
-        until: number of the last exchange in the period; None while the island is present.
+        ``island``: number of the island.
+        ``life``: random word that identifies one start of the island.
+        ``after``: number of the last exchange before the period.
+        ``until``: number of the last exchange in the period; None while the island is present.
     """
 
     island: int
@@ -46,7 +46,7 @@ class Stay(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Islands that a new view has lost or gained.
+    """Islands that a run has lost or gained with a new view (set of the run's members).
 
     ``went``: stays of islands that are lost; ``joined``: numbers of islands that are back; ``unable``: why this rank
     cannot go on, or "" if it can.
@@ -62,20 +62,20 @@ class Attendance:
     """What one rank knows about the islands and their exchanges.
 
     Attributes:
-        start: number of this rank's island, and the random word that identifies this start of the island.
-        place: number of this rank within its island.
-        ranks: number of ranks per island.
-        how: the recipe's section ``[sync]``.
-        stays: periods in which islands take or took part.
-        members: numbers of the members, by island and by place in the island.
-        known: facts of each member, by the member's number.
-        waiting: future stays of islands that have no state yet.
-        giver: number of the island that hands its state to the waiting islands.
-        begun: number of the last exchange that has begun here.
-        committed: number of the last exchange that is over.
-        pending: exchange for which this rank has received everything (its number, and the function that draws
+        ``start``: number of this rank's island, and the random word that identifies this start of the island.
+        ``place``: number of this rank within its island.
+        ``ranks``: number of ranks per island.
+        ``how``: the recipe's section ``[sync]``.
+        ``stays``: periods in which islands take or took part.
+        ``members``: numbers of the members, by island and by place in the island.
+        ``known``: facts of each member, by the member's number.
+        ``waiting``: future stays of islands that have no state yet.
+        ``giver``: number of the island that hands its state to the waiting islands.
+        ``begun``: number of the last exchange that has begun here.
+        ``committed``: number of the last exchange that is over.
+        ``pending``: exchange for which this rank has received everything (its number, and the function that draws
             partners).
-        got: number of the exchange after which this rank received its state; None before that.
+        ``got``: number of the exchange after which this rank received its state; None before that.
     """
 
     start: Start
@@ -94,16 +94,19 @@ class Attendance:
 
     @property
     def present(self) -> list[Stay]:
-        """The stays of islands that take part now."""
+        """The stays (periods of taking part) of islands that take part now."""
         return [stay for stay in self.stays if stay.until is None]
 
     @property
     def own_stay(self) -> Stay | None:
-        """Future stay of this rank's island, while the island waits for the state of another; otherwise None."""
+        """Future stay of this rank's island, while the island waits for the state of another; else None.
+
+        A stay is a period of taking part in exchanges.
+        """
         return next((stay for stay in self.waiting if stay.start == self.start), None)
 
     def begin(self, lives: Mapping[int, str]) -> None:
-        """Start with the run's first view, in which all islands take part from the beginning.
+        """Start with the run's first view (set of members), in which all islands take part.
 
         ``lives``: for each island, by number, the random word that identifies its start.
         """
@@ -121,24 +124,25 @@ class Attendance:
         }  # fmt: skip
 
     def population(self, number: int) -> list[int]:
-        """Return the islands, present or lost since, among which the partners of an exchange are drawn.
+        """Return the islands, present or lost since, among which the partners of an exchange between islands are drawn.
 
         ``number``: number of the exchange.
         """
         return sorted({stay.island for stay in self.stays if stay.covers(number)})
 
     def partners(self, number: int, draw: Draw) -> list[int]:
-        """Return the present islands with which this rank's island exchanges in exchange number ``number``.
+        """Return the present islands with which this rank's island exchanges updates in one exchange.
 
-        ``draw(islands)`` chooses the partners among the islands that :meth:`population` returns.
+        ``number``: number of the exchange; ``draw(islands)``: chooses the partners among the islands that
+        :meth:`population` returns.
         """
         here = {stay.island for stay in self.present if stay.covers(number)}
         return [island for island in draw(self.population(number)) if island in here]
 
     def newcomers(self, number: int) -> list[int]:
-        """Return the islands that join after exchange number ``number`` and get their state from this rank's island.
+        """Return the islands that join after one exchange and get their state from this rank's island.
 
-        The list is empty if another island hands over its state.
+        ``number``: number of the exchange. The list is empty if another island hands over its state.
         """
         count = self.how.fragments
         if self.giver != self.start[0]:
@@ -150,10 +154,10 @@ class Attendance:
         ]
 
     def adopt(self, members: Sequence[Member], facts: Sequence[Facts]) -> Changes:
-        """Work out which islands are present in a new view, with the same result on all ranks. Returns the changes.
+        """Work out which islands are present in a new view (set of the run's members). Returns the changes.
 
         ``members``: members of the view; ``facts``: for each of these members, in the same order, what it said in the
-        agreement (:meth:`facts`).
+        agreement (:meth:`facts`). The result is the same on all ranks.
         """
         started: dict[Start, dict[int, Facts]] = {}  # by place
         numbers: dict[Start, dict[int, int]] = {}

@@ -30,8 +30,8 @@ Message = dict[str, Any]
 class OtherMember:
     """Another process that is a member of the run or wants to be one.
 
-    ``member``: its address and number; ``said``: its last ``stand`` message in this view, {} if none; ``life``: how
-    often it had started over as a newcomer when its last message came.
+    ``member``: its address and number; ``said``: the last message by which it told its state (``stand``), {} if there
+    is none in this view; ``life``: how often it had started over as a newcomer when its last message came.
     """
 
     member: Member
@@ -56,13 +56,13 @@ class Census:
     """What one member knows of the other processes: which are lost, and whether the present view still works.
 
     Attributes:
-        me: this member.
-        view: last committed view; None for a newcomer.
-        peers: the other processes, by address.
-        lost: losses of members of the present view, by address.
-        leaving: whether this member is about to leave the run.
-        why: reason why the present view can do no further step; "" while it can.
-        breaks: reasons that the agent has not yet reported to the process.
+        ``me``: this member.
+        ``view``: last committed view; None for a newcomer.
+        ``peers``: the other processes, by address.
+        ``lost``: losses of members of the present view, by address.
+        ``leaving``: whether this member is about to leave the run.
+        ``why``: reason why the present view can do no further step; "" while it can.
+        ``breaks``: reasons that the agent has not yet reported to the process.
     """
 
     def __init__(self, me: Member) -> None:
@@ -141,9 +141,10 @@ class Census:
     ) -> None:
         """Record that the member at ``address`` is lost, for the reason ``why``.
 
-        ``proved``: the member is certainly gone, and not just silent. ``witnessed``: another member that had contact to
-        the lost member up to its end has reported the loss. Without a witness the proof does not count if the lost
-        member had considered this member lost before: it may have gone on with others, and died later.
+        ``proved``: whether the member is certainly gone, and not just silent. ``witnessed``: whether another member
+        reports the loss that had contact to the lost member up to its end. Without a witness the proof does not count
+        if the lost member had considered this member lost before: the lost member may have gone on with others, and
+        died later.
         """
         peer, known = self.peers[address], self.lost.get(address)
         if known and (known.proved or not witnessed):
@@ -168,9 +169,9 @@ class Census:
                 )
 
     def hear(self, peer: OtherMember, message: Message) -> None:
-        """Record a ``stand`` message of a member, which shows that the member is alive and whom it considers lost.
+        """Record the message by which a member tells its state: that it is alive, and whom it considers lost.
 
-        ``peer``: the member; ``message``: its message.
+        ``peer``: the member; ``message``: its message (:meth:`.Agreement.stand`).
         """
         peer.said, peer.life = message, message["life"]
         loss = self.lost.get(peer.member.address)
@@ -312,7 +313,9 @@ class Census:
         return (self.view.reasons or {}).get(number, GONE)
 
     def wants_change(self) -> bool:
-        """Return whether a process can be let into the run, or a member asks to leave it."""
+        """Return whether the set of members is to change: a process can be let into the run, or a member asks to leave
+        it.
+        """
         if self.view is None:
             return False
         leaving = self.leaving or any(

@@ -149,12 +149,12 @@ class Company(Presence):
     def come_in(
         self, take: Callable[[int, int], list[int]], all_say: Callable[[Any], list[Any]]
     ) -> Handover:
-        """Receive the model's state from another island at the end of a round. Returns which state it is.
+        """Receive the model's state from another island at the end of a round.
 
-        If the other island is lost meanwhile, the next one is asked. ``take(island, round)`` receives the state of
-        ``island`` after ``round``. It returns a list of integers: the count of tokens, then for each fragment the
-        number of islands in its last mean, then the order of the ring. ``all_say(value)`` gathers a value from every
-        rank of this island.
+        Returns the number of the round, and its tokens. If the other island is lost meanwhile, the next one is asked.
+        ``take(island, round)`` receives the state of ``island`` after ``round``. It returns a list of integers: the
+        count of tokens, then for each fragment of the model the number of islands in its last mean, then the order in
+        which islands form a ring. ``all_say(value)`` gathers a value from every rank of this island.
         """
         attendance, fragments = self.attendance, self.attendance.how.fragments
         while True:

@@ -32,16 +32,16 @@ class IslandParty:
     """One rank's part in the views of a run of islands; a thread of its own follows the views (:class:`.life.Party`).
 
     Attributes:
-        membership: agent that agrees on views with the other ranks.
-        attendance: what this rank knows about the islands.
-        streams: connections to other islands.
-        detect: seconds of silence after which a rank counts as lost.
-        changed: condition whose lock guards the attendance and the following attributes.
-        view: present view; None before the first.
-        addresses: for each island, the address of the rank that has this rank's place there.
-        known: addresses of members that this rank asks to let it in; empty if it was started with the run.
-        changing: whether an agreement on the next view is under way.
-        fatal: error that ends this process; None while it goes on.
+        ``membership``: agent that agrees on views with the other ranks.
+        ``attendance``: what this rank knows about the islands.
+        ``streams``: connections to other islands.
+        ``detect``: seconds of silence after which a rank counts as lost.
+        ``changed``: condition whose lock guards the attendance and the following attributes.
+        ``view``: present view; None before the first.
+        ``addresses``: for each island, the address of the rank that has this rank's place there.
+        ``known``: addresses of members that this rank asks to let it in; empty if it was started with the run.
+        ``changing``: whether an agreement on the next view is under way.
+        ``fatal``: error that ends this process; None while it goes on.
     """
 
     step = 0

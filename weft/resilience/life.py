@@ -37,7 +37,7 @@ class LifeMove(Enum):
 
 
 class ViewEntry(NamedTuple):
-    """Result of entering a view: whether this member can take part in it.
+    """Result of entering a view (set of the run's members): whether this member can take part in it.
 
     ``unable``: why this member cannot take part; "" if it can. ``again``: whether another member cannot take part, so
     that the others must agree on one more view.
@@ -52,14 +52,14 @@ class Life:
     """State machine that decides what a rank does next: join the run, agree on the next view, take part in it, or end.
 
     Attributes:
-        move: next action of the rank.
-        of_island: whether the rank belongs to an island that is started again after a loss. Such a rank ends if it is
-            left out or fails. Other ranks ask to be let in again, and their own errors end the run for all.
-        error: why the rank ends; None if it ends well.
-        farewell: reason that makes all other ranks end, too; "" if they go on.
-        left_out: whether the others have gone on without this rank.
-        attempts: number of times that the step after ``step`` has failed.
-        step: number of the last step that was done.
+        ``move``: next action of the rank.
+        ``of_island``: whether the rank belongs to an island that is started again after a loss. Such a rank ends if it
+            is left out or fails. Other ranks ask to be let in again, and their own errors end the run for all.
+        ``error``: why the rank ends; None if it ends well.
+        ``farewell``: reason that makes all other ranks end, too; "" if they go on.
+        ``left_out``: whether the others have gone on without this rank.
+        ``attempts``: number of times that the step after ``step`` has failed.
+        ``step``: number of the last step that was done.
     """
 
     move: LifeMove
@@ -76,7 +76,7 @@ class Life:
             self.attempts, self.step = 0, step
 
     def regroup(self) -> None:
-        """Record that this rank agrees on the next view now.
+        """Record that this rank agrees with the others on the next view (set of members) now.
 
         Call it when the present view has ended on purpose, or when a member has answered this rank's request to join.
         """
@@ -152,7 +152,11 @@ class Agent(Protocol):
 
 
 class Party(Protocol[R_co]):
-    """Interface of what takes part in views: a rank of a run without islands, or one rank's side of an island."""
+    """Interface of what takes part in views (sets of the run's members), one after another.
+
+    It is implemented by a rank of a run without islands (:class:`.rank_life.RankParty`), and by one rank's side of an
+    island (:class:`.island_party.IslandParty`).
+    """
 
     @property
     def step(self) -> int:
@@ -184,11 +188,11 @@ class Party(Protocol[R_co]):
 
 
 def live(life: Life, agent: Agent, party: Party[R], limit: float) -> R | None:
-    """Go from view to view until this rank's part in the run is over. Returns the result of the last stay in a view.
+    """Go from view to view (set of members) until this rank's part in the run is over.
 
-    ``life``: decides the next action; ``agent``: agrees on views; ``party``: takes part in them (:meth:`Party.stay`);
-    ``limit``: seconds that an agreement may take. Returns None if this rank was asked to leave, or the run has ended
-    without it. Raises the error that ends this rank.
+    Returns the result of the last stay. ``life``: decides the next action; ``agent``: agrees on views; ``party``: takes
+    part in them (:meth:`Party.stay`); ``limit``: seconds that an agreement may take. Returns None if this rank was
+    asked to leave, or the run has ended without it. Raises the error that ends this rank.
     """
     ending: R | None = None
     while life.move is not LifeMove.END:

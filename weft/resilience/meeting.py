@@ -32,7 +32,7 @@ def exchange_addresses(
     membership: Membership, store: dist.Store, rank: int, world: int, about: dict[str, Any],
     facts: dict[str, Any] | None = None,
 ) -> View:  # fmt: skip
-    """Exchange addresses with all ranks that were started together. Returns the first view of the run.
+    """Exchange addresses with all ranks that were started together. Returns the first view (set of members) of the run.
 
     ``membership``: this rank's agent; ``store``: key-value store of the run's start; ``rank`` and ``world``: this rank
     and the number of ranks; ``about``: what the run tells later newcomers, such as the recipe; ``facts``: what this

@@ -72,12 +72,18 @@ class _Link:
 class Membership:
     """Agent of this process: a thread that watches the other members of the run, and agrees with them on views.
 
-    ``detect``: seconds of silence after which a member counts as lost; ``token``: the run's secret; ``endpoint``:
-    listener of this process, by default a new one on this machine, which is closed with the agent; ``number``: number
-    of this member, if it has one. ``on_break(why)`` is called in the agent's thread when the view can do no further
-    step; it must return soon, as no heartbeats are sent meanwhile. ``interrupted()``: whether the process was told to
-    end, so that it does not wait for others much longer. The attribute ``published`` holds what members have published,
-    by their numbers.
+    A view is the set of members that take part in the run. The attribute ``published`` holds what members have
+    published, by their numbers.
+
+    Args:
+        ``detect``: seconds of silence after which a member counts as lost.
+        ``token``: the run's secret.
+        ``on_break``: called in the agent's thread, with the reason, when the view can do no further step. It must
+            return soon, as no heartbeats are sent meanwhile.
+        ``endpoint``: listener of this process, which is closed with the agent; default: a new one on this machine.
+        ``number``: number of this member, if it has one.
+        ``interrupted``: function that says whether the process was told to end, so that it does not wait for others
+            much longer.
     """
 
     def __init__(

@@ -43,20 +43,20 @@ class RankGuard(Watching):
     """Hooks around the training steps of one rank, and the data that the rank keeps from view to view.
 
     Attributes:
-        view: present view.
-        membership: agent that agrees on views with the other ranks.
-        recipe: the run's recipe.
-        received: signals that have asked this process to stop.
-        life: state machine that decides what the rank does next.
-        run: the run's folder and storages; None before it is opened.
-        snapshots: copies of the state in memory. Those of the previous view are kept until the present view has its
+        ``view``: present view.
+        ``membership``: agent that agrees on views with the other ranks.
+        ``recipe``: the run's recipe.
+        ``received``: signals that have asked this process to stop.
+        ``life``: state machine that decides what the rank does next.
+        ``run``: the run's folder and storages; None before it is opened.
+        ``snapshots``: copies of the state in memory. Those of the previous view are kept until the present view has its
             own.
-        recovery: copies from which the present view continues; None if it continues from a checkpoint or begins.
-        slow: slow ranks and the reaction to them.
-        progress: progress through steps and data.
-        seconds: duration of each stage of the change to the present view.
-        since: time (``time.monotonic``) at which the previous view ended.
-        longest_step: seconds of the longest step so far.
+        ``recovery``: copies from which the present view continues; None if it continues from a checkpoint or begins.
+        ``slow``: slow ranks and the reaction to them.
+        ``progress``: progress through steps and data.
+        ``seconds``: duration of each stage of the change to the present view.
+        ``since``: time (``time.monotonic``) at which the previous view ended.
+        ``longest_step``: seconds of the longest step so far.
     """
 
     view: View

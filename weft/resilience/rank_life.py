@@ -146,17 +146,17 @@ def rank_party(
 
 
 class RankParty:
-    """One rank's part in all views of a run without islands: it trains while a view lasts (:class:`.life.Party`).
+    """One rank's part in all views (sets of members) of a run without islands: it trains while a view lasts.
 
     Attributes:
-        guard: hooks around the training steps.
-        membership: agent that agrees on views with the other ranks.
-        limit: time that a collective or an agreement may take.
-        device: "cpu" or "cuda".
-        store: key-value store with which process groups of the first view are created; later the one that this rank
+        ``guard``: hooks around the training steps.
+        ``membership``: agent that agrees on views with the other ranks.
+        ``limit``: time that a collective or an agreement may take.
+        ``device``: "cpu" or "cuda".
+        ``store``: key-value store with which process groups of the first view are created; later the one that this rank
             offers for the next view.
-        known: addresses of other members.
-        job: what the training needs, prepared before the first view.
+        ``known``: addresses of other members.
+        ``job``: the checked recipe with its opened data; None until the first view begins.
     """
 
     membership: Membership
@@ -290,10 +290,10 @@ class RankParty:
     # --- the ranks of a view ---
 
     def recipe_now(self, job: Job) -> Recipe:
-        """Return the recipe with a layout for the present number of ranks. ``job``: what the training needs.
+        """Return the recipe with a layout for the present number of ranks.
 
-        If the ranks are too few, or have too little memory, save the state in their memory as a checkpoint, and raise
-        :class:`WeftError`.
+        ``job``: the checked recipe and its model's shape. If the ranks are too few, or have too little memory, save the
+        state in their memory as a checkpoint, and raise :class:`WeftError`.
         """
         from weft.resilience.layouts import recipe_for
 
@@ -320,8 +320,8 @@ class RankParty:
     def rescue(self, job: Job) -> str:
         """Save the state that the ranks hold in memory as a checkpoint. Returns words for an error message.
 
-        The words name the state from which the run can continue. ``job``: what the training needs. If no complete state
-        is in memory, nothing is saved, and the words name the last checkpoint.
+        The words name the state from which the run can continue. ``job``: the checked recipe with its opened data. If
+        no complete state is in memory, nothing is saved, and the words name the last checkpoint.
         """
         guard = self.guard
         if guard.recovery is None or guard.run is None:

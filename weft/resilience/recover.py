@@ -25,16 +25,17 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Recovery:
-    """State in the ranks' memory to which all ranks go back after a loss.
+    """State to which all ranks go back after a loss, from copies in the ranks' memory.
 
-    An *old* rank is a rank of the view whose copies are used; a *new* rank is a rank of the view that continues.
+    An *old* rank is a rank of the set of ranks (the view) that made the copies; a *new* rank is one of the set that
+    continues. A segment is a group of tensor parts in a copy.
 
     Attributes:
-        epoch: number of the old view.
-        progress: progress of the run at that state.
-        gives: for each new rank, the segments of copies that it sends, as pairs of an old rank and a segment's number.
-        helpers: pairs of a new rank and the lost old rank whose parts it sends.
-        differing: new ranks whose copies differ from the majority's copies of the same parts, and are not used.
+        ``epoch``: number of the old view.
+        ``progress``: progress of the run at that state.
+        ``gives``: for each new rank, the segments that it sends, as pairs of an old rank and a segment's number.
+        ``helpers``: pairs of a new rank and the lost old rank whose parts it sends.
+        ``differing``: new ranks whose copies differ from the majority's copies of the same parts, and are not used.
     """
 
     epoch: int

@@ -31,9 +31,10 @@ def save_copies(
 ) -> Storage:
     """Save the state of ``recovery`` as a checkpoint at the last level of ``run``. Collective over ``mesh``.
 
-    ``snapshots``: this rank's copies of earlier views; ``job``: what the training needs; ``lease``: this process's
-    lease of the run's storages. Each rank saves an equal share, and needs no memory beyond that share and its copies.
-    Returns the checkpoint's storage. Raises :class:`WeftError` if saving fails.
+    ``snapshots``: this rank's copies of the state in memory; ``job``: the checked recipe with its opened data; ``run``:
+    the run's folder and storages; ``lease``: this process's lease of them. Each rank saves an equal share, and needs no
+    memory beyond that share and its copies. Returns the checkpoint's storage. Raises :class:`WeftError` if saving
+    fails.
     """
     rank, world = mesh.rank("dp"), mesh.size("dp")
     facts = job.facts(recovery.progress)

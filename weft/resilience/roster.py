@@ -18,10 +18,10 @@ REMOVE = "ranks/remove"
 
 @dataclass(frozen=True)
 class Roster:
-    """Members of a run's present view, as a file in the run's folder lists them for newcomers.
+    """Members of a run at present, as a file in the run's folder lists them for newcomers.
 
-    ``epoch``: number of the view; ``members``: its members, by rank; ``token``: the run's secret; ``about``: what the
-    run tells newcomers, such as the recipe.
+    ``epoch``: number of the view (set of members); ``members``: its members, by rank; ``token``: the run's secret;
+    ``about``: what the run tells newcomers, such as the recipe.
     """
 
     epoch: int

@@ -21,9 +21,9 @@ class SlowRanks:
     """Ranks that compute slowly, and the reaction to them. All ranks of the run hold the same values.
 
     Attributes:
-        actions: the setting ``resilience.actions``: what is done about slow ranks.
-        factors: for each slow member, by number, its compute time divided by that of the others.
-        rebalance: whether the batch must be divided anew among the ranks.
+        ``actions``: the setting ``resilience.actions``: what is done about slow ranks.
+        ``factors``: for each slow member, by number, its compute time divided by that of the others.
+        ``rebalance``: whether the batch must be divided anew among the ranks.
     """
 
     actions: str
@@ -41,7 +41,7 @@ class SlowRanks:
     ) -> dict[int, float]:
         """Return each rank's share of the batch, relative to the mean share. The result is {} if all shares are equal.
 
-        ``job``: what the training needs; ``members`` and ``layout``: of the present view.
+        ``job``: the checked recipe; ``members``: members of the run, by rank; ``layout``: the present layout.
         """
         speeds = replace(job, speeds=self.speeds(members)).batch_speeds(layout)
         if not speeds:

@@ -107,11 +107,11 @@ class SnapshotSegment:
     """Segment of a copy: all parts of the state that the same ranks hold, laid out alike in every copy.
 
     Attributes:
-        holders: ranks that hold the parts.
-        fixed: whether the parts never change (frozen parameters).
-        sender: holder that sends the parts to its buddy; -1 if another holder remains after the loss of any rank or
+        ``holders``: ranks that hold the parts.
+        ``fixed``: whether the parts never change (frozen parameters).
+        ``sender``: holder that sends the parts to its buddy; -1 if another holder remains after the loss of any rank or
             host.
-        pieces: slices of tensors in the segment.
+        ``pieces``: slices of tensors in the segment.
     """
 
     holders: tuple[int, ...]
@@ -168,15 +168,15 @@ class SnapshotCopy:
     """Copy in memory of some segments of one rank's state.
 
     Attributes:
-        segments: segments of the copy, by number, in the order in which they lie in ``memory``.
-        pinned: whether the memory is pinned for copies from a GPU.
-        step: step after which the state was copied; None before, and for parts that never change.
-        whole: whether the copy is complete.
-        progress: progress of the run after that step.
-        rows: row numbers of tensors whose rows are not those of their box (experts that were moved), by name.
-        digests: digest of each segment, by number.
-        starts: byte of ``memory`` at which each segment begins, by number.
-        memory: bytes of the copy.
+        ``segments``: segments of the copy, by number, in the order in which they lie in ``memory``.
+        ``pinned``: whether the memory is pinned for copies from a GPU.
+        ``step``: step after which the state was copied; None before, and for parts that never change.
+        ``whole``: whether the copy is complete.
+        ``progress``: progress of the run after that step.
+        ``rows``: row numbers of tensors whose rows are not those of their box (experts that were moved), by name.
+        ``digests``: digest of each segment, by number.
+        ``starts``: byte of ``memory`` at which each segment begins, by number.
+        ``memory``: bytes of the copy.
     """
 
     segments: Mapping[int, SnapshotSegment]
@@ -228,15 +228,15 @@ class Snapshots:
     Creating the object is collective over ``group``.
 
     Args:
-        state: this rank's state.
-        machines: the machine of each rank of the group.
-        endpoint: listener of this process.
-        token: the run's secret.
-        epoch: number of the view.
-        every: number of steps between two copies.
-        limit: seconds that a copy may take.
-        group: ranks that copy together (default: all).
-        leaving: ranks about to leave. They send parts that only they hold to the staying ranks, which send nothing.
+        ``state``: this rank's state.
+        ``machines``: the machine of each rank of the group.
+        ``endpoint``: listener of this process.
+        ``token``: the run's secret.
+        ``epoch``: number of the view.
+        ``every``: number of steps between two copies.
+        ``limit``: seconds that a copy may take.
+        ``group``: ranks that copy together (default: all).
+        ``leaving``: ranks about to leave. They send parts that only they hold to the staying ranks, which send nothing.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ GONE, LEFT, STOPPED = "is gone", "left", "is stopped"
 
 
 class LeftOut(WeftError):
-    """Error of a rank that the other members of the run have gone on without, or whose island they have.
+    """Error of a rank without which the other members of the run have gone on, or whose island they have left out.
 
     ``asked``: whether this rank was asked to leave.
     """
@@ -51,14 +51,14 @@ class Member:
     """Process that is a member of a run, or wants to be one.
 
     Attributes:
-        number: number of the member, which is never given to another process. Its rank is its position in the present
-            view.
-        host: address at which its agent listens.
-        port: port at which its agent listens.
-        machine: identity of its machine. With ``pid`` and ``started`` it lets members on the same machine see whether
-            the process is gone, stopped or just slow.
-        pid: its process id.
-        started: time at which the process started.
+        ``number``: number of the member, which is never given to another process. Its rank is its position in the
+            present view.
+        ``host``: address at which its agent listens.
+        ``port``: port at which its agent listens.
+        ``machine``: identity of its machine. With ``pid`` and ``started`` it lets members on the same machine see
+            whether the process is gone, stopped or just slow.
+        ``pid``: its process id.
+        ``started``: time at which the process started.
     """
 
     number: int
@@ -101,13 +101,13 @@ class View:
     """Set of the members that take part in a run, until the members agree on the next such set.
 
     Attributes:
-        epoch: number of the view, from 1.
-        members: members by rank: first those of the previous view in their order, then newcomers.
-        facts: what each member said when this view was agreed on, by rank; ``{}`` in the first view.
-        lost: members of this process's previous view that are not in this one.
-        about: what the run tells newcomers, as given with the first view.
-        numbers: how many member numbers have been given in this run.
-        reasons: why each member that the run has ever lost was lost, by the member's number.
+        ``epoch``: number of the view, from 1.
+        ``members``: members by rank: first those of the previous view in their order, then newcomers.
+        ``facts``: what each member said when this view was agreed on, by rank; ``{}`` in the first view.
+        ``lost``: members of this process's previous view that are not in this one.
+        ``about``: what the run tells newcomers, as given with the first view.
+        ``numbers``: how many member numbers have been given in this run.
+        ``reasons``: why each member that the run has ever lost was lost, by the member's number.
     """
 
     epoch: int

@@ -40,12 +40,12 @@ class Failure:
     """Record of why one rank ended. The root cause is the failure with the lowest grade; of several the earliest.
 
     Attributes:
-        rank: rank that ended.
-        message: line for the user.
-        exit_code: exit code of the rank's process.
-        grade: how well the failure explains others (:class:`Grade`).
-        when: Unix time in seconds.
-        trace: traceback; "" if there is none.
+        ``rank``: rank that ended.
+        ``message``: line for the user.
+        ``exit_code``: exit code of the rank's process.
+        ``grade``: how well the failure explains others (:class:`Grade`).
+        ``when``: Unix time in seconds.
+        ``trace``: traceback; "" if there is none.
     """
 
     rank: int

@@ -118,12 +118,12 @@ def run_ranks(
     the others are stopped.
 
     Args:
-        ranks: number of processes.
-        threads: threads of each rank; 0: an equal share of the cores.
-        survive: whether ranks survive others. A rank that was killed or left out then does not count as failed, once
-            all ranks have met.
-        patience: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
-        fork: function that returns forked processes to be the ranks; if it returns none, ``command`` is started.
+        ``ranks``: number of processes.
+        ``threads``: threads of each rank; 0: an equal share of the cores.
+        ``survive``: whether ranks survive others. A rank that was killed or left out then does not count as failed,
+            once all ranks have met.
+        ``patience``: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
+        ``fork``: function that returns forked processes to be the ranks; if it returns none, ``command`` is started.
     """
     import torch.distributed as dist
 

@@ -14,7 +14,9 @@ TAIL = 1 << 16
 
 
 def what_is_saved(folder: Path) -> str:
-    """Return a line of text about the run in ``folder``: its newest checkpoint, and the steps that are not saved."""
+    """Return a line of text that names the newest checkpoint of the run in ``folder``, and the steps that are not
+    saved.
+    """
     newest: Storage | None = None
     with suppress(WeftError):
         every = [

@@ -78,15 +78,16 @@ class StopRequests:
     If nobody notes the signals (:func:`noted_signals`), the first raises :class:`Stopped`.
 
     Attributes:
-        clock: function that returns seconds.
-        program: function that this process runs if it is a command of Weft's; None in a program of someone else's.
-        asked: number of the first signal; 0 if there was none.
-        latest: number of the signal that asked for the end at once; 0 if there was none.
-        at_once: whether a later signal has asked the process to end at once.
-        leaving: whether the process is about to end, so that a signal ends it at once.
-        run: folder of the run that this process trains, from its opening until its end has been reported; else None.
-        noted: list to which signals are appended; None while nobody notes them.
-        again: called with the number of a later signal.
+        ``clock``: function that returns seconds.
+        ``program``: function that this process runs if it is a command of Weft's; None in a program of someone else's.
+        ``asked``: number of the first signal; 0 if there was none.
+        ``latest``: number of the signal that asked for the end at once; 0 if there was none.
+        ``at_once``: whether a later signal has asked the process to end at once.
+        ``leaving``: whether the process is about to end, so that a signal ends it at once.
+        ``run``: folder of the run that this process trains, from its opening until its end has been reported; else
+            None.
+        ``noted``: list to which signals are appended; None while nobody notes them.
+        ``again``: called with the number of a later signal.
     """
 
     #: What this process runs, if it is a command's own; None in a program of somebody else's.

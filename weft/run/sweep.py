@@ -57,13 +57,13 @@ class TrialResult:
     """State of one run of a sweep.
 
     Attributes:
-        trial: the run's settings and folder.
-        steps: number of steps that were trained.
-        loss: loss of the last step; None if there is none.
-        validation: lowest validation loss; None without validation.
-        step: step after which the lowest validation loss was measured.
-        tokens_per_s: median speed in tokens per second.
-        problem: why the run failed; "" if it did not.
+        ``trial``: the run's settings and folder.
+        ``steps``: number of steps that were trained.
+        ``loss``: loss of the last step; None if there is none.
+        ``validation``: lowest validation loss; None without validation.
+        ``step``: step after which the lowest validation loss was measured.
+        ``tokens_per_s``: median speed in tokens per second.
+        ``problem``: why the run failed; "" if it did not.
     """
 
     trial: Trial

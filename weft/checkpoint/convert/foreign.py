@@ -26,16 +26,16 @@ class Foreign:
     Raises :class:`WeftError` if a parameter of ``model`` has no source, or a source belongs to no parameter.
 
     Attributes:
-        kind: format of the checkpoint, such as ``hf`` or ``weft``.
-        path: where the checkpoint lies.
-        model: shape of the model.
-        sources: source of each parameter's values, by Weft's name of the parameter.
-        moments: sources of the optimizer's moments, by moment (``exp_avg``) and then by parameter; empty if none is
+        ``kind``: format of the checkpoint, such as ``hf`` or ``weft``.
+        ``path``: where the checkpoint lies.
+        ``model``: shape of the model.
+        ``sources``: source of each parameter's values, by Weft's name of the parameter.
+        ``moments``: sources of the optimizer's moments, by moment (``exp_avg``) and then by parameter; empty if none is
             stored.
-        step: number of updates made so far.
-        files: contents of files beside the weights, such as the tokenizer's, by name.
-        length: tokens in a training sequence (``data.seq_len``) of a Weft run that started from random weights, else
-            None.
+        ``step``: number of updates made so far.
+        ``files``: contents of files beside the weights, such as the tokenizer's, by name.
+        ``length``: tokens in a training sequence (``data.seq_len``) of a Weft run that started from random weights,
+            else None.
     """
 
     kind: str

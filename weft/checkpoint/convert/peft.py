@@ -80,13 +80,13 @@ class PeftAdapter:
     Raises :class:`WeftError` if the folder is damaged or Weft does not support this kind of adapter.
 
     Attributes:
-        adapter: settings of the adapter; the targets are the weights for which the folder has tensors.
-        base: name of the base model, or None if the folder does not name one.
-        sizes: shape of each tensor, by PEFT's name.
-        tokens: ids of the tokens whose rows of embedding or output layer are trained.
-        placed: whole weights that the folder stores as two tensors, the base weight and the trained rows, because the
-            vocabulary has grown. The values are the names of the two tensors, and the tokens of the rows.
-        orders: for each tensor of trained rows, the permutation that sorts its rows by token id.
+        ``adapter``: settings of the adapter; the targets are the weights for which the folder has tensors.
+        ``base``: name of the base model, or None if the folder does not name one.
+        ``sizes``: shape of each tensor, by PEFT's name.
+        ``tokens``: ids of the tokens whose rows of embedding or output layer are trained.
+        ``placed``: whole weights that the folder stores as two tensors, the base weight and the trained rows, because
+            the vocabulary has grown. The values are the names of the two tensors, and the tokens of the rows.
+        ``orders``: for each tensor of trained rows, the permutation that sorts its rows by token id.
     """
 
     def __init__(self, folder: Path) -> None:

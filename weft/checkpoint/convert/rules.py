@@ -39,9 +39,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class RowsCopy:
-    """Copy of rows ``lo:hi`` of one shard to a region of the logical tensor.
+    """Copy of rows of one stored shard to a region of the logical tensor (the whole tensor as Weft's model has it).
 
-    ``shard``: number of the shard; ``to``: index of the region.
+    ``shard``: number of the shard; ``lo`` and ``hi``: first row, and end of the rows; ``to``: index of the region.
     """
 
     shard: int
@@ -164,13 +164,13 @@ def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsC
 
 @dataclass(frozen=True)
 class NameRule:
-    """Rule for reading a foreign tensor.
+    """Rule for reading a foreign tensor, that is, a tensor of another program's checkpoint.
 
     Attributes:
-        names: Weft's names of the tensors that the foreign tensor holds, without the layer.
-        layout: function that yields the copies by which shards form such a tensor.
-        pairs: whether rows of q or k are in Meta's order, in which elements that rotate together are neighbours. In the
-            order of Hugging Face and Weft such elements are half a head apart.
+        ``names``: Weft's names of the tensors that the foreign tensor holds, without the layer.
+        ``layout``: function that yields the copies by which shards form such a tensor.
+        ``pairs``: whether rows of q or k are in Meta's order, in which elements that rotate together are neighbours. In
+            the order of Hugging Face and Weft such elements are half a head apart.
     """
 
     names: tuple[str, ...]
@@ -222,10 +222,13 @@ DERIVED = r".*_extra_state(?:/.*)?|.*rotary_emb\.inv_freq|.*freqs_cis|(?:.*\.)?(
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Source of a logical tensor: one part of a foreign tensor.
+    """Source of a logical tensor (the whole tensor as Weft's model has it) in a checkpoint of another program.
 
-    ``name``: name of the foreign tensor; ``shards``: its stored shards; ``rule``: how the shards form it; ``part``:
-    number of the part among ``rule.names``.
+    Attributes:
+        ``name``: name of the foreign tensor, which may hold several logical tensors.
+        ``shards``: stored shards of the foreign tensor.
+        ``rule``: how the shards form the logical tensors.
+        ``part``: number of this logical tensor among ``rule.names``.
     """
 
     name: str
@@ -240,10 +243,10 @@ class TensorSource:
 
 
 def rule_and_names(name: str) -> tuple[NameRule, tuple[str, ...]] | None:
-    """Return the rule for the foreign tensor ``name``, and Weft's names of the tensors that it holds.
+    """Return the rule for a tensor of another program's checkpoint, and Weft's names of the tensors that it holds.
 
-    Returns None for a tensor that holds no weights, such as rotary frequencies. Raises :class:`WeftError` for an
-    unknown name.
+    ``name``: the other program's name. Returns None for a tensor that holds no weights, such as rotary frequencies.
+    Raises :class:`WeftError` for an unknown name.
     """
     if re.fullmatch(DERIVED, name):
         return None
@@ -266,11 +269,11 @@ def _unread(name: str) -> WeftError:
 def sources_by_name(
     stored: Mapping[str, Sequence[Shard]], averages: Sequence[str] = ()
 ) -> dict[str, TensorSource]:
-    """Return the source of each Weft tensor, by Weft's name.
+    """Return where a checkpoint of another program has each Weft tensor, by Weft's name.
 
-    ``stored``: shards of each foreign tensor, by its name. ``averages``: regular expressions for the names of foreign
-    tensors of which every rank stored a different copy; the mean of the copies is used. Raises :class:`WeftError` for
-    an unknown tensor, two tensors with one Weft name, or a missing expert.
+    ``stored``: shards of each stored tensor, by the other program's name. ``averages``: regular expressions for the
+    names of tensors of which every rank stored a different copy; the mean of the copies is used. Raises
+    :class:`WeftError` for an unknown tensor, two tensors with one Weft name, or a missing expert.
     """
     if any("pre_feedforward_layernorm" in name for name in stored):
         raise WeftError(
@@ -331,11 +334,11 @@ def logical_tensor(
     shape: ModelShape,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Read the whole logical tensor that ``source`` describes.
+    """Read a whole tensor from where a checkpoint of another program has it.
 
-    ``size``: shape of the tensor; ``shape``: shape of the model; ``dtype``: the type to convert to, or None for the
-    stored type. Raises :class:`WeftError` if the shards do not form the tensor exactly, or copies that must be equal
-    differ.
+    ``source``: the place in that checkpoint; ``size``: shape of the tensor; ``shape``: shape of the model; ``dtype``:
+    the type to convert to, or None for the stored type. Raises :class:`WeftError` if the stored shards do not form the
+    tensor exactly, or copies that must be equal differ.
     """
     sizes = [shard.shape for shard in source.shards]
     copies = list(source.rule.layout(sizes, shape, source.part))

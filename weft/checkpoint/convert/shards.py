@@ -219,7 +219,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """Reader of DCP checkpoints that replaces PyTorch's, whose ``pickle.load`` could run code of the file."""
+    """Reader of PyTorch DCP checkpoints that runs no code of the checkpoint.
+
+    It replaces PyTorch's reader, whose ``pickle.load`` of the metadata could run such code.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         file = Path(self.path) / ".metadata"
