@@ -84,9 +84,9 @@ class Pairs:
 class PairedRows:
     """Pairs of documents that are in the rows of a batch.
 
-    ``segments``: int64 ``[2 * pairs]``, the segment (index among the documents of the batch) of every document of the
-    pairs. ``counted``: whether this rank counts the pairs in sums over ranks, which exactly one of the ranks with parts
-    of the same rows does.
+    ``segments``: int64 ``[2 * pairs]``, the index in the batch's ``cu_seqlens`` of every document of the pairs.
+    ``counted``: whether this rank counts the pairs in sums over ranks, which exactly one of the ranks with parts of the
+    same rows does.
     """
 
     pairs: Pairs
@@ -107,8 +107,8 @@ class Batch:
         ``group``: in a balanced step, the ranks that the rows are cut over in place of ``cp``
             (:mod:`weft.parallel.document_balance`); None in other steps.
         ``weights``: weight of each label's loss, float32 ``[rows, seq/cp]``; None if all are 1.
-        ``documents``: the segment (index of the document in the batch) of each token, int64 ``[rows, seq/cp]``, -1 for
-            padding; None if no layer needs it.
+        ``documents``: index in ``cu_seqlens`` of each token's document, int64 ``[rows, seq/cp]``, -1 for padding; None
+            if no layer needs it.
         ``paired``: the pairs of documents to compare; None if rows hold no pairs.
         ``samples``: numbers of the samples in these rows on one of the ranks that have a part of a row, empty on the
             other ranks.

@@ -412,7 +412,8 @@ class DelayWatch:
     def look(self) -> bool:
         """Count a step, and every :data:`EVERY` steps judge all ranks and links. Collective.
 
-        Returns whether the judgement is to be recorded, because a verdict has changed or none was recorded for long.
+        Returns whether the judgement is to be recorded, because a verdict has changed or :data:`RECORDED` judgements
+        have passed since the last that was recorded without a change.
         """
         self._seen += 1
         self.news = []

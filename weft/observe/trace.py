@@ -365,8 +365,9 @@ def step(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Record the time within this context as a wait, although it is no collective, so that it is not taken for
-    computing.
+    """Record the time within this context as a wait for something other than a collective.
+
+    A report then does not take the time for computing.
     """
     ring, number = _ring, 0
     if ring is not None:

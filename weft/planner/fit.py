@@ -35,7 +35,7 @@ class Measurement:
     """One measured run of a training program, from a publication or from the user.
 
     Attributes:
-        ``id``, ``source``: name of the run, and where it was published.
+        ``id``, ``source``: name of the run, and where it comes from.
         ``family``: class of programs with common constants, a key of :data:`ENGINES`.
         ``framework``: the program.
         ``device``: name of the device preset; ``bits``: width of the operands of products.
@@ -111,8 +111,8 @@ def times_of(
 ) -> Callable[[Array], Array]:
     """Return a function that computes the seconds of each run in ``rows`` from the logarithms of the knobs' factors.
 
-    ``masks``: 1 where a knob applies to a run, else 0, ``[knob, row]``; None if all apply to all. The function takes
-    ``[..., knob]`` and returns ``[..., row]``.
+    ``knobs``: the constants that are fitted, each by a factor. ``masks``: 1 where a knob applies to a run, else 0,
+    ``[knob, row]``; None if all apply to all. The function takes ``[..., knob]`` and returns ``[..., row]``.
     """
     shape, machine, plan, engine = measurement_columns(rows)
     where = np.ones((len(knobs), len(rows))) if masks is None else masks
@@ -126,8 +126,8 @@ def times_of(
 def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Array]:
     """Return the factor on each engine constant in each run, ``[..., row]``, by name of the constant.
 
-    ``theta``: logarithms of the knobs' factors, ``[..., knob]``. ``masks``: 1 where a knob applies to a run, else 0,
-    ``[knob, row]``.
+    ``knobs``: the constants that are fitted. ``theta``: logarithms of their factors, ``[..., knob]``. ``masks``: 1
+    where a knob applies to a run, else 0, ``[knob, row]``.
     """
     logs: dict[str, Array] = {}
     for i, knob in enumerate(knobs):

@@ -166,9 +166,7 @@ class RankedLayouts:
         }  # fmt: skip
 
     def lines(self, job: PlanJob, top: int) -> list[str]:
-        """Describe the fastest layout of ``job``, and how each of the ``top`` fastest layouts differs from it, in
-        lines.
-        """
+        """Return lines about the fastest layout of ``job``, and on how each of the ``top`` fastest differs from it."""
         first = self.finals[0]
         lines = [
             f"{rank:<7} {layout_verdict(first, final)}"

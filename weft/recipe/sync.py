@@ -12,12 +12,12 @@ from weft.registry import Registered, find
 
 
 class Sync(HostSection):
-    """Section on how islands, groups of ranks that train on their own (``layout.island``), exchange what they have
-    learned.
+    """Section on how islands, groups of ranks that train on their own, exchange what they have learned.
 
-    See docs/explanations/islands.md. ``weft techniques`` lists the methods, each of which brings settings of its own.
-    Islands that all average after every step exchange gradients instead of parameters, and compute exactly what one
-    island would. The error of a compressed message is added to the next message.
+    ``layout.island`` is their number (docs/explanations/islands.md). ``weft techniques`` lists the methods, each of
+    which brings settings of its own. Islands that all average after every step exchange gradients instead of
+    parameters, and compute exactly what one island would. The error of a compressed message is added to the next
+    message.
     """
 
     hosts: ClassVar = {"update": "sync"}

@@ -155,8 +155,8 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
 def probe_links(turns: int = 3) -> dict[str, list[list[float]]]:
     """Measure ``latency`` (seconds) and ``bandwidth`` (bytes per second) of each ordered pair of ranks.
 
-    Returns a table ``[ranks, ranks]`` for each of these names, which rank 0 has whole. Pairs are measured one after the
-    other, ``turns`` times each.
+    Returns a table ``[ranks, ranks]`` for each of these names. Pairs are measured one after the other, ``turns`` times
+    each.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     table = torch.zeros(2, world, world, dtype=torch.float64)

@@ -184,7 +184,7 @@ def batches_of(
 ) -> tuple[ModelShape, Callable[[Mesh, int], Sequence[Batch]]]:
     """Return the model's shape, and a function that makes the batches of a step, given a mesh and the step's number.
 
-    The batches come from the recipe's data, or have artificial rows if the data cannot be opened.
+    The batches come from the recipe's data. If the recipe has none or its data cannot be opened, rows are artificial.
     """
     shape = model_shape(recipe)
     if recipe.data.sources:

@@ -17,10 +17,11 @@ from weft.data.chat.followed import follow_words
 def split_at_questions(
     template: ChatTemplate, talk: Conversation, learned: Sequence[float]
 ) -> list[Conversation]:
-    """Split ``talk`` into samples, in order, whose learned turns keep their reasoning.
+    """Split ``talk`` into samples, in order, whose learned turns keep their reasoning if the template ever writes it.
 
-    ``learned``: loss weight of every message, 0 if it is not learned. A conversation stays whole if its learned turns
-    keep their reasoning, or if the template never writes reasoning.
+    Templates drop the reasoning of turns before the last question. So a sample is a beginning of the conversation that
+    ends with the turns after some question, and only these turns are learned in it. ``learned``: loss weight of every
+    message, 0 if it is not learned. A conversation stays whole if no learned turn would lose its reasoning.
     """
     lost = {i for i in reasoning_left_out(template, talk) if learned[i]}
     if not lost:
