@@ -1,5 +1,5 @@
-"""The leaves: every technique that a recipe can name, in a file of its own, which :mod:`weft.registry` imports by name.
+"""The techniques that a recipe can name, each in a file of its own, which :mod:`weft.registry` imports by name.
 
-Nothing else imports a file of this folder. A file without its folder's neighbours works; a deleted file is a technique
-that Weft does not have.
+No other file imports a file of this folder. A file works without the other files of its folder; if a file is deleted,
+Weft lacks this technique and nothing else.
 """

@@ -1,1 +1,4 @@
-"""Rules by which gradients of replicas are combined (:class:`weft.sync.aggregator.Aggregator`)."""
+"""Rules that combine the gradients of replicas (:class:`weft.sync.aggregator.Aggregator`).
+
+``resilience.aggregate`` names them.
+"""

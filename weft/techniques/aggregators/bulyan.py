@@ -1,4 +1,4 @@
-"""Bulyan: around the median of what Krum chooses (El Mhamdi et al. 2018)."""
+"""Bulyan: in each coordinate the mean around the median of the gradients that Krum chooses (El Mhamdi et al. 2018)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     figure="as Krum's, where 1 of 7 sends garbage",
 )
 class Bulyan(Aggregator):
-    """Selects gradients by repeated Krum; in each coordinate takes the mean of those nearest to their median."""
+    """Selects gradients by repeated Krum, and takes in each coordinate the mean of those nearest to their median."""
 
     each = 4
     more = 3

@@ -1,4 +1,4 @@
-"""Flag Aggregator: the mean direction in the subspace that replicas agree on (Almasi et al. 2024)."""
+"""Flag Aggregator: the mean direction in the subspace on which most replicas agree (Almasi et al. 2024)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FLAG_TURNS, DIFFERENCES = 5, 1.0
 class Flag(Aggregator):
     """Takes the mean of the gradients' directions, projected onto a subspace on which most of them agree.
 
-    The subspace has about half as many dimensions as there are gradients. It is found by repeated reweighting, which
-    minimises the sum of the square roots of what the projection loses of each direction, and of each difference of
-    two directions. Its basis consists of sums of gradients, so that their inner products suffice.
+    The subspace has about half as many dimensions as there are gradients. Repeated reweighting finds it: it minimises
+    the sum of the square roots of what the projection removes from each direction, and from each difference of two
+    directions. The basis of the subspace consists of sums of gradients, so that the gradients' inner products suffice.
 
     The authors' program ignores the gradients' lengths and divides by the number of dimensions, so that its result is
     not a gradient. Here the result has the gradients' median length: equal gradients are returned unchanged, and a

@@ -25,9 +25,10 @@ MEDIAN_TURNS, MEDIAN_STANDS = 2000, 1e-13
     figure="as Krum's",
 )
 class GeometricMedian(Aggregator):
-    """Takes the point whose distances to all gradients have the least sum, by Weiszfeld's iterations.
+    """Takes the point with the least sum of distances to all gradients, by Weiszfeld's iterations.
 
-    The point is a weighted mean of the gradients, so that inner products suffice to compute its distances.
+    The point is a weighted mean of the gradients, so that the gradients' inner products suffice to compute its
+    distances.
     """
 
     def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:

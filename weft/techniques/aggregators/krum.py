@@ -1,4 +1,4 @@
-"""Krum: the replica's gradient nearest to its neighbours (Blanchard et al. 2017)."""
+"""Krum: the one replica's gradient that is nearest to its neighbours (Blanchard et al. 2017)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     ),
 )
 class Krum(Aggregator):
-    """Takes the one gradient whose squared distances to its nearest neighbours have the least sum."""
+    """Takes the one gradient with the least sum of squared distances to its nearest neighbours."""
 
     more = 3
 

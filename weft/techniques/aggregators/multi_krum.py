@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     figure="as Krum's",
 )
 class MultiKrum(Aggregator):
-    """Takes the mean of the ``p - faulty - 2`` gradients that Krum ranks first."""
+    """Takes the mean of the ``p - faulty - 2`` gradients that Krum ranks first, of ``p`` replicas' gradients."""
 
     more = 3
 

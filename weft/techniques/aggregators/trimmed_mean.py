@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     figure="as Krum's",
 )
 class TrimmedMean(Aggregator):
-    """Takes the mean in each coordinate, without the ``faulty`` largest and the ``faulty`` smallest values."""
+    """Takes the mean in each coordinate without the ``faulty`` largest and the ``faulty`` smallest values.
+
+    ``faulty``: the number of replicas that may send wrong gradients.
+    """
 
     def combined(
         self, chunks: torch.Tensor, gram: torch.Tensor, faulty: int

@@ -1,1 +1,4 @@
-"""Gradient codes (:class:`weft.sync.coded.Code`), which ``resilience.code`` names."""
+"""Gradient codes (:class:`weft.sync.coded.Code`), with which a step need not wait for late ranks.
+
+``resilience.code`` names them.
+"""

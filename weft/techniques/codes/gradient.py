@@ -1,4 +1,4 @@
-"""Gradient coding: a step ends without its stragglers (Tandon et al. 2017)."""
+"""Gradient coding: a step ends without waiting for its stragglers (Tandon et al. 2017)."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ if TYPE_CHECKING:
     ),
 )
 def gradient(settings: Resilience, ranks: int) -> GradientCode:
-    """Return a gradient code for ``ranks`` data parallel ranks, which encodes each job separately."""
+    """Return a gradient code for ``ranks`` data parallel ranks that encodes the gradient of each step separately."""
     return GradientCode(ranks, settings.stragglers, settings.jobs)

@@ -33,11 +33,13 @@ SHORT_BURSTS = Rule(
 
 @dataclass(frozen=True)
 class Multiplexed(Code):
-    """M-SGC: each rank computes most of its parts of a job uncoded; only the last parts of a job are coded.
+    """M-SGC: each rank computes most of its parts of a job uncoded, and only the last parts coded.
 
-    In a round a rank computes a small task of each of ``window - 1 + burst`` jobs. The first ``window - 1`` tasks of a
-    job are the rank's own parts. In the last ``burst`` rounds of a job the rank repeats own tasks that arrived late. If
-    there are none, it sends its sum over a group of coded parts; each of these rounds has its own group and code.
+    A job is the gradient of some samples, computed in parts. In a round a rank computes a small task of each of
+    ``window - 1 + burst`` jobs. The first ``window - 1`` tasks of a job are the rank's own parts. In the last ``burst``
+    rounds of a job the rank repeats those of its own tasks whose results arrived late. If there are none, it sends its
+    sum over a group of coded parts; each of these rounds has its own group and code. ``burst``: number of rounds for
+    which a rank may be late in any ``window`` rounds.
     """
 
     burst: int = 1
@@ -49,7 +51,7 @@ class Multiplexed(Code):
 
     @property
     def own(self) -> int:
-        """Return the number of parts in an uncoded task of a rank, which is also that in a coded task."""
+        """Number of parts in a task of a rank, coded or uncoded."""
         return self.stragglers + 1
 
     @property
@@ -58,7 +60,7 @@ class Multiplexed(Code):
 
     @cached_property
     def code(self) -> GradientCode:
-        """Return the gradient code by which each group of coded parts is encoded."""
+        """The gradient code that encodes each group of coded parts."""
         return GradientCode(self.ranks, self.stragglers)
 
     def own_task(self, rank: int, job: int, which: int) -> CodedTask:
@@ -76,9 +78,10 @@ class Multiplexed(Code):
         return tuple(part for task in tasks for part in task.parts)
 
     def slots(self, rank: int, job: int, arrived: Arrived) -> list[int | None]:
-        """Return what ``rank`` computes in each round of a job: the number of an uncoded task, or None for a coded one.
+        """Return the task of ``rank`` in each round of a job: the index of an uncoded task, or None for a coded one.
 
-        ``arrived``: by round, the ranks whose results arrived in time.
+        ``job``: index of the job, which is that of its first round. ``arrived``: by round, the ranks whose results
+        arrived in time.
         """
         jobs: list[int | None] = list(range(self.window - 1))
         done = {
@@ -151,6 +154,6 @@ def in_time(rank: int, number: int, arrived: Arrived) -> bool:
     ),
 )
 def multiplexed(settings: Resilience, ranks: int) -> Multiplexed:
-    """Return the code M-SGC for ``ranks`` data parallel ranks, with the settings of ``[resilience]``."""
+    """Return the code M-SGC for ``ranks`` data parallel ranks, with the settings of section ``[resilience]``."""
     own = settings.own(SequentialSettings)
     return Multiplexed(ranks, settings.stragglers, settings.jobs, own.burst, own.window)

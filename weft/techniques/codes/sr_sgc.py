@@ -30,11 +30,11 @@ WHOLE_BURSTS = Rule(
 
 @dataclass(frozen=True)
 class SelectiveRepetition(GradientCode):
-    """SR-SGC: a gradient code that tolerates fewer late ranks in a round, as missing results are computed again.
+    """SR-SGC: a gradient code whose ranks compute missing results again later, so that a weaker code suffices.
 
     In each round some ranks repeat their job of ``burst`` rounds before instead of computing a new one. At most
-    ``ranks_late`` different ranks may be late in any ``window`` rounds, each in at most ``burst`` of them;
-    ``stragglers`` follows from these.
+    ``ranks_late`` different ranks may be late in any ``window`` rounds, each in at most ``burst`` of them. From these
+    follows ``stragglers``, the number of late ranks that the code tolerates in a round.
     """
 
     burst: int = 1
@@ -46,7 +46,7 @@ class SelectiveRepetition(GradientCode):
         return self.burst
 
     def first(self, job: int, arrived: Arrived) -> list[Result]:
-        """Return the results of ``job`` that arrived in round ``job``, before any rank repeats its own.
+        """Return the results of ``job`` that arrived in round ``job``, from the ranks that repeated no other job then.
 
         ``arrived``: by round, the ranks whose results arrived in time.
         """
@@ -54,7 +54,7 @@ class SelectiveRepetition(GradientCode):
         return [Result(rank, job) for rank in arrived[job] if rank not in late]
 
     def repeating_ranks(self, number: int, arrived: Arrived) -> list[int]:
-        """Return the ranks that in round ``number`` compute the job of ``burst`` rounds before instead of a new one.
+        """Return the ranks that repeat, in round ``number``, their job of ``burst`` rounds before instead of a new one.
 
         ``arrived``: by round, the ranks whose results arrived in time.
         """
@@ -115,7 +115,10 @@ class SelectiveRepetition(GradientCode):
     ),
 )
 def selective_repetition(settings: Resilience, ranks: int) -> SelectiveRepetition:
-    """Return the weakest SR-SGC code for ``ranks`` data parallel ranks that tolerates the configured bursts."""
+    """Return the SR-SGC code for ``ranks`` data parallel ranks.
+
+    It has the least redundancy that tolerates the bursts of late ranks that the recipe allows for.
+    """
     own, late = settings.own(SequentialSettings), settings.stragglers
     weaker = ceil(own.burst * late / (own.window - 1 + own.burst))
     return SelectiveRepetition(

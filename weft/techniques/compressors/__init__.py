@@ -1,1 +1,1 @@
-"""Compressors (:class:`weft.sync.compressor.Compressor`), which ``sync.compress`` names."""
+"""Compressors of what islands send (:class:`weft.sync.compressor.Compressor`); ``sync.compress`` names them."""

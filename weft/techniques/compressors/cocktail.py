@@ -1,4 +1,4 @@
-"""A random tenth of the elements, of these the largest fifth, of these four bits (Wang et al. 2023, CocktailSGD)."""
+"""CocktailSGD: a random tenth of the elements, of this tenth the largest fifth, in four bits (Wang et al. 2023)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreements in 8 to 4 bits (``int8`` to ``int4``), to the nearest number or, as ``int6:random``, at random."""
+"""Integers of 8 to 4 bits (``int8`` to ``int4``), rounded to the nearest or, as ``int6:random``, at random."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     ),
 )
 class Integers(Rounded):
-    """Sends each element as an integer; the number at the end of the word (``int8``) is its number of bits."""
+    """Sends each element as an integer. The number at the end of the setting (8 in ``int8``) is its number of bits."""
 
     words = ("int8", "int7", "int6", "int5", "int4")
     planned = ("int8", "int4")

@@ -1,4 +1,4 @@
-"""PowerSGD between islands: a matrix as two thin ones, over rings (Vogels et al. 2019)."""
+"""PowerSGD between islands: a matrix is sent as two thin matrices that are summed over rings (Vogels et al. 2019)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """Sends a matrix as a product of two thin matrices, by one iteration of the power method.
+    """Sends a matrix as the product of two thin matrices of ``rank`` columns, by one iteration of the power method.
 
     With ``M`` the matrix of a tensor ``[m, ...]`` the product is ``P (M^T P)^T``, where ``P`` is an orthonormal basis
     of ``M Q``. ``Q`` is ``M^T P`` of the last round, or random in the first. The means over islands of ``M Q`` and
@@ -123,7 +123,7 @@ class PowerSGD(Compressor):
 
 
 def orthonormal(x: T) -> T:
-    """Return an orthonormal basis, ``[m, r]``, of a space that contains the columns of ``x``, ``[m, r]``."""
+    """Return ``r`` orthonormal columns, ``[m, r]``, whose span contains the columns of ``x`` ``[m, r]``."""
     import torch
 
     return torch.linalg.qr(x).Q.contiguous()

@@ -1,4 +1,4 @@
-"""Some elements that a seed chooses, so that nobody needs to say which."""
+"""A random subset of the elements that a common seed chooses, so that no positions are sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class RandomK(KeptShare):
-    """Sends a random subset of the elements, the same on all islands, as the seed selects it.
+    """Sends a random subset of the elements, which the round's seed chooses alike on all islands.
 
     With ``unbiased`` the elements are scaled so that the expected result is the tensor itself.
     """

@@ -1,4 +1,4 @@
-"""A bit per element, and a magnitude for each block (Karimireddy et al. 2019)."""
+"""The sign of each element, and a magnitude for each block (Karimireddy et al. 2019)."""
 
 from __future__ import annotations
 

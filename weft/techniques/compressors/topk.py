@@ -1,4 +1,4 @@
-"""The largest elements, and where they are."""
+"""The elements of largest magnitude, and their positions."""
 
 from __future__ import annotations
 

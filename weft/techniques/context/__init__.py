@@ -1,1 +1,4 @@
-"""Schemes for attention over ``cp`` by ``layout.context`` (:class:`weft.parallel.context.scheme.AttentionScheme`)."""
+"""Schemes of attention over the ranks of ``cp`` (:class:`weft.parallel.context.scheme.AttentionScheme`).
+
+``layout.context`` names them.
+"""

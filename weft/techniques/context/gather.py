@@ -1,4 +1,4 @@
-"""All-gather of keys and values (Llama 3, 2407.21783) while own tiles are computed."""
+"""All-gather of keys and values (Llama 3, 2407.21783) while a rank computes the tiles of its own keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     ),
 )
 class Gather(AttentionScheme):
-    """Fetches all keys and values at once: a rank computes the tiles of its own keys first, then all others."""
+    """Fetches all keys and values at once. A rank computes the tiles of its own keys first, then all other tiles."""
 
     paired = True
 

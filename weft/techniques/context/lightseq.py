@@ -1,4 +1,7 @@
-"""LightSeq (Li et al. 2023, 2310.03294): early ranks, which run out of keys, compute for late ones."""
+"""LightSeq (Li et al.
+
+2023, 2310.03294): ranks with early tokens, which have few keys to attend to, compute for late ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 class LightSeq(AttentionScheme):
     """Lets idle ranks compute tiles of later ranks, so that causal attention takes ``ranks // 2 + 1`` steps.
 
-    If the number of ranks is even, half of them are idle in the last step.
+    If the number of ranks is even, half of the ranks are idle in the last step.
     """
 
     def table(self, ranks: int) -> TileTable:

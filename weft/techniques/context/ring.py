@@ -1,4 +1,4 @@
-"""Ring attention (Liu et al. 2023, 2310.01889) over contiguous blocks."""
+"""Ring attention (Liu et al. 2023, 2310.01889), where every rank owns one contiguous block of the sequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     ),
 )
 class RingAttention(AttentionScheme):
-    """Sends keys and values around a ring of ranks; with causal attention only the last rank has work in all steps."""
+    """Sends keys and values around a ring of ranks. With causal attention only the last rank has work in all steps."""
 
     def table(self, ranks: int) -> TileTable:
         from weft.parallel.context.tables import circle, contiguous_owners

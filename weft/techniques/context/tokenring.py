@@ -1,4 +1,7 @@
-"""TokenRing (Wang et al. 2024, 2412.20501): queries travel, partial results go straight home, keys stay."""
+"""TokenRing (Wang et al.
+
+2024, 2412.20501): queries go around the ring, keys stay, results go straight to the query's rank.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     figure="critical path P/2; bytes as the formula",
 )
 class TokenRing(AttentionScheme):
-    """Sends queries around the ring instead of keys and values; ranks own the same blocks as in :class:`Zigzag`."""
+    """Sends queries around the ring instead of keys and values. Ranks own the same blocks as in :class:`Zigzag`."""
 
     paired = True
 

@@ -1,4 +1,4 @@
-"""Ring attention with an early and a late block on every rank."""
+"""Ring attention where every rank owns an early and a late block of the sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All tokens to all ranks, in fixed sizes."""
+"""All tokens to all ranks, in messages of fixed size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class AllTokensToAll(DispatchWay):
-    """Sends each of ``T`` tokens to all ``P`` ranks: each rank sends ``T (P - 1)`` rows in each direction."""
+    """Sends each of a rank's ``T`` tokens to all ``P`` ranks: each rank sends ``T (P - 1)`` rows in each direction."""
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import AllGather

@@ -1,4 +1,4 @@
-"""A row for each choice of a token, to the rank that has its expert."""
+"""A row for each expert of a token, to the rank that has this expert."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RowForEachChoice(DispatchWay):
     """Sends a token once for each of its ``k`` experts: about ``T k (P - 1) / P`` rows per rank and direction.
 
-    ``T``: tokens of a rank; ``P``: ranks.
+    ``T``: tokens of a rank; ``P``: number of ranks.
     """
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:

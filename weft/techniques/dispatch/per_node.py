@@ -1,4 +1,4 @@
-"""One copy of a token to each node that has any of its experts, and from there to each such rank."""
+"""One copy of a token to each node that has any of its experts, and from there to each rank that has one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     figure="bytes inside and between nodes as the formulas",
 )
 class CopyForEachNode(DispatchWay):
-    """Sends a token at most once to each node, however many of its experts are there."""
+    """Sends a token at most once to each node, however many of the token's experts are there."""
 
     by_node = True
 

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; typed to 1,024 ranks",
 )
 class CopyForEachRank(DispatchWay):
-    """Sends a token once to each rank that has experts of it; that rank sends back the sum of their outputs."""
+    """Sends a token once to each rank that has experts of the token.
+
+    That rank sends back the sum of the experts' outputs.
+    """
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
         from weft.parallel.experts.dispatch import per_rank

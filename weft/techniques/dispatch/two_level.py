@@ -1,5 +1,6 @@
-"""Two-level dispatch: rows go first to the rank on this node with the expert's position, and from it to the expert's
-rank.
+"""Two-level dispatch: a row goes first to a rank of the same node, and from there to the expert's rank.
+
+The first of these ranks has the same position in its node as the expert's rank has in its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     ),
 )
 class TwoLevel(DispatchWay):
-    """Exchanges tokens within each node, then between nodes, in fewer and larger messages.
+    """Exchanges tokens within each node, then between nodes, in fewer and larger messages than one all-to-all.
 
     A rank sends ``g + n - 2`` messages, with ``n`` nodes of ``g`` ranks.
     """

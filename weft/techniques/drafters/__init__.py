@@ -1,1 +1,1 @@
-"""What guesses the next tokens of a text, one file each."""
+"""Drafters, which guess the next tokens of a text for speculative decoding, one file each."""

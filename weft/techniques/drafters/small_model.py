@@ -1,13 +1,14 @@
-"""Guesses from a small model that reads the same texts (speculative decoding, 2211.17192 and 2302.01318).
+"""Guesses of a small model that reads the same texts (speculative decoding, 2211.17192 and 2302.01318).
 
-The small model has an engine of its own. Each time it is asked, a request's text so far is a new prompt for it: its
-engine's prefix cache has what it computed before, and wrong guesses are just never looked up. So nothing has to be
-undone, whatever kinds of layers the model has.
+The small model has an engine of its own. Each time it is asked, a request's text so far is a new prompt for the small
+model. The prefix cache of its engine has what was computed before, and blocks of wrong guesses are never looked up.
+Nothing has to be undone, therefore, whatever kinds of layers the model has.
 
 With ``ahead``, a thread makes further guesses while the large model checks the last ones: for every position at which
-these may turn out wrong, behind the small model's likeliest other tokens there, and behind their end (the branches of
-Mirror Speculative Decoding, 2510.13161, which takes them from an early layer of the large model). If the text goes on
-in one of these ways, its next guesses are there at once. On a device of its own the small model then costs no time.
+these may turn out wrong, after the small model's likeliest other tokens there, and after the end of the guesses (the
+branches of Mirror Speculative Decoding, 2510.13161, which takes them from an early layer of the large model). If the
+text continues in one of these ways, its next guesses are there at once. On a device of its own the small model then
+costs no time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ Text = tuple[int, ...]
 
 
 class Guessed(NamedTuple):
-    """The small model's continuation of a text: its tokens, their distributions, and likely other tokens."""
+    """The small model's continuation of a text.
+
+    ``path``: its tokens. ``odds``: for each of them the distribution from which it was drawn, ``[vocab]``; empty for
+    greedy requests. ``likeliest``: likely other tokens at each position of the path and after its end.
+    """
 
     path: list[int]
     # [vocab] each, by which the path was drawn; none of greedy requests

@@ -1,4 +1,4 @@
-"""Guesses from a request's own text."""
+"""Guesses from a request's own text (prompt lookup)."""
 
 from weft.generate.lookup import Lookup
 from weft.registry import register
@@ -21,4 +21,4 @@ from weft.registry import register
     ),
 )
 class OwnText(Lookup):
-    """Finds an earlier place of the text's last tokens in the same text, and guesses the tokens that followed there."""
+    """Finds an earlier occurrence of a text's last tokens in this text, and guesses the tokens that followed."""

@@ -1,4 +1,4 @@
-"""PyTorch's distributed checkpoints."""
+"""PyTorch's distributed checkpoints (DCP)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOMENT = r"(?:(?:optimizer|optim|optimizers|optimizer_state_dict)\.)?state\.(.+)
     figure="weights and moments to the last bit, also those that several ranks saved",
 )
 class DistributedCheckpoint(SourceFormat):
-    """Reads PyTorch's distributed checkpoints."""
+    """Reads PyTorch's distributed checkpoints (DCP)."""
 
     patterns = (".metadata",)
     place = 10

@@ -33,7 +33,7 @@ ODD_COLUMNS = Rule(
     ),
 )
 class FourBitAdamW(BlockAdamW):
-    """Keeps AdamW's moments in 4 bits, with a scale for each block."""
+    """AdamW whose moments are kept in 4 bits, with a scale for each block of a row."""
 
     kept = 0.25
     bits = 4

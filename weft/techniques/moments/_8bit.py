@@ -22,7 +22,7 @@ from weft.train.rules.update_rule import WHOLE_ROWS
     ),
 )
 class EightBitAdamW(BlockAdamW):
-    """Keeps AdamW's moments in 8 bits, with a scale for each block."""
+    """AdamW whose moments are kept in 8 bits, with a scale for each block of a row."""
 
     kept = 0.5
     bits = 8

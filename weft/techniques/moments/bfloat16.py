@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class InBfloat16:
-    """Stores moments in bfloat16 with stochastic rounding, so that small changes are not lost.
+    """Stores AdamW's moments in bfloat16 with stochastic rounding, so that small changes are not lost.
 
     The random bits are a function of parameter, element, update and moment, so that every layout rounds alike.
     """
@@ -65,7 +65,7 @@ class InBfloat16:
     ),
 )
 class Bfloat16AdamW(CompactAdamW):
-    """Keeps AdamW's moments in bfloat16."""
+    """AdamW whose moments are kept in bfloat16, with stochastic rounding."""
 
     elementwise = True
     kept = 1.0

@@ -1,1 +1,1 @@
-"""Update rules (:class:`weft.train.rules.rank_sums.UpdateRule`), which ``optimizer.kind`` names."""
+"""Update rules (:class:`weft.train.rules.update_rule.UpdateRule`), which ``optimizer.kind`` names."""

@@ -1,6 +1,6 @@
-"""Adafactor (Shazeer & Stern 2018): of a matrix's second moment only the means of its rows and columns.
+"""Adafactor (Shazeer & Stern 2018): only the row and column means of a matrix's second moment are kept.
 
-A stack of matrices (experts) is as many of these.
+In a stack of matrices (experts) each matrix has means of its own.
 """
 
 from __future__ import annotations

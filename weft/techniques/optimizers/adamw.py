@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @register("optimizer", "adamw", title="AdamW", paper="Loshchilov & Hutter 2019")
 class AdamW(UpdateRule):
-    """AdamW with moments in the state's precision. It also updates the parameters that other rules leave out."""
+    """AdamW with moments in the precision of the state. It also updates the parameters that other rules leave to it."""
 
     elementwise = True
     kept = 2.0
@@ -60,10 +60,10 @@ class AdamW(UpdateRule):
         lr: float,
         decay: float,
     ) -> None:
-        """Apply AdamW once to the parts of parameters ``held``, with their gradients ``grads``, in place.
+        """Apply AdamW once in place to the shards of parameters ``held``, with their gradients ``grads``.
 
-        ``averages``, ``squares``: their first and second moments, changed in place. ``lr``: learning rate; ``decay``:
-        weight decay.
+        ``averages``, ``squares``: the parameters' first and second moments, changed in place. ``lr``: learning rate;
+        ``decay``: decoupled weight decay, which is multiplied by ``lr``.
         """
         from torch.optim.adamw import adamw
 

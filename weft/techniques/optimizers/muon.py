@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024): the momentum of a matrix, whole_update orthogonal by a Newton-Schulz iteration."""
+"""Muon (Jordan et al. 2024): the momentum of a matrix, made orthogonal by a Newton-Schulz iteration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCALE = 0.2
 
 
 class MuonSettings(Section):
-    """Settings of Muon."""
+    """Recipe settings of Muon."""
 
     momentum: float = Field(
         0.95,
@@ -48,9 +48,11 @@ class MuonSettings(Section):
     figure="4.5 bytes per parameter, loss 2.182 (AdamW 2.292) (`bench/optimizers.py`)",
 )
 class Muon(UpdateRule):
-    """Orthogonalises the momentum of each matrix; of a stack of matrices (experts), each by itself.
+    """Updates each matrix by its momentum, made orthogonal.
 
-    Every rank gathers the whole matrix, computes its update and takes its own part, so that the result is exact.
+    In a stack of matrices (experts) each matrix is treated by itself.
+
+    Every rank gathers the whole matrix, computes its update and takes its own shard, so that the result is exact.
     """
 
     for_matrices = True
@@ -96,7 +98,7 @@ class Muon(UpdateRule):
 
 
 def orthogonal(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the singular vectors of ``x [m, n]`` and with all singular values near one."""
+    """Return a matrix with the singular vectors of ``x`` ``[m, n]`` and with all singular values near one."""
     import torch
 
     y = x.mT if x.size(0) > x.size(1) else x

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NaturalGaLoreSettings(GaLoreSettings):
-    """Settings of Natural GaLore."""
+    """Recipe settings of Natural GaLore."""
 
     history: PositiveInt = Field(
         4,
@@ -40,7 +40,7 @@ class NaturalGaLoreSettings(GaLoreSettings):
     ),
 )
 class NaturalGaLore(GaLore):
-    """GaLore that multiplies projected gradients by an inverse empirical Fisher matrix of the last few gradients."""
+    """GaLore that multiplies projected gradients by the inverse empirical Fisher matrix of the last few gradients."""
 
     shaping = ("rank", "history")
 

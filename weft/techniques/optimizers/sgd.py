@@ -1,4 +1,4 @@
-"""Stochastic gradient descent, with nothing kept."""
+"""Stochastic gradient descent, without momentum or any other state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @register("optimizer", "sgd", title="Stochastic gradient descent")
 class SGD(UpdateRule):
-    """Steps against the gradient, without momentum."""
+    """Subtracts the gradient times the learning rate, without momentum."""
 
     elementwise = True
 

@@ -1,4 +1,4 @@
-"""DPO, with label smoothing conservative DPO (Rafailov et al. 2023; Mitchell 2023)."""
+"""DPO, which is conservative DPO with label smoothing (Rafailov et al. 2023; Mitchell 2023)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     ),
 )
 class DPO(PairLoss):
-    """The logistic loss of the margin: reward of the chosen answer minus reward of the rejected answer."""
+    """The logistic loss of the difference between the rewards of the chosen and the rejected answer.
+
+    The reward of an answer is ``beta`` times the logarithm of its probability's ratio to that by the reference model.
+    """
 
     def of(self, gap: T, margin: T) -> T:
         return self.smoothed(self.beta * gap)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class Hinge(PairLoss):
-    """The hinge loss of the margin: reward of the chosen minus reward of the rejected answer; 0 for large margins."""
+    """The hinge loss of the difference between the rewards of the chosen and the rejected answer; 0 where it is large.
+
+    The reward of an answer is ``beta`` times the logarithm of its probability's ratio to that by the reference model.
+    """
 
     smooths = False
 

@@ -1,4 +1,4 @@
-"""IPO, of averages over tokens as its authors have it (Azar et al. 2023)."""
+"""IPO, with means over an answer's tokens as in its authors' program (Azar et al. 2023)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class IPO(PairLoss):
-    """The squared difference between a target, set by ``beta``, and the margin of chosen and rejected answer."""
+    """The squared difference between a target, which ``beta`` sets, and the difference of the two answers' log ratios.
+
+    A log ratio compares an answer's mean log-probability with that by the reference model.
+    """
 
     averaged = True
     smooths = False

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class KTOSettings(Section):
-    """Settings of KTO."""
+    """Recipe settings of KTO."""
 
     desirable: PositiveFloat = Field(
         1.0, description="Weight of good answers in the loss."
@@ -48,9 +48,9 @@ class KTOSettings(Section):
 class KTO(PairLoss):
     """The loss of single answers that are judged good or bad; the judged answer is the first of each pair.
 
-    The reward of an answer is ``beta`` times the log ratio of its probability to that by the reference model. It is
-    compared with ``point``, the mean reward of the pairs' second answers in a step, which belong to other prompts; no
-    gradient flows through ``point``.
+    The reward of an answer is ``beta`` times the logarithm of its probability's ratio to that by the reference model.
+    It is compared with ``point``, the mean reward of the pairs' second answers in a step, which belong to other
+    prompts; no gradient flows through ``point``.
     """
 
     smooths = False

@@ -1,4 +1,4 @@
-"""ORPO: fine-tuning and the odds ratio of both answers at once, no reference (Hong et al. 2024)."""
+"""ORPO: fine-tuning and the odds ratio of both answers in one loss, without a reference model (Hong et al. 2024)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ORPO(PairLoss):
 
 
 def log_odds(mean: T) -> T:
-    """Return the log odds, ``log(p / (1 - p))``, of probabilities given as logarithms (``mean``)."""
+    """Return the log odds, ``log(p / (1 - p))``, of probabilities. ``mean``: the logarithms of the probabilities."""
     import torch
 
     return mean - torch.log(-torch.expm1(mean.clamp(max=-1e-12)))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="as DPO's; transformers' scores of the export equal ours",
 )
 class Reward(PairLoss):
-    """The logistic loss of a reward model: score of the chosen minus that of the rejected answer, minus a margin."""
+    """The logistic loss of a reward model: chosen answer's score minus rejected one's, minus ``loss.margin``."""
 
     has_reference = False
     scores = True

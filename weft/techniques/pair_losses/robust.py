@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class RobustDPO(PairLoss):
-    """DPO whose expectation stays the same if labels are flipped at random. The loss may be negative."""
+    """DPO whose expectation stays the same if labels are flipped at random; the loss may be negative.
+
+    The share of flipped labels is ``loss.label_smoothing``.
+    """
 
     def of(self, gap: T, margin: T) -> T:
         from torch.nn.functional import logsigmoid

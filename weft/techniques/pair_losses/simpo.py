@@ -1,4 +1,4 @@
-"""SimPO: averages over tokens, a margin, and no reference (Meng et al. 2024)."""
+"""SimPO: mean log-probabilities over tokens, a margin, and no reference model (Meng et al. 2024)."""
 
 from __future__ import annotations
 

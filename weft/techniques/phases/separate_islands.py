@@ -1,4 +1,4 @@
-"""Islands that agree between steps: ``layout.island`` with ``sync.every`` above 1."""
+"""Islands that exchange parameters between some steps: ``layout.island`` with ``sync.every`` above 1."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @register("phases", "separate-islands")
 class SeparateIslandsTechnique(StepTechnique):
-    """Lets islands train apart, and exchanges their parameters between steps by the method of ``sync.update``."""
+    """Lets islands train independently, and exchanges parameters between some steps as ``sync.update`` says."""
 
     fills = Phase.AFTER
     does = "islands exchange parameters between steps"

@@ -1,1 +1,1 @@
-"""Scheduling policies, one file each."""
+"""Scheduling policies, which decide what requests a step of the serving engine computes, one file each."""

@@ -1,4 +1,4 @@
-"""Prompts in chunks, one at a time: steps of equal length."""
+"""Prompts are read in chunks, one chunk per step beside generated tokens, so that steps take about equal time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class Chunked(SchedulingPolicy):
-    """Schedules generated tokens first, then a chunk of one prompt, of at most ``chunk`` tokens (SARATHI)."""
+    """Schedules generated tokens first, then a chunk of at most ``chunk`` tokens of one prompt (SARATHI)."""
 
     chunk: int
     example: ClassVar[str] = "chunked:64"

@@ -1,4 +1,4 @@
-"""Prompts before new tokens: the first token comes as soon as it can."""
+"""Prompts are read before further tokens are generated, so that the first token of a request comes early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1F1B (Narayanan et al. 2019, 2021): forward and backward in turn."""
+"""1F1B (Narayanan et al. 2019, 2021): each rank alternates one forward and one backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class OneForwardOneBackward(ScheduleBuilder):
-    """Alternates forward and backward; rank ``r`` of ``P`` holds the activations of up to ``P - r`` microbatches."""
+    """Alternates forward and backward. Rank ``r`` of ``P`` holds the activations of at most ``P - r`` microbatches."""
 
     about = "forward and backward in turn, peak P"
     paper = "2104.04473"

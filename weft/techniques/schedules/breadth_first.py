@@ -1,4 +1,4 @@
-"""LoopedBFS (Lamy-Poirier 2022): GPipe over several chunks per rank."""
+"""LoopedBFS (Lamy-Poirier 2022): GPipe over several chunks of layers per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DualPipe (DeepSeek-AI 2024): two flows from both ends, every stage on two ranks."""
+"""DualPipe (DeepSeek-AI 2024): microbatches enter the pipeline at both ends, and every stage is on two ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     figure="bubble P/2-1 at unit cost, peak P+1",
 )
 class DualPipe(ScheduleBuilder):
-    """Runs a pipeline in both directions: there are ``ranks`` stages, each on two ranks.
+    """Runs a pipeline in both directions: there are as many stages as ranks, and each stage is on two ranks.
 
-    The first half of the microbatches enters at the first rank, the second half at the last. A rank holds at most
-    ``ranks + 1`` microbatches. The paper's order is for at least ``2 * ranks`` microbatches, in pairs; with fewer, the
-    missing ones are left out of it.
+    The first half of the microbatches enters at the first rank, the second half at the last. A rank holds the
+    activations of at most ``ranks + 1`` microbatches. The paper's order is for at least ``2 * ranks`` microbatches, in
+    pairs; with fewer, the missing ones are left out of this order.
     """
 
     about = "two flows from both ends, parameters twice"

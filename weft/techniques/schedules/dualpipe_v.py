@@ -1,4 +1,4 @@
-"""DualPipeV ("cut in half", Sea AI Lab 2025): DualPipe folded, two chunks per rank."""
+"""DualPipeV ("cut in half", Sea AI Lab 2025): DualPipe folded in half, with two chunks of layers per rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="bubble P/2-1 at unit cost, peak P+1",
 )
 class DualPipeV(ScheduleBuilder):
-    """Gives each rank two stages: microbatches pass all ranks from first to last (flow 0) and back (flow 1)."""
+    """Gives each rank two stages: a microbatch passes all ranks from first to last (flow 0) and back (flow 1)."""
 
     about = "DualPipe folded: two chunks per rank"
     paper = "2412.19437"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     figure="bubble (P-1)(F+B+W), peak M",
 )
 class GPipe(ScheduleBuilder):
-    """Runs all forwards, then all backwards: a rank holds every microbatch at its peak."""
+    """Runs all forwards, then all backwards. At its peak a rank holds the activations of every microbatch."""
 
     about = "all forwards, then all backwards"
     paper = "1811.06965"

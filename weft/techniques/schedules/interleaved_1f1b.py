@@ -1,4 +1,4 @@
-"""Interleaved 1F1B (Narayanan et al. 2021): 1F1B over several chunks per rank, depth first."""
+"""Interleaved 1F1B (Narayanan et al. 2021): 1F1B over several chunks of layers per rank, depth first."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Interleaved(ScheduleBuilder):
     """1F1B with several stages (chunks) per rank: rank ``r`` of ``P`` holds stages ``r``, ``r + P``, ``r + 2P``, ...
 
     A microbatch passes all ranks once for each chunk, and microbatches go in groups of ``P``. Megatron requires whole
-    groups. Here the missing microbatches of the last group are left out, which cannot block: the rest keeps its order
-    and depends on nothing that was removed.
+    groups. Here the missing microbatches of the last group are left out, which cannot block: all other passes keep
+    their order and depend on nothing that was removed.
 
     With ``v`` chunks, messages add ``2 v P - 2`` times their duration to the critical path: a group of exactly ``P``
     has no work to hide them behind when the last group's backward changes chunks. Where messages take time, one

@@ -1,4 +1,4 @@
-"""V-Half (Qi et al. 2024): under half of 1F1B's peak and bubble."""
+"""V-Half (Qi et al. 2024): about half of 1F1B's activation memory, and less than half of its bubble."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="peak P/2+1",
 )
 class VHalf(ScheduleBuilder):
-    """Holds about half the microbatches of 1F1B, with less than half of its bubble.
+    """Holds the activations of about half the microbatches of 1F1B, with less than half of its bubble.
 
     Its peak is ``ranks / 2 + 1`` microbatches if ``ranks`` is even, else ``(ranks + 3) / 2``.
     """

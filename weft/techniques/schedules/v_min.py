@@ -1,4 +1,4 @@
-"""V-Min (Qi et al. 2024): a third of 1F1B's peak, and two thirds of its bubble."""
+"""V-Min (Qi et al. 2024): a third of 1F1B's activation memory, and two thirds of its bubble."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="peak at most (P+4)/3",
 )
 class VMin(ScheduleBuilder):
-    """Holds about a third of the microbatches of 1F1B: at most ``(ranks + 4) / 3``."""
+    """Holds the activations of about a third of the microbatches of 1F1B: at most ``(ranks + 4) / 3``."""
 
     about = "a third of 1F1B's peak, two thirds of its bubble"
     paper = "2405.15362"

@@ -1,4 +1,4 @@
-"""ZB-1p (Qi et al. 2023, section 3.1): listed by measured times, in the memory of 1F1B."""
+"""ZB-1p (Qi et al. 2023, section 3.1): ordered by the passes' measured times, in the memory of 1F1B."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="within 0.0014 of the published bubbles, four of six below",
 )
 class ZeroBubble1P(ScheduleBuilder):
-    """Chooses the order by the times of the passes; a rank holds at most ``ranks`` microbatches, as in 1F1B."""
+    """Orders the passes by their times. A rank holds the activations of at most ``ranks`` microbatches, as in 1F1B."""
 
     about = "list-scheduled by the times, peak P"
     paper = "2401.10241"

@@ -1,4 +1,4 @@
-"""ZB-2p (Qi et al. 2023, section 3.1): listed by measured times, in twice the memory of 1F1B."""
+"""ZB-2p (Qi et al. 2023, section 3.1): ordered by the passes' measured times, in twice the memory of 1F1B."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="within 0.0014 of the published bubbles, four of six below",
 )
 class ZeroBubble2P(ScheduleBuilder):
-    """Chooses the order by the times of the passes; twice the memory of 1F1B leaves almost no bubble."""
+    """Orders the passes by their times. It needs twice the activation memory of 1F1B, and leaves almost no bubble."""
 
     about = "the same in the memory of 2P"
     paper = "2401.10241"

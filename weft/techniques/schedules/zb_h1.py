@@ -1,4 +1,4 @@
-"""ZB-H1 (Qi et al. 2023): 1F1B's order and peak, with weight gradients kept back to fill the end."""
+"""ZB-H1 (Qi et al. 2023): 1F1B's order and memory, with weight gradients delayed to fill the bubble at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZB-H2 (Qi et al. 2023): forwards also fill the time before the first backward."""
+"""ZB-H2 (Qi et al. 2023): forwards also fill the bubble before the first backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class ZeroBubbleH2(ScheduleBuilder):
-    """Fills the bubble at the start of a step with more forwards; its peak is ``2 * ranks - 1`` microbatches."""
+    """Fills the bubble at the start of a step with more forwards; the peak is ``2 * ranks - 1`` microbatches."""
 
     about = "no bubble if F=B=W, peak 2P-1"
     paper = "2401.10241"

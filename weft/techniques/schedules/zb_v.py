@@ -1,4 +1,4 @@
-"""ZB-V (Qi et al. 2023, section 6): a microbatch goes down the ranks and up again."""
+"""ZB-V (Qi et al. 2023, section 6): a microbatch passes the ranks from first to last, and back."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     figure="peak P",
 )
 class ZeroBubbleV(ScheduleBuilder):
-    """Has no bubble if forward, input gradients and weight gradients take equal time.
+    """A zero-bubble schedule with two stages per rank, the second in reverse order of ranks.
 
-    Its peak is ``ranks`` microbatches, as that of 1F1B.
+    It has no bubble if forward, input gradients and weight gradients take equal time. The peak is the activations of
+    ``ranks`` microbatches, as in 1F1B.
     """
 
     about = "no bubble if F=B=W, peak P, two chunks per rank"

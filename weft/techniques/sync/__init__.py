@@ -1,1 +1,1 @@
-"""Sync methods (:class:`weft.sync.sync_method.SyncMethod`), which ``sync.update`` names."""
+"""Methods of synchronising islands (:class:`weft.sync.sync_method.SyncMethod`), which ``sync.update`` names."""

@@ -1,4 +1,4 @@
-"""The mean of the parameters of all islands, or of neighbours who need not have begun with the same (gossip)."""
+"""The mean of the parameters of all islands, or of neighbouring islands, whose parameters may differ (gossip)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     figure="equal to a simulation to 1e-10; bytes as the formula",
 )
 class Average(SyncMethod):
-    """Takes the mean of all islands' parameters.
+    """Replaces each island's parameters by the mean of all islands' parameters.
 
-    If ``sync.partner`` is not ``all``, each island averages only with its partners (gossip), without an anchor.
+    If ``sync.partner`` is not ``all``, each island averages only with its partners (gossip), and keeps no anchor (copy
+    of the parameters at the beginning of the round).
     """
 
     partners = ("all", "ring", "pairs", "graph")
@@ -69,9 +70,10 @@ class Average(SyncMethod):
                 island.kept["anchor"].copy_(island.now)
 
     def weight(self, i: int, j: int) -> float:
-        """Return the weight of island ``j`` in the average of its neighbour ``i`` (Metropolis).
+        """Return the weight of island ``j`` in the average that its neighbour ``i`` takes (Metropolis weights).
 
-        It is one over one plus the larger number of edges that either island has in ``sync.graph``.
+        The weight is ``1 / (1 + e)``, where ``e`` is the larger number of edges that either island has in
+        ``sync.graph``.
         """
         edges = {frozenset(edge) for edge in self.settings.graph}
         return 1 / max(sum(k in edge for edge in edges) + 1 for k in (i, j))

@@ -1,4 +1,4 @@
-"""CO2: exchange a round late, with a penalty for staleness and a momentum that is clipped (Sun et al. 2024)."""
+"""CO2: exchange a round late, with a penalty for staleness and a clipped momentum (Sun et al. 2024)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CO2Settings(OuterSettings):
-    """Settings of the outer update, with the defaults of CO2's paper, and settings that only CO2 has."""
+    """Recipe settings of CO2: those of the outer update, with the defaults of CO2's paper, and CO2's own."""
 
     lr: PositiveFloat = Field(
         1.0,
@@ -54,9 +54,9 @@ class CO2Settings(OuterSettings):
     ),
 )
 class CO2(OuterMomentum):
-    """Applies momentum to the islands' mean difference of the last round, divided by a penalty for its staleness.
+    """Applies an outer momentum to the islands' mean parameter difference of the last round, which is a round late.
 
-    The momentum is clipped in each element.
+    The difference is divided by a penalty for its staleness, and each element of the momentum is clipped.
     """
 
     late = True

@@ -1,4 +1,4 @@
-"""Eager updates: the own difference of now, the others' of the last round (Kale et al. 2025)."""
+"""Eager updates: an island's own difference of this round, the other islands' of the last (Kale et al. 2025)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     figure="equal to a simulation to 1e-10; bytes as the formula",
 )
 class Eager(OuterMomentum):
-    """Applies Nesterov's momentum to a mean of differences: the island's own of this round, the others' of the last."""
+    """Applies Nesterov's momentum to a mean of parameter differences.
+
+    The island's own difference is that of this round; the other islands' differences are those of the last round.
+    """
 
     slots = ("anchor", "outer", "own")
     shared = ()

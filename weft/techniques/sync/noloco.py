@@ -1,4 +1,4 @@
-"""NoLoCo: random pairs with a modified Nesterov momentum, and no collective (Kolehmainen et al. 2025)."""
+"""NoLoCo: random pairs of islands, a modified Nesterov momentum, and no collective (Kolehmainen et al. 2025)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class NoLoCoSettings(OuterSettings):
-    """Settings of the outer update, with the defaults of NoLoCo's paper."""
+    """Recipe settings of NoLoCo: those of the outer update, with the defaults of NoLoCo's paper."""
 
     momentum: float = Field(
         0.5, ge=0, lt=1, description="Momentum of the outer update."
@@ -46,7 +46,10 @@ class NoLoCoSettings(OuterSettings):
     ),
 )
 class NoLoCo(OuterMomentum):
-    """Applies momentum to the mean parameter difference of two islands, and moves their anchors towards each other."""
+    """Applies momentum to the mean parameter difference of two islands, and moves their anchors towards each other.
+
+    An anchor is an island's copy of the parameters at the beginning of a round.
+    """
 
     shared = ()
     partners = ("all", "pairs")

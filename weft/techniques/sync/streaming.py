@@ -1,4 +1,7 @@
-"""Streaming DiLoCo: fragments in turn, whose answers come later and are mixed (Douillard et al. 2025)."""
+"""Streaming DiLoCo: fragments of the parameters in turn, whose results come later and are mixed (Douillard et al.
+
+2025).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StreamingSettings(OuterSettings):
-    """Settings of the outer update, and settings that only streaming has."""
+    """Recipe settings of streaming: those of the outer update, and streaming's own."""
 
     mix: float = Field(
         0.5,
@@ -50,7 +53,7 @@ class StreamingSettings(OuterSettings):
 class Streaming(OuterMomentum):
     """Synchronises one fragment of the parameters at a time, by Nesterov's momentum, while training goes on.
 
-    The result is mixed with what the island has learned in the meantime.
+    A fragment is a subset of the parameters. The result is mixed with what the island has learned in the meantime.
     """
 
     in_fragments = True

@@ -1,1 +1,4 @@
-"""Trackers (:class:`weft.observe.trackers.Tracker`), which ``observe.trackers`` names by their packages."""
+"""Trackers (:class:`weft.observe.trackers.Tracker`), to which a run's records are sent.
+
+``observe.trackers`` names them by their packages.
+"""

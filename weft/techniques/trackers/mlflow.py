@@ -1,4 +1,4 @@
-"""MLflow."""
+"""MLflow as a tracker of runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from weft.registry import register
 
 @register("tracker", "mlflow")
 class MLflow:
-    """Sends records to the experiment ``weft`` at ``MLFLOW_TRACKING_URI`` (default: the run's folder ``mlruns``)."""
+    """Sends a run's records to the experiment ``weft`` at ``MLFLOW_TRACKING_URI``.
+
+    Without this variable they go to the folder ``mlruns`` in the run's folder, ``run``.
+    """
 
     def __init__(self, run: Path) -> None:
         import mlflow

@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""TensorBoard as a tracker of runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.registry import register
 
 @register("tracker", "tensorboard")
 class TensorBoard:
-    """Writes events for TensorBoard into the run's folder."""
+    """Writes a run's records as TensorBoard events into the run's folder, ``run``."""
 
     def __init__(self, run: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Weights & Biases as a tracker of runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from weft.registry import register
 
 @register("tracker", "wandb")
 class WandB:
-    """Sends records to Weights & Biases, configured by its ``WANDB_*`` variables.
+    """Sends a run's records to Weights & Biases, which its ``WANDB_*`` variables configure.
 
-    With ``WANDB_MODE=offline`` nothing is sent.
+    With ``WANDB_MODE=offline`` nothing is sent. ``run``: the run's folder.
     """
 
     def __init__(self, run: Path) -> None:

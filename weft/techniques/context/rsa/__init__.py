@@ -1,4 +1,4 @@
-"""Ring Self-Attention (Li et al. 2021, 2105.13120), which takes the ring twice."""
+"""Ring Self-Attention (Li et al. 2021, 2105.13120): keys go around the ring first, and values after them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     ),
 )
 class RingSelfAttention(AttentionScheme):
-    """Computes whole rows of scores before their softmax (no online softmax), with keys and values in a ring.
+    """Computes whole rows of scores before their softmax (no online softmax). Keys, then values, go around a ring.
 
-    This is the baseline that later schemes are compared with.
+    Later schemes are compared with this baseline.
     """
 
     def table(self, ranks: int) -> TileTable:

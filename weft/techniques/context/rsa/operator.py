@@ -1,8 +1,11 @@
-"""Ring Self-Attention (Li et al. 2021, 2105.13120): keys go round and fill whole rows of scores, then values go round.
+"""Ring Self-Attention (Li et al.
 
-The baseline of all later schemes: there is no online softmax, so a rank holds the scores of its queries against all
-keys, ``tokens^2 / ranks`` per head, and keeps them for backward. It sends what ring attention sends, in two rounds
-instead of one, and takes the ring's table; of packed documents it computes and moves only what a query reads.
+2021, 2105.13120): keys go around the ring and fill whole rows of scores, then values do.
+
+Later schemes are compared with this baseline. There is no online softmax, so a rank holds the scores of its queries
+against all keys, ``tokens^2 / ranks`` per head, and keeps them for backward. A rank sends as much as in ring attention,
+in two rounds instead of one, by the same table of transfers. Of packed documents, only what a query reads is computed
+and moved.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +21,11 @@ T = torch.Tensor
 
 
 class Spot(NamedTuple):
-    """A rectangle of attention scores, of one block of queries and one of keys.
+    """A rectangle of attention scores, of one block of queries and one block of keys.
 
-    ``q``, ``k``: its rows among the block's flattened tokens. ``at``: its place in the matrix of scores,
-    ``[batch, heads, seq held, seq]``.
+    ``q``, ``k``: the rectangle's tokens among the block's flattened queries and keys. ``at``: position of the rectangle
+    in the tensor of scores, ``[batch, heads, seq held, seq]``. ``causal`` and ``flipped``: see
+    :class:`weft.models.segments.Segment`.
     """
 
     q: slice
@@ -105,10 +109,10 @@ def ring_self_attention(
     lengths: Sequence[int],
     window: int = 0,
 ) -> tuple[T, T]:
-    """Compute attention of this rank's queries with the keys and values of all ranks, whose blocks are contiguous.
+    """Compute attention of this rank's queries to the keys and values of all ranks, which hold contiguous blocks.
 
-    Arguments: see :func:`weft.parallel.context.tile_attention.tile_attention`. Returns ``out`` with the shape of ``q``,
-    and the softmax of the scores, ``[batch, heads, seq held, seq]``.
+    Arguments as of :func:`weft.parallel.context.tile_attention.tile_attention`. Returns ``out`` with the shape of
+    ``q``, and the softmax of the scores, ``[batch, heads, seq held, seq]``.
     """
     trip, high = (
         trip_of(q, cu_seqlens, "rsa", peers, index, lengths, window),

@@ -1,4 +1,7 @@
-"""The way that sends least, per layer and pass, moving tokens or experts (after Tutel, Hwang et al. 2023)."""
+"""The dispatcher that sends least, chosen per layer and pass; it moves tokens or experts (after Tutel, Hwang et al.
+
+2023).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     ),
 )
 class LeastBytes(DispatchWay):
-    """Counts in every pass the elements that each way to exchange tokens or weights sends; takes the cheapest."""
+    """Counts in every pass what each way of exchanging tokens or expert weights would send, and takes the cheapest."""
 
     copies = True
 

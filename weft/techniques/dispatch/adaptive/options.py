@@ -1,8 +1,9 @@
-"""Choose per layer and pass the way that sends least, moving tokens or experts (after Tutel, Hwang et al. 2023).
+"""The choice, per layer and pass, of the dispatcher that sends least (after Tutel, Hwang et al. 2023).
 
-Experts stay where they are, but for a pass neighbours can give each other the weights of theirs. Then a block of them
-has all that its experts need on each of its ranks, and tokens go to one rank of each block only, or nowhere, where the
-block is all ranks. Of experts that are cut in their width a block has longer pieces, or whole ones.
+Experts stay on their ranks, but for the duration of a pass a block of neighbouring ranks can share the weights of its
+experts. Every rank of a block then has all weights of the block's experts, and a token is sent to one rank of each
+block only, or nowhere if the block is all ranks. If experts are cut in their width, each rank of a block has wider
+pieces of them, or whole experts.
 """
 
 from collections.abc import Sequence
@@ -27,11 +28,11 @@ T = torch.Tensor
 
 
 class Option(NamedTuple):
-    """A way to bring tokens and experts together: a dispatcher of tokens and a block of ranks that share weights.
+    """One way to bring tokens and experts together: a dispatcher, and a block of ranks that share expert weights.
 
-    Ranks of a block hold each other's expert weights during a pass. ``joined``: how many pieces of an expert a block
-    holds together. ``weights``: number of elements that all ranks send to share these weights, forward and backward.
-    ``stacks`` builds the block's stacked weights from those of a rank.
+    ``way``: the dispatcher. ``joined``: how many pieces of one expert the block holds together. ``weights``: number of
+    elements that all ranks send to share weights in a pass, forward and backward. ``stacks``: a function from a rank's
+    stacked weights to those of the block; None: no weights are shared.
     """
 
     way: Dispatcher
@@ -41,7 +42,7 @@ class Option(NamedTuple):
 
 
 class Adaptive:
-    """Dispatches each pass by the option for which all ranks together send the fewest elements."""
+    """Dispatcher that takes in each pass the :class:`Option` for which all ranks together send the fewest elements."""
 
     def __init__(self, ranks: ExpertRanks) -> None:
         self.ranks, self.options, self.levels = (
@@ -100,7 +101,10 @@ class Adaptive:
         return arrived
 
     def best(self, numbers: T) -> int:
-        """Return the index of the smallest of ``numbers``, the elements that all ranks send with each option."""
+        """Return the index of the smallest of ``numbers``, the elements that all ranks send with each option.
+
+        The index is 0 in a rehearsal, where tensors have no values.
+        """
         return int(numbers.argmin()) if has_numbers(numbers) else 0
 
     def combine(self, rows: T, meta: Any) -> Awaited:
@@ -109,7 +113,7 @@ class Adaptive:
 
 
 def part_of(choice: Choice, joined: int) -> Choice:
-    """Return ``choice`` with the ``joined`` neighbouring slots that are pieces of one expert merged into one slot."""
+    """Return the routes of ``choice`` with those to ``joined`` neighbouring pieces of one expert merged into one."""
     return (
         choice
         if joined == 1
@@ -120,8 +124,8 @@ def part_of(choice: Choice, joined: int) -> Choice:
 def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
     """Return how many elements all ranks send, forward and backward, to share expert weights within blocks.
 
-    ``block``: ranks of a block. ``stacks``: for each rank its number of experts, their width and the model's. All ranks
-    of a block send messages of the size of the largest.
+    ``stacks``: for each rank its number of experts, their width and the model's. ``block``: number of ranks in a block.
+    All ranks of a block send messages of the size of the largest.
     """
     blocks = [stacks[start : start + block] for start in range(0, len(stacks), block)]
     return sum(
@@ -131,11 +135,12 @@ def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
 
 
 def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
-    """Return how many elements each dispatcher sends for this rank's tokens, forward and backward: int64, ``[3]``.
+    """Return how many elements each of three dispatchers sends for this rank's tokens: int64 ``[3]``.
 
-    ``choice``: the experts of the tokens; ``width``: elements of a token. The dispatchers send a row for each choice,
-    a copy to each rank that has experts of the token, or all tokens to all ranks. The latter two also send weights and
-    expert numbers, and gradients of the weights. With ``members`` None every rank has all experts: ``[1]``, zero.
+    Forward and backward are counted. ``choice``: the experts of the tokens; ``width``: elements of a token. The first
+    dispatcher sends a row for each route, the second a copy to each rank that has experts of the token, the third all
+    tokens to all ranks. The last two also send the experts' weights in a token's sum, expert numbers, and gradients of
+    these weights. With ``members`` None every rank has all experts, and the result is one zero, ``[1]``.
     """
     tokens, k = choice.ids.shape
     if members is None:
@@ -155,8 +160,9 @@ def stacks_of_block(
 ) -> tuple[T, ...]:
     """Gather the stacked weights of all experts of a block from this rank's stacks ``weights`` (gate, up and down).
 
-    ``parts``: for each rank its number of experts, their width and the model's. ``joined``: pieces of an expert in the
-    block. In backward each rank gets the sum of all gradients of its own experts.
+    ``parts``: for each rank of the block its number of experts, their width and the model's. ``joined``: pieces of an
+    expert in the block. ``members``: the ranks of the block. In backward each rank gets the sum of all gradients of its
+    own experts.
     """
     experts, hidden, _ = map(max, zip(*parts, strict=True))
     waiting = []

@@ -1,4 +1,7 @@
-"""The way that was fastest in trials of the run itself, moving tokens or experts (after Tutel, Hwang et al. 2023)."""
+"""The dispatcher that was fastest in the run's own trials; it moves tokens or experts (after Tutel, Hwang et al.
+
+2023).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ RECOMPUTED = Rule(
     ),
 )
 class FastestInTrials(DispatchWay):
-    """Times each way to exchange tokens or weights in some passes, and uses the fastest in the passes between."""
+    """Times each way of exchanging tokens or expert weights in some passes, and uses the fastest in all others."""
 
     copies = True
 

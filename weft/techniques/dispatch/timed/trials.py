@@ -1,9 +1,10 @@
-"""Choose by measured time the way to move tokens or experts (after Tutel, Hwang et al. 2023).
+"""The choice of a dispatcher by measured time (after Tutel, Hwang et al. 2023).
 
-Fewer bytes are not always less time: messages have a start, ranks of one machine share its memory, and whose tokens
-stay has other experts to compute. So every option of :mod:`weft.techniques.dispatch.adaptive.options` is tried out in
-a run's own first passes, for each size of pass, and the fastest is kept. Later on each is tried again now and then,
-and replaces the present one if it is faster by a margin.
+Fewer bytes are not always less time: messages have a start-up cost, ranks of one machine share its memory, and an
+option also decides which rank computes which experts. So every option of
+:mod:`weft.techniques.dispatch.adaptive.options` is timed in a run's own first passes, for each size of pass, and the
+fastest is kept. All options are timed again from time to time, and one replaces the present option if it is faster by a
+margin.
 """
 
 import time
@@ -33,10 +34,11 @@ MARGIN = 0.05
 
 @dataclass
 class OptionTimes:
-    """Measured seconds of each option in passes of one size on this rank, and the option that all ranks have chosen.
+    """Measured times of each option in passes of one size on this rank, and the option that all ranks have chosen.
 
-    A *round* of trials is :data:`TRIALS` passes with each option, in turn. ``passes`` counts all passes since the round
-    began.
+    A *round* of trials is :data:`TRIALS` passes with each option, in turn. ``options``: number of options. ``seconds``:
+    the shortest time of each. ``passes``: number of passes since the round began. ``chosen``: index of the chosen
+    option, -1 before the first choice.
     """
 
     options: int
@@ -52,16 +54,16 @@ class OptionTimes:
         return TRIALS * self.options
 
     def next(self) -> tuple[int, bool]:
-        """Count a pass; return the index of the option for it, and whether to time it."""
+        """Count a pass. Returns the index of the option for this pass, and whether to time it."""
         trial = self.passes < self.round_length
         option = self.passes % self.options if trial else self.chosen
         self.passes += 1
         return option, trial
 
     def decide(self, seconds: list[float]) -> None:
-        """Choose the fastest option; ``seconds``: of each option, on its slowest rank.
+        """Choose the fastest option. The present one is kept unless another is faster by :data:`MARGIN`.
 
-        The present choice is kept unless another option is faster by :data:`MARGIN`.
+        ``seconds``: the time of each option on its slowest rank.
         """
         fastest = min(range(self.options), key=seconds.__getitem__)
         if self.chosen < 0 or seconds[fastest] < (1 - MARGIN) * seconds[self.chosen]:
@@ -73,7 +75,7 @@ class OptionTimes:
 
 
 class TimedDispatch(Adaptive):
-    """Times each option in some passes of the run, and takes the one that is fastest on its slowest rank.
+    """Dispatcher that times each :class:`Option` in some passes, and takes the one that is fastest on its slowest rank.
 
     A pass is timed from the dispatch of its rows until their results are back, the experts' work included; its backward
     pass is assumed to take as long. All ranks try the same option in the same pass and agree once per round, so that
@@ -103,7 +105,7 @@ class TimedDispatch(Adaptive):
         return (self.ranks.most(len(x)) if self.uneven else len(x)).bit_length()
 
     def agree(self, trials: OptionTimes, device: torch.device) -> None:
-        """Choose the option whose slowest rank was fastest in ``trials``. Collective."""
+        """Choose the option that is fastest on its slowest rank, from all ranks' times in ``trials``. Collective."""
         slowest = torch.tensor(trials.seconds, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.ranks.group)
         trials.decide(slowest.tolist())

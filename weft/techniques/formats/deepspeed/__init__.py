@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints, of ZeRO and universal ones."""
+"""DeepSpeed's checkpoints, those of ZeRO and universal ones."""
 
 from __future__ import annotations
 

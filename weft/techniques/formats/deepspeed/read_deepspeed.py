@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's checkpoints: partitions of flat groups, one file for each rank, or universal ones."""
+"""Reads DeepSpeed's checkpoints: either each rank's file of flat partitions, or universal ones."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ ZERO = r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"
 def read_deepspeed(path: Path, config: Path | None) -> Foreign:
     """Read a DeepSpeed checkpoint: partitions of ZeRO 0 to 3, or a universal checkpoint (a folder per parameter).
 
-    ``config``: path of the model's ``config.json``, if it is elsewhere.
+    ``config``: path of the model's ``config.json``; None: it is beside the checkpoint.
     """
     folder = newest_save(path)
     about = path if config or not (folder / CONFIG).is_file() else folder

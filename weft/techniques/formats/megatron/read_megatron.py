@@ -1,4 +1,4 @@
-"""Reads Megatron-LM's checkpoints: every rank has a part of every tensor of its stage."""
+"""Reads Megatron-LM's checkpoints, in which every rank has a shard of every tensor of its stage."""
 
 import re
 from pathlib import Path
@@ -15,9 +15,10 @@ from weft.shapes.foreign_names import LAYER
 
 
 def read_megatron(path: Path, config: Path | None) -> Foreign:
-    """Read a Megatron-LM checkpoint, files ``mp_rank_TP[_PP]/model_optim_rng.pt``.
+    """Read a Megatron-LM checkpoint, which consists of files ``mp_rank_TP[_PP]/model_optim_rng.pt``.
 
-    Every pipeline stage and virtual stage numbers its blocks from 0. ``config``: path of the model's ``config.json``.
+    Every pipeline stage and virtual stage numbers its blocks from 0. ``config``: path of the model's ``config.json``;
+    None: it is beside the checkpoint.
     """
     folder = newest_save(path)
     ranks: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}

@@ -32,7 +32,7 @@ DIRECTIONS = Rule(
 
 
 class GaLoreSettings(Section):
-    """Settings of GaLore and Natural GaLore."""
+    """Recipe settings of GaLore and Natural GaLore."""
 
     rank: PositiveInt = Field(
         128,
@@ -65,7 +65,7 @@ class GaLoreSettings(Section):
     ),
 )
 class GaLore(UpdateRule):
-    """Adam on gradients projected onto their first singular vectors."""
+    """Adam on gradients that are projected onto their first singular vectors (Zhao et al. 2024)."""
 
     for_matrices = True
     for_stacks = False
@@ -90,9 +90,10 @@ class GaLore(UpdateRule):
         self.adam.update(held, grads, lr, decay)
 
     def rare_seconds(self, held: Sequence[Held], timed: Timer) -> float:
-        """Estimate the seconds per update for the singular vectors of ``held``, computed every ``refresh`` updates.
+        """Estimate the mean seconds per update that it takes to compute the singular vectors of ``held``.
 
-        ``timed``: measures the seconds of a function.
+        They are computed every ``refresh`` updates. ``timed``: a function that runs a piece of work and returns its
+        seconds.
         """
         import torch
 

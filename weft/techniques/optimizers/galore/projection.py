@@ -1,7 +1,7 @@
-"""GaLore (Zhao et al. 2024): Adam on a projection of a matrix's gradient; and its natural-gradient variant.
+"""GaLore (Zhao et al. 2024), Adam on a projection of a matrix's gradient, and its natural-gradient variant.
 
-A gradient ``[m, n]`` is projected on ``rank`` directions of its shorter side, which are taken from the singular vectors
-of the gradient every ``refresh`` updates. Moments have the size of the projection.
+A gradient ``[m, n]`` is projected onto ``rank`` directions of its shorter dimension. The directions are singular
+vectors of the gradient, computed anew every ``refresh`` updates. Moments have the size of the projection.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ DAMPING = 1e-3
 
 
 class ProjectedAdam:
-    """Adam on gradients that are projected onto a few directions.
+    """Adam on gradients that are projected onto their first ``settings.rank`` singular vectors.
 
     With ``history`` above 0 the projected gradients are first multiplied by the inverse of an empirical Fisher matrix
     (Natural GaLore). This matrix is computed from the last ``history`` projected gradients, each of which takes as much
@@ -113,11 +113,12 @@ class ProjectedAdam:
 
 
 def singular_directions(grad: T, side: int, rank: int) -> T:
-    """Return the first ``rank`` singular vectors of ``grad [m, n]``: ``[rank, m]`` or ``[rank, n]``.
+    """Return the first ``rank`` singular vectors of ``grad`` ``[m, n]``: ``[rank, m]`` or ``[rank, n]``.
 
     ``side``: 0 for left singular vectors, 1 for right ones. The entry of largest magnitude of each vector is made
-    positive (the first, if several are equal up to rounding), as libraries choose signs differently. Where the gradient
-    has a smaller rank (a step of a few tokens) the other vectors are zero, as rounding would choose them.
+    positive (the first, if several are equal up to rounding), because libraries choose signs differently. If the
+    gradient has a smaller rank (in a step of a few tokens), the other vectors are zero, because rounding would decide
+    them.
     """
     left, sizes, right = torch.linalg.svd(grad, full_matrices=False)
     directions = right[:rank] if side == 1 else left[:, :rank].mT

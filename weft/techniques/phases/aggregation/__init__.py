@@ -1,4 +1,4 @@
-"""Gradients of replicas that are combined by another rule than the mean: ``resilience.aggregate``."""
+"""Gradients of replicas combined by another rule than the mean: ``resilience.aggregate``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class AggregationTechnique(StepTechnique):
     """Combines the gradients of replicas by the rule that ``resilience.aggregate`` names.
 
-    :mod:`weft.sync.robust_aggregation` has the rules.
+    The computation is in :mod:`weft.sync.robust_aggregation`.
     """
 
     fills = Phase.AGREE

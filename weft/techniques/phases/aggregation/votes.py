@@ -1,4 +1,4 @@
-"""Gradients aggregated from all replicas, some of which may be faulty (:mod:`weft.sync.robust_aggregation`)."""
+"""Aggregation of the gradients of all replicas, some of which may be faulty (:mod:`weft.sync.robust_aggregation`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Voting(PhaseFiller):
     """Aggregates the replicas' gradients with one vote per replica, whatever its number of tokens.
 
     A replica's gradient is the mean over its own tokens. A replica without tokens, or whose gradient is not finite, is
-    left out of the step and of its loss. The losses of the others are weighted by tokens.
+    left out of the step and of its loss. The losses of all other replicas are weighted by tokens.
     """
 
     def __init__(self, context: StepContext, resilience: Resilience) -> None:
@@ -42,7 +42,7 @@ class Voting(PhaseFiller):
         )
 
     def own_weight(self, batches: Sequence[Batch]) -> T:
-        """Return the sum of the label weights in this replica's ``batches``. Scalar, float64."""
+        """Return the sum of the label weights in ``batches``, those of this rank's replica. Scalar, float64."""
         return torch.tensor(
             sum(b.label_weight for b in batches),
             dtype=torch.float64,

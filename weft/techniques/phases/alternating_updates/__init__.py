@@ -1,4 +1,4 @@
-"""Updates of a state on the host that the device shares: ``memory.alternate``."""
+"""Updates of an offloaded state that host and device share: ``memory.alternate``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     "stated rates (`bench/alternating.py`); not measured on a GPU",
 )
 class AlternatingUpdatesTechnique(StepTechnique):
-    """Updates some units on the device while the host updates the other units (Maurya et al. 2024)."""
+    """Updates some units of an offloaded state on the device while the host updates the others (Maurya et al. 2024)."""
 
     fills = Phase.UPDATE
     does = "memory.alternate = {0.memory.alternate!r} shares the update of reduced gradients with the device"

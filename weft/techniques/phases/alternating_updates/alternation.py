@@ -1,4 +1,4 @@
-"""Updates of a state on the host that the device shares (:mod:`weft.parallel.alternating`)."""
+"""Updates of an offloaded state that host and device share (:mod:`weft.parallel.alternating`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 class Alternation(PhaseFiller):
-    """Updates some units on the device while the host updates the others.
+    """Updates some units of a state that rests on the host by the device, while the host updates the other units.
 
-    ``share``: share of the units that the device updates (0 to 1), or ``auto``: chosen by measured times.
+    A unit is a group of parameters that are updated together. ``share``: share of the units that the device updates (0
+    to 1), or ``auto``: chosen by measured times.
     """
 
     def __init__(self, context: StepContext, share: float | str) -> None:

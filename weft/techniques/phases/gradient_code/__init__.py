@@ -1,4 +1,4 @@
-"""Gradients that are decoded from the answers of the fastest replicas: ``resilience.code``."""
+"""Gradients that are decoded from the results of the fastest replicas: ``resilience.code``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class GradientCodeTechnique(StepTechnique):
     """Decodes the sum of all gradients from the first results of ranks, by the code that ``resilience.code`` names.
 
-    See :mod:`weft.sync.coded`.
+    The interface of codes is in :mod:`weft.sync.coded`.
     """
 
     fills = Phase.GRADIENTS | Phase.AGREE

@@ -1,4 +1,4 @@
-"""Gradient coding: a step's gradient is decoded from the sums of the ranks that are first (:mod:`weft.sync.coded`)."""
+"""Gradient coding: a step's gradient is decoded from the sums of the fastest ranks (:mod:`weft.sync.coded`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUNDING = 1e-7
 
 
 class Coding(PhaseFiller):
-    """Ends a step as soon as enough ranks' sums of gradients have arrived to decode the step's gradient.
+    """Ends a step as soon as the step's gradient can be decoded from the sums of gradients that have arrived.
 
     A step consists of jobs, and a job of parts, each computed by several ranks. ``batches`` of a step are those of all
     parts that this rank may have to compute, job after job. Nothing in a step waits for all ranks: loss, tokens and
@@ -63,11 +63,14 @@ class Coding(PhaseFiller):
         )
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Compute no gradients: :meth:`agree` does, as arriving results decide which parts this rank computes."""
+        """Compute nothing and return 0: :meth:`agree` computes gradients, as arriving results decide which ones."""
         return torch.zeros(())
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
-        """Compute parts, and send weighted sums of their gradients, until the step's gradient can be decoded."""
+        """Compute parts and send weighted sums of their gradients, until the step's gradient can be decoded.
+
+        Returns the decoded gradients and a function that returns the step's result. ``shares`` is not used.
+        """
         model, state = self.context.model, self.context.state
         parts = self.code.parts_of(self.rank)
         places = [(job, part) for job in range(self.code.jobs) for part in parts]

@@ -58,7 +58,10 @@ if TYPE_CHECKING:
     "embedding are alive instead of all",
 )
 class InBackwardTechnique(StepTechnique):
-    """Updates each unit during backward, as soon as its gradients are final, and frees them: LOMO (Lv et al. 2023)."""
+    """Updates each unit during backward, as soon as its gradients are final, and frees them: LOMO (Lv et al. 2023).
+
+    A unit is a group of parameters that are updated together, mostly a block of the model.
+    """
 
     fills = STEP
     does = "optimizer.in_backward updates each unit within backward"

@@ -1,7 +1,8 @@
 """Updates within backward: a unit's gradients are used as soon as they are final, and freed (LOMO, Lv et al. 2023).
 
-So the gradients of one unit, a block mostly, exist at a time instead of the whole model's. What must know all of them
-before the first update cannot be had: clipping by the global norm, and skipping a step whose gradients are not finite.
+Only the gradients of one unit, mostly a block, are in memory at a time, instead of the whole model's. Whatever needs
+all gradients before the first update is therefore impossible: clipping by the global norm, and skipping a step whose
+gradients are not finite.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ T = torch.Tensor
 
 
 class InBackward(PhaseFiller):
-    """Updates every unit as soon as its last gradient of the step is complete.
+    """Updates every unit of the state as soon as its last gradient of the step is complete.
 
-    ``inspect`` gets the reduced gradients of one unit at a time. A step whose loss is not finite is skipped. A gradient
-    that is not finite ends the run with a :class:`WeftError`, as other units have been updated by then.
+    The context's ``inspect`` gets the reduced gradients of one unit at a time. A step whose loss is not finite is
+    skipped. A gradient that is not finite ends the run with a :class:`WeftError`, because other units have been updated
+    by then.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -54,7 +56,10 @@ class InBackward(PhaseFiller):
         self.square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Run forward and backward passes, and update each unit as soon as its gradients are complete."""
+        """Run forward and backward passes, and update each unit as soon as its gradients are complete.
+
+        Returns this rank's share of the mean loss.
+        """
         self.lr = given.lr
         self.square.zero_()
         context = self.context
@@ -76,7 +81,7 @@ class InBackward(PhaseFiller):
         return Agreed({}, partial(step_result, step_sum(shares, self.mesh)))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Adjust the routers' biases by the experts' loads; all parameters have been updated during backward.
+        """Update the routers' biases; all parameters have been updated during backward. Returns the step's result.
 
         Raises :class:`WeftError` if a gradient was not finite.
         """

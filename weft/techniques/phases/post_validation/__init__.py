@@ -1,4 +1,4 @@
-"""Updates of a pipeline that do not wait for the global norm: ``optimizer.post_validation``."""
+"""Updates of a pipeline that do not wait for the global gradient norm: ``optimizer.post_validation``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Updates whose global norm is checked a step later (post-validation, Qi et al. 2023, section 4).
+"""Updates whose global gradient norm is checked a step later (post-validation, Qi et al. 2023, section 4).
 
 Clipping by the global norm makes every rank of a pipeline wait for the last one at the end of each step, which costs
 the time by which their schedules are shifted against each other. Here each rank updates its parameters at once, as if
-nothing were to be clipped, and goes on; the norm arrives while the next step runs. If it then turns out that the
-update must be clipped or skipped, all ranks take it back from a copy, do it right and repeat the step that used it.
+nothing were to be clipped, and goes on; the norm arrives while the next step runs. If the norm then shows that the
+update must be clipped or skipped, all ranks restore the state from a copy, make the right update and repeat the step
+that used the wrong one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ T = torch.Tensor
 
 
 class PendingUpdate(NamedTuple):
-    """A step whose parameters have been updated although its gradient norm is not known yet."""
+    """A step whose parameters have been updated although its gradient norm is not known yet.
+
+    ``lr``: the learning rate of the step. ``clip``: largest gradient norm without clipping. ``agreed``: the gradients,
+    and a function that waits for the norm.
+    """
 
     lr: float
     clip: float
@@ -47,8 +52,8 @@ class PendingUpdate(NamedTuple):
 class PostValidation(PhaseFiller):
     """Updates a pipelined model before the gradient norm is known, and undoes an update that should have been clipped.
 
-    Results equal those of the plain step, and are returned one step later. Holds a copy of parameters and optimizer
-    state. ``repeated`` counts the steps whose passes had to be run again.
+    Results equal those of the plain step, and are returned one step later. The object holds a copy of parameters and
+    optimizer state. ``repeated``: number of steps whose passes had to be run again.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -74,7 +79,10 @@ class PostValidation(PhaseFiller):
         return self._run(given)
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
-        """Complete the previous step. If its update was wrong, mend it and run the passes of this step again."""
+        """Complete the previous step.
+
+        If its update was wrong, correct the update and run the passes of this step again.
+        """
         context, loss = self.context, shares
         context.before_update()
         self.final, right = self._finish_pending()
@@ -93,7 +101,7 @@ class PostValidation(PhaseFiller):
         return Agreed(grads, lambda: step_result(sums()))
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Update without clipping. Return the previous step's result, or nothing in the first step."""
+        """Update without clipping. Returns the previous step's result; in the first step nothing."""
         context = self.context
         with record_function("weft:optimizer"):
             if self.changing:  # there may be nothing on this rank that learns
@@ -104,7 +112,7 @@ class PostValidation(PhaseFiller):
         return self.final
 
     def finish(self) -> list[StepResult]:
-        """Complete the run's last step. Return its result, or nothing if it has been returned before."""
+        """Complete the last step. Returns its result, or nothing if that has been returned before."""
         return self._finish_pending()[0]
 
     def summary(self) -> str:

@@ -1,4 +1,4 @@
-"""Updates during backward that a step undoes if it must be clipped: ``memory.speculate``."""
+"""Updates during backward that are undone if the step must be clipped: ``memory.speculate``."""
 
 from __future__ import annotations
 

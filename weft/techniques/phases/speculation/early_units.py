@@ -1,4 +1,4 @@
-"""The units of a state that ``memory.speculate`` updates during backward."""
+"""The units (parameters that are updated together) that ``memory.speculate`` updates during backward."""
 
 from weft.memory.step_traffic import Sizes, choose_early
 from weft.parallel.state import State, Unit
@@ -9,10 +9,10 @@ BACKWARD = {"none": 2.0, "selective": 2.0, "full": 3.0}
 
 
 def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
-    """Return the units that are updated during backward, by ``memory.speculate``.
+    """Return the units of ``state`` that ``memory.speculate`` updates during backward.
 
     ``recompute``: the setting ``train.recompute``. The choice uses sizes of whole parameters, so that all ranks with
-    parts of a unit choose alike.
+    shards of a unit choose alike.
     """
     if memory.speculate == "none":
         return []
@@ -36,7 +36,7 @@ def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
 
 
 def sizes(unit: Unit, memory: Memory, free: bool) -> Sizes:
-    """Return how many bytes of weights, gradients and moments of a unit, over all ranks, are kept in files.
+    """Return how many bytes of a unit's weights, gradients and moments are kept in files, over all ranks.
 
     ``free``: whether the unit may be updated early.
     """

@@ -1,8 +1,10 @@
-"""Speculative updates during backward, which are undone if the step must be clipped (SuperOffload, Lian et al. 2025).
+"""Speculative updates during backward, which are undone if the step must be clipped (SuperOffload, Lian et al.
 
-A unit is updated as soon as its gradient is complete and reduced, as if nothing were to be clipped: its moments travel
-and its update is computed beside the backward of the units before it. If the norm then says that the step is clipped or
-skipped, these updates are undone to the last bit, and the units are updated with all others.
+2025).
+
+A unit is updated as soon as its gradient is complete and reduced, as if nothing were to be clipped. The transfers of
+its moments and its update then run beside the backward of the earlier units. If the norm shows that the step must be
+clipped or skipped, these updates are undone to the last bit, and the units are updated with all others.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Speculation(PhaseFiller):
 
     Units kept in files are updated where the schedule completes their gradients. Other units are updated in a thread,
     which copies them during forward so that their update can be undone. There is no thread if the update rule needs
-    other ranks (it is not ``elementwise``). ``undone`` counts the steps whose early updates were undone.
+    other ranks (``elementwise`` is False). ``undone``: number of steps whose early updates were undone.
     """
 
     def __init__(
@@ -70,7 +72,10 @@ class Speculation(PhaseFiller):
         self.steps = self.undone = 0
 
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Run forward and backward passes, and update the units in ``early`` meanwhile."""
+        """Run forward and backward passes, and update the units in ``early`` meanwhile.
+
+        Returns this rank's share of the mean loss.
+        """
         self.lr, self.begun, self.steps = given.lr, False, self.steps + 1
         context = self.context
         with self._restoring(), self._watching():
@@ -104,7 +109,7 @@ class Speculation(PhaseFiller):
         return Agreed(grads, lambda: result)
 
     def update(self, given: StepInput, agreed: Agreed) -> list[StepResult]:
-        """Update the units that have not been updated during backward; all units if the early updates were undone."""
+        """Update the units that were not updated during backward, or all units if the early updates were undone."""
         result = update_unless_skipped(self.context, given, agreed, self._update_others)
         self.tried.commit()
         return [result._replace(undone=self.wrong)]

@@ -1,4 +1,4 @@
-"""Islands that agree in every step: ``layout.island`` with ``sync.every = 1``."""
+"""Islands that sum gradients in every step: ``layout.island`` with ``sync.every = 1``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @register("phases", "summed-islands")
 class SummedIslandsTechnique(StepTechnique):
-    """Sums the islands' gradients between backward and update."""
+    """Sums the gradients of all islands between backward and update."""
 
     fills = Phase.AGREE
     does = "islands with sync.every = 1 sum gradients between backward and update"

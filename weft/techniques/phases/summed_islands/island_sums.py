@@ -1,7 +1,7 @@
-"""Islands that agree in every step: their gradients are summed before the update.
+"""Islands that sum their gradients before the update of every step.
 
-This is data parallelism over streams: every label counts alike, whichever island it is on, and clipping goes by the
-norm of the whole gradient.
+This is data parallelism between islands: every label has the same weight, whichever island it is on, and clipping uses
+the norm of the summed gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OWN = [SQUARE_NORM, SAMPLES, MARKS]
 
 
 class SummedIslands(PhaseFiller):
-    """Sums gradients over all islands, and a step's loss and counts of tokens."""
+    """Sums gradients, loss and counts of a step over all islands. ``streams``: the connections to the other islands."""
 
     def __init__(self, context: StepContext, streams: Streams) -> None:
         self.context, self.streams = context, streams

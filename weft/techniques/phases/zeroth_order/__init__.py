@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; no gradients, no moments",
 )
 class ZerothOrderTechnique(StepTechnique):
-    """Estimates gradients from two losses, with parameters moved both ways along a random direction.
+    """Estimates gradients from two losses, with the parameters moved forth and back along a random direction.
 
     MeZO (Malladi et al. 2023).
     """
@@ -68,9 +68,9 @@ class ZerothOrderTechnique(StepTechnique):
         return ZerothOrder(context, recipe.optimizer)
 
     def direction(self, held: Held, number: int) -> torch.Tensor:
-        """Return this rank's part of the random direction of a parameter in step ``number``.
+        """Return this rank's shard of the random direction of the parameter ``held`` in step ``number``.
 
-        A rehearsal calls it to measure its time.
+        A rehearsal calls this method to measure its time.
         """
         from weft.techniques.phases.zeroth_order.two_points import direction
 

@@ -1,12 +1,13 @@
 """Training without backward: MeZO (Malladi et al. 2023), under every layout.
 
 The gradient is estimated from the losses at two points, on either side of the parameters along a random direction. The
-direction is a function of step and logical position, so that every rank perturbs its own part and six numbers in one
-message are all that ranks exchange: losses and weights at both points, tokens, and the wish to stop. Data-parallel
-ranks evaluate both points on their own data; in pairs (DistZO2, Wang et al. 2025) each one point on the data of both.
+direction is a function of step and position in the whole tensor, so that every rank perturbs its own shard. All that
+ranks exchange is one message of six values: loss and label weight at both points, tokens, and requests to stop.
+Data-parallel ranks evaluate both points on their own data; in pairs (DistZO2, Wang et al. 2025) each rank evaluates one
+point on the data of both.
 
-Weights that rest in files pass memory once per step, unit by unit (ZO2, Wang et al. 2025): a unit is brought in, the
-update of the step before is made, both points of it are evaluated, and it leaves again.
+Weights that rest in files are loaded once per step, unit by unit (ZO2, Wang et al. 2025): a unit is loaded, the update
+of the step before is made, both points of the unit are evaluated, and it is stored again.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ ROWS_OF = 1 << 16
 
 
 class ZerothOrder(PhaseFiller):
-    """Estimates the gradient, without backward, from the losses with parameters moved both ways along a direction.
+    """Estimates the gradient, without backward, from two losses: of parameters moved along a direction and against it.
 
     The gradient norm of a step's result is the magnitude of the slope; nothing is clipped. Parameters are copied before
     they are perturbed, or their gathered copies are perturbed: adding and subtracting in place would let parameters
-    drift. ``inspect`` gets the estimated gradients.
+    drift. The context's ``inspect`` gets the estimated gradients.
     """
 
     def __init__(self, context: StepContext, settings: Optimizer) -> None:
@@ -60,7 +61,8 @@ class ZerothOrder(PhaseFiller):
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
         """Return this rank's shares of the step's sums, float64 ``[3, 2]``.
 
-        Rows: loss and weight of labels at the upper point, both at the lower point, and tokens and requests to stop.
+        The rows are loss and label weight at the upper point, loss and label weight at the lower point, and the number
+        of tokens and of requests to stop.
         """
         self.context.before_update()
         stops = own_share(given.stop, self.mesh, **OWN)
@@ -164,7 +166,7 @@ class ZerothOrder(PhaseFiller):
 
 
 def direction(held: Held, number: int) -> T:
-    """Return this rank's part of a parameter's random direction in step ``number``: standard normal values.
+    """Return this rank's shard of a parameter's random direction in step ``number``: standard normal values.
 
     They are drawn some rows at a time, to save memory.
     """
