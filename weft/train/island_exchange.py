@@ -100,7 +100,7 @@ class IslandExchange:
     ) -> Exchanged:
         """Exchange this rank's part of ``values``, and return its mean over the partner islands.
 
-        May run in a thread.
+        A thread may call it.
 
         ``f``: index of the fragment. ``number``: index of the exchange, from the beginning of the run. ``values``: the
         fragment's elements, flat. ``step``: the number of steps so far. ``shared``: slots (tensors kept for each

@@ -219,10 +219,7 @@ class Loop:
         self.callbacks.call("end")
 
     def complete(self) -> bool:
-        """Return whether callbacks asked the run to end, so that it ends as if complete, and no signal did.
-
-        Collective.
-        """
+        """Return whether callbacks, and no signal, asked the run to end, which then ends as if complete. Collective."""
         wishes = from_all(
             (bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group
         )

@@ -165,10 +165,8 @@ def open_for_island(
 ) -> Run:
     """Open the run of this island, on the island's first rank.
 
-    Folders of other islands are inside the first island's.
-
-    ``open_first``: opens the run of the first island. ``size``: estimated bytes of a checkpoint. Raises
-    :class:`WeftError` if the first island cannot open its run.
+    Folders of other islands are inside the first island's. ``open_first``: opens the run of the first island. ``size``:
+    estimated bytes of a checkpoint. Raises :class:`WeftError` if the first island cannot open its run.
     """
     if mesh.island_store is None:
         return open_first()

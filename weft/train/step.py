@@ -424,7 +424,7 @@ class StepContext:
 
     @property
     def streamed(self) -> bool:
-        """Whether the weights rest in files, so that only one unit of the model after the other is in memory."""
+        """Whether the weights rest in files, from which the units of the model are loaded one after the other."""
         return self.model.pipeline is not None and self.model.pipeline.streamed
 
 
@@ -629,11 +629,9 @@ def train_step(
 def reduced_gradients(
     model: Transformer, state: State, batches: Sequence[Batch], mesh: Mesh
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Run a plain step without clipping and update.
+    """Run a plain step up to clipping and update, which are left out.
 
-    Returns this rank's reduced gradients by name, and the step's sums.
-
-    The sums are those of :func:`shares_of_sums`, summed over all ranks.
+    Returns this rank's reduced gradients by name, and the step's sums (:func:`shares_of_sums`) over all ranks.
     """
     context = StepContext(model, state, mesh, inspect=lambda grads: None)
     loss = accumulate(model, state, batches, mesh)

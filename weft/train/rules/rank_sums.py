@@ -129,10 +129,8 @@ def like(held: Held, dtype: torch.dtype | None = None) -> Part:
 def count_update(held: Sequence[Held]) -> int:
     """Count one more update of the parameters ``held``, and return how many there have been.
 
-    The parameters must always be updated together.
-
-    A rule must also count updates of parameters of which this rank holds no rows: the count seeds random directions
-    that must be equal on all ranks.
+    The parameters must always be updated together. A rule must also count updates of parameters of which this rank
+    holds no rows: the count seeds random directions that must be equal on all ranks.
     """
     for h in held:
         h.updates += 1
