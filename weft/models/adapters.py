@@ -76,7 +76,7 @@ class TokenRows(Module):
         self.weight("rows", whole=True)
 
     def looked_up(self, tokens: T, x: T) -> T:
-        """Replace the trained rows in the result of an embedding look-up.
+        """Return the result ``x`` of an embedding look-up with the trained rows in place of the weight's own.
 
         ``tokens``: ids ``[...]``; ``x``: the weight's rows for these ids, ``[..., embed]``.
         """

@@ -35,9 +35,7 @@ def token_draws(seed: int, sample: int, tokens: int) -> T:
 def drawing(draws: Sequence[T]) -> Iterator[None]:
     """Return a context in which adapters with dropout use ``draws[0]``, random bits of the tokens.
 
-    See :func:`token_draws`.
-
-    If ``draws`` is empty, nothing is dropped.
+    The bits are those of :func:`token_draws`. If ``draws`` is empty, nothing is dropped.
     """
     token = _draws.set(draws[0] if draws else None)
     try:

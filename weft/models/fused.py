@@ -95,7 +95,7 @@ def times(x: T, weight: T, plus: T | None = None) -> T:
 
 
 def has_usual_sizes(weight: T) -> bool:
-    """Return whether both sizes of a weight are multiples of 16, and at least 64."""
+    """Return whether both dimensions of ``weight`` are multiples of 16, and at least 64."""
     return min(weight.shape) >= 64 and not any(n % 16 for n in weight.shape)
 
 
@@ -178,7 +178,10 @@ def add_product(weight: T, grad: T, x: T) -> None:
 
 
 def rms_norm(x: T, scale: T, eps: float) -> T:
-    """Apply RMSNorm over the last dimension (Zhang & Sennrich 2019)."""
+    """Apply RMSNorm over the last dimension of ``x`` (Zhang & Sennrich 2019).
+
+    ``scale``: trained factor of each channel. ``eps``: constant added to the mean square.
+    """
     # which F.rms_norm computes in float32
     if not own_gradients_pay(x) or x.dtype == torch.bfloat16:
         return F.rms_norm(x, scale.shape, scale, eps)

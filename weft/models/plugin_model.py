@@ -87,9 +87,7 @@ def cross_entropy(vocab: int) -> TokenLoss:
 
 
 def plugin_values(shape: ModelShape, seed: int) -> Values:
-    """Return a function that reads initial values: those of the plugin's module when PyTorch is seeded with
-    ``seed``.
-    """
+    """Return a function that reads initial values: those of the plugin's module under PyTorch's seed ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = build_plugin_model(shape.kind, shape.settings, shape.vocab)

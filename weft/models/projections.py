@@ -72,8 +72,9 @@ class Projections(Module):
         return values
 
     def project(self, x: T, *names: str) -> tuple[T, ...]:
-        """Project ``x`` ``[batch, seq, in]`` with the weights ``names`` and their adapters: ``[batch, seq, out]``
-        each.
+        """Project ``x`` ``[batch, seq, in]`` with the weights ``names`` and their adapters.
+
+        Returns a tensor ``[batch, seq, out]`` for each weight.
         """
         if products := self.products.get(names):
             outputs = products(x)

@@ -373,9 +373,9 @@ class Transformer(Module):
         """Return logits ``[batch, seq, vocab]`` of this rank's data, or the summed loss of the batch ``learned``.
 
         ``tokens, positions``: ``[batch, seq]``; these and ``cu_seqlens`` as in :class:`weft.data.batch.Batch`. A model
-        that scores has one logit. ``only``: positions of each row whose logits are computed, None: all. ``seen``: where
-        routers record their counts. ``hooks``: functions whose losses replace the model's own. ``route``: indices of
-        the blocks to run, in order; None: all (partial pipelines skip some).
+        that scores texts has one logit per token. ``only``: positions of each row whose logits are computed, None: all.
+        ``seen``: where routers record their counts. ``hooks``: functions whose losses replace the model's own.
+        ``route``: indices of the blocks to run, in order; None: all (partial pipelines skip some).
         """
         draws = None if learned is None else learned.draws
         hidden = self.hidden(tokens, positions, cu_seqlens, seen, draws, route)

@@ -1,7 +1,4 @@
-"""LightSeq (Li et al.
-
-2023, 2310.03294): ranks with early tokens, which have few keys to attend to, compute for late ranks.
-"""
+"""LightSeq (Li et al. 2023, 2310.03294): ranks with early tokens, which have few keys, compute for later ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
 class LightSeq(AttentionScheme):
     """Lets idle ranks compute tiles of later ranks, so that causal attention takes ``ranks // 2 + 1`` steps.
 
-    If the number of ranks is even, half of the ranks are idle in the last step.
+    If the number of ranks is even, half of them are idle in the last step.
     """
 
     def table(self, ranks: int) -> TileTable:

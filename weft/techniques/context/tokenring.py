@@ -1,6 +1,6 @@
-"""TokenRing (Wang et al.
+"""TokenRing (Wang et al. 2024, 2412.20501): queries go around the ring, keys stay, results go straight home.
 
-2024, 2412.20501): queries go around the ring, keys stay, results go straight to the query's rank.
+A result goes straight back to the rank of its query.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Streaming DiLoCo: fragments of the parameters in turn, whose results come later and are mixed (Douillard et al.
-
-2025).
-"""
+"""Streaming DiLoCo: fragments of the parameters in turn, whose results are mixed in later (Douillard et al. 2025)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ring Self-Attention (Li et al.
-
-2021, 2105.13120): keys go around the ring and fill whole rows of scores, then values do.
+"""Ring Self-Attention (Li et al. 2021, 2105.13120): keys go around the ring and fill rows of scores, then values do.
 
 Later schemes are compared with this baseline. There is no online softmax, so a rank holds the scores of its queries
 against all keys, ``tokens^2 / ranks`` per head, and keeps them for backward. A rank sends as much as in ring attention,

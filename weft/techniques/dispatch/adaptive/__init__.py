@@ -1,6 +1,5 @@
-"""The dispatcher that sends least, chosen per layer and pass; it moves tokens or experts (after Tutel, Hwang et al.
-
-2023).
+"""A dispatcher that sends tokens or expert weights, whichever is less, per layer and pass (after Tutel, Hwang et
+al. 2023).
 """
 
 from __future__ import annotations

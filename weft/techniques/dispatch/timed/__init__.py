@@ -1,5 +1,4 @@
-"""The dispatcher that was fastest in the run's own trials; it moves tokens or experts (after Tutel, Hwang et al.
-
+"""A dispatcher that sends tokens or expert weights, as was faster in the run's trials (after Tutel, Hwang et al.
 2023).
 """
 

@@ -1,6 +1,4 @@
-"""Speculative updates during backward, which are undone if the step must be clipped (SuperOffload, Lian et al.
-
-2025).
+"""Speculative updates during backward, undone if the step must be clipped (SuperOffload, Lian et al. 2025).
 
 A unit is updated as soon as its gradient is complete and reduced, as if nothing were to be clipped. The transfers of
 its moments and its update then run beside the backward of the earlier units. If the norm shows that the step must be
