@@ -43,7 +43,8 @@ def model_differences(stored: ModelShape, needed: ModelShape) -> list[str]:
     """Return a line of text for each field in which the model shapes ``stored`` and ``needed`` differ.
 
     A line such as ``model.layers = 4, the recipe 3`` gives the value in ``stored`` (a checkpoint's model), then the
-    value in ``needed`` (the recipe's model). Fields that have no effect after training has begun are left out.
+    value in ``needed`` (the recipe's model). Fields that only say how a model is initialised, and an adapter's dropout,
+    are left out.
     """
     if stored.adapter and needed.adapter:  # dropout is of the run, not of the model
         kept = stored.adapter.model_copy(update={"dropout": needed.adapter.dropout})

@@ -31,9 +31,9 @@ class Entry(NamedTuple):
 
     @property
     def rank(self) -> tuple[Stamp, str]:
-        """Order of entries of one key, of which the greatest wins. It is that of the stamps.
+        """Key by which entries of one table key are compared: the entry with the greatest one wins.
 
-        Values are compared only if a writer has used a stamp twice.
+        It is the stamp. Values are compared only if a writer has used a stamp twice.
         """
         return self.stamp, json.dumps(self.value, sort_keys=True)
 

@@ -143,8 +143,8 @@ class Census:
 
         ``proved``: whether the member is certainly gone, and not just silent. ``witnessed``: whether another member
         reports the loss that had contact to the lost member up to its end. Without a witness the proof does not count
-        if the lost member had considered this member lost before: the lost member may have gone on with others, and
-        died later.
+        if this member or the lost member had considered the other lost before: the lost member may have gone on with
+        others, and died later.
         """
         peer, known = self.peers[address], self.lost.get(address)
         if known and (known.proved or not witnessed):
@@ -212,7 +212,7 @@ class Census:
         return [peer for peer in self.others() if peer.member.address not in self.lost]
 
     def newcomers(self) -> list[OtherMember]:
-        """Return the processes outside the present view that ask this member to be let in."""
+        """Return the processes outside the present set of members that ask this member to be let in."""
         view = self.view
         return [
             peer
@@ -313,8 +313,9 @@ class Census:
         return (self.view.reasons or {}).get(number, GONE)
 
     def wants_change(self) -> bool:
-        """Return whether the set of members is to change: a process can be let into the run, or a member asks to leave
-        it.
+        """Return whether the set of members is to change.
+
+        That is so if a process can be let into the run, or a member asks to leave it.
         """
         if self.view is None:
             return False

@@ -221,7 +221,7 @@ class Company(Presence):
 
     @property
     def first(self) -> bool:
-        """Whether this island has the lowest number of the present islands."""
+        """Whether this rank's island has the lowest number of the islands that are present."""
         with self.changed:
             return self.party.island == min(
                 stay.island for stay in self.attendance.present

@@ -169,13 +169,13 @@ class Party(Protocol[R_co]):
         """
 
     def facts(self) -> dict[str, Any]:
-        """Return what this rank tells all members of the next view, as JSON."""
+        """Return what this rank tells all members of the next view (set of members), as JSON."""
 
     def patience(self) -> float:
         """Return the seconds after which a member that is alive but has not asked for the next view is left out."""
 
     def enter(self, view: View) -> ViewEntry:
-        """Make ``view`` the present view. Returns whether this rank can take part in it."""
+        """Make ``view`` (a set of members) the present one. Returns whether this rank can take part in it."""
 
     def stay(self) -> R_co:
         """Take part in the present view until the run ends. Returns the result of the run.

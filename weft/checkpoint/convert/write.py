@@ -40,11 +40,11 @@ def convert(
 ) -> Foreign:  # fmt: skip
     """Convert the checkpoint ``source`` to another format, and write it to the new folder or file ``out``.
 
-    Returns the opened source. ``kind``: format of ``source``, by default detected; ``to``: format of ``out``, one of
-    :data:`WRITERS`; ``config``: the model's ``config.json``, if it lies elsewhere; ``dtype``: type of the weights (None
-    keeps theirs); ``optimizer``: whether to write the optimizer's moments; ``upcycle``: settings of experts to replace
-    dense layers with (:func:`.upcycled_shape`), or None. Raises :class:`WeftError`, and then leaves no checkpoint at
-    ``out``.
+    ``kind``: format of ``source``, by default detected; ``to``: format of ``out``, one of :data:`WRITERS`; ``config``:
+    the model's ``config.json``, if it lies elsewhere; ``dtype``: type of the weights (None keeps theirs);
+    ``optimizer``: whether to write the optimizer's moments; ``upcycle``: settings of experts that replace dense layers
+    (:func:`.upcycled_shape`), or None. Returns the opened checkpoint that was written. Raises :class:`WeftError`, and
+    then leaves no checkpoint at ``out``.
     """
     if to not in WRITERS:
         raise UsageError(f"--to {to!r} is not possible; {nearest(to, WRITERS)}")
