@@ -86,7 +86,8 @@ class PairLoss:
     def divergence(self, sums: T, lengths: T, pairs: Pairs) -> T:
         """Return the log-probability of each pair's second answer minus its log-probability under the reference model.
 
-        ``sums`` and ``lengths``: log-probabilities and numbers of tokens of the answers, ``[pairs, 2]``.
+        ``sums`` and ``lengths``: log-probabilities and numbers of tokens of the answers, ``[pairs, 2]``. Returns
+        ``[pairs]``.
         """
         import torch
 

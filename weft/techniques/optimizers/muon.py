@@ -50,9 +50,8 @@ class MuonSettings(Section):
 class Muon(UpdateRule):
     """Updates each matrix by its momentum, made orthogonal.
 
-    In a stack of matrices (experts) each matrix is treated by itself.
-
-    Every rank gathers the whole matrix, computes its update and takes its own shard, so that the result is exact.
+    In a stack of matrices (experts) each matrix is treated by itself. Every rank gathers the whole matrix, computes its
+    update and takes its own shard, so that the result is exact.
     """
 
     for_matrices = True

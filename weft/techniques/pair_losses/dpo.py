@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class DPO(PairLoss):
     """The logistic loss of the difference between the rewards of the chosen and the rejected answer.
 
-    The reward of an answer is ``beta`` times the logarithm of its probability's ratio to that by the reference model.
+    The reward of an answer is ``beta`` times its log-probability under the model minus that under the reference model.
     """
 
     def of(self, gap: T, margin: T) -> T:

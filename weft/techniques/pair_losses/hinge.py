@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class Hinge(PairLoss):
-    """The hinge loss of the difference between the rewards of the chosen and the rejected answer; 0 where it is large.
+    """The hinge loss of the difference between the rewards of the chosen and the rejected answer.
 
-    The reward of an answer is ``beta`` times the logarithm of its probability's ratio to that by the reference model.
+    The loss is 0 where the chosen answer's reward is larger by at least 1. The reward of an answer is ``beta`` times
+    its log-probability under the model minus that under the reference model.
     """
 
     smooths = False

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     figure="as DPO's",
 )
 class IPO(PairLoss):
-    """The squared difference between a target, which ``beta`` sets, and the difference of the two answers' log ratios.
+    """The squared difference between the gap of the two answers and a target for this gap, ``1 / (2 beta)``.
 
-    A log ratio compares an answer's mean log-probability with that by the reference model.
+    The value of an answer is its mean log-probability per token minus that under the reference model; the gap is the
+    value of the chosen answer minus the value of the rejected answer.
     """
 
     averaged = True

@@ -48,9 +48,9 @@ class KTOSettings(Section):
 class KTO(PairLoss):
     """The loss of single answers that are judged good or bad; the judged answer is the first of each pair.
 
-    The reward of an answer is ``beta`` times the logarithm of its probability's ratio to that by the reference model.
-    It is compared with ``point``, the mean reward of the pairs' second answers in a step, which belong to other
-    prompts; no gradient flows through ``point``.
+    The log ratio of an answer is its log-probability minus that under the reference model. It is compared with
+    ``point``, the mean log ratio of the pairs' second answers in a step (at least 0), which belong to other prompts;
+    ``beta`` scales the difference. No gradient flows through ``point``.
     """
 
     smooths = False

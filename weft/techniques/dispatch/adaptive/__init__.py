@@ -1,6 +1,4 @@
-"""A dispatcher that sends tokens or expert weights, whichever is less, per layer and pass (after Tutel, Hwang et
-al. 2023).
-"""
+"""Dispatch of tokens or of expert weights, whichever is less, per layer and pass (after Tutel, Hwang et al. 2023)."""
 
 from __future__ import annotations
 

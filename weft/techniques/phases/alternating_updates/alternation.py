@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Alternation(PhaseFiller):
-    """Updates some units of a state that rests on the host by the device, while the host updates the other units.
+    """Updates some units of an offloaded state on the device, while the host updates the other units.
 
     A unit is a group of parameters that are updated together. ``share``: share of the units that the device updates (0
     to 1), or ``auto``: chosen by measured times.

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     figure="equal to 1e-10; no gradients, no moments",
 )
 class ZerothOrderTechnique(StepTechnique):
-    """Estimates gradients from two losses, with the parameters moved forth and back along a random direction.
+    """Estimates gradients from two losses: of parameters moved a little along a random direction, and against it.
 
     MeZO (Malladi et al. 2023).
     """
