@@ -1,9 +1,9 @@
 """Moving a request to another engine while it is being written (live migration as in Llumnix, 2406.03243).
 
 Full blocks never change. They are sent in rounds while the request goes on, in each round those that were filled during
-the one before. When there are none left, the request stops, and its last block and its state (tokens, sampler, random
-stream) are sent. Messages are bytes in the format of safetensors, and can be sent in any way. Nothing is lost if one
-does not arrive: the first engine can go on with the request, and the other one drops what it has taken.
+the one before. When there are none left, the request stops, and its last block and its state (tokens, sampler) are
+sent. Messages are bytes in the format of safetensors, and can be sent in any way. Nothing is lost if one does not
+arrive: the first engine can go on with the request, and the other one drops what it has taken.
 """
 
 import json
@@ -61,11 +61,7 @@ class Departure:
                 "the request does not run any more, or a step with it is under way; it stays"
             )
         state = {name: getattr(request, name) for name in FIELDS}
-        state |= {
-            "how": asdict(request.how),
-            "stops": sorted(request.stops),
-            "stream": request.stream.getstate(),
-        }
+        state |= {"how": asdict(request.how), "stops": sorted(request.stops)}
         message = self._message(
             -(-request.computed // engine.scheduler.pool.size), state
         )
@@ -156,8 +152,6 @@ class Arrival:
         )
         request = Generation(**{name: state[name] for name in FIELDS} | {"log_probabilities": said}, how=how,
                              stops=frozenset(state["stops"]))  # fmt: skip
-        version, inner, gauss = state["stream"]
-        request.stream.setstate((version, tuple(inner), gauss))
         self.taken.keys, self.taken.computed = (
             [root_key(scheduler.version, "", request.tenant)],
             request.computed,

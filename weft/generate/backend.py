@@ -26,6 +26,7 @@ class AnswerRequest(NamedTuple):
     adapter: str = ""
     least: int = 0
     scored: bool = False
+    written: Sequence[int] = ()
 
 
 class SearchRequest(NamedTuple):

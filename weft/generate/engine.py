@@ -123,7 +123,7 @@ class Engine:
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
         top: int | None = None, tenant: str = "", grammar: Grammar | None = None, adapter: str = "", least: int = 0,
-        scored: bool = False,
+        scored: bool = False, written: Sequence[int] = (),
     ) -> list[Generation]:  # fmt: skip
         """Request up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds. ``how``: settings of
         sampling.
@@ -132,10 +132,14 @@ class Engine:
         ``least`` tokens are written, unless the grammar allows nothing else. The prompt is computed once for all texts.
         ``top``: number of log-probabilities to keep for each token; ``scored``: keep those of the prompt's tokens too.
         ``tenant``: requests of different tenants share no cache blocks. ``adapter``: name of an adapter, or "" for the
-        model alone. Raises :class:`UsageError` for ids that the model does not have, and prompts that the cache can
-        never hold.
+        model alone. ``written``: the first tokens of the text, which another engine has written already. ``count``,
+        ``least``, penalties, the grammar and random numbers take them into account, so that the text goes on as it
+        would there. Raises :class:`UsageError` for ids that the model does not have, written tokens that the grammar
+        does not allow, and prompts that the cache can never hold.
         """
         check_prompt(self.model, ids)
+        if written:
+            check_prompt(self.model, written)
         how = how or Sampling()
         if adapter and adapter not in self.scheduler.adapter_keys:
             raise UsageError(f"there is no adapter {adapter!r} here")
@@ -143,14 +147,22 @@ class Engine:
             raise UsageError(
                 f"a bias is for an id that the model does not have; it has {self.model.shape.vocab}"
             )
+        if grammar and written:
+            grammar = grammar.copy()
+            if not grammar.resume(written):
+                raise UsageError(
+                    "the written tokens do not follow the grammar; give the grammar that they were written with"
+                )
+        left = count > len(written)
         # The last token that is written is not computed.
         generations = [
-            Generation(list(ids), len(ids) + count - 1, adapter, tenant, how=replace(how, seed=how.seed + i),
+            Generation([*ids, *written], len(ids) + count - 1, adapter, tenant, how=replace(how, seed=how.seed + i),
                        stops={*stops, *grammar.ends} if grammar else stops, prompt=len(ids), top=top,
-                       grammar=grammar and grammar.copy(), least=least, finished="" if count > 0 else "length")
+                       grammar=grammar and grammar.copy(), least=least, finished="" if left else "length",
+                       resumed=len(written))
             for i in range(n)
         ]  # fmt: skip
-        if count > 0:
+        if left:
             self.scheduler.add(generations[0])
             generations[0].siblings, generations[0].scored = generations[1:], scored
         return generations
@@ -310,7 +322,7 @@ class Engine:
         if len(written) < request.least:
             allowed = without_ends(allowed, request.stops, len(row))
         chosen = choose_token(
-            row, request.how, prompt, written, request.stream, guess, allowed
+            row, request.how, prompt, written, request.numbers, guess, allowed
         )
         if chosen in request.stops:
             request.finished = (
@@ -335,11 +347,11 @@ class Engine:
         )
 
     def stream(self, generation: Generation) -> Iterator[int]:
-        """Yield the tokens of the request ``generation`` while the engine also serves other requests. Closing the
-        generator cancels the request.
+        """Yield the tokens that the engine writes for the request ``generation``, while it also serves other requests.
+        Closing the generator cancels the request.
         """
         try:
-            for at in count(generation.prompt):
+            for at in count(generation.prompt + generation.resumed):
                 while at == len(generation.ids) and not generation.finished:
                     self.step()
                 if at == len(generation.ids):

@@ -5,6 +5,7 @@ from ``pip install 'weft[serve]'``; here it becomes a mask over a model's logits
 tokens that the sampler has chosen, so that wrong guesses need not be undone.
 """
 
+from collections.abc import Sequence
 from time import thread_time
 from typing import Any, Literal, NamedTuple
 
@@ -72,6 +73,15 @@ class Grammar:
         accepted = self._left >= 0 and bool(self._matcher.try_consume_tokens([i]))
         self._left -= thread_time() - began
         return accepted
+
+    def resume(self, written: Sequence[int]) -> bool:
+        """Advance by all tokens of a text's beginning ``written``, which get the time that they had when they were
+        written. Return False if the grammar does not allow them.
+        """
+        began = thread_time()
+        accepted = int(self._matcher.try_consume_tokens(list(written)))
+        self._left += EACH * len(written) - (thread_time() - began)
+        return accepted == len(written)
 
     def copy(self) -> "Grammar":
         """Return an independent grammar in the same state."""

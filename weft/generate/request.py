@@ -3,12 +3,12 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from random import Random
 from typing import NamedTuple
 
 import torch
 
 from weft.generate.grammar import Grammar
+from weft.generate.random_numbers import TokenNumbers
 from weft.generate.sampling import Sampling
 
 T = torch.Tensor
@@ -96,6 +96,7 @@ class Generation(Request):
     how: Sampling = field(default_factory=Sampling)
     stops: Collection[int] = ()
     prompt: int = 0  # tokens of the prompt
+    resumed: int = 0  # tokens behind it that another engine has written
     least: int = 0  # tokens before any of its stops
     # log-probabilities of so many likeliest tokens are kept; None: of none, nor the chosen one
     top: int | None = None
@@ -115,12 +116,14 @@ class Generation(Request):
     # those that go on from the same prompt, once it is read
     siblings: list["Generation"] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.stream = Random(self.how.seed)
-
     @property
     def written(self) -> list[int]:
         return self.ids[self.prompt :]
+
+    @property
+    def numbers(self) -> TokenNumbers:
+        """The random numbers of the next token, which depend on the seed and the number of written tokens alone."""
+        return TokenNumbers(self.how.seed, len(self.ids) - self.prompt)
 
     def prompt_rows(self, tokens: int) -> int:
         return (

@@ -3,15 +3,14 @@
 A row is processed in the order of transformers' processors: bias, penalties (on the written tokens; ``repetition`` on
 the prompt too, Keskar et al. 2019), the grammar's mask, and temperature. Then tokens are kept that are among the
 likeliest ``top_k``, that make up ``top_p`` (nucleus sampling, Holtzman et al. 2019), and that are not below ``min_p``
-of the likeliest (Nguyen et al. 2024). One number per token, from a random stream of the request's own, selects one of
-them, so other requests in the batch change nothing.
+of the likeliest (Nguyen et al. 2024). One number per token, a hash of the request's seed and of the token's place
+(:mod:`weft.generate.random_numbers`), selects one of them, so other requests in the batch change nothing.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -112,6 +111,14 @@ def draw(probabilities: T, number: float) -> int:
     return min(place, int(torch.searchsorted(ends, ends[-1])))
 
 
+class Numbers(Protocol):
+    """A source of random numbers in [0, 1), such as :class:`random.Random`."""
+
+    def random(self) -> float:
+        """Return the next number."""
+        ...
+
+
 class Guess(NamedTuple):
     """A next token that a drafter has sampled, and the probabilities ``[vocab]`` from which the drafter sampled it."""
 
@@ -120,8 +127,8 @@ class Guess(NamedTuple):
 
 
 def choose_token(
-    logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Random, guess: Guess | None = None,
-    allowed: T | None = None,
+    logits: T, how: Sampling, prompt: Sequence[int], written: Sequence[int], stream: Numbers,
+    guess: Guess | None = None, allowed: T | None = None,
 ) -> int:  # fmt: skip
     """Sample the next token from ``logits`` ``[vocab]`` by the settings ``how``. Random numbers are taken from
     ``stream``, unless the temperature is 0.
