@@ -65,7 +65,7 @@ def test_a_stop_string_cuts_a_text(served: InProcess) -> None:
 @pytest.mark.parametrize(("fields", "name"), [
     ({"stream": True}, "stream"), ({"top_p": 0.5}, "top_p"), ({"logprobs": 1}, "logprobs"), ({"best_of": 4}, "best_of"),
     ({"use_beam_search": False, "length_penalty": 2}, "length_penalty"), ({"n": 2000}, "n"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}}, "response_format"), ({"max_tokens": 0}, "max_tokens"),
 ])  # fmt: skip
 def test_what_a_search_does_not_take_is_refused(
     served: InProcess, fields: dict[str, Any], name: str
@@ -77,12 +77,35 @@ def test_what_a_search_does_not_take_is_refused(
 def test_words_of_other_servers_are_understood(served: InProcess) -> None:
     plain = ask(served).json()["choices"]
     more = {"temperature": 0, "top_p": 1, "stream": False, "seed": 3, "logprobs": None}
-    more |= {"early_stopping": False}
+    more |= {"early_stopping": False, "top_k": -1}
     assert ask(served, **more).json()["choices"] == plain
     chat = {"messages": [{"role": "user", "content": "x"}], "use_beam_search": True}
     answer = served.client.post("/v1/chat/completions", json=chat)
     assert answer.status_code == 400
     assert "use /v1/completions" in answer.json()["error"]["message"]
+
+
+def test_a_search_shares_prefixes_only_within_its_key() -> None:
+    """As all answers: whoever has another key does not learn by its time what was asked before."""
+    hits: list[tuple[str, int]] = []
+    with serving("{{ messages[0].content }}", keys=("one", "other")) as server:
+        end = Search.end
+
+        def noting(search: Search) -> None:
+            hits.extend((beam.tenant, beam.hits) for beam in search.beams)
+            end(search)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Search, "advance", noting)  # each ends after its first pass
+            for key in ("one", "other", "other"):
+                asked = {"prompt": "a" * 20, "use_beam_search": True, "n": 2}
+                answer = server.client.post(
+                    "/v1/completions",
+                    json=asked,
+                    headers={"authorization": f"Bearer {key}"},
+                )
+                assert answer.status_code == 200
+    assert hits == [("key 0", 0), ("key 1", 0), ("key 1", 16)]
 
 
 def test_searches_go_on_beside_others_and_end_with_whoever_asked() -> None:

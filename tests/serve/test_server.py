@@ -563,11 +563,14 @@ def test_a_rank_that_is_gone_is_named_and_all_end(
     (["--policy", "chunked:0"], "--policy cannot be 'chunked:0'; give exact-fill, prompts-first or"),
     (["--invariant", "--layout", "tp=2"], "--invariant is for a model on one rank"),
     (["--chat-template", "nowhere.jinja"], "--chat-template: cannot read nowhere.jinja: No such file"),
-], ids=["no file", "no key", "no host", "no policy", "ranks", "no template"])  # fmt: skip
+    (["--chat-template", "empty.txt"], "--chat-template: empty.txt is empty"),
+    (["--chat-template", "open.jinja"], "--chat-template: open.jinja is not valid Jinja: Unexpected end of template"),
+], ids=["no file", "no key", "no host", "no policy", "ranks", "no template", "empty", "broken"])  # fmt: skip
 def test_mistakes_of_the_command(
     command: Command, words: list[str], said: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("\n")
+    Path("open.jinja").write_text("{% for m in messages %}")
     code, _, error = command("serve", "--from", "nowhere", *words)
     assert code == 2 and said in error, error

@@ -31,7 +31,7 @@ class AnswerRequest(NamedTuple):
 
 class SearchRequest(NamedTuple):
     """A beam search of ``width`` beams after the prompt ``ids``, for texts of at most ``most`` tokens that end at one
-    of the ids ``stops``. ``penalty``: exponent of the length penalty.
+    of the ids ``stops``. ``penalty``: exponent of the length penalty; ``tenant``: whose cached prefixes it may find.
     """
 
     ids: Sequence[int]
@@ -39,6 +39,7 @@ class SearchRequest(NamedTuple):
     width: int
     stops: Sequence[int]
     penalty: float
+    tenant: str = ""
 
 
 class Hypothesis(NamedTuple):

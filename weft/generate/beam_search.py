@@ -41,12 +41,12 @@ class Search:
 
     ``alpha``: exponent of :func:`length_penalty`; a larger one favours longer texts. ``prune``: drop a token whose
     log-probability is this far below that of its beam's best token, and a beam whose score is this far below that of
-    the best ended text (3 in the paper).
+    the best ended text (3 in the paper). ``tenant``: whose cached prefixes the beams may share.
     """
 
     def __init__(
         self, engine: Engine, prompt: Sequence[int], count: int, width: int, stops: Collection[int] = (),
-        alpha: float = LENGTH_PENALTY, prune: float = inf,
+        alpha: float = LENGTH_PENALTY, prune: float = inf, tenant: str = "",
     ) -> None:  # fmt: skip
         check_prompt(engine.model, prompt)
         self.engine, self.prompt, self.count, self.width = (
@@ -57,7 +57,7 @@ class Search:
         )
         self.stops, self.alpha, self.prune = frozenset(stops), alpha, prune
         self.ended: list[Hypothesis] = []
-        self.beams = [Beam(list(prompt), len(prompt) + count - 1)]
+        self.beams = [Beam(list(prompt), len(prompt) + count - 1, tenant=tenant)]
 
     def run(self) -> list[Hypothesis]:
         """Search to the end, while other requests of the engine go on. Return the best finished texts, as :meth:`best`
@@ -150,7 +150,12 @@ class Search:
             ways = [(token, chance) for parent, token, chance in kept if parent is beam]
             for token, chance in ways[1:]:
                 children.append(
-                    Beam([*beam.ids, token], beam.most, log_probability=chance)
+                    Beam(
+                        [*beam.ids, token],
+                        beam.most,
+                        tenant=beam.tenant,
+                        log_probability=chance,
+                    )
                 )
                 scheduler.fork(beam, children[-1])
             if not ways:

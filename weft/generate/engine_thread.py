@@ -130,6 +130,7 @@ class EngineThread:
             request.width,
             request.stops,
             request.penalty,
+            tenant=request.tenant,
         )
         search.begin()
         best: Future[list[Hypothesis]] = Future()

@@ -3,9 +3,10 @@
 import json
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
-from pydantic import Field, PlainValidator, StrictInt, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, StrictInt, model_validator
 
 from weft.data.chat.conversation import OWN_VARIABLES
 from weft.generate.sampling import Sampling
@@ -170,7 +171,8 @@ class SamplingRequest(Modelled):
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31)
+    # as others, -1 stands for all tokens
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(partial(max, 0))] = 0
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0.01, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -232,7 +234,7 @@ class SamplingRequest(Modelled):
     def sampling(self) -> Sampling:
         seed = random.getrandbits(31) if self.seed is None else self.seed
         return Sampling(
-            self.temperature, max(0, self.top_k), self.top_p, self.min_p, self.repetition_penalty,
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
             self.presence_penalty, self.frequency_penalty, self.logit_bias, seed,
         )  # fmt: skip
 
@@ -269,6 +271,8 @@ class CompletionRequest(SamplingRequest):
             for name in self.model_fields_set
             if getattr(self, name) == type(self).model_fields[name].default
         }
+        if self.use_beam_search and self.max_tokens == 0:
+            raise ValueError("max_tokens: use_beam_search writes one token at least")
         if self.use_beam_search and (others := sorted(self.model_fields_set - idle)):
             raise ValueError(
                 f"{others[0]}: use_beam_search finds the likeliest texts, as they are; leave out one of both"

@@ -244,7 +244,9 @@ class Server:
         answers, written, field = list[Answer](), 0, "prompt"
         for ids in prompts:
             most = self._most(field, asked, ids, 16)
-            search = SearchRequest(ids, most, asked.n, self._stops(asked), penalty)
+            search = SearchRequest(
+                ids, most, asked.n, self._stops(asked), penalty, self._tenant(request)
+            )
             best = await while_connected(request, self.backend.search(search))
             for hypothesis in best:
                 text = await self.prompts.decode(hypothesis.ids)

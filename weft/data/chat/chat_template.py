@@ -341,18 +341,28 @@ def template_of(
 def template_text(given: str, name: str) -> str:
     """Return the text of a chat template: ``given`` itself, or the contents of the file that ``given`` names.
 
-    ``name``: what errors call the template.
+    ``name``: what errors call the template. Raises :class:`UsageError` for a file that cannot be read or is empty, and
+    for invalid Jinja.
     """
-    if "{" in given:
-        return given
-    file = Path(given).expanduser()
+    text, where = given, ""
+    if "{" not in given:
+        file = Path(given).expanduser()
+        try:
+            text, where = file.read_text(encoding="utf-8"), f"{file} "
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(
+                f"{name}: cannot read {file}: {reason}; give a file or a template"
+            ) from None
+    if not text.strip():
+        raise UsageError(f"{name}: {where}is empty; give a template of Jinja text")
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        template_environment().from_string(text)
+    except jinja2.TemplateSyntaxError as error:
         raise UsageError(
-            f"{name}: cannot read {file}: {reason}; give a file or a template"
+            f"{name}: {where}is not valid Jinja: {error.message}, line {error.lineno}"
         ) from None
+    return text
 
 
 def _any_of(*names: Iterable[str]) -> re.Pattern[str]:
