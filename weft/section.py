@@ -45,7 +45,7 @@ class OneLine(ModelMetaclass):
         try:
             return super(OneLine, model).__call__(*args, **values)
         except ValidationError as error:
-            refusal = _refusal(error, cls, cls.__name__)  # type: ignore[arg-type]  # a class of models
+            refusal = _refusal(error, cls, cls.__name__, values)  # type: ignore[arg-type]  # a class of models
             raise (
                 refusal if isinstance(refusal, Conflict) else WrongValue(str(refusal))
             ) from None
@@ -56,6 +56,13 @@ class Section(BaseModel, metaclass=OneLine):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @classmethod
+    def user_path(cls, path: list[str], given: Any) -> list[str]:
+        """Return the path of a value inside this section as the user wrote it. ``path``: where validation has met the
+        value; ``given``: the user's values of the section.
+        """
+        return path
+
 
 def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
     """Validate ``values`` as an instance of the section class ``model``.
@@ -65,24 +72,28 @@ def validated(model: type[M], values: dict[str, Any], origin: str) -> M:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise _refusal(error, model, origin) from None
+        raise _refusal(error, model, origin, values) from None
 
 
-def _refusal(error: ValidationError, model: type[BaseModel], origin: str) -> UsageError:
-    """Return the first problem of ``error`` as one line that begins with ``origin``."""
+def _refusal(
+    error: ValidationError, model: type[BaseModel], origin: str, values: dict[str, Any]
+) -> UsageError:
+    """Return the first problem of ``error`` as one line that begins with ``origin``. ``values``: what was validated."""
     if isinstance(conflict := error.errors()[0].get("ctx", {}).get("error"), Conflict):
         return Conflict(f"{origin}: {conflict}", conflict.rule)
-    return UsageError(f"{origin}: {explain(error, model)}")
+    return UsageError(f"{origin}: {explain(error, model, values)}")
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
+def explain(
+    error: ValidationError, model: type[BaseModel], values: dict[str, Any]
+) -> str:
     """Return the first problem of the pydantic error ``error`` as one line: key, cause, remedy.
 
-    ``model``: the class of the section that was validated.
+    ``model``: the class of the section that was validated; ``values``: the user's values of this section.
     """
     first = error.errors()[0]
     path = _path(first)
-    key = ".".join(path)
+    key = ".".join(_user_path(path, model, values))
     if first["type"] == "extra_forbidden":
         # read for whoever has made a mistake only
         from weft.recipe.unknown_key import unknown_key
@@ -112,6 +123,21 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         return f"{key}: " * bool(key) + message + more
     about = "" if first["type"] == "value_error" else _meaning(model, path)
     return f"{key} = {_shown(first['input'])}: {message}{about}{more}"
+
+
+def _user_path(path: list[str], model: type[BaseModel], values: Any) -> list[str]:
+    """Return the path of a value as the user wrote it, by what each section on the way says of its own."""
+    written = []
+    while path:
+        if issubclass(model, Section):
+            path = model.user_path(path, values)
+        if not path:
+            break
+        written.append(path[0])
+        model = _section_at(model, path[0])
+        values = values.get(path[0]) if isinstance(values, dict) else None
+        path = path[1:]
+    return written
 
 
 def _meaning(model: type[BaseModel], path: list[str]) -> str:

@@ -426,11 +426,21 @@ def test_columns_and_roles_of_the_users_own(tmp_path: Path) -> None:
         ({"kind": "preference", "field": "good"}, "columns = { good = 'chosen' }"),
         (
             {"kind": "chat", "roles": {"a": "boss"}},
-            "data.sources.0.roles.a = 'boss' is not possible",
+            "recipe: data.roles.a = 'boss' is not possible",
         ),
+        (
+            {"roles": {"a": "boss"}, "sources": [{"kind": "chat", "path": "a"}]},
+            "recipe: data.roles.a = 'boss' is not possible",
+        ),
+        (
+            {"sources": [{"kind": "chat", "form": "sharegtp"}]},
+            "recipe: data.sources.0.form = 'sharegtp' is not possible",
+        ),
+        ({"kind": "jsonl", "weight": -1}, "recipe: data.weight = -1: "),
     ):
         with pytest.raises(UsageError, match=said):
-            build_recipe({"data": tree | {"path": "x"}})
+            own = {} if "sources" in tree else {"path": "x"}
+            build_recipe({"data": tree | own})
 
 
 def test_what_is_set_beside_sources_is_for_all(tmp_path: Path) -> None:

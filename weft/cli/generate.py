@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -263,10 +264,21 @@ def say_samples(checkpoint: "Where", recipe: "Recipe") -> list[dict[str, str]]:
     ``checkpoint``: where the trained model is. If the recipe asks for it, the texts of the model that training started
     from (``model.from``) are printed beside those of the trained model.
     """
+    from weft.data.first_prompts import COUNT, first_prompts
     from weft.serve.text_requests import samples
 
     settings, origin = recipe.generate, recipe.model.origin
     assert settings is not None
+    if settings.from_data:
+        own = (
+            prompt for source in recipe.data.sources for prompt in first_prompts(source)
+        )
+        if not (prompts := tuple(islice(own, COUNT))):
+            warn(
+                "the data has no short question; set generate.prompts to what the model is asked"
+            )
+            return []
+        settings = settings.model_copy(update={"prompts": prompts})
     written = samples(checkpoint, settings, warn, recipe.optimizer.use_ema)
     shown_samples = [
         {"prompt": p, "text": t}

@@ -228,10 +228,10 @@ def conclude(recipe: "Recipe", outcome: "Outcome") -> None:
     if recipe.generate and outcome.checkpoint and not outcome.interrupted:
         from weft.cli.generate import say_samples
 
-        shown = say_samples(outcome.checkpoint, recipe)
-        metrics = Metrics(outcome.run)
-        metrics.log("sample", outcome.progress.step, samples=shown)
-        metrics.close()
+        if shown := say_samples(outcome.checkpoint, recipe):
+            metrics = Metrics(outcome.run)
+            metrics.log("sample", outcome.progress.step, samples=shown)
+            metrics.close()
     finished = finish_run(recipe, outcome)
     if finished.export:
         say(f"exported    {finished.export}")

@@ -239,6 +239,17 @@ class Data(Section):
         """Share of the documents (0 to 1) that is held out for validation."""
         return 0.0 if isinstance(self.validation, str) else self.validation
 
+    @classmethod
+    def user_path(cls, path: list[str], given: Any) -> list[str]:
+        """Return the path of a source's value without ``sources`` and the number, if the user wrote the value in the
+        section itself. ``given``: the user's values of the section.
+        """
+        if path[:1] != ["sources"] or not isinstance(given, dict):
+            return path
+        inside = path[2:]
+        in_section = "sources" not in given or (inside and inside[0] in given)
+        return inside if in_section else path
+
     @field_validator("validation")
     @classmethod
     def _share_or_path(cls, given: float | str) -> float | str:

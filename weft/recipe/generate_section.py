@@ -12,6 +12,13 @@ class Generate(Section):
     prompts: tuple[str, ...] = Field(
         (), description="Several texts to continue, instead of 'prompt'."
     )
+    from_data: bool = Field(
+        False,
+        description=(
+            "Instead of 'prompt' and 'prompts' take the first two questions of the conversations "
+            "that are learned, or the first words of the texts. --data sets it."
+        ),
+    )
     chat: bool = Field(
         False,
         description="Give each prompt as a user's message, through the chat template.",

@@ -18,6 +18,9 @@ from weft.recipe.shipped import find_recipe, shipped_recipes
 from weft.recipe.toml import read_toml
 from weft.section import validated
 
+#: Settings that say what the model is asked at the end of a run.
+PROMPTS = {"generate.prompt", "generate.prompts"}
+
 
 def load_recipe(
     path: str | Path, overrides: Sequence[str] = (), layout: str | None = None, origin: str | None = None,
@@ -75,6 +78,10 @@ def load_recipe(
         tree["data"].pop("sources", None)
     if data is not None:
         tree["data"] = _with_data(tree.get("data", {}), data)
+        # what the recipe would ask is about its own data
+        if isinstance(asked := tree.get("generate"), dict) and not set_keys & PROMPTS:
+            own = {key: asked[key] for key in asked if f"generate.{key}" not in PROMPTS}
+            tree["generate"] = own | {"from_data": True}
     for item in overrides:
         _override(tree, item)
     if layout is not None:

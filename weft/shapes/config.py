@@ -159,7 +159,9 @@ def _computed(config: ConfigFields) -> ModelShape:
         return ModelShape.model_validate(tree)
     except ValidationError as error:
         key = str(next(iter(error.errors()[0]["loc"]), ""))
-        said = explain(error, ModelShape).replace(key, FIELDS.get(key, (key,))[0], 1)
+        said = explain(error, ModelShape, tree).replace(
+            key, FIELDS.get(key, (key,))[0], 1
+        )
         raise WeftError(f"{config.path}: {said}") from None
 
 
