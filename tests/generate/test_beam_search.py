@@ -17,16 +17,20 @@ from weft.generate.sampling import GREEDY, Sampling
 from weft.models.transformer import Transformer
 
 
-def log_probabilities(model: Transformer, prompt: list[int], ids: list[int]) -> float:
-    """Of ``ids`` behind ``prompt``, in one pass over the whole text."""
-    whole = [*prompt, *ids]
+def rows_of(model: Transformer, text: list[int]) -> torch.Tensor:
+    """Log-probabilities of the next token behind every token of a text, in one pass over the whole text."""
     with torch.no_grad():
         logits = model(
-            torch.tensor([whole]),
-            torch.arange(len(whole))[None],
-            torch.tensor([0, len(whole)], dtype=torch.int32),
+            torch.tensor([text]),
+            torch.arange(len(text))[None],
+            torch.tensor([0, len(text)], dtype=torch.int32),
         )[0]
-    rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return logits.log_softmax(-1)
+
+
+def log_probabilities(model: Transformer, prompt: list[int], ids: list[int]) -> float:
+    """Of ``ids`` behind ``prompt``."""
+    rows = rows_of(model, [*prompt, *ids])[len(prompt) - 1 : -1]
     return float(rows.gather(1, torch.tensor(ids)[:, None]).sum())
 
 
@@ -142,6 +146,55 @@ def test_pruning_ends_hopeless_beams() -> None:
         found = Search(engine, PROMPTS[3], 12, 4, {21, 3, 17}, prune=prune).run()
         passes.append((sum(read), found[0].ids))
     assert passes[1][0] < passes[0][0] and passes[0][1] != []
+
+
+def gnmt_search(
+    model: Transformer, width: int, count: int, stops: set[int], alpha: float, prune: float
+) -> list[tuple[list[int], float]]:  # fmt: skip
+    """The texts and scores of a search written down from section 7 of the paper, one whole text after another."""
+    live, ended = [([], 0.0)], list[tuple[list[int], float]]()
+    for length in range(1, count + 1):
+        ways = []
+        for ids, chance in live:
+            local = rows_of(model, [*PROMPTS[3], *ids])[-1].tolist()
+            ways += [
+                ([*ids, i], chance + p)
+                for i, p in enumerate(local)
+                if p >= max(local) - prune
+            ]
+        live = []
+        for ids, chance in sorted(ways, key=lambda way: -way[1]):
+            if len(live) == width:
+                break
+            score = chance / ((5 + length) ** alpha / (5 + 1) ** alpha)
+            if ids[-1] in stops:
+                ended.append((ids[:-1], score))
+            else:
+                live.append((ids, chance))
+        scores = {
+            tuple(ids): chance / ((5 + length) ** alpha / 6**alpha)
+            for ids, chance in live
+        }
+        if length == count:
+            ended += [(ids, scores[tuple(ids)]) for ids, _ in live]
+        best = max((score for _, score in ended), default=-math.inf)
+        live = [way for way in live if scores[tuple(way[0])] >= best - prune]
+    kept = [text for text in ended if text[1] >= best - prune]
+    return sorted(kept, key=lambda text: -text[1])[:width]
+
+
+@pytest.mark.parametrize(("alpha", "prune"), [(0.2, 3.0), (0.6, 0.4), (0.0, 1.0)])
+def test_a_search_is_that_of_the_paper(alpha: float, prune: float) -> None:
+    model, stops = build("softmax", torch.float64), {4, 9, 21}
+    for p in model.parameters():
+        p.data *= 1.5
+    texts = Search(
+        Engine(model, size=4), PROMPTS[3], 3, 3, stops, alpha, prune
+    ).run()  # fmt: skip
+    wanted = gnmt_search(model, 3, 3, stops, alpha, prune)
+    assert [text.ids for text in texts] == [ids for ids, _ in wanted]
+    assert [text.score for text in texts] == pytest.approx([s for _, s in wanted])
+    assert prune > 1 or len(texts) < 3
 
 
 def test_a_vote_ends_when_it_is_decided() -> None:

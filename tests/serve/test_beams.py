@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import pytest
@@ -29,22 +30,22 @@ def ask(served: InProcess, **fields: Any) -> Any:
     return served.client.post("/v1/completions", json=asked | fields)
 
 
-@pytest.mark.parametrize("penalty", [None, 0, 1])
+@pytest.mark.parametrize(("penalty", "prune"), [(None, 0), (0, 0), (1, 0.3)])
 def test_the_likeliest_texts_are_those_of_a_search(
-    served: InProcess, penalty: float | None
+    served: InProcess, penalty: float | None, prune: float
 ) -> None:
     tokenizer = load_tokenizer("bytes")
     stops = [*tokenizer.stops, ord("e"), ord(" ")]
     alpha = 0.2 if penalty is None else penalty
     engine = Engine(build(), 4096, size=8)
     answer = ask(
-        served, prompt=["ab", "c"], length_penalty=penalty, stop_token_ids=stops[-2:]
-    ).json()
+        served, prompt=["ab", "c"], length_penalty=penalty, stop_token_ids=stops[-2:], prune=prune
+    ).json()  # fmt: skip
     wanted = [
-        found
+        hypothesis
         for text in ("ab", "c")
-        for found in Search(
-            engine, tokenizer.prompt_ids(text), 6, 3, stops, alpha
+        for hypothesis in Search(
+            engine, tokenizer.prompt_ids(text), 6, 3, stops, alpha, prune or inf
         ).run()
     ]
     assert [
@@ -52,7 +53,7 @@ def test_the_likeliest_texts_are_those_of_a_search(
         for choice in answer["choices"]
     ] == [(i, tokenizer.decode(h.ids), h.finish) for i, h in enumerate(wanted)]
     assert answer["usage"]["completion_tokens"] == sum(len(h.ids) for h in wanted)
-    assert len(wanted) == 6
+    assert len(wanted) == 6 if not prune else 2 <= len(wanted) < 6
 
 
 def test_a_stop_string_cuts_a_text(served: InProcess) -> None:
@@ -65,6 +66,7 @@ def test_a_stop_string_cuts_a_text(served: InProcess) -> None:
 @pytest.mark.parametrize(("fields", "name"), [
     ({"stream": True}, "stream"), ({"top_p": 0.5}, "top_p"), ({"logprobs": 1}, "logprobs"), ({"best_of": 4}, "best_of"),
     ({"use_beam_search": False, "length_penalty": 2}, "length_penalty"), ({"n": 2000}, "n"),
+    ({"use_beam_search": False, "prune": 3}, "prune"), ({"prune": -1}, "prune"),
     ({"response_format": {"type": "json_object"}}, "response_format"), ({"max_tokens": 0}, "max_tokens"),
 ])  # fmt: skip
 def test_what_a_search_does_not_take_is_refused(

@@ -31,7 +31,8 @@ class AnswerRequest(NamedTuple):
 
 class SearchRequest(NamedTuple):
     """A beam search of ``width`` beams after the prompt ``ids``, for texts of at most ``most`` tokens that end at one
-    of the ids ``stops``. ``penalty``: exponent of the length penalty; ``tenant``: whose cached prefixes it may find.
+    of the ids ``stops``. ``penalty``: exponent of the length penalty; ``tenant``: whose cached prefixes it may find;
+    ``prune``: how far below the best a log-probability may be, 0: no limit.
     """
 
     ids: Sequence[int]
@@ -40,6 +41,7 @@ class SearchRequest(NamedTuple):
     stops: Sequence[int]
     penalty: float
     tenant: str = ""
+    prune: float = 0.0
 
 
 class Hypothesis(NamedTuple):

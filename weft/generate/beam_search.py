@@ -30,7 +30,10 @@ class Beam(Request):
 
 def length_penalty(tokens: int, alpha: float) -> float:
     """Return the number by which the log-probability of a text of so many ``tokens`` is divided (GNMT, Wu et al. 2016,
-    1609.08144). With ``alpha = 0`` it is 1.
+    1609.08144, equation 14). With ``alpha = 0`` it is 1.
+
+    ``tokens`` counts the token that ends the text. GNMT's coverage penalty needs attention to a source text, which
+    decoder-only models do not have.
     """
     return ((5 + tokens) / 6) ** alpha
 
@@ -40,8 +43,8 @@ class Search:
     ``stops``.
 
     ``alpha``: exponent of :func:`length_penalty`; a larger one favours longer texts. ``prune``: drop a token whose
-    log-probability is this far below that of its beam's best token, and a beam whose score is this far below that of
-    the best ended text (3 in the paper). ``tenant``: whose cached prefixes the beams may share.
+    log-probability is this far below that of its beam's best token, and every text, ended or not, whose score is this
+    far below that of the best ended text (3 in the paper). ``tenant``: whose cached prefixes the beams may share.
     """
 
     def __init__(
@@ -73,8 +76,14 @@ class Search:
         return self.best()
 
     def best(self) -> list[Hypothesis]:
-        """Return the best ``width`` finished texts, in descending order of their scores."""
-        return sorted(self.ended, key=lambda ended: -ended.score)[: self.width]
+        """Return the best ``width`` finished texts that were not pruned, in descending order of their scores."""
+        kept = [ended for ended in self.ended if ended.score >= self.least]
+        return sorted(kept, key=lambda ended: -ended.score)[: self.width]
+
+    @property
+    def least(self) -> float:
+        """Least score of a text that is not pruned."""
+        return max((ended.score for ended in self.ended), default=-inf) - self.prune
 
     def begin(self) -> None:
         """Schedule the first beam. Call :meth:`advance` after each of the engine's following steps."""
@@ -138,9 +147,7 @@ class Search:
                 for b, i, chance in kept
             ]
             kept = []
-        least = penalty * (
-            max((ended.score for ended in self.ended), default=-inf) - self.prune
-        )
+        least = penalty * self.least
         self._continue([each for each in kept if each[2] >= least])
 
     def _continue(self, kept: Sequence[tuple[Beam, int, float]]) -> None:

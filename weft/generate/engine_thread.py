@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 from weft.errors import UsageError, WeftError
@@ -130,7 +131,8 @@ class EngineThread:
             request.width,
             request.stops,
             request.penalty,
-            tenant=request.tenant,
+            request.prune or inf,
+            request.tenant,
         )
         search.begin()
         best: Future[list[Hypothesis]] = Future()

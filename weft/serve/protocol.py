@@ -242,7 +242,7 @@ class SamplingRequest(Modelled):
 #: Fields that a beam search heeds, or that change nothing of it.
 _OF_SEARCHES = frozenset({
     "model", "prompt", "n", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "use_beam_search", "length_penalty",
-    "temperature", "seed",
+    "prune", "temperature", "seed",
 })  # fmt: skip
 
 
@@ -258,6 +258,7 @@ class CompletionRequest(SamplingRequest):
     echo: bool = False
     use_beam_search: bool = False
     length_penalty: float | None = Field(None, ge=0, le=10)
+    prune: float = Field(0.0, ge=0, le=1000)
 
     @model_validator(mode="after")
     def _searches_alone(self) -> "CompletionRequest":
@@ -265,6 +266,10 @@ class CompletionRequest(SamplingRequest):
         if not self.use_beam_search and self.length_penalty not in (None, 1):
             raise ValueError(
                 "length_penalty: it is about beam search; set use_beam_search, or leave it out"
+            )
+        if not self.use_beam_search and self.prune:
+            raise ValueError(
+                "prune: it is about beam search; set use_beam_search, or leave it out"
             )
         idle = _OF_SEARCHES | {
             name

@@ -245,7 +245,13 @@ class Server:
         for ids in prompts:
             most = self._most(field, asked, ids, 16)
             search = SearchRequest(
-                ids, most, asked.n, self._stops(asked), penalty, self._tenant(request)
+                ids,
+                most,
+                asked.n,
+                self._stops(asked),
+                penalty,
+                self._tenant(request),
+                asked.prune,
             )
             best = await while_connected(request, self.backend.search(search))
             for hypothesis in best:
