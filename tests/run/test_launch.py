@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -28,7 +29,7 @@ from weft.run.failure import (
     report_failure,
     root_cause,
 )
-from weft.run.launch import launch
+from weft.run.launch import _cause, launch
 from weft.run.rank_processes import in_ranks, slurm_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -345,6 +346,14 @@ def test_out_of_memory_is_said_on_evidence(oom: bool | None, said: str) -> None:
         cause.message.removesuffix(' or train.recompute = "full"')
         == f"rank 1 was killed by SIGKILL{said}"
     )
+
+
+def test_a_rank_that_was_stopped_is_not_called_gone(tmp_path: Path) -> None:
+    """The launcher kills it, and others may miss it before the launcher has said why."""
+    missed = Failure(0, "rank 1 is gone: rank 0 waited for it", 1, Grade.NAMED, 101.0)
+    (tmp_path / "0.json").write_text(json.dumps({"weft": asdict(missed)}))
+    cause = _cause(tmp_path, {}, {1: 100.0}, None)
+    assert cause is not None and cause.message.startswith("rank 1 is stopped (SIGSTOP")
 
 
 def test_kills_for_want_of_memory_are_counted(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def run_ranks(
     )
     started, stopped, failed, before = (
         list[Process](),
-        list[int](),
+        dict[int, float](),
         dict[int, Exit](),
         oom_kills(),
     )
@@ -291,20 +291,21 @@ def _living(started: Sequence[Process]) -> list[Process]:
     return [process for process in started if process.poll() is None]
 
 
-def _end(started: Sequence[Process], received: Sequence[int]) -> list[int]:
-    """End the remaining ranks; return those that were found stopped after another rank's failure.
+def _end(started: Sequence[Process], received: Sequence[int]) -> dict[int, float]:
+    """End the remaining ranks; return those that were found stopped after another rank's failure, and when.
 
     They have :data:`END_S` seconds. If all are asked to stop they have :data:`GRACE_S`, or :data:`AFTER_FAILURE_S` once
     one has not ended well. Stopped ranks are continued, so that they can end.
     """
-    stopped = []
+    stopped = dict[int, float]()
     for process in _living(started):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(received[0] if received else signal.SIGTERM)
             if received:
                 process.resume()
             elif _is_stopped(process):
-                stopped.append(started.index(process))
+                # before others miss it because it was killed
+                stopped[started.index(process)] = time.time()
                 process.kill()
     until, failed = time.monotonic() + (GRACE_S if received else END_S), False
     while (living := _living(started)) and time.monotonic() < until:
@@ -328,10 +329,13 @@ def _kill(started: Sequence[Process]) -> None:
 
 
 def _cause(
-    folder: Path, failed: dict[int, Exit], stopped: list[int], oom_before: int | None
+    folder: Path,
+    failed: dict[int, Exit],
+    stopped: dict[int, float],
+    oom_before: int | None,
 ) -> Failure | None:
     """Return why the ranks ended, from their records in ``folder``, their exits, and the ranks that were stopped
-    meanwhile.
+    meanwhile, with the times at which that was found.
     """
     records = []
     for path in folder.glob("*.json"):
@@ -342,9 +346,9 @@ def _cause(
         failed = {
             rank: end for rank, end in failed.items() if end.code != -signal.SIGABRT
         }
-    for rank in stopped:
+    for rank, when in stopped.items():
         message = f"rank {rank} is stopped (SIGSTOP or a debugger) and the others have given up waiting for it"
-        records.append(Failure(rank, message, 1, Grade.NAMED, time.time()))
+        records.append(Failure(rank, message, 1, Grade.NAMED, when))
     after = oom_kills()
     return root_cause(
         records, failed, None if None in (oom_before, after) else after != oom_before
