@@ -62,7 +62,8 @@ _template = (
 _policy = (
     "Which tokens a step computes first. exact-fill: new tokens, then "
     "prompts, cut where the budget ends; chunked:N: new tokens and at most N "
-    "of one prompt; prompts-first: prompts, then new tokens."
+    "of one prompt; prompts-first: prompts, then new tokens; urgency: the "
+    "requests whose workflow has least time left."
 )
 _invariant = (
     "Make log-probabilities independent of other requests, to the last bit; slower."
@@ -105,7 +106,10 @@ def serve_command(
         ),
     ] = 512,
     policy: Annotated[
-        str, typer.Option(metavar="exact-fill|chunked:N|prompts-first", help=_policy)
+        str,
+        typer.Option(
+            metavar="exact-fill|chunked:N|prompts-first|urgency", help=_policy
+        ),
     ] = "exact-fill",
     cache: Annotated[
         int, typer.Option(min=0, help="Tokens in the cache; 0: by the free memory.")

@@ -10,6 +10,7 @@ import torch
 from weft.errors import WeftError
 from weft.generate.grammar import Grammar
 from weft.generate.sampling import Sampling
+from weft.generate.workflow import Workflow
 
 
 class AnswerRequest(NamedTuple):
@@ -27,6 +28,7 @@ class AnswerRequest(NamedTuple):
     least: int = 0
     scored: bool = False
     written: Sequence[int] = ()
+    workflow: Workflow | None = None
 
 
 class SearchRequest(NamedTuple):

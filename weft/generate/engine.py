@@ -32,6 +32,7 @@ from weft.generate.sampling import (
     token_log_probabilities,
 )
 from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.generate.workflow import Workflow
 from weft.models.invariant import check_invariant
 from weft.models.linear_attention import CHUNK
 from weft.models.row_adapters import HostAdapter
@@ -123,7 +124,7 @@ class Engine:
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
         top: int | None = None, tenant: str = "", grammar: Grammar | None = None, adapter: str = "", least: int = 0,
-        scored: bool = False, written: Sequence[int] = (),
+        scored: bool = False, written: Sequence[int] = (), workflow: Workflow | None = None,
     ) -> list[Generation]:  # fmt: skip
         """Request up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds. ``how``: settings of
         sampling.
@@ -134,8 +135,9 @@ class Engine:
         ``tenant``: requests of different tenants share no cache blocks. ``adapter``: name of an adapter, or "" for the
         model alone. ``written``: the first tokens of the text, which another engine has written already. ``count``,
         ``least``, penalties, the grammar and random numbers take them into account, so that the text goes on as it
-        would there. Raises :class:`UsageError` for ids that the model does not have, written tokens that the grammar
-        does not allow, and prompts that the cache can never hold.
+        would there. ``workflow``: the job of which the texts are a stage, for policies that heed deadlines. Raises
+        :class:`UsageError` for ids that the model does not have, written tokens that the grammar does not allow, and
+        prompts that the cache can never hold.
         """
         check_prompt(self.model, ids)
         if written:
@@ -159,7 +161,7 @@ class Engine:
             Generation([*ids, *written], len(ids) + count - 1, adapter, tenant, how=replace(how, seed=how.seed + i),
                        stops={*stops, *grammar.ends} if grammar else stops, prompt=len(ids), top=top,
                        grammar=grammar and grammar.copy(), least=least, finished="" if left else "length",
-                       resumed=len(written))
+                       resumed=len(written), workflow=workflow)
             for i in range(n)
         ]  # fmt: skip
         if left:

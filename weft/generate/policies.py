@@ -40,6 +40,11 @@ class SchedulingPolicy:
         """
         return cls() if argument is None else None
 
+    def read_time(self, clock: Callable[[], float]) -> None:
+        """Read the time, in seconds, from ``clock`` instead of from ``time.monotonic``. Policies without times do
+        nothing.
+        """
+
     def __call__(
         self, running: Sequence[Request], waiting: Sequence[Request], budget: int
     ) -> Order:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from time import monotonic
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from weft.generate.grammar import Grammar
 from weft.generate.random_numbers import TokenNumbers
 from weft.generate.sampling import Sampling
+from weft.generate.workflow import Workflow
 
 T = torch.Tensor
 
@@ -66,6 +68,8 @@ class Request:
     pinned: bool = False
     # [vocab] behind its tokens, of a request that somebody else writes for
     logits: T | None = None
+    workflow: Workflow | None = None  # of which it is a stage
+    asked_at: float = field(default_factory=monotonic)  # seconds
 
     @property
     def runs(self) -> bool:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, PlainValidator, StrictInt, model_val
 
 from weft.data.chat.conversation import OWN_VARIABLES
 from weft.generate.sampling import Sampling
+from weft.generate.workflow import Workflow
 from weft.serve.request_fields import RequestFields
 
 Schema: TypeAlias = dict[str, Any]
@@ -17,6 +18,9 @@ Texts: TypeAlias = Sequence[str | list[int]]
 
 #: At most so many stop strings, characters of each, and texts of a request.
 MOST_STOPS, LONGEST_STOP, MOST_TEXTS = 16, 256, 2048
+
+#: Most milliseconds until the deadline of a workflow: a week.
+LONGEST_JOB = 7 * 86_400_000
 
 
 class Refusal(Exception):
@@ -166,6 +170,23 @@ class Modelled(RequestFields):
         return given
 
 
+class WorkflowStage(RequestFields):
+    """A request's place in a job of several requests (:class:`weft.generate.workflow.Workflow`).
+
+    ``deadline_ms``: milliseconds that are left for this stage and all ``remaining`` ones, from the arrival of the
+    request on; 0 or less if the deadline has passed.
+    """
+
+    id: str = Field(min_length=1, max_length=256)
+    stage: str = Field("", max_length=64)
+    remaining: list[Annotated[str, Field(max_length=64)]] = Field([], max_length=64)
+    deadline_ms: float | None = Field(None, ge=-LONGEST_JOB, le=LONGEST_JOB)
+
+    def begun(self, now: float) -> Workflow:
+        """Return the workflow of a request that came ``now``, in seconds of ``time.monotonic``."""
+        return Workflow.of_frame(self.model_dump(), now)
+
+
 class SamplingRequest(Modelled):
     """Common fields of requests for completions and chats; names and ranges are OpenAI's, and some of vLLM's."""
 
@@ -189,6 +210,7 @@ class SamplingRequest(Modelled):
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    workflow: WorkflowStage | None = None
 
     @model_validator(mode="after")
     def _can_end(self) -> "SamplingRequest":
@@ -242,7 +264,7 @@ class SamplingRequest(Modelled):
 #: Fields that a beam search heeds, or that change nothing of it.
 _OF_SEARCHES = frozenset({
     "model", "prompt", "n", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "use_beam_search", "length_penalty",
-    "prune", "temperature", "seed",
+    "prune", "temperature", "seed", "workflow",
 })  # fmt: skip
 
 

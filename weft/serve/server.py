@@ -541,6 +541,8 @@ class Server:
             if isinstance(asked, CompletionRequest)
             else asked.NAMES.get("messages", "messages")
         )
+        stage, now = asked.workflow, time.monotonic()
+        workflow = None if stage is None else stage.begun(now)
         requests = [
             AnswerRequest(
                 ids,
@@ -554,6 +556,7 @@ class Server:
                 self._adapter(asked),
                 asked.min_tokens,
                 scored,
+                workflow=workflow,
             )
             for ids in prompts
         ]
