@@ -2,7 +2,7 @@
 
 ``editing``: a text is written again with a small change, with guesses from the text; ``random text``: drawn at a
 temperature at which nothing repeats, where guesses can only cost. ``workers``: four Hogwild workers beside one.
-``adapters``: requests with sixteen adapters of two ranks together, beside one after the other. ``travel``: how long a
+``adapters``: requests with sixteen adapters of two ranks together, beside one after the other. ``move``: how long a
 request stands still that moves to another engine in rounds, beside one whose blocks are all sent at its stop. float32,
 one thread. The same tokens are written either way, which is checked; of drawn texts and of workers, as many.
 
@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from travel import Arrival, Departure
 
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
 from weft.generate.joined_texts import hogwild
 from weft.generate.lookup import Lookup
+from weft.generate.migration import Arrival, Departure
 from weft.generate.sampling import GREEDY, Sampling
 from weft.models.products import read_only
 from weft.models.row_adapters import Factors, HostAdapter, layer_modules
@@ -145,8 +145,8 @@ def standstill(model: Transformer, length: int, rounds: bool) -> tuple[float, ob
     while len(request.written) < 4:
         here.step()
     departure, arrival = Departure(here, request), Arrival(there)
-    while rounds and (message := departure.round()):
-        arrival.take(message)
+    while rounds and (frame := departure.round()):
+        arrival.take(frame)
         here.step()
     begun = time.thread_time()
     moved = arrival.take(departure.leave())
@@ -189,7 +189,7 @@ def main() -> None:
         name: [timed(run) for run in case] for name, case in cases.items()
     }
     for length in (500, 4_000):
-        sides[f"travel of {length:,}"] = [
+        sides[f"move of {length:,}"] = [
             partial(standstill, model, length, rounds) for rounds in (True, False)
         ]
     rows = {}

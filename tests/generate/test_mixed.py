@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from travel import Arrival, Departure
 
 from tests.generate.test_adapters import TARGETS, merged, write
 from tests.generate.test_many import PROMPTS, build
@@ -18,6 +17,7 @@ from weft.errors import WeftError
 from weft.generate.beam_search import Search
 from weft.generate.engine import Engine
 from weft.generate.lookup import Lookup
+from weft.generate.migration import Arrival, Departure
 from weft.generate.policies import exact_fill, policy_of
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
@@ -117,11 +117,7 @@ def test_whatever_happens_beside_it(seed: int, folder: str) -> None:
         ):
             at = drawn.randrange(len(live))
             one, where, expected = live[at]
-            if (
-                where is engine
-                and one.runs
-                and not (one.adapter or one.siblings or one.finished)
-            ):
+            if where is engine and one.runs and not one.finished:
                 live[at] = moved(one, engine, other), other, expected
         engine.step()
         other.step()
@@ -145,18 +141,17 @@ def moved(one: Generation, engine: Engine, other: Engine) -> Generation:
     """The request where it is then: there, or still here if there was no room or it lost its blocks."""
     departure, arrival = Departure(engine, one), Arrival(other)
     try:
-        while (message := departure.round()) is not None:
-            arrival.take(message)
-        state = (
-            departure.leave()
-            if other.scheduler.pool.free > 4
+        while (frame := departure.round()) is not None:
+            arrival.take(frame)
+        roomy = (
+            other.scheduler.pool.free > 4
             and len(other.scheduler.running) < other.scheduler.limit
-            else b""
         )
-        found = arrival.take(state) if state else None
-        if found is None:
-            arrival.drop()
-        return found or one
+        if not roomy:
+            raise WeftError("no room")
+        moved_one = arrival.take(departure.leave())
+        assert moved_one is not None
+        return moved_one
     except WeftError:
         arrival.drop()
         return one

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from weft.errors import UsageError
+from weft.generate.block_contents import LayerPart
 from weft.generate.block_pool import BlockPool
 from weft.generate.drafter import Drafter
 from weft.generate.grammar import Grammar
@@ -205,13 +206,26 @@ class Engine:
 
     def cancel(self, generation: Generation) -> None:
         """Cancel a request, whether it is waiting, running or finished."""
-        # it was to read the prompt for them
-        if left := [sibling for sibling in generation.siblings if not sibling.finished]:
-            left[0].siblings, generation.siblings = left[1:], []
-            self.scheduler.add(left[0])
+        self.hand_on_prompt(generation)
         if not generation.finished:
             self.scheduler.remove(generation)
         generation.finished = generation.finished or "stop"
+
+    def hand_on_prompt(self, generation: Generation) -> None:
+        """Let the first of a request's siblings read the prompt for the others, as the request itself will not."""
+        if left := [sibling for sibling in generation.siblings if not sibling.finished]:
+            left[0].siblings, generation.siblings = left[1:], []
+            self.scheduler.add(left[0])
+
+    @torch.inference_mode()
+    def block_form(self) -> list[LayerPart]:
+        """Return what each layer of the whole model holds of a cache block, after giving the cache its memory."""
+        if any(pages.store is None for pages in self.reader.pages):
+            block = self.scheduler.pool.take()
+            first = Request([0], 0, table=[block])
+            self.reader.start(ScheduledStep({first: 1}, []))()
+            self.scheduler.pool.release([block])
+        return self.reader.block_form()
 
     @contextmanager
     def holding(self, requests: Collection[Request]) -> Iterator[None]:

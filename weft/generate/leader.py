@@ -8,14 +8,26 @@ as there are stages are under way at once, so that no stage waits for a later on
 only experts are cut.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from weft.errors import UsageError
+from weft.generate.block_contents import (
+    LayerPart,
+    bytes_of,
+    cut_parts,
+    gather_parts,
+    layer_parts,
+    read_pages,
+    whole_parts,
+    write_pages,
+)
 from weft.generate.reader import PackedRow, pack, parts_of, pooled
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.tickets import TicketReader, TicketWriter, open_tickets
@@ -134,7 +146,8 @@ class RankReader:
         links = [
             (self.before, world.rank()),
             (world.rank(), self.after),
-            *((end, 0) for end in self.ends if end),
+            *((rank, 0) for rank in range(1, world.size())),
+            *((0, rank) for rank in range(1, world.size())),
         ]
         self.wire.connect({(a, b) for a, b in links if a is not None and b is not None})
 
@@ -228,6 +241,32 @@ class RankReader:
         dist.all_reduce(blocks, dist.ReduceOp.MAX)
         return int(blocks)
 
+    def held_parts(self) -> list[LayerPart]:
+        """Return what this rank holds of each cache block, one part per layer. The cache must have its memory."""
+        ranks, place = self.mesh.size("dp"), self.mesh.rank("dp")
+        return layer_parts(self.model, self.pages, ranks, place)
+
+    def send_form(self, number: int) -> None:
+        """Send the first rank what this rank holds of each cache block, as text. ``number``: number of the step."""
+        text = json.dumps([each.form for each in self.held_parts()]).encode()
+        form = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        value = Value("form", 0, number)
+        self.wire.send(value, form.to(self.mesh.device), 0, self.depth)
+
+    def send_blocks(self, number: int, table: Sequence[int], tokens: int) -> None:
+        """Send the first rank this rank's part of the first ``tokens`` tokens of the cache blocks in ``table``."""
+        rows = read_pages(self.pages, self.held_parts(), table, tokens)
+        if rows.numel():
+            value = Value("blocks", 0, number)
+            self.wire.send(value, rows.to(self.mesh.device), 0, self.depth)
+
+    def take_blocks(self, number: int, table: Sequence[int], tokens: int) -> None:
+        """Receive this rank's part of cache blocks from the first rank, and write it to the blocks in ``table``."""
+        parts = self.held_parts()
+        if bytes_of(parts, tokens):
+            rows = self.take("blocks", number, 0).cpu()
+            write_pages(self.pages, parts, table, tokens, rows)
+
     def take(self, what: str, number: int, source: int) -> T:
         """Receive the tensor named ``what`` that rank ``source`` sends for step ``number``."""
         self.wire.ask(Value(what, 0, number), source)
@@ -244,6 +283,10 @@ class Leader(RankReader):
         self.tickets = tickets
         self.tickets.give([size])
         super().__init__(model, size)
+        # functions that wait for the logits of steps under way, the oldest step first
+        self._under_way: list[Callable[[], T]] = []
+        # what each rank holds of a block
+        self._parts: list[list[LayerPart]] = []
 
     def start(self, step: ScheduledStep) -> Callable[[], T]:
         """Launch a step on all ranks. Return a function that waits for the logits ``[rows of all parts, vocab]``."""
@@ -251,6 +294,7 @@ class Leader(RankReader):
         with naming_lost_rank():
             stripes, own = self.run(number := self.tickets.give(("run", *work)), *work)
 
+        @cache
         def logits() -> T:
             owner, rows = (
                 stripes.owner[row.wanted],
@@ -262,9 +306,62 @@ class Leader(RankReader):
                     rows[owner == place] = (
                         own if rank == 0 else self.take("logits", number, rank)
                     )
+            self._under_way.remove(logits)
             return rows
 
+        self._under_way.append(logits)
         return logits
+
+    def block_form(self) -> list[LayerPart]:
+        """Return what each layer of the whole model holds of a cache block. The cache must have its memory."""
+        if not self._parts:
+            self._settle()
+            with naming_lost_rank():
+                number = self.tickets.give(("send_form",))
+                texts = [self.take("form", number, rank) for rank in self._others]
+            forms = [json.loads(bytes(text.cpu().tolist())) for text in texts]
+            others = [[LayerPart.of(form) for form in each] for each in forms]
+            self._parts = [self.held_parts(), *others]
+        return whole_parts(each for parts in self._parts for each in parts)
+
+    def read_blocks(self, table: Sequence[int], tokens: int) -> T:
+        """Copy the first ``tokens`` tokens of the cache blocks in ``table`` from all ranks: uint8 ``[blocks, bytes]``,
+        as :mod:`weft.generate.block_contents` orders them.
+        """
+        whole = self.block_form()
+        self._settle()
+        with naming_lost_rank():
+            number = self.tickets.give(("send_blocks", list(table), tokens))
+            shares = [
+                (self._parts[0], read_pages(self.pages, self._parts[0], table, tokens))
+            ]
+            for rank in self._others:
+                parts = self._parts[rank]
+                if len(table) * bytes_of(parts, tokens):
+                    shares.append((parts, self.take("blocks", number, rank).cpu()))
+        return gather_parts(whole, shares, tokens, len(table))
+
+    def write_blocks(self, table: Sequence[int], tokens: int, rows: T) -> None:
+        """Write ``rows``, as :meth:`read_blocks` returns them, to the cache blocks in ``table`` on all ranks."""
+        whole = self.block_form()
+        with naming_lost_rank():
+            number = self.tickets.give(("take_blocks", list(table), tokens))
+            for rank in self._others:
+                if bytes_of(self._parts[rank], tokens):
+                    part = cut_parts(whole, rows, tokens, self._parts[rank])
+                    value = Value("blocks", 0, number)
+                    self.wire.send(value, part.to(self.mesh.device), rank, self.depth)
+        own = cut_parts(whole, rows, tokens, self._parts[0])
+        write_pages(self.pages, self._parts[0], table, tokens, own)
+
+    @property
+    def _others(self) -> range:
+        return range(1, dist.get_world_size())
+
+    def _settle(self) -> None:
+        """Receive the logits of all steps under way, as what a rank sends arrives in order."""
+        for logits in list(self._under_way):
+            logits()
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
         """Return the mean of a text's final hidden states, or with ``last`` the last token's hidden state: float32

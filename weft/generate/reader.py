@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.generate.block_contents import LayerPart, layer_parts, read_pages, write_pages
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
 from weft.models.adapter_shelf import AdapterShelf, LentAdapter
@@ -174,6 +175,20 @@ class PagedReader:
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
         """Register ``adapter`` under ``name`` for later requests. Return the number of cache blocks that it needs."""
         return self.shelf.add(name, adapter)
+
+    def block_form(self) -> list[LayerPart]:
+        """Return what each layer of the whole model holds of a cache block. The cache must have its memory."""
+        return layer_parts(self.model, self.pages)
+
+    def read_blocks(self, table: Sequence[int], tokens: int) -> T:
+        """Copy the first ``tokens`` tokens of the cache blocks in ``table`` to the host: uint8 ``[blocks, bytes]``, as
+        :mod:`weft.generate.block_contents` orders them.
+        """
+        return read_pages(self.pages, self.block_form(), table, tokens)
+
+    def write_blocks(self, table: Sequence[int], tokens: int, rows: T) -> None:
+        """Write ``rows``, as :meth:`read_blocks` returns them, to the cache blocks in ``table``."""
+        write_pages(self.pages, self.block_form(), table, tokens, rows)
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
         """Return the mean of a text's final hidden states, or with ``last`` the last token's hidden state: float32

@@ -45,6 +45,8 @@ class Scheduler:
         self.pool, self.budget, self.limit, self.policy = pool, budget, limit, policy
         self.running: list[Request] = []
         self.waiting: list[Request] = []
+        # placeholders that own the blocks of requests on their way here, the oldest first
+        self.arriving: list[Request] = []
         self.due: set[Request] = set()  # requests whose next token is being computed
         self.version = 0
         # of the blocks of an adapter, by its name
@@ -54,13 +56,58 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue ``request``. If the request is running, it frees its cache blocks first and is computed again later."""
+        self.check_size(request)
+        self.remove(request)
+        insort(self.waiting, request, key=lambda r: r.arrival)
+
+    def check_size(self, request: Request) -> None:
+        """Raise :class:`UsageError` if the cache can never hold ``request``."""
         size, beside = self.pool.size, len(self.adapter_keys[request.adapter])
         if -(-request.most // size) + beside > self.pool.blocks:
             adapter = f" beside the adapter's {beside * size}" if beside else ""
             raise UsageError(f"{request.most} tokens of prompt and answer do not fit into a cache of "
                              f"{self.pool.blocks * size}{adapter}; ask for fewer")  # fmt: skip
-        self.remove(request)
-        insort(self.waiting, request, key=lambda r: r.arrival)
+
+    def expect(self, placeholder: Request, blocks: int) -> bool:
+        """Give ``placeholder``, one of :attr:`arriving`, so many more cache blocks; return False if there are too few.
+
+        Requests that run take these blocks back if they need them: then the placeholder is no longer in
+        :attr:`arriving`.
+        """
+        if blocks > self.pool.free:
+            return False
+        placeholder.table += [self.pool.take() for _ in range(blocks)]
+        return True
+
+    def give_up(self, placeholder: Request) -> None:
+        """Free the cache blocks of a request that was on its way here."""
+        if placeholder in self.arriving:
+            self.arriving.remove(placeholder)
+        self.pool.release(placeholder.table)
+        placeholder.table = []
+
+    def adopt(self, placeholder: Request, request: Request) -> bool:
+        """Start ``request``, whose first ``request.computed`` tokens are in the blocks of ``placeholder``; without such
+        blocks it waits like a new request. Return False, without a change, if there is no room for it and its adapter.
+
+        Raises :class:`UsageError` if the cache can never hold the request.
+        """
+        self.check_size(request)
+        if not placeholder.table:
+            self.give_up(placeholder)
+            self.add(request)
+            return True
+        shelf, beside = self._shelf(request.adapter), self.adapter_keys[request.adapter]
+        lacks = len(beside) if shelf is None else 0
+        if len(self.running) >= self.limit or lacks > self.pool.free:
+            return False
+        request.table, placeholder.table = placeholder.table, []
+        self.give_up(placeholder)
+        request.shelf = self._lend(request.adapter, shelf)
+        request.keys = [root_key(self.version, request.adapter, request.tenant)]
+        self._remember(request)
+        self.running.append(request)
+        return True
 
     def fork(self, parent: Request, child: Request) -> None:
         """Start ``child`` with the cache blocks of ``parent``. The text of ``child`` must begin with all computed
@@ -91,6 +138,8 @@ class Scheduler:
     def renew(self) -> None:
         """Recompute all running requests, as the weights have changed; cached blocks of the old weights stay unused."""
         self.version += 1
+        for placeholder in list(self.arriving):
+            self.give_up(placeholder)
         for request in list(self.running):
             self.add(request)
 
@@ -123,6 +172,9 @@ class Scheduler:
                 continue
             tokens = min(tokens, request.wanted, left)
             while request.runs and not self._reserve(request, tokens, step):
+                if self.arriving:
+                    self.give_up(self.arriving[-1])
+                    continue
                 full, last = (
                     True,
                     max(
@@ -145,6 +197,12 @@ class Scheduler:
                 left -= tokens
                 if tokens == request.wanted:
                     left -= branches.branch(self.pool, request, left, step.copies)
+        if not step.work:
+            # nobody else gives blocks back for those who wait
+            if self.waiting and self.arriving and not self.running:
+                self.give_up(self.arriving[-1])
+                return self.plan(depth)
+            return step
         # Of whoever lost the blocks again in the same step, others may have them now.
         loads = [
             (name, table)
@@ -204,16 +262,15 @@ class Scheduler:
             if request.pinned
             else min(len(request.ids), known + self.budget)
         )
-        beside = self.adapter_keys[request.adapter]
-        shelf = on_shelf if len(on_shelf := pool.find(beside)) == len(beside) else []
-        owned = sum(block in pool.owners for block in (*blocks, *shelf))
+        beside, shelf = (
+            self.adapter_keys[request.adapter],
+            self._shelf(request.adapter),
+        )
+        owned = sum(block in pool.owners for block in (*blocks, *(shelf or ())))
         if -(-most // pool.size) + len(beside) - owned > pool.free:
             return False
-        pool.hold([*shelf, *blocks])
-        if len(shelf) < len(beside):
-            shelf = [pool.take(key) for key in beside]
-            self._loads.append((request.adapter, shelf))
-        request.shelf = list(shelf)
+        pool.hold(blocks)
+        request.shelf = self._lend(request.adapter, shelf)
         request.table, request.keys, request.computed, request.hits = (
             blocks,
             keys[: len(blocks) + 1],
@@ -227,6 +284,21 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(request)
         return True
+
+    def _shelf(self, adapter: str) -> list[int] | None:
+        """The blocks in which an adapter is; None if it is in none."""
+        keys = self.adapter_keys[adapter]
+        shelf = self.pool.find(keys)
+        return shelf if len(shelf) == len(keys) else None
+
+    def _lend(self, adapter: str, shelf: list[int] | None) -> list[int]:
+        """Own the blocks of an adapter, which is loaded with the next step if it is in none."""
+        if shelf is not None:
+            self.pool.hold(shelf)
+            return shelf
+        shelf = [self.pool.take(key) for key in self.adapter_keys[adapter]]
+        self._loads.append((adapter, shelf))
+        return shelf
 
     def _reserve(self, request: Request, tokens: int, step: ScheduledStep) -> bool:
         """Give a request blocks of its own for ``tokens`` more tokens; return False, without a change, if there are too

@@ -27,6 +27,7 @@ DTYPES = (
     torch.int64,
     torch.int32,
     torch.bool,
+    torch.uint8,
 )
 
 

@@ -1,0 +1,574 @@
+"""Requests that move between engines while they are written, against each of them alone in one engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.generate.test_adapters import adapters, merged
+from tests.generate.test_leader import model_under
+from tests.generate.test_many import HOW, PROMPTS, build
+from weft.errors import UsageError, WeftError
+from weft.generate.block_contents import bytes_of
+from weft.generate.engine import Engine
+from weft.generate.leader import follow_leader
+from weft.generate.lookup import Lookup
+from weft.generate.migration import Arrival, Departure, MoveFrame
+from weft.generate.policies import policy_of
+from weft.generate.request import Generation
+from weft.generate.sampling import GREEDY, Sampling
+from weft.generate.workflow import Workflow
+from weft.layout.layout import Layout
+from weft.models.row_adapters import HostAdapter
+from weft.models.transformer import Transformer
+
+NEW, SIZE = 24, 4
+KINDS = ("softmax", "windows", "experts", "latent", "retention", "hybrid")
+
+
+def over_the_wire(frame: MoveFrame) -> MoveFrame:
+    """A frame as it arrives: its head was text, its payload is one piece."""
+    payload = memoryview(bytearray(b"".join(frame.payload)))
+    return MoveFrame(json.loads(json.dumps(frame.head)), [payload])
+
+
+@dataclass
+class Moved:
+    """Where a request is after an attempt to move it, and the bytes of blocks in each frame."""
+
+    request: Generation
+    lengths: list[int]
+
+
+def move(
+    source: Engine,
+    target: Engine,
+    request: Generation,
+    between: int = 1,
+    compile: Any = None,
+) -> Moved:
+    """Move ``request``, while the source and the target go on; raises WeftError if it stays."""
+    departure, arrival, lengths = (
+        Departure(source, request),
+        Arrival(target, compile),
+        list[int](),
+    )
+    try:
+        while (frame := departure.round()) is not None:
+            lengths.append(sum(map(len, frame.payload)))
+            assert arrival.take(over_the_wire(frame)) is None
+            for _ in range(between):
+                source.step()
+                target.step()
+        computed = request.computed
+        frame = departure.leave()
+    except WeftError:
+        arrival.drop()
+        raise
+    lengths.append(sum(map(len, frame.payload)))
+    try:
+        moved = arrival.take(over_the_wire(frame))
+    except WeftError:
+        departure.stay()
+        raise
+    assert moved is not None and request.finished == "moved"
+    form = target.block_form()
+    full, rest = divmod(max(computed, moved.computed), SIZE)
+    assert sum(lengths) == full * bytes_of(form, SIZE) + bytes_of(form, rest)
+    return Moved(moved, lengths)
+
+
+@cache
+def model_of(kind: str, dtype: torch.dtype = torch.float64) -> Transformer:
+    return build(kind, dtype)
+
+
+@cache
+def with_adapters(
+    folder: str,
+) -> tuple[Transformer, dict[str, HostAdapter], dict[str, Transformer]]:
+    """A model, adapters for it, and models with each of them merged."""
+    model = build("softmax", torch.float64)
+    known = adapters(Path(folder), model, [2, 4])
+    return (
+        model,
+        known,
+        {n: merged(build("softmax", torch.float64), a) for n, a in known.items()},
+    )
+
+
+@cache
+def written_alone(
+    kind: str, prompt: int, how: int, folder: str, adapter: str
+) -> Generation:
+    """What a prompt gets by itself, drawn in one of several ways."""
+    model = with_adapters(folder)[2][adapter] if adapter else model_of(kind)
+    engine = Engine(model)
+    (one,) = engine.submit(PROMPTS[prompt], NEW, HOW[how], top=2)
+    engine.run()
+    return one
+
+
+@dataclass(frozen=True)
+class Voyage:
+    """Three engines, the requests in the first of them, and where each of them goes when."""
+
+    kind: str
+    engines: tuple[dict[str, Any], ...]
+    requests: tuple[tuple[int, int, str], ...]  # prompt, way to draw, adapter
+    # (steps before, which request, which other engine, steps between rounds)
+    moves: tuple[tuple[int, int, int, int], ...]
+
+
+engine_settings = st.fixed_dictionaries(
+    {
+        "budget": st.sampled_from((1, 3, 7, 11, 200)),
+        "tokens": st.sampled_from((None, None, 160, 400)),
+        "limit": st.sampled_from((2, 4, 64)),
+        "policy": st.sampled_from(
+            list(map(policy_of, ("exact-fill", "chunked:5", "prompts-first")))
+        ),
+        "draft": st.sampled_from((0, 0, 1, 2)),
+    }
+)
+voyages = st.builds(
+    Voyage,
+    st.sampled_from(KINDS),
+    st.tuples(*[engine_settings] * 3),
+    st.lists(
+        st.tuples(
+            st.integers(0, 6), st.integers(0, 6), st.sampled_from(("", "", "a0", "a1"))
+        ),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
+    st.lists(
+        st.tuples(
+            st.integers(0, 4), st.integers(0, 3), st.integers(0, 1), st.integers(0, 2)
+        ),
+        min_size=3,
+        max_size=30,
+    ).map(tuple),
+)
+
+
+def engine_of(voyage: Voyage, settings: dict[str, Any], folder: str) -> Engine:
+    own = dict(settings)
+    width = own.pop("draft")
+    drafter = Lookup(least=1, width=width, shared=200) if width else None
+    adapted = voyage.kind == "softmax"
+    model = with_adapters(folder)[0] if adapted else model_of(voyage.kind)
+    if adapted and own["tokens"]:
+        own["tokens"] = 800  # room for two adapters
+    engine = Engine(model, size=SIZE, drafter=drafter, **own)
+    for name, adapter in with_adapters(folder)[1].items() if adapted else ():
+        engine.add_adapter(name, adapter)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("adapters") / "all")
+
+
+def run_voyage(voyage: Voyage, folder: str) -> int:
+    """Returns how many moves there were; whatever stays has a reason."""
+    engines = [engine_of(voyage, each, folder) for each in voyage.engines]
+    wanted = [
+        (prompt, how, adapter if voyage.kind == "softmax" else "")
+        for prompt, how, adapter in voyage.requests
+    ]
+    requests = [
+        engines[0].submit(PROMPTS[p], NEW, HOW[how], top=2, adapter=adapter)[0]
+        for p, how, adapter in wanted
+    ]
+    where, count = [0] * len(requests), [0] * len(requests)
+    for steps, number, other, between in voyage.moves:
+        for _ in range(steps):
+            for engine in engines:
+                engine.step()
+        at = number % len(requests)
+        if requests[at].finished or count[at] == 10:
+            continue
+        to = (where[at] + 1 + other) % 3
+        try:
+            moved = move(engines[where[at]], engines[to], requests[at], between)
+        except WeftError as error:
+            reasons = ("no room", "needed the room", "has ended")
+            assert any(reason in str(error) for reason in reasons), error
+            continue
+        requests[at], where[at] = moved.request, to
+        count[at] += 1
+    for engine in engines:
+        engine.run()
+        pool = engine.scheduler.pool
+        assert not pool.owners and not engine.scheduler.arriving
+    for request, (prompt, how, adapter) in zip(requests, wanted, strict=True):
+        single = written_alone(voyage.kind, prompt, how, folder, adapter)
+        assert request.written == single.written
+        assert request.finished == single.finished
+        assert [p for p, _ in request.log_probabilities] == pytest.approx(
+            [p for p, _ in single.log_probabilities], abs=1e-9
+        )
+    return sum(count)
+
+
+@pytest.mark.slow(8)
+@settings(max_examples=8, deadline=None)
+@given(voyage=voyages)
+def test_tokens_are_the_same_wherever_they_are_written(
+    voyage: Voyage, folder: str
+) -> None:
+    run_voyage(voyage, folder)
+
+
+@pytest.mark.soak
+@settings(max_examples=500, deadline=None)
+@given(voyage=voyages)
+def test_tokens_are_the_same_on_500_voyages(voyage: Voyage, folder: str) -> None:
+    run_voyage(voyage, folder)
+
+
+def test_a_request_makes_ten_moves(folder: str) -> None:
+    """Back and forth, behind every other token, drawn and with guesses; also beside requests that stay."""
+    for kind in ("softmax", "latent", "hybrid"):
+        free = {
+            "budget": 7,
+            "tokens": None,
+            "limit": 64,
+            "policy": policy_of("exact-fill"),
+        }
+        engines = tuple(free | {"draft": draft} for draft in (0, 1, 2))
+        stays = tuple((2, 0, i % 2, 0) for i in range(10))
+        voyage = Voyage(kind, engines, ((4, 4, ""), (1, 3, "")), stays)
+        assert run_voyage(voyage, folder) == 10
+
+
+def test_a_prompt_that_is_being_read_moves_and_so_does_one_that_waits() -> None:
+    """The first step reads 8 of 33 tokens; the other request has not begun."""
+    model = model_of("softmax")
+    source, target = Engine(model, size=SIZE, budget=8), Engine(model, size=SIZE)
+    job = Workflow("job", "first", ("second",), monotonic() + 60)
+    requests = [
+        source.submit(PROMPTS[i], NEW, HOW[i], top=2, workflow=job)[0] for i in (4, 2)
+    ]
+    source.step()
+    assert requests[0].computed == 8 and not requests[1].runs
+    moved = [move(source, target, each, 0) for each in requests]
+    assert moved[0].request.computed == 8 and moved[0].request.wanted == 25
+    assert moved[1].lengths == [0]
+    for each, before in zip(moved, requests, strict=True):
+        workflow = each.request.workflow
+        assert workflow is not None and workflow.remaining == ("second",)
+        assert workflow.deadline == pytest.approx(job.deadline, abs=5)
+        assert each.request.asked_at == pytest.approx(before.asked_at, abs=5)
+    target.run()
+    for each, prompt in zip(moved, (4, 2), strict=True):
+        single = written_alone("softmax", prompt, prompt, "", "")
+        assert each.request.written == single.written
+    assert not source.step() and not source.scheduler.pool.owners
+
+
+def test_siblings_move_each_by_itself() -> None:
+    """Before the prompt is read, the next one reads it for the others; afterwards each has what it needs."""
+    model, how = model_of("retention"), Sampling(0.9, seed=5)
+    expected = []
+    for seed in range(5, 9):
+        alone = Engine(model)
+        expected += alone.submit(PROMPTS[1], NEW, replace(how, seed=seed))
+        alone.run()
+    for steps in (0, 1, 6):
+        source = Engine(model, size=SIZE, budget=8)
+        targets = [Engine(model, size=SIZE) for _ in range(2)]
+        family = source.submit(PROMPTS[1], NEW, how, n=4)
+        for _ in range(steps):
+            source.step()
+        for at, target in ((0, targets[0]), (2, targets[1])):
+            if at == 0 or family[at].runs:
+                family[at] = move(source, target, family[at]).request
+        for each in (source, *targets):
+            each.run()
+            assert not each.scheduler.pool.owners
+        assert [one.written for one in family] == [one.written for one in expected]
+
+
+def test_texts_with_a_form_move_with_the_source_of_their_grammar() -> None:
+    pytest.importorskip("llguidance")
+    from tests.generate.test_grammar import VOCAB
+    from tests.generate.test_grammar import build as build_bytes
+    from weft.data.tokenizer import load_tokenizer
+    from weft.generate.grammar import Grammars
+
+    model, grammars = build_bytes(), Grammars(load_tokenizer("bytes"), VOCAB)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    for how in (GREEDY, Sampling(seed=3)):
+        alone, source = Engine(model), Engine(model, size=SIZE)
+        (single,), (one,) = (
+            engine.submit([1, 2, 3], 40, how, grammar=grammars.compile("json", schema))
+            for engine in (alone, source)
+        )
+        alone.run()
+        for i in range(6):
+            source.step()
+            target = Engine(
+                model, size=SIZE, drafter=Lookup(least=1) if i % 2 else None
+            )
+            if i == 3:
+                with pytest.raises(WeftError, match="compiles none; move it"):
+                    move(source, target, one, 0)
+            one, source = move(source, target, one, 0, grammars.compile).request, target
+        source.run()
+        assert one.written == single.written and len(one.written) > 6
+        assert one.finished == single.finished
+
+
+def test_it_stops_for_one_block_at_most_whatever_its_length() -> None:
+    """The last frame, head and payload, beside those of the rounds, for texts of 100 to 1,600 tokens."""
+    model, last, whole = model_of("softmax", torch.float32), [], []
+    for length in (100, 400, 1600):
+        source, target = (
+            Engine(model, size=16, budget=4096),
+            Engine(model, size=16, budget=4096),
+        )
+        (one,) = source.submit(
+            [i % 31 for i in range(length)], 60, Sampling(seed=1), top=1
+        )
+        for _ in range(5):
+            source.step()
+        departure, arrival, sizes = Departure(source, one), Arrival(target), []
+        while (frame := departure.round()) is not None:
+            sizes.append(sum(map(len, frame.payload)))
+            arrival.take(over_the_wire(frame))
+            source.step()
+        written = len(one.written)
+        frame = departure.leave()
+        last.append((sum(map(len, frame.payload)), len(json.dumps(frame.head))))
+        whole.append(sum(sizes))
+        moved = arrival.take(over_the_wire(frame))
+        assert moved is not None
+        target.run()
+        alone = Engine(model, budget=4096)
+        (single,) = alone.submit(one.ids[:length], 60, Sampling(seed=1))
+        alone.run()
+        assert moved.written == single.written and 0 < written < 60
+    block = bytes_of(target.block_form(), 16)
+    assert all(payload < block for payload, _ in last)
+    assert max(head for _, head in last) < min(head for _, head in last) + 200
+    assert whole[2] > 10 * whole[0]
+
+
+def test_rounds_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("latent")
+    source, target = Engine(model, size=SIZE), Engine(model, size=SIZE)
+    block = bytes_of(source.block_form(), SIZE)
+    monkeypatch.setattr("weft.generate.migration.ROUND", 3 * block + 1)
+    (one,) = source.submit(PROMPTS[4], NEW, GREEDY)
+    source.step()
+    moved = move(source, target, one, 0)
+    assert moved.lengths[:-1] == [3 * block, 3 * block, 2 * block]
+
+
+def test_what_is_refused_at_last_goes_on_where_it_was(folder: str) -> None:
+    model = model_of("softmax")
+    for prompt, how in ((1, 0), (4, 4)):
+        source, target = Engine(model, size=SIZE), Engine(model, size=SIZE, limit=1)
+        (one,) = source.submit(PROMPTS[prompt], NEW, HOW[how], top=2)
+        (other,) = target.submit(PROMPTS[2], NEW, GREEDY)
+        for engine in (source, source, source, target):
+            engine.step()
+        with pytest.raises(WeftError, match="no room for the request here"):
+            move(source, target, one, 0)
+        assert not one.finished
+        source.run()
+        target.run()
+        assert one.written == written_alone("softmax", prompt, how, "", "").written
+        assert other.written == written_alone("softmax", 2, 0, "", "").written
+        assert not source.scheduler.pool.owners and not target.scheduler.pool.owners
+    adapted, known, _ = with_adapters(folder)
+    source, target = Engine(adapted, size=SIZE), Engine(adapted, size=SIZE)
+    source.add_adapter("a0", known["a0"])
+    (one,) = source.submit(PROMPTS[1], NEW, GREEDY, adapter="a0")
+    source.step()
+    with pytest.raises(WeftError, match="no adapter 'a0' here; add it"):
+        move(source, target, one, 0)
+    source.run()
+    assert one.written == written_alone("softmax", 1, 0, folder, "a0").written
+
+
+def test_requests_that_run_take_back_what_one_on_its_way_has_taken() -> None:
+    """A cache of 12 blocks: eight are on their way when the other request, of 10 blocks in the end, needs them."""
+    model = model_of("softmax")
+    source, target = Engine(model, size=SIZE), Engine(model, size=SIZE, tokens=48)
+    (one,) = source.submit(PROMPTS[4], NEW - 10, GREEDY)
+    source.step()
+    departure, arrival = Departure(source, one), Arrival(target)
+    frame = departure.round()
+    assert frame is not None
+    assert arrival.take(over_the_wire(frame)) is None
+    (other,) = target.submit(PROMPTS[1], NEW - 5, GREEDY)
+    target.run()
+    assert other.written == written_alone("softmax", 1, 0, "", "").written[: NEW - 5]
+    with pytest.raises(WeftError, match="have needed the room"):
+        arrival.take(over_the_wire(departure.leave()))
+    departure.stay()
+    source.run()
+    assert one.written == written_alone("softmax", 4, 0, "", "").written[: NEW - 10]
+    assert not source.scheduler.pool.owners and not target.scheduler.pool.owners
+
+
+def test_what_does_not_arrive_stays() -> None:
+    model = model_of("softmax", torch.float32)
+    source, target = Engine(model, size=SIZE), Engine(model, size=SIZE, tokens=12)
+    (one,) = source.submit(PROMPTS[1], NEW, GREEDY)
+    source.step()
+    departure, arrival = Departure(source, one), Arrival(target)
+    frame = departure.round()
+    assert frame is not None
+    with pytest.raises(WeftError, match="no room for the request here"):
+        arrival.take(frame)
+    roomy = Engine(model, size=SIZE)
+    head, payload = frame.head, b"".join(frame.payload)
+    for damaged, said in (
+        (MoveFrame(head, [memoryview(payload[:-7])]), "damaged"),
+        (MoveFrame({}, [memoryview(payload)]), "damaged"),
+        (MoveFrame(head | {"grown": {"ids": 3}}, frame.payload), "damaged"),
+        (MoveFrame(head | {"grown": {"ids": [4, [1]]}}, frame.payload), "is missing"),
+        (MoveFrame(head | {"first": 2}, frame.payload), "do not go on where 0 end"),
+        (MoveFrame(head | {"version": 3}, frame.payload), "weights number 3"),
+    ):
+        with pytest.raises(WeftError, match=said):
+            Arrival(roomy).take(damaged)
+        assert not roomy.scheduler.pool.owners and not roomy.scheduler.arriving
+    with pytest.raises(WeftError, match=r"blocks of 4 tokens .* have 8 tokens"):
+        Arrival(Engine(model, size=8)).take(frame)
+    with pytest.raises(WeftError, match="not of this model"):
+        Arrival(Engine(model_of("latent"), size=SIZE)).take(frame)
+    source.scheduler.renew()
+    assert departure.round() is None
+    with pytest.raises(WeftError, match="the weights have changed; the request stays"):
+        departure.leave()
+    source.run()
+    alone = Engine(model)
+    (single,) = alone.submit(PROMPTS[1], NEW, GREEDY)
+    alone.run()
+    assert one.written == single.written
+    with pytest.raises(WeftError, match="has ended"):
+        Departure(source, one).leave()
+    with pytest.raises(UsageError, match="let it end where it is"):
+        Departure(source, Generation([1, 2], 4, kept=True))
+
+
+def test_a_frame_with_tokens_that_the_model_lacks_is_refused() -> None:
+    model = model_of("softmax")
+    source, target = Engine(model, size=SIZE), Engine(model, size=SIZE)
+    (one,) = source.submit(PROMPTS[1], NEW, GREEDY)
+    source.step()
+    departure = Departure(source, one)
+    head, payload = departure.leave()
+    for grown in ([0, [31] * 21], [0, [*one.ids[:19]]]):
+        bad = MoveFrame(
+            head | {"grown": head["grown"] | {"ids": grown}, "first": 0}, payload
+        )
+        with pytest.raises(WeftError, match=r"ids below|damaged"):
+            Arrival(target).take(bad)
+        assert not target.scheduler.pool.owners and not target.scheduler.running
+    departure.stay()
+    source.run()
+    assert one.written == written_alone("softmax", 1, 0, "", "").written
+
+
+def as_bytes(frame: MoveFrame) -> tuple[dict[str, Any], bytes]:
+    return frame.head, b"".join(frame.payload)
+
+
+def through(layout: str, mixer: str, frames: list[tuple[dict[str, Any], bytes]]) -> Any:
+    """On every rank: on the first, the frames of a request that has come and gone on for a while, beside another."""
+    model = model_under(Layout.parse(layout), mixer)
+    if dist.get_rank():
+        follow_leader(model)
+        return None
+    engine = Engine(model, size=12, budget=9, ranks=True)
+    engine.submit(PROMPTS[1], 30, GREEDY)
+    engine.step()
+    arrival = Arrival(engine)
+    *_, request = [
+        arrival.take(MoveFrame(head, [memoryview(bytearray(raw))]))
+        for head, raw in frames
+    ]
+    assert request is not None
+    for _ in range(9):
+        engine.step()
+    departure, sent = Departure(engine, request), []
+    while (frame := departure.round()) is not None:
+        sent.append(as_bytes(frame))
+        engine.step()
+    while request in engine.scheduler.due:
+        engine.step()
+    sent.append(as_bytes(departure.leave()))
+    engine.run()
+    assert not engine.scheduler.pool.owners
+    engine.close()
+    return sent, departure.request.written
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("mixer", "layout"), [
+    *((mixer, layout) for mixer in ("softmax", "latent", "hybrid", "windows")
+      for layout in ("tp=2", "tp=3", "cp=2", "cp=3", "pp=2", "tp=2,cp=2", "cp=2,pp=2", "tp=2,pp=2")),
+    ("experts", "tp=2,ep=2"), ("experts", "cp=2,ep=2"),
+])  # fmt: skip
+def test_requests_move_between_engines_of_other_ranks(
+    pool: Any, mixer: str, layout: str
+) -> None:
+    """From one rank to several and back, each cut otherwise: by heads, tokens, layers and states."""
+    model, how = model_under(Layout(), mixer), Sampling(0.8, seed=6)
+    alone, source, target = (
+        Engine(model),
+        Engine(model, size=12),
+        Engine(model, size=12),
+    )
+    (single,) = alone.submit(PROMPTS[4], 40, how, top=2)
+    alone.run()
+    (one,) = source.submit(PROMPTS[4], 40, how, top=2)
+    for _ in range(4):
+        source.step()
+    departure, frames = Departure(source, one), list[Any]()
+    while (frame := departure.round()) is not None:
+        frames.append(as_bytes(frame))
+    frames.append(as_bytes(departure.leave()))
+    world = Layout.parse(layout).world
+    (back, written), *_ = pool.run(world, through, layout, mixer, frames, timeout=100)
+    assert 4 < len(written) < 40 and len(back) > 1
+    arrival = Arrival(target)
+    *_, moved = [
+        arrival.take(MoveFrame(head, [memoryview(bytearray(raw))]))
+        for head, raw in back
+    ]
+    assert moved is not None
+    target.run()
+    assert moved.written == single.written
+    assert [p for p, _ in moved.log_probabilities] == pytest.approx(
+        [p for p, _ in single.log_probabilities], abs=1e-9
+    )
+    form = target.block_form()
+    tokens = one.prompt + len(written) - 1
+    full, rest = divmod(tokens, 12)
+    assert sum(len(raw) for _, raw in back) == full * bytes_of(form, 12) + bytes_of(
+        form, rest
+    )

@@ -1,0 +1,335 @@
+"""Moving a request to another engine while it is being written (live migration as in Llumnix, 2406.03243).
+
+Full blocks never change. They are sent in rounds while the request goes on, in each round those that were filled during
+the one before, with the tokens written meanwhile. When there are none left, the request stops, and the valid tokens of
+its last block and its state are sent. So it stops for a block at most, however long its text is. A frame is a head in
+JSON and a raw payload, as :mod:`weft.net.wire` sends them. Nothing is lost if one does not arrive: the first engine can
+go on with the request, and the other one drops what it has taken.
+
+Blocks travel in an order that does not depend on ranks (:mod:`weft.generate.block_contents`), so both engines can be
+cut differently. What an engine has of its own does not travel: an adapter goes by name, a grammar by its source, and
+guesses are made anew.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.errors import UsageError, WeftError
+from weft.generate.block_contents import bytes_of
+from weft.generate.engine import Engine, check_prompt
+from weft.generate.grammar import Grammar, Kind
+from weft.generate.request import Generation, Request
+from weft.generate.sampling import Sampling
+from weft.generate.workflow import Workflow
+
+#: Most bytes of blocks in a frame, so that other requests wait for no long copy.
+ROUND = 1 << 26
+
+#: The fields of a request that move unchanged.
+FIELDS = (
+    "most",
+    "tenant",
+    "adapter",
+    "prompt",
+    "resumed",
+    "top",
+    "least",
+    "scored",
+    "hits",
+)
+
+#: The lists of a request that grow: each frame has what was added since the frame before.
+GROWING = ("ids", "log_probabilities", "prompt_scores")
+
+#: Why a request has ended in the engine that it left.
+MOVED = "moved"
+
+FULL = "there is no room for the request here; try another engine, or later"
+
+#: Compiles a grammar from its source, as :meth:`weft.generate.grammar.Grammars.compile` does.
+Compile = Callable[[Kind, str | dict[str, Any]], Grammar]
+
+
+class MoveFrame(NamedTuple):
+    """A message about a request that moves: ``head`` is a JSON object, ``payload`` the contents of cache blocks."""
+
+    head: dict[str, Any]
+    payload: Sequence[memoryview]
+
+
+class Departure:
+    """Sends ``request`` away from ``engine``, which goes on with the request until :meth:`leave`.
+
+    Raises :class:`UsageError` for a request that others depend on, or that depends on others, as long as it runs.
+    """
+
+    def __init__(self, engine: Engine, request: Generation) -> None:
+        bound = (
+            request.context
+            or request.kept
+            or request.pinned
+            or request.chances is not None
+        )
+        if bound:
+            raise UsageError(
+                "a request that sees other requests, or is seen by them, cannot move; let it end where it is"
+            )
+        self.engine, self.request = engine, request
+        self.version = engine.scheduler.version
+        self.sent = 0  # blocks
+        self._grown = dict.fromkeys(GROWING, 0)
+
+    def round(self) -> MoveFrame | None:
+        """Return a frame of blocks that have been filled since the last round, and None if there are none."""
+        full = self.request.computed // self.engine.scheduler.pool.size
+        if not self.request.runs or full <= self.sent or self._outdated:
+            return None
+        most = max(
+            1, ROUND // bytes_of(self.engine.block_form(), self.engine.reader.size)
+        )
+        return self._frame(min(full, self.sent + most), 0, None)
+
+    def leave(self) -> MoveFrame:
+        """Return the last frame, with the rest of the blocks and the state. The engine forgets the request, which now
+        belongs to whoever gets this frame.
+
+        Other answers to the same prompt stay, and can move by themselves. Raises :class:`WeftError`, and the request
+        stays, if it has ended, if a step with it is under way, or if the engine has other weights than at the start.
+        """
+        request, scheduler = self.request, self.engine.scheduler
+        if request.finished:
+            raise WeftError("the request has ended and does not move")
+        if request in scheduler.due or self._outdated:
+            why = (
+                "the weights have changed"
+                if self._outdated
+                else "a step with the request is under way"
+            )
+            raise WeftError(f"{why}; the request stays, begin again with it")
+        # what was sent is right, even if the request has lost its blocks since
+        computed = max(request.computed, self.sent * scheduler.pool.size)
+        end, tokens = divmod(computed, scheduler.pool.size)
+        now = monotonic()
+        state = {name: getattr(request, name) for name in FIELDS}
+        state |= {
+            "how": asdict(request.how),
+            "stops": sorted(request.stops),
+            "computed": computed,
+            "workflow": request.workflow and request.workflow.frame(now),
+            "waited": now - request.asked_at,
+        }
+        frame = self._frame(end, tokens, state)
+        self.engine.hand_on_prompt(request)
+        self.engine.scheduler.remove(request)
+        request.finished = MOVED
+        return frame
+
+    def stay(self) -> None:
+        """Go on with the request here, as the last frame was refused or lost; the rest of its tokens is computed
+        again.
+        """
+        self.request.finished = ""
+        self.engine.scheduler.add(self.request)
+
+    @property
+    def _outdated(self) -> bool:
+        return self.version != self.engine.scheduler.version
+
+    def _frame(self, end: int, tokens: int, state: dict[str, Any] | None) -> MoveFrame:
+        """The blocks up to ``end``, and of the block behind them the first ``tokens`` tokens."""
+        request, engine = self.request, self.engine
+        table, last = request.table[self.sent : end], request.table[end : end + 1]
+        first, self.sent = self.sent, end
+        grown = {name: getattr(request, name) for name in GROWING}
+        grammar = request.grammar if self._grown["ids"] == 0 else None
+        size, payload, form = engine.reader.size, list[torch.Tensor](), list[Any]()
+        if table or tokens:
+            form = [each.form for each in engine.block_form()]
+            payload.append(engine.reader.read_blocks(table, size))
+            if tokens:
+                payload.append(engine.reader.read_blocks(last, tokens))
+        head = {
+            "first": first,
+            "blocks": end - first,
+            "tokens": tokens,
+            "size": size,
+            "version": self.version,
+            "form": form,
+            "state": state,
+            "grammar": grammar and grammar.source,
+            "grown": {name: [at, grown[name][at:]] for name, at in self._grown.items()},
+        }
+        self._grown = {name: len(values) for name, values in grown.items()}
+        return MoveFrame(head, [x.numpy().data for x in payload if x.numel()])
+
+
+class Arrival:
+    """Takes the frames of a :class:`Departure` into ``engine``, which goes on with the request after the last one.
+
+    Until then a placeholder owns the cache blocks. The engine takes the blocks back if its own requests need them.
+    ``compile``: :meth:`weft.generate.grammar.Grammars.compile` for this engine's model; None: texts with a grammar are
+    refused.
+    """
+
+    def __init__(self, engine: Engine, compile: Compile | None = None) -> None:
+        self.engine, self.compile, self.taken = engine, compile, Request([], 0)
+        self._grown: dict[str, list[Any]] = {name: [] for name in GROWING}
+        self._grammar: Future[Grammar] | None = None
+        self._begun = False
+
+    def take(self, frame: MoveFrame) -> Generation | None:
+        """Keep the contents of a frame. Return the request, which runs here from now on, if it is the last frame.
+
+        Raises :class:`WeftError` if there is no room, the frame is damaged or out of order, or the engine lacks the
+        adapter or the grammars that the request needs. All that was taken is then given back.
+        """
+        try:
+            return self._take(frame.head, b"".join(frame.payload))
+        except WeftError:
+            self.drop()
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self.drop()
+            raise WeftError(
+                f"a frame of a moving request is damaged ({error}); send the request again"
+            ) from None
+
+    def drop(self) -> None:
+        """Give back all blocks, as nothing more will come."""
+        self.engine.scheduler.give_up(self.taken)
+
+    def _take(self, head: dict[str, Any], payload: bytes) -> Generation | None:
+        scheduler = self.engine.scheduler
+        if self._begun and self.taken not in scheduler.arriving:
+            raise WeftError(
+                "requests that run here have needed the room of one on its way; send it again later"
+            )
+        if not self._begun:
+            scheduler.arriving.append(self.taken)
+            self._begun = True
+        if (head["version"], head["size"]) != (
+            scheduler.version,
+            self.engine.reader.size,
+        ):
+            raise WeftError(
+                f"blocks of {head['size']} tokens and of weights number {head['version']} do not go on where blocks "
+                f"have {self.engine.reader.size} tokens and weights number {scheduler.version}; give a like engine"
+            )
+        state = head["state"]
+        if state is not None:
+            self._check(state)
+        for name, (at, values) in head["grown"].items():
+            if at != len(self._grown[name]):
+                raise WeftError(
+                    f"a frame of a moving request is missing: {name} from {at} on do not go on behind "
+                    f"{len(self._grown[name])}; send the request again"
+                )
+            self._grown[name] += values
+        if head["grammar"] is not None:
+            self._grammar = self._compiled(head["grammar"])
+        self._put(head["first"], head["blocks"], head["tokens"], head["form"], payload)
+        return None if state is None else self._adopt(state)
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """Raise :class:`WeftError` if this engine cannot go on with such a request."""
+        scheduler = self.engine.scheduler
+        if state["adapter"] not in scheduler.adapter_keys:
+            raise WeftError(
+                f"there is no adapter {state['adapter']!r} here; add it, or move the request to an engine that has it"
+            )
+        if len(scheduler.running) >= scheduler.limit:
+            raise WeftError(FULL)
+
+    def _compiled(self, source: Any) -> Future[Grammar]:
+        """Start to compile a grammar, so that it is ready when the last frame comes."""
+        if self.compile is None:
+            raise WeftError(
+                "the request has a grammar, and this engine compiles none; move it to one with a tokenizer"
+            )
+        thread = ThreadPoolExecutor(1, "grammar")
+        try:
+            return thread.submit(self.compile, *source)
+        finally:
+            thread.shutdown(wait=False)
+
+    def _put(
+        self, first: int, blocks: int, tokens: int, form: list[Any], payload: bytes
+    ) -> None:
+        """Write the contents of ``blocks`` full blocks and of ``tokens`` more tokens behind the blocks before."""
+        table, size, held = (
+            self.taken.table,
+            self.engine.reader.size,
+            self.engine.block_form(),
+        )
+        if first != len(table) or not 0 <= tokens < size or blocks < 0:
+            raise WeftError(
+                f"blocks from {first} on do not go on where {len(table)} end; send the request again"
+            )
+        count = blocks + (tokens > 0)
+        if count and form != [each.form for each in held]:
+            raise WeftError(
+                "the blocks are not of this model; give an engine with the same one"
+            )
+        lengths = blocks * bytes_of(held, size), bytes_of(held, tokens)
+        if len(payload) != sum(lengths):
+            raise ValueError(f"{len(payload)} bytes instead of {sum(lengths)}")
+        if not self.engine.scheduler.expect(self.taken, count):
+            raise WeftError(FULL)
+        middle, contents = first + blocks, memoryview(bytearray(payload))
+        full, rest = contents[: lengths[0]], contents[lengths[0] :]
+        for where, length, part in (
+            (table[first:middle], size, full),
+            (table[middle:], tokens, rest),
+        ):
+            if len(part):
+                rows = torch.frombuffer(part, dtype=torch.uint8).view(len(where), -1)
+                self.engine.reader.write_blocks(where, length, rows)
+
+    def _adopt(self, state: dict[str, Any]) -> Generation:
+        """Make the request, and let it run with the blocks that have come."""
+        ids, computed, size = (
+            self._grown["ids"],
+            state["computed"],
+            self.engine.reader.size,
+        )
+        check_prompt(self.engine.model, ids)
+        held = len(self.taken.table)
+        if not 0 <= computed < len(ids) or -(-computed // size) != held:
+            raise ValueError(
+                f"{computed} computed tokens of {len(ids)} in {held} blocks"
+            )
+        logs, scores = (
+            [(p, {int(i): q for i, q in top.items()}) for p, top in self._grown[name]]
+            for name in GROWING[1:]
+        )
+        bias = {int(i): b for i, b in state["how"]["bias"].items()}
+        how = Sampling(**state["how"] | {"bias": bias})
+        grammar = self._grammar.result() if self._grammar else None
+        if grammar and not grammar.resume(ids[state["prompt"] :]):
+            raise WeftError(
+                "the grammar does not go on behind the request's text here; let it end where it is"
+            )
+        now, workflow = monotonic(), state["workflow"]
+        own = {name: state[name] for name in FIELDS}
+        own |= {
+            "workflow": workflow and Workflow.of_frame(workflow, now),
+            "asked_at": now - state["waited"],
+        }
+        request = Generation(
+            ids,
+            how=how,
+            stops=frozenset(state["stops"]),
+            grammar=grammar,
+            computed=computed,
+            log_probabilities=logs,
+            prompt_scores=scores,
+            **own,
+        )
+        if not self.engine.scheduler.adopt(self.taken, request):
+            raise WeftError(FULL)
+        return request
