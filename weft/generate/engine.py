@@ -38,6 +38,7 @@ from weft.models.invariant import check_invariant
 from weft.models.linear_attention import CHUNK
 from weft.models.row_adapters import HostAdapter
 from weft.models.transformer import Transformer
+from weft.recipe import ModelShape
 
 #: Tokens of a cache block; more where layers keep a recurrent state per block, which takes the memory of many keys.
 BLOCK = 16
@@ -81,6 +82,23 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
     if not ids or min(ids) < 0 or max(ids) >= vocab:
         raise UsageError(
             f"the prompt must be at least one token, of ids below the model's {vocab}"
+        )
+
+
+def check_same_shape(name: str, shape: ModelShape, base: ModelShape) -> None:
+    """Raise :class:`UsageError` if the model ``name`` of ``shape`` cannot share steps with one of shape ``base``."""
+    if shape.kind or base.kind:
+        raise UsageError(
+            f"{name} is a plugin's model, which reads alone; serve it alone"
+        )
+    apart = [
+        f"{field} = {value!r} and not {getattr(base, field)!r}"
+        for field, value in shape
+        if field not in ("origin", "init_std") and value != getattr(base, field)
+    ]
+    if apart:
+        raise UsageError(
+            f"{name} is of another shape than the base: {', '.join(apart)}"
         )
 
 
@@ -183,9 +201,32 @@ class Engine:
             raise UsageError(
                 f"there is an adapter {name!r} already; give this one another name"
             )
-        if len(keys) == 1:
+        if not any(keys.values()):
             self.probe()
         keys[name] = shelf_keys(name, self.reader.add_adapter(name, adapter))
+
+    def add_model(self, name: str, model: Transformer) -> None:
+        """Let later requests name ``model`` in place of an adapter. Modules that the engine's own model has too are
+        computed once for the requests of both (:mod:`weft.generate.chains`).
+        """
+        if not isinstance(self.reader, PagedReader) or self.reader.alike:
+            raise UsageError(
+                "several models need one rank, and no invariant; leave these out"
+            )
+        if name in self.scheduler.adapter_keys:
+            raise UsageError(
+                f"there is a model or adapter {name!r} already; give this one another name"
+            )
+        check_same_shape(name, model.shape, self.model.shape)
+        self.reader.others[name] = model
+        self.scheduler.adapter_keys[name] = []
+
+    def remove_model(self, name: str) -> None:
+        """Forget the model ``name``, of which no request may be left. Cache blocks of its texts are used again if a
+        model is added under this name later.
+        """
+        assert isinstance(self.reader, PagedReader)
+        del self.reader.others[name], self.scheduler.adapter_keys[name]
 
     def probe(self) -> None:
         """Generate one token, which allocates the cache, so that the size of a cache block in bytes is known."""

@@ -5,12 +5,14 @@ listed in the scheduler's tables (:mod:`weft.generate.block_pool`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from weft.generate.block_contents import LayerPart, layer_parts, read_pages, write_pages
+from weft.generate.chains import ChainPass
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
 from weft.models.adapter_shelf import AdapterShelf, LentAdapter
@@ -166,6 +168,8 @@ class PagedReader:
             alike,
         )
         self.shelf = AdapterShelf(model, self.pages)
+        # models of the same shape that requests name instead of `model`
+        self.others: dict[str, Transformer] = {}
 
     def start(self, step: ScheduledStep) -> Callable[[], T]:
         """Launch a step. Return a function that waits for the logits ``[rows of all parts, vocab]``."""
@@ -229,6 +233,8 @@ class PagedReader:
             pages.reading = reading
         for load in loads:
             self.shelf.load(*load)
+        if any(lent and lent.name in self.others for lent in row.adapters):
+            return self._read_chains(row, numbers)
         documents = torch.tensor(
             [0, *(span.last for span in row.spans)], dtype=torch.int32
         )
@@ -236,3 +242,26 @@ class PagedReader:
         with attending(self.model, self.pages), shelf, invariant(self.alike):
             only = torch.tensor(row.wanted, dtype=torch.int64, device=device)
             return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]
+
+    def _read_chains(self, row: PackedRow, numbers: T) -> T:
+        """Run the forward pass over a row with spans of several models."""
+        named = [lent.name if lent else "" for lent in row.adapters]
+        models = [self.others.get(name, self.model) for name in named]
+        adapters = [
+            None if name in self.others else lent
+            for name, lent in zip(named, row.adapters, strict=True)
+        ]
+        chains = ChainPass(
+            row.spans,
+            models,
+            adapters,
+            numbers,
+            row.wanted,
+            self.pages,
+            self.size,
+            self.shelf,
+        )
+        with ExitStack() as attended:
+            for model in dict.fromkeys(models):
+                attended.enter_context(attending(model, self.pages))
+            return chains.run()

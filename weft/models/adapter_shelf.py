@@ -20,6 +20,7 @@ from weft.models.row_adapters import (
     Form,
     HostAdapter,
     adapting,
+    adding,
     layer_modules,
 )
 from weft.models.spans import Span
@@ -77,12 +78,15 @@ class AdapterShelf:
         return zip(self.host[name].values, self.pages, strict=True)
 
     def adapting(
-        self, spans: Sequence[Span], adapters: Sequence[LentAdapter | None]
+        self,
+        spans: Sequence[Span],
+        adapters: Sequence[LentAdapter | None],
+        layer: int | None = None,
     ) -> AbstractContextManager[None]:
         """Return a context in which the layers apply each request's adapter to the request's new tokens.
 
         ``spans``: the new tokens of each request. ``adapters``: in the same order, the request's adapter; None for a
-        request without one.
+        request without one. ``layer``: index of the only layer to run in the context; None: all layers.
         """
         alike = defaultdict[
             tuple[tuple[Form, ...], int], list[tuple[Span, Sequence[int]]]
@@ -94,11 +98,10 @@ class AdapterShelf:
                 )
         if not alike:
             return nullcontext()
-        return adapting(
-            self._modules,
-            [self._alike(forms, some) for (forms, _), some in alike.items()],
-            self._read,
-        )
+        batches = [self._alike(forms, some) for (forms, _), some in alike.items()]
+        numbers = range(len(self._modules)) if layer is None else [layer]
+        modules = {number: self._modules[number] for number in numbers}
+        return adapting(modules, adding(batches, self._read))
 
     def _alike(
         self, forms: tuple[Form, ...], some: Sequence[tuple[Span, Sequence[int]]]

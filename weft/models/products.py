@@ -7,6 +7,7 @@ The operators are private to PyTorch, which has no public name for products with
 (torch.compile and torchao call the same ones). No other file of Weft calls them.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
@@ -21,6 +22,9 @@ from weft.models.transformer import Transformer
 
 T = torch.Tensor
 mkldnn, onednn, aten = torch.ops.mkldnn, torch.ops.onednn, torch.ops.aten
+
+#: The name of the output layer's weight, also where it is the embedding's table.
+OUTPUT = "output"
 
 #: Weights of a row that share a scale in four bits.
 GROUP = 32
@@ -203,12 +207,25 @@ def form_of(word: str, weight: T) -> Packed | Int8 | Int4:
     return FORMS["float" if word == "int4" and not fits else word](weight)
 
 
-def read_only(model: Transformer, word: str = "float") -> int:
+#: Function that returns a weight in the form of a word, as :func:`form_of` does. Its other argument lists the names of
+#: the parameters that are concatenated to the weight.
+Forming = Callable[[str, Sequence[str], T], Packed | Int8 | Int4]
+
+
+def new_form(word: str, names: Sequence[str], weight: T) -> Packed | Int8 | Int4:
+    """Return ``weight`` in the form ``word`` (:func:`form_of`), whatever the ``names`` of its parameters are."""
+    return form_of(word, weight)
+
+
+def read_only(
+    model: Transformer, word: str = "float", forming: Forming = new_form
+) -> int:
     """Convert the weights of ``model`` for generation only, to the form ``word``. Returns their size in bytes.
 
-    ``word``: ``float``, ``int8`` or ``int4``. The weights are those of attention, dense feed-forwards and the output
-    layer; the embedding stays. Returns 0 if nothing is converted, as on a GPU. Raises :class:`UsageError` if the model
-    or the device does not support the form.
+    ``word``: ``float``, ``int8`` or ``int4``. ``forming``: returns each weight in its form. The weights are those of
+    attention, dense feed-forwards and the output layer; the embedding stays. Weights that have been converted before
+    stay as they are. Returns 0 if nothing is converted, as on a GPU. Raises :class:`UsageError` if the model or the
+    device does not support the form.
     """
     if word not in FORMS:
         raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")
@@ -227,17 +244,21 @@ def read_only(model: Transformer, word: str = "float") -> int:
             word == "float" and module.quantized
         ):
             for names in module.TOGETHER:
+                if names in module.products:
+                    continue
                 weights = [
                     module.own(name, merged(module, name).detach()) for name in names
                 ]
                 joined = torch.cat(weights) if len(names) > 1 else weights[0]
-                product = form_of(word, joined)
+                paths = [module.inside(name) for name in names]
+                product = forming(word, paths, joined)
                 module.products[names] = split_product(product, [*map(len, weights)])
                 size += product.nbytes
                 module.forget(*names)
-    if not hasattr(model, "norm"):  # a stage of a pipeline, without an output layer
+    # a stage of a pipeline has no output layer
+    if not hasattr(model, "norm") or model.logits is not None:
         return size
-    head = form_of(word, model.output.detach())
+    head = forming(word, [OUTPUT], model.output.detach())
     model.logits = partial(multiplied, product=head)
     if not model.shape.tied:
         del model.head

@@ -4,7 +4,7 @@ An adapter is a flat tensor of values per layer, in which the factors of all ada
 with equally many tokens, whose adapters have the same form (rank and targets), are multiplied with them in one call.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -122,16 +122,16 @@ def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
     return HostAdapter(forms, values)
 
 
-@contextmanager
-def adapting(
-    layers: Sequence[dict[str, Projections]],
-    groups: Sequence[AdapterBatch],
-    read: Callable[[int, T], T],
-) -> Iterator[None]:
-    """Return a context in which the layers add, for each of ``groups``, the outputs of its adapters to its tokens.
+#: Function that adds adapters to the outputs of a module: of the layer's index, the module's name in the layer, the
+#: module's input, the names of its weights, and their products.
+AddAdapters = Callable[[int, str, T, Sequence[str], Sequence[T]], None]
 
-    ``layers``: the modules of each layer (:func:`layer_modules`). ``read``: a function from the index of a layer and
-    tables ``[texts, blocks]`` to the adapter values in these cache blocks, ``[texts, values]``.
+
+def adding(groups: Sequence[AdapterBatch], read: Callable[[int, T], T]) -> AddAdapters:
+    """Return a function that adds, for each of ``groups``, the outputs of its adapters to its tokens.
+
+    ``read``: a function from the index of a layer and tables ``[texts, blocks]`` to the adapter values in these cache
+    blocks, ``[texts, values]``.
     """
     held: dict[int, list[T]] = {}  # the numbers of one layer at a time, by group
 
@@ -152,12 +152,23 @@ def adapting(
                     y = outputs[names.index(form.name)][0]
                     y.index_add_(0, rows.flatten(), added)
 
+    return add
+
+
+@contextmanager
+def adapting(
+    layers: Mapping[int, Mapping[str, Projections]], add: AddAdapters
+) -> Iterator[None]:
+    """Return a context in which modules add adapters to their outputs by ``add``.
+
+    ``layers``: the modules of each layer (:func:`layer_modules`), by the layer's index.
+    """
     try:
-        for number, modules in enumerate(layers):
+        for number, modules in layers.items():
             for name, module in modules.items():
                 module.beside = partial(add, number, name)
         yield
     finally:
-        for modules in layers:
+        for modules in layers.values():
             for module in modules.values():
                 module.beside = None

@@ -1,0 +1,154 @@
+"""Several models of one shape in one memory: weights with equal content exist once, and so do modules of such weights.
+
+A base model and its fine-tunes differ in some layers only. Content is compared by hash when weights are read. Blocks
+whose parameters are all equal become one module object of several models, so that a batch with requests to these
+models can run that block once (BlockLLM, Hu et al. 2024, 2404.18322; :mod:`weft.generate.chains`).
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from weft.errors import WeftError
+from weft.layout.dims import Box, Logical
+from weft.models.products import OUTPUT, Int4, Int8, Packed, form_of, read_only
+from weft.models.transformer import Transformer
+from weft.models.values import Values
+
+T = torch.Tensor
+
+#: Hashes of the weights of a model, by the names of the parameters.
+Digests = Mapping[str, bytes]
+
+
+def digest_of(tensor: T) -> bytes:
+    """Return a hash of the type, shape and values of ``tensor``."""
+    plain = tensor.detach().contiguous().cpu()
+    content = blake2b(repr((plain.dtype, *plain.shape)).encode(), digest_size=16)
+    if plain.numel():
+        content.update(plain.flatten().view(torch.uint8).numpy().data)
+    return content.digest()
+
+
+class SharedWeights:
+    """The weights of all models that are alive, each content once.
+
+    ``form``: in which form weights multiply (:func:`weft.models.products.read_only`); None: as they are read. Nothing
+    here keeps a model's weights: they are freed with the last model that has them.
+    """
+
+    def __init__(self, form: str | None = "float") -> None:
+        self.form = form
+        self.tensors: WeakValueDictionary[bytes, nn.Parameter] = WeakValueDictionary()
+        self.products: WeakValueDictionary[tuple[bytes, ...], Packed | Int8 | Int4] = (
+            WeakValueDictionary()
+        )
+        self.modules: WeakValueDictionary[Any, nn.Module] = WeakValueDictionary()
+        self.outputs: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights that are alive, each content counted once."""
+        alive = (*self.tensors.values(), *self.products.values())
+        return sum(each.nbytes for each in alive)
+
+    def fill(
+        self, model: Transformer, values: Values, known: Digests | None = None
+    ) -> Digests:
+        """Give ``model``, which is new and on the meta device, its weights; return their hashes.
+
+        ``values``: reads the values of a parameter. ``known``: hashes that an earlier call returned; weights that are
+        alive are then not read again. Raises :class:`WeftError` if other weights are read than at that call.
+        """
+        described = dict(model.logical_parameters())
+        by_part: dict[str, list[str]] = {}
+        for name in described:
+            by_part.setdefault(part_of(name), []).append(name)
+        digests = dict(known or {})
+        for part, names in by_part.items():
+            key = part, *(digests.get(name) for name in names)
+            if part == "head":
+                # the output layer has no module
+                if known is None or digests["head"] not in self.outputs:
+                    self._read(model, names, described, values, digests)
+                continue
+            shared = self.modules.get(key) if known is not None else None
+            if shared is None:
+                self._read(model, names, described, values, digests)
+                key = part, *(digests[name] for name in names)
+                shared = self.modules.setdefault(key, model.get_submodule(part))
+            model.set_submodule(part, shared)
+        tied = digests.get("embedding.table", b"")
+        self._convert(model, digests, digests.get("head", tied))
+        return digests
+
+    def _read(
+        self, model: Transformer, names: Sequence[str], described: Mapping[str, Logical], values: Values,
+        digests: dict[str, bytes],
+    ) -> None:  # fmt: skip
+        """Read the weights ``names`` of ``model``; those whose content is alive become the living ones."""
+        for name in names:
+            empty, logical = model.get_parameter(name), described[name]
+            box: Box = logical.box
+            read = values(name, logical, box).to(empty.dtype)
+            digest = digest_of(read)
+            if digests.setdefault(name, digest) != digest:
+                raise WeftError(
+                    f"the weight {name} has changed since it was first read; start the server again"
+                )
+            weight = self.tensors.get(digest)
+            if weight is None:
+                on_device = read.to(model.mesh.device).detach()
+                weight = nn.Parameter(on_device, requires_grad=False)
+                self.tensors[digest] = weight
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = weight
+
+    def _convert(self, model: Transformer, digests: Digests, output: bytes) -> None:
+        """Convert the weights of ``model`` to the form in which they multiply."""
+        if self.form is None:
+            return
+
+        def forming(word: str, names: Sequence[str], weight: T) -> Packed | Int8 | Int4:
+            contents = [output if name == OUTPUT else digests[name] for name in names]
+            key = word.encode(), *contents
+            product = self.products.get(key)
+            if product is None:
+                product = self.products[key] = form_of(word, weight)
+            return product
+
+        logits = self.outputs.get(output)
+        if logits is not None:
+            model.logits = logits
+            model._parameters.pop("head", None)
+        read_only(model, self.form, forming)
+        if model.logits is not None:
+            model.logits = self.outputs.setdefault(output, model.logits)
+
+
+def part_of(name: str) -> str:
+    """Return the part of the model that the parameter ``name`` belongs to: embedding, a block, norm or head."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
+
+
+def output_key(model: Transformer) -> tuple[int, int]:
+    """Return a key that is equal for models with the same final norm and output layer."""
+    if model.logits is not None:
+        output: object = model.logits
+    else:
+        output = model.embedding if model.shape.tied else model.head
+    return id(model.norm), id(output)
+
+
+def chain_of(model: Transformer) -> list[object]:
+    """Return a key for each module that ``model`` runs, in order: embedding, blocks, and norm with output layer.
+
+    Keys are equal where two models have the same module.
+    """
+    blocks = [id(model.blocks[str(i)]) for i in range(len(model.blocks))]
+    return [id(model.embedding), *blocks, output_key(model)]
