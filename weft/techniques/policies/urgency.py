@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from weft.generate.policies import Order, SchedulingPolicy
 from weft.generate.stage_times import StageTimes
@@ -30,6 +30,14 @@ class _Watched:
     early: int = 0  # tokens that it had written by then
     last: float = 0.0  # when its last token was seen
     late: int = 0  # tokens that it had written by then
+
+
+class _Rank(NamedTuple):
+    """What orders requests: the smallest rank is the most urgent one."""
+
+    overdue: int  # 0 for a request that has waited too long
+    start: float  # by when it must start
+    arrival: int
 
 
 @register(
@@ -82,14 +90,14 @@ class Urgency(SchedulingPolicy):
         )
         return [(r, r.wanted) for r in every]
 
-    def _rank(self, request: Request, now: float) -> tuple[float, float, int]:
+    def _rank(self, request: Request, now: float) -> _Rank:
         """Return what orders requests: the smallest rank is the most urgent one."""
         if now - request.asked_at > self.patience:
-            return 0, 0.0, request.arrival
+            return _Rank(0, 0.0, request.arrival)
         job = request.workflow
         if job is None or job.deadline <= now:
-            return 1, math.inf, request.arrival
-        return 1, self._watched[request].start, request.arrival
+            return _Rank(1, math.inf, request.arrival)
+        return _Rank(1, self._watched[request].start, request.arrival)
 
     def _watch(
         self, running: Sequence[Request], waiting: Sequence[Request], now: float
