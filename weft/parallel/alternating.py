@@ -44,8 +44,8 @@ Update = Callable[[Sequence[Held], Sequence[T]], None]
 class UnitUpdate(NamedTuple):
     """The optimizer update of one unit (parameters that are updated together).
 
-    ``held``: the unit's parameters that learn, as this rank holds them; ``grads``: their reduced gradients, in that
-    order.
+    ``held``: the unit's parameters that learn, as this rank holds them; ``grads``: their reduced gradients, in the
+    order of ``held``.
     """
 
     held: Sequence[Held]
@@ -113,11 +113,14 @@ class Lane:
 class Alternating:
     """Updates units on the host, and meanwhile a ``share`` of the units on ``device`` (Maurya et al. 2024, 2410.21316).
 
-    The units updated on the device are spread evenly among all. With ``share`` "auto" half of the units are updated on
-    the device at first, and the actions of these updates are timed. Then every number of units on the device is
-    simulated with these times; the fastest number gives the share, and ``report`` is called with a dict of the choice.
-    Host and device compute the same bits where their arithmetic does; a CPU as ``device`` is a second thread. ``wrap``
-    (attribute) is called with each action of the table and the callable that runs it.
+    A unit is a group of parameters that are updated together. The units updated on the device are spread evenly among
+    all; each is copied to the device, updated there and copied back. Host and device give the same bits if their
+    arithmetic does; a CPU as ``device`` stands for a second thread.
+
+    ``share``: a number from 0 to 1, or "auto". With "auto" half of the units are updated on the device in the first
+    calls, which are timed; then the number of units on the device that is fastest in a simulation with these times is
+    chosen. ``report``: called once with a dict of this choice. ``wrap`` (attribute): called with each copy or update as
+    an action of a schedule, and with the callable that runs the action.
     """
 
     def __init__(

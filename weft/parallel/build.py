@@ -69,15 +69,17 @@ def parallelize(
     hooks: Hooks = NO_HOOKS, report: Callable[[dict[str, Any]], None] = lambda chosen: None,
     optimizer: Updater | None = None,
 ) -> Built:  # fmt: skip
-    """Build the model ``shape`` on this rank of ``mesh``, with its state; each step is logged by its name.
+    """Build the model ``shape`` on this rank of ``mesh``, with its state; the name of each step of building is logged.
 
     ``train``: section of the recipe, for data types, recomputation and what ``train.freeze`` freezes; with an adapter,
-    all parameters of the base are frozen. ``values``: initial values, by default seeded ones that are the same under
-    every layout. ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline stages. ``memory``: where
-    tensors rest, by default the device. ``lift``: function that removes parts of the model that get no memory here.
-    ``summed``: whether gradients are summed over replicas (``dp``). ``hooks``: functions that passes call. ``report``:
-    is called with a dict about the blocks whose activations leave the device. ``optimizer``: None for a state that is
-    never updated.
+    all parameters of the base are frozen. ``memory``: section of the recipe that says where tensors rest, by default on
+    the device. ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline stages. ``optimizer``: the
+    update rule; None for a state that is never updated.
+
+    ``values``: initial values, by default seeded ones that are the same under every layout. ``hooks``: functions that
+    are called during forward and backward. ``summed``: whether the state sums gradients over replicas (``dp``).
+    ``lift``: called with the model before memory is allocated, to remove parts for which this rank needs none.
+    ``report``: called with a dict about the blocks whose activations leave the device.
     """
     memory = memory or Memory()
     dtype = getattr(torch, train.dtype)
@@ -186,8 +188,10 @@ def freeze(
 ) -> None:
     """Set the data types of the model's parameters, and freeze the parameters that do not learn.
 
-    Parameters are float32, or float64 if ``train.dtype`` is. Frozen parameters get the type ``narrow`` if it is given,
-    as they have no small updates that could get lost. Parameters whose names are in ``kept`` keep their type.
+    ``shape`` (its adapter) and ``train`` (``train.freeze``) say which parameters do not learn. Parameters are float32,
+    or float64 if ``train.dtype`` is. Frozen parameters get the type ``narrow`` instead, unless ``narrow`` is None: they
+    have no small updates that a narrow type could lose. ``kept``: names of parameters that never get the type
+    ``narrow``.
     """
     model.to(torch.float64 if train.dtype == "float64" else torch.float32)
     for name, parameter in model.named_parameters():
@@ -210,10 +214,11 @@ def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
 
 
 def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) -> bool:
-    """Return whether the state's tensors differ from the parameters that compute.
+    """Return whether the state needs other tensors than the parameters with which the model computes.
 
-    They do where the state is cut over ranks, replicated over ``dp``, in a wider type than compute, or offloaded.
-    Replicas whose gradients are not ``summed`` here do not count.
+    This is so where the state is cut over ranks, replicated over ``dp``, kept in a wider type than that of compute, or
+    offloaded. With ``summed`` False, replicas over ``dp`` do not count, because something else than the state sums
+    their gradients.
     """
     if mesh.device_mesh is None:
         return False

@@ -75,10 +75,12 @@ def greedy(
     """Plan which of ``ranks`` ranks compute each document, in which passes (ByteScale, Ge et al. 2025, 2502.21231).
 
     ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``costs``: coefficients
-    of documents' times. A document gets the ranks that its memory needs, and more if one rank would keep all others
-    waiting. Groups take the ranks that are free first. Short documents fill the time in which a rank waits for a group,
-    and then the least busy ranks, longest document first. Several limits for spreading a document are tried; the
-    fastest plan wins.
+    of documents' times.
+
+    A document gets as many ranks as its memory needs, and more if it would take longer than a share of the ideal step
+    on so few. The ranks of such a document compute one pass together; they are those that are free first. Documents
+    that need one rank fill the time in which ranks wait for such a pass, and then go to the least busy ranks, longest
+    document first. Plans are made for several such shares, and the fastest is returned.
     """
     need = _ranks_needed(lengths, capacity, ranks)
     plans = [
@@ -251,9 +253,10 @@ def _by_rank(passes: Iterable[Pass], ranks: int) -> Plan:
 
 
 def in_rounds(plan: Plan) -> Plan:
-    """Insert empty passes into ``plan``, so that all ranks run equally many, and groups share a pass at the same index.
+    """Return ``plan`` with empty passes inserted, so that all ranks run equally many passes.
 
-    Then all ranks meet in every pass, as ``ep`` needs; the price is that each waits for the longest pass at its index.
+    A pass that several ranks share then has the same index on all of them. So all ranks meet in every pass, as expert
+    parallelism (``ep``) needs; the price is that every rank waits for the longest pass at each index.
     """
     in_step: list[list[Pass]] = [[] for _ in plan]
 
@@ -355,11 +358,11 @@ def flexsp(
 ) -> Plan:
     """Plan the group sizes of every micro-batch by mixed-integer programming (FlexSP, Wang et al. 2024, 2412.01523).
 
-    ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``ranks``: their number;
-    ``costs``: coefficients of documents' times; ``buckets``: most different lengths that the program sees, others being
-    rounded up; ``nodes``: limit of its search tree. Documents, sorted by length, are cut into as few micro-batches as
-    memory allows, or up to two more, whichever is faster. Raises :class:`UsageError` without scipy, whose HiGHS solves
-    the program.
+    A group is the ranks that compute the same documents together. ``lengths``: tokens of each document; ``capacity``:
+    tokens that a rank can hold in a pass; ``ranks``: number of ranks; ``costs``: coefficients of documents' times;
+    ``buckets``: the most different lengths that the integer program distinguishes, as others are rounded up; ``nodes``:
+    limit of the program's search tree. Documents, sorted by length, are cut into as few micro-batches as memory allows,
+    or up to two more, whichever is faster. Raises :class:`UsageError` without scipy, whose HiGHS solves the program.
     """
     _ranks_needed(lengths, capacity, ranks)
     order = np.argsort(-lengths, kind="stable")

@@ -32,7 +32,7 @@ class HeldStages:
     holders: tuple[tuple[int, ...], ...]
 
     def table(self, microbatches: int, skipping: bool = True) -> Table:
-        """Build the pipeline schedule for ``microbatches`` microbatches, not lowered.
+        """Build the pipeline schedule for ``microbatches`` microbatches, without the transfers between ranks.
 
         With ``skipping`` microbatches skip stages as ``layout.skip`` says; without it they pass all stages.
         """
@@ -59,7 +59,8 @@ class HeldStages:
     def users(self, name: str) -> list[int]:
         """List the indices of this rank's stages that compute with the parameter ``name``.
 
-        For a parameter that is cut over the vocabulary this is the virtual stage of this rank's share.
+        For a parameter that is cut over the vocabulary, the list has only the index that schedules give this rank's
+        share of the vocabulary: the number of stages plus the rank.
         """
         if self._of_vocabulary(name):
             return [share_stage(len(self.stages), self.mesh.rank("pp"))]

@@ -48,7 +48,10 @@ class HybridAttention:
 
 
 def share_pass(model: Transformer, group: PassGroup | None) -> None:
-    """Set the ranks over which the model's attention runs from now on; ``group`` None: the ranks of the layout."""
+    """Set the ranks over which the model's attention runs from now on.
+
+    ``group``: the ranks that share the next pass by the plan of document lengths; None: the ranks of the layout.
+    """
     for block in model.blocks.values():
         assert isinstance(block, Block)
         if isinstance(block.attention.attend, HybridAttention):

@@ -103,11 +103,11 @@ class LayerPass:
 def layer_ops(
     begin: Callable[[Action, Sequence[T]], LayerPass], table: Table, rank: int
 ) -> dict[str, Op]:
-    """Return the operations on ``rank``, by kind of action, that run the parts of passes through layers.
+    """Return the functions that run a rank's actions of a schedule cut by :func:`with_turns`, by kind of action.
 
-    ``begin``: function from an action and the values that it reads to a new :class:`LayerPass`, before any part has
-    run; ``table``: the schedule (:func:`with_turns`). On the rank the :class:`LayerPass` itself stands for all values
-    that actions of a pass hand to each other; values for other ranks are tensors.
+    ``begin``: function from an action and the values that the action reads to a new :class:`LayerPass`, before any part
+    has run; ``table``: the schedule; ``rank``: its rank. Actions of one pass on the same rank hand the
+    :class:`LayerPass` itself to each other; only what goes to other ranks are tensors.
     """
     travels = {a.reads[0] for a in table.ranks[rank] if a.kind == SEND}
 

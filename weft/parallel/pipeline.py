@@ -113,9 +113,10 @@ class Pipeline:
         return state
 
     def table(self, microbatches: int, forward_only: bool = False) -> Table:
-        """Return the lowered schedule for ``microbatches`` microbatches; it is built and validated at the first call.
+        """Return the schedule for ``microbatches`` microbatches, with transfers between ranks and gathers of parameters.
 
-        With ``forward_only`` it is the schedule of evaluation, in which microbatches pass all stages.
+        With ``forward_only`` it is the schedule of evaluation, in which microbatches pass all stages. The schedule is
+        built and validated at the first call.
         """
         key = (microbatches, forward_only)
         if key not in self.tables:
@@ -148,7 +149,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
-        """Return this rank's share of the sum of the losses of ``batches``; ``hooks`` replace those of the model."""
+        """Return this rank's share of the sum of the losses of ``batches``.
+
+        ``hooks``: functions that are called during forward, such as the loss, in place of those of the model.
+        """
         return self._share(self._evaluated(batches, (), hooks))
 
     @torch.no_grad()

@@ -84,7 +84,8 @@ class Unit:
     """Parameters that are gathered, reduced and updated together, usually those of one block.
 
     The parameters of this class are always whole on this rank, and are not shared with ranks that have other data, so
-    that its methods do nothing. Subclasses gather and reduce.
+    that its methods do nothing. Subclasses gather and reduce. ``visited``: whether :meth:`State.visit` is called for
+    the unit before each use of its weights, so that its update can be postponed until then.
     """
 
     held: list[Held]
@@ -151,8 +152,8 @@ class State:
         ``tiers``: where tensors rest; they are brought in while their unit is updated.
         ``base_elsewhere``: whether checkpoints leave out frozen parameters.
         ``optimizer``: the update rule; None in a state that is never updated.
-        ``due``: updates that wait until their unit is visited; readers of tensors, such as checkpoints and proofs, call
-            :meth:`settle` first.
+        ``due``: updates postponed until their unit is used next (:meth:`visit`); readers of tensors, such as
+            checkpoints and proofs, call :meth:`settle` first.
         ``failed``: error of an update that may have left some units unchanged; :meth:`settle` raises it again.
 
     The argument ``go_home`` is a collective function that moves all rows to the ranks that their boxes name, and
@@ -259,10 +260,10 @@ class State:
         scale: float = 1.0,
         but: Container[Unit] = (),
     ) -> None:
-        """Postpone the update of every unit to its next :meth:`visit`, or to :meth:`settle` if that comes first.
+        """Postpone the update of every unit until its weights are used next (:meth:`visit`), or until :meth:`settle`.
 
         ``grads``: function that returns a unit's gradients by name, which are multiplied by ``scale``; ``lr``: learning
-        rate; ``but``: units that are left out. Units that are never visited are updated now.
+        rate; ``but``: units that are left out. Units for which :meth:`visit` is never called are updated now.
         """
         self._make_due()
         for unit in self.units:
@@ -286,7 +287,7 @@ class State:
             self.tiers.fetch(late, *groups.get(late, ()))
 
     def visit(self, unit: Unit) -> None:
-        """Run the update of ``unit`` that :meth:`update_later` has postponed, if there is one.
+        """Run the postponed update of ``unit``, if there is one; called before a pass uses the unit's weights.
 
         The unit's weights then stay in memory for the pass that follows.
         """

@@ -30,11 +30,12 @@ SQUARE = 128
 
 
 class Stripes:
-    """Which of the ranks of ``group`` owns each row (token) of a step; without a group this rank owns all.
+    """The ranks that own each new token of texts whose tokens are dealt out in turn to the ranks of ``group``.
 
-    The token at position ``p`` of a text belongs to rank ``p`` modulo the ranks. Rows of all ranks are ordered rank by
-    rank, and for each rank as in the step. ``spans``: the new tokens of each text, with the number of its past tokens;
-    ``size``: tokens of a cache block on all ranks together.
+    The token at position ``p`` of a text belongs to rank ``p`` modulo the number of ranks; without a group this rank
+    owns all tokens. A row is one new token in a forward pass of generation. Tensors with the rows of all ranks have
+    first those of rank 0, then those of rank 1, and so on. ``spans``: the new tokens of each text, with the number of
+    its past tokens; ``size``: tokens of a cache block on all ranks together.
     """
 
     def __init__(

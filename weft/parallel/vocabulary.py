@@ -38,11 +38,15 @@ class OutputShard:
         losses: dict[int, T],
         objective: Objective | None,
     ) -> dict[str, Op]:
-        """Return the operations of the vocabulary passes by kind: ``E``, ``S``, ``C``, ``T``, ``G`` and ``D``.
+        """Return the functions that run the passes of vocabulary parallelism, by the kind of action in the schedule.
 
-        :mod:`weft.schedule.vocab` says what each kind computes. ``batches``: one batch per microbatch; ``total``:
-        returns the sum of the weights of the step's labels, by which the loss is divided; ``losses``: gets each
-        microbatch's loss, by microbatch; ``objective``: the loss of pairs of answers, if the recipe has one.
+        The kinds are "E" (look up tokens in the embedding's share), "S" (logits and softmax of the output layer's
+        share), "C" (the loss from all shares' statistics), "T" (weight gradient of the output layer's share), "G" (sum
+        of the shares' parts of the input's gradient) and "D" (gradient of the embedding's share).
+
+        ``batches``: one batch per microbatch; ``total``: returns the sum of the weights of the step's labels, by which
+        the loss is divided; ``losses``: dict to which the loss of each microbatch is added by the microbatch's index;
+        ``objective``: the loss of pairs of answers, if the recipe has one.
         """
         self.batches, self.total, self.losses = batches, total, losses
         self.objective = objective

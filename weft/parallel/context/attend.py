@@ -44,7 +44,8 @@ def across(
 ) -> T:  # fmt: skip
     """Return causal attention over the global ranks ``peers``, by the context scheme named ``scheme``.
 
-    If the scheme has an operator of its own, that computes it. For all other arguments see :func:`tile_attention`.
+    The operator of the scheme computes the result if the scheme has one, otherwise :func:`tile_attention`, which
+    explains all other arguments.
     """
     if operator := find("context", scheme).implementation().operator():
         out: T = operator(q, k, v, cu_seqlens, peers, index, lengths, window)[0]

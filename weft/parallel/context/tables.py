@@ -33,9 +33,10 @@ class Tile(NamedTuple):
 class Move(NamedTuple):
     """A transfer of a block from rank ``source`` to rank ``target`` while ``step`` is computed.
 
-    ``block``: index of the block; ``kind``: ``q`` (queries) and ``kv`` (keys and values) go where they are used, their
-    results ``o`` and ``dkv`` go back to the owner of the block. In backward ``q`` takes the gradient and the statistics
-    of its output along, and ``o`` is the gradient of the queries.
+    ``block``: index of the block of the sequence. ``kind``: what of the block is sent. Queries ("q") and keys and
+    values ("kv") go from the block's owner to the ranks that use them. Results go back to the block's owner: "o" of
+    queries, "dkv" (gradients) of keys and values. In forward "o" is the output; in backward "o" is the gradient of the
+    queries, and "q" takes the output's gradient and statistics along.
     """
 
     step: int
@@ -156,7 +157,8 @@ class TileTable:
 def validate_tiles(table: TileTable) -> TileTable:
     """Return the table if it computes causal attention; else raise :class:`TableError`.
 
-    Every tile must be computed once, on a rank that has its blocks by then, with the right mask and within the buffers.
+    Every tile on or below the diagonal must be computed once, with the right mask, on a rank that has both of its
+    blocks by then. No rank may hold more than ``table.buffers`` blocks of other ranks at once.
     """
     name, blocks = f"attention table {table.name!r}", sorted(chain(*table.owners))
     if len(blocks) < table.ranks or not all(table.owners):
@@ -242,11 +244,10 @@ def tiles_between(
 def circle(
     name: str, owners: tuple[tuple[int, ...], ...], travels: str, buffers: int
 ) -> TileTable:
-    """Return the table of ring attention: in step ``t``, rank ``r`` works with the blocks of rank ``r - t``.
+    """Return the table of ring attention: in step ``t``, rank ``r`` works with the blocks of rank ``(r - t) % ranks``.
 
-    Numbers of ranks are modulo the ranks. ``name``: the scheme; ``owners``: the blocks of each rank; ``travels``:
-    whether blocks of queries ("q") or of keys and values ("kv") go around the ring; ``buffers``: number of other ranks'
-    blocks that a rank may hold.
+    ``name``: the scheme; ``owners``: the blocks of each rank; ``travels``: whether blocks of queries ("q") or of keys
+    and values ("kv") go around the ring; ``buffers``: number of other ranks' blocks that a rank may hold.
     """
     size, tiles = len(owners), []
     for step in range(size):

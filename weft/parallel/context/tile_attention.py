@@ -93,12 +93,16 @@ class Trip:
         compute: Callable[[list[T], list[T], TilePiece], dict[str, list[T]]],
         merge: Callable[[list[T], list[T]], None],
     ) -> dict[Key, list[T]]:
-        """Run the table; return the results for the blocks that this rank owns, by kind and block.
+        """Run the table; return the results for the blocks that this rank owns, by kind and index of the block.
 
-        ``held``: own blocks by kind and block; blocks of other ranks are added while they stay. ``like``: for each kind
-        of block or result, empty tensors of the type and shape of its rows. ``blank``: for each kind of result, the
-        values of an empty result. ``compute``: returns the results of a query block and a key block for one
-        :class:`TilePiece`; ``merge``: adds a result to another in place.
+        Kinds are those of :class:`weft.parallel.context.tables.Move`: "q" and "kv" for what is attended, "o" and "dkv"
+        for results; what has one kind is a list of tensors, such as keys and values.
+
+        ``held``: the tensors of this rank's own blocks, by kind and index; blocks of other ranks are added while this
+        rank uses them. ``like``: for each kind, empty tensors with the data type and row shape of its tensors.
+        ``blank``: for each kind of result, the value with which each of its tensors is filled before anything is merged
+        into it. ``compute``: function from queries, keys and values, and one :class:`TilePiece` to the piece's results
+        by kind. ``merge``: adds the second list of results to the first, in place.
         """
         totals: dict[Key, list[T]] = {}
         leaving: dict[Key, list[T]] = {}
@@ -278,7 +282,10 @@ def trip_of(
     lengths: Sequence[int],
     window: int = 0,
 ) -> Trip:
-    """Return the :class:`Trip` for the arguments of :func:`tile_attention`."""
+    """Return the :class:`Trip` for the arguments of :func:`tile_attention`: the tile table applied to these documents.
+
+    ``q``: queries ``[batch, seq held, heads, head_dim]``; all other arguments are those of :func:`tile_attention`.
+    """
     cu, seq = tuple(cu_seqlens.tolist()), q.shape[1]
     return _trip(scheme, cu, tuple(lengths), seq, tuple(peers), index, window)
 

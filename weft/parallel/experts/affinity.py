@@ -148,6 +148,7 @@ def _swap(owner: np.ndarray, gain: np.ndarray, load: np.ndarray, cost: float) ->
 def experts_by_slot(owners: Owners) -> list[list[int]]:
     """List the expert in every slot, for each layer: first the slots of rank 0, then those of rank 1, and so on.
 
-    ``owners``: the rank of every expert, for each layer.
+    A slot is a position in a rank's stack of expert weights; a rank's slots hold the experts it owns, in ascending
+    order. ``owners``: the rank of every expert, for each layer.
     """
     return [np.argsort(owner, kind="stable").tolist() for owner in owners]

@@ -59,12 +59,17 @@ def planner() -> ThreadPoolExecutor:
 
 
 class Copies:
-    """Copies of a layer's experts that ranks lend each other; each rank has ``spare`` slots for them.
+    """Copies of a layer's experts that ranks lend each other; each rank has ``spare`` slots for copies.
 
-    A plan is made as soon as the routing counts of a step are known, and waited for in the layer's next pass. Experts
-    also change their owners now and then, once :func:`let_experts_move` has set ``state``. ``ranks``: the ranks that
-    hold the layer's experts; ``order`` lists the experts owner by owner, and ``home`` lists them so for the owners that
-    the layout gives.
+    A slot is a position in a rank's stack of expert weights. A plan of copies is made as soon as the routing counts of
+    a step are known, and waited for in the layer's next pass. Experts also change their owners now and then, once
+    :func:`let_experts_move` has been called.
+
+    Attributes:
+        ``ranks``: the ranks that hold the layer's experts.
+        ``order``: all experts, those of the first owner first, then those of the second owner, and so on.
+        ``home``: what ``order`` is before any expert has moved: with the owners that follow from the layout.
+        ``state``: the experts' parameters on this rank; empty as long as experts may not move.
     """
 
     def __init__(self, ranks: Homes, spare: int) -> None:
@@ -86,8 +91,8 @@ class Copies:
     def learn_from(self, loads: Sequence[int]) -> None:
         """Plan the copies of the next step from a moving mean of experts' loads, in which the last step weighs most.
 
-        ``loads``: tokens routed to each expert in the last step. If that pays, experts change their owners first, which
-        is collective.
+        ``loads``: tokens routed to each expert in the last step. Before that, experts change their owners if this saves
+        more than it costs; the change is collective.
         """
         self.running = self.running / 2 + np.repeat(loads, self.ranks.pieces)
         self.rested += 1

@@ -25,11 +25,11 @@ def loads_of_ranks(loads: Array, copies: Array) -> Array:
 
 
 def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
-    """Choose the ranks that compute each expert: bool ``[experts, ranks]``.
+    """Choose the ranks that compute each expert such that ranks have even loads: bool ``[experts, ranks]``.
 
-    ``loads``: tokens routed to each expert; ``owners``: the rank that owns each expert; ``spare``: slots of a rank for
-    copies of experts that other ranks own. Owners need no slot for their own expert, and need not compute it. Each copy
-    costs the transfer of an expert's weights.
+    ``loads``: tokens routed to each expert; ``owners``: the rank that owns each expert; ``spare``: number of copies of
+    other ranks' experts that a rank has room for. An owner always has room for its own experts, but a copy may compute
+    an expert in the owner's place. Few copies are preferred, as each costs the transfer of an expert's weights.
     """
     own = np.eye(ranks, dtype=bool)[owners]
     loads = loads / max(1, loads.sum()) * ranks  # so that a rank has 1 on average

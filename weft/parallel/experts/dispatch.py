@@ -40,7 +40,10 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Dispatcher that sends a row for each pair of a token and an expert that it is routed to, to the expert's rank."""
+    """Dispatcher that sends each token once for every expert to which the token is routed, to that expert's rank.
+
+    ``members``: the ranks of the group, and the experts that each has.
+    """
 
     members: Members
 
@@ -77,9 +80,10 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class PerMember:
-    """Dispatcher that sends one copy of a token to each rank of the group with (or on the way to) any of its experts.
+    """Dispatcher that sends a token only once to each rank, even if the token is routed to several experts of the rank.
 
-    The dispatcher ``inner`` brings the token from there to its experts. The receiving rank adds up the results of a
+    ``members``: the ranks of the group, with the experts that each has or passes tokens on to. ``inner``: the
+    dispatcher that brings a token from the receiving rank to its experts. The receiving rank adds up the results of a
     token before they go back.
     """
 
@@ -205,7 +209,10 @@ def per_rank(members: Members) -> Dispatcher:
 
 @dataclass(frozen=True)
 class Placing:
-    """Dispatcher ``inner`` behind a step that replaces experts' indices by slots on ``ranks``."""
+    """Dispatcher that replaces the indices of experts by slots on ``ranks``, and hands the rest over to ``inner``.
+
+    A slot is a position in a rank's stack of expert weights, numbered over all ranks.
+    """
 
     ranks: ExpertRanks
     inner: Dispatcher

@@ -20,11 +20,12 @@ T = torch.Tensor
 
 
 class ExpertRanks(Homes):
-    """The ranks that hold all experts of a layer together, and the slots of each.
+    """The ranks that hold all experts of a layer together, and the slots of each expert.
 
-    A slot is a position in a rank's stack of expert weights; slots are numbered over all ranks. If there are fewer
-    experts than ranks, each expert is cut in ``pieces``, which are placed like experts. ``slot_of``: the slot of each
-    expert or piece; slots after those of a rank's own experts are for ``copies`` of experts of other ranks.
+    A slot is a position in a rank's stack of expert weights; slots are numbered over all ranks, rank by rank. If there
+    are fewer experts than ranks, each expert is cut in ``pieces``, which are placed like experts. ``slot_of``
+    (attribute): the slot of each expert or piece. A rank's slots after those of its own experts are for ``copies`` of
+    other ranks' experts; the attribute ``copies`` is None without such slots.
     """
 
     def __init__(self, mesh: Mesh, dims: Sequence[Dim], sent: Counter[str]) -> None:
@@ -80,10 +81,10 @@ class ExpertRanks(Homes):
         return Choice(weights, self.declared(slots))
 
     def across(self, block: int, joined: int = 1) -> Members:
-        """Return the ranks that have this rank's position in their blocks of neighbouring ranks, such as the nodes.
+        """Return one rank of every block of neighbouring ranks, such as a node: that at this rank's position in its block.
 
-        Each of these ranks leads to the slots of its whole block. ``block``: ranks in a block; ``joined``: number of
-        neighbouring slots of a block that count as one slot.
+        A token for any expert in a block is sent to that block's member. ``block``: ranks in a block; ``joined``:
+        number of neighbouring slots (positions in the ranks' stacks of expert weights) that count as one slot.
         """
         start = self.rank // block * block
         first = self.shares[start][0] // joined
@@ -95,8 +96,8 @@ class ExpertRanks(Homes):
     def within(self, block: int, from_anywhere: bool = False) -> Members:
         """Return the ranks of this rank's block of ``block`` neighbouring ranks, each with its own slots.
 
-        With ``from_anywhere`` they also lead to the slots of other blocks: to a slot of another block leads the rank
-        that has the same position in its block as the slot's owner.
+        A slot is a position in a rank's stack of expert weights. With ``from_anywhere`` a token for a slot of another
+        block is sent on as well: to the member at the same position in this block as the slot's owner has in its own.
         """
         here = from_anywhere | (self.owner // block == self.rank // block)
         owner = torch.where(here & (self.owner < self.count), self.owner % block, block)

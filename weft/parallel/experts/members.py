@@ -18,11 +18,12 @@ T = torch.Tensor
 class Members:
     """Ranks of a process group that exchange rows of tokens on the way to the slots of experts.
 
-    A slot is a position in a rank's stack of expert weights; slots are numbered over all ranks.
+    A slot is a position in a rank's stack of expert weights; slots are numbered over all ranks. A member has the slots
+    of its own experts; it may also pass rows on to slots of ranks outside of the group.
 
     Attributes:
-        ``owner``: the member that has each slot, or leads to it, ``[slots + 1]``; the value ``count`` stands for no
-            member, and the last entry is that of dropped tokens.
+        ``owner``: for each slot the number of the member that gets the slot's rows, ``[slots + 1]``; ``count`` where no
+            member does. The last entry, for tokens that are dropped, is ``count`` too.
         ``slots``: the number of slots.
         ``first``, ``last``: this rank has the slots from ``first`` up to but not including ``last``.
         ``count``, ``rank``: the number of members, and this rank's number among them.
@@ -72,16 +73,25 @@ class Members:
         return int(largest) if has_numbers(largest) else number
 
     def declared(self, x: T) -> T:
-        """Declare to the checker of layout types that ``x`` follows from the routing of tokens, and return it."""
+        """Return ``x`` unchanged, declared as a tensor that follows from the routing of tokens.
+
+        The declaration says on which axes ``x`` differs between ranks; ``weft verify --types`` checks such
+        declarations.
+        """
         return declare(x, self.mesh, **by_token(self.mesh))
 
 
 class Homes(Members):
-    """The ranks that hold all experts of a layer together.
+    """The ranks that hold all experts of a layer together, and which experts each of them owns.
 
-    Where an expert is cut, its ``pieces`` are placed like experts. ``items``: the number of experts, or of pieces, on
-    all ranks together. ``homes[r]``: the experts or pieces of rank ``r``; ``shares[r]``: the range of its slots, of
-    which the first are for these and the others for copies.
+    A slot is a position in a rank's stack of expert weights, numbered over all ranks.
+
+    Attributes:
+        ``pieces``: the number of pieces of each expert, which are placed like experts; 1 where experts are not cut.
+        ``items``: the number of pieces on all ranks together.
+        ``homes``: for each rank, the pieces that the rank owns.
+        ``shares``: for each rank, the first of its slots and the end of them. The first slots of a rank are for the
+            pieces it owns, the others for copies.
     """
 
     pieces: int

@@ -27,10 +27,10 @@ def better_order(
 ) -> Array:
     """Return an order of experts, owner by owner, that needs fewer copies; or ``order`` itself if moving does not pay.
 
-    A move pays if it saves more than its cost until the next move. ``loads``: tokens routed to each expert; ``order``:
-    the present order; ``sizes``: number of experts that each rank owns; ``spare``: slots of a rank for copies;
-    ``cost``: of moving an expert, as a multiple of sending a copy of its weights. A copy costs two sendings per step,
-    of weights and of gradients.
+    ``loads``: tokens routed to each expert; ``order``: the present order; ``sizes``: number of experts that each rank
+    owns; ``spare``: number of other ranks' experts that a rank has room for; ``cost``: of moving one expert, in
+    transfers of an expert's weights. Moving pays if it costs less than the copies that it saves until experts may move
+    again; a copy costs two transfers per step, of weights and of gradients.
     """
 
     def copies(order: Array) -> int:
@@ -51,9 +51,10 @@ def tensors_of(state: Sequence[Held]) -> list[torch.Tensor]:
 
 
 class Places(NamedTuple):
-    """The owners of a layer's experts: ``order`` lists the experts owner by owner.
+    """The owners of a layer's experts.
 
-    ``sizes``: number of experts that each rank owns; ``home``: the order for the owners that the layout gives.
+    ``order``: the experts of the first owner, then those of the second owner, and so on; ``sizes``: number of experts
+    that each rank owns; ``home``: like ``order``, but with the owners that experts have before any of them moves.
     """
 
     order: Array
