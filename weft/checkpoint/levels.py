@@ -226,9 +226,9 @@ def open_levels(levels: Sequence[LevelStore], run: Path, fresh: bool) -> None:
 class Thinning:
     """Deletion of a run's old checkpoints in a background thread, because deleting may take many requests.
 
-    ``is_own(checkpoint)``: whether a checkpoint is of this run's model. Checkpoints of other models are not deleted,
-    nor are those whose paths are in ``protected``. A failed deletion does not stop the run, but is reported by
-    :meth:`problems`.
+    ``is_own(checkpoint)``: whether a checkpoint is of this run's model; checkpoints of other models are not deleted.
+    ``protected`` (attribute): paths of checkpoints that are not deleted either, such as that with the lowest validation
+    loss. A failed deletion does not stop the run, but is reported by :meth:`problems`.
     """
 
     def __init__(self, is_own: Callable[[Storage], bool] = lambda place: True) -> None:

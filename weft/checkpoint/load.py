@@ -48,8 +48,8 @@ class StoredCheckpoint:
     """Committed checkpoint in a storage, opened for reading.
 
     ``storage``: the storage whose root is the checkpoint; ``progress``: called after each read with the number of bytes
-    read; ``bytes_read``: bytes of data files read so far; ``seconds``: seconds spent in each stage of loading
-    (``plan``, ``read``, ``verify``, ``unpack``).
+    read. Two attributes measure the loading: ``bytes_read``, the bytes of data files read so far, and ``seconds``, the
+    seconds spent in each stage ("plan", "read", "verify", "unpack").
     """
 
     def __init__(

@@ -128,10 +128,11 @@ def export_model(
 ) -> Path:  # fmt: skip
     """Export a model with its tokenizer and chat template to the new folder or file ``out``. Returns what was written.
 
-    ``checkpoint``: the model (``where`` of :func:`open_model`); ``warn`` and ``ema``: see :func:`open_model`;
-    ``dtype``: type of the weights, by default that of the model from which the run started; ``form``: ``hf`` (a Hugging
-    Face folder) or ``gguf`` (one file). An adapter is written alone, in PEFT's format; with ``merge`` it is merged into
-    its base model.
+    ``checkpoint``: the folder of a run, a checkpoint, or any name that ``model.from`` accepts; ``warn``: called with a
+    line for each damaged checkpoint that is skipped for an older one; ``ema``: export the run's moving averages of the
+    parameters; ``dtype``: type of the weights, by default that of the model from which the run started; ``form``:
+    ``hf`` (a Hugging Face folder) or ``gguf`` (one file). An adapter is written alone, in PEFT's format; with ``merge``
+    it is merged into its base model.
     """
     check_new(out)
     model, files, length = open_model(checkpoint, "cpu", warn, ema)

@@ -311,14 +311,16 @@ def prune(
     dry_run: bool = False,
     is_own: Callable[[Storage], bool] = lambda place: True,
 ) -> Pruned:
-    """Delete old checkpoints under ``root``: all that :func:`kept_checkpoints` does not keep.
+    """Delete old checkpoints under ``root``, and folders of saves that were never committed.
 
-    ``keep``: number of newest checkpoints to keep (0: delete none); ``every`` and ``scores``: see
-    :func:`kept_checkpoints`. ``check(checkpoint)`` raises :class:`WeftError` if a checkpoint is damaged; the default
-    verifies everything but the tensors' values. The newest undamaged checkpoint always stays, and if all are damaged,
-    nothing is deleted. Checkpoints for which ``is_own`` returns False are neither deleted nor counted. With ``dry_run``
-    nothing is deleted. Otherwise folders of saves that were never committed are deleted, too. The root file is deleted
-    first, so that no half-deleted checkpoint looks whole.
+    ``keep``: number of newest checkpoints to keep (0: delete no checkpoint). Kept too are checkpoints whose step is a
+    multiple of ``every``, and that with the lowest of ``scores`` (validation losses by step); :func:`kept_checkpoints`
+    has the rule. ``is_own``: returns False for checkpoints that are neither deleted nor counted. ``dry_run``: delete
+    nothing.
+
+    ``check(checkpoint)`` raises :class:`WeftError` if a checkpoint is damaged; the default verifies everything but the
+    tensors' values. The newest undamaged checkpoint always stays; if all are damaged, no checkpoint is deleted. The
+    root file is deleted first, so that no half-deleted checkpoint looks whole.
     """
     place = open_storage(root)
     there = committed_checkpoints(place)

@@ -120,9 +120,10 @@ def write_whole(
 ) -> None:
     """Write a checkpoint with a single data file to the new storage ``storage``.
 
-    ``boxes``, ``tensors`` and ``contents``: see :class:`DataFile`; ``meta``: contents of the root file beside the index
-    of tensors; ``files``: contents of further files, by name. If anything interrupts the writing, even Ctrl-C,
-    ``storage`` is cleared.
+    ``boxes``: pairs of a tensor's name and a box, in the order of the data file; ``tensors``: descriptions of the
+    tensors, by name; ``contents``: function that yields the bytes of each box, called again after a failed attempt;
+    ``meta``: contents of the root file beside the index of tensors; ``files``: contents of further files, by name. If
+    anything interrupts the writing, even Ctrl-C, ``storage`` is cleared.
     """
     attempt = secrets.token_hex(6)
     manifest, named = (
@@ -193,7 +194,11 @@ def _blocks(
 def commit_report(
     storage: Storage, wanted: Commit, abandoned: Callable[[], bool]
 ) -> Report:
-    """Run :func:`commit` with the same arguments. Returns a report with its duration or its problem."""
+    """Commit a checkpoint as :func:`commit` does, and return a report with the duration or the problem of the commit.
+
+    ``storage``: storage of the checkpoint; ``wanted``: the manifests to wait for and the contents of the root file;
+    ``abandoned()``: whether another rank has failed, so that waiting is in vain.
+    """
     begun = time.perf_counter()
     with _caught(Report()) as report:
         commit(storage, wanted, abandoned)

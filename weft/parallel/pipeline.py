@@ -113,7 +113,7 @@ class Pipeline:
         return state
 
     def table(self, microbatches: int, forward_only: bool = False) -> Table:
-        """Return the schedule for ``microbatches`` microbatches, with transfers between ranks and gathers of parameters.
+        """Return the schedule for ``microbatches`` microbatches, with transfers and with gathers of parameters.
 
         With ``forward_only`` it is the schedule of evaluation, in which microbatches pass all stages. The schedule is
         built and validated at the first call.

@@ -30,7 +30,7 @@ LOCAL = ("saved", "tape")
 class Key(NamedTuple):
     """Kind, stage and microbatch of an action, by which :attr:`Action.deps` of other actions name it.
 
-    No two actions of a table that is not lowered share a key.
+    No two actions of a table share a key until :func:`weft.schedule.lower.lower` inserts transfers into the table.
     """
 
     kind: str
@@ -133,10 +133,11 @@ def assemble(
 ) -> Table:
     """Make the table ``name`` from each rank's order of actions.
 
-    The values that an action reads and writes follow from its kind and the microbatch's path. ``orders[r]``: the
-    ``(kind, stage, microbatch)`` triples of rank ``r``; ``stages``: number of stages; ``paths[m]``: the stages that
-    microbatch ``m`` passes. Raises :class:`ScheduleError` for a kind that is declared without a flow, or for a stage
-    that is not on the microbatch's path.
+    ``orders[r]``: the ``(kind, stage, microbatch)`` triples of rank ``r``; ``stages``: number of stages; ``paths[m]``:
+    the stages that microbatch ``m`` passes. The values that an action reads and writes follow from the declaration of
+    its kind (``flow`` of :class:`weft.schedule.kinds.Kind`) and from the microbatch's path. Raises
+    :class:`ScheduleError` for a kind whose declaration has no flow, or for a stage that is not on the microbatch's
+    path.
     """
     visits = {
         (stage, m): Visit(stage, m, before, after)

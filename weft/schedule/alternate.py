@@ -58,7 +58,9 @@ def on_device(units: int, count: int) -> list[int]:
 def update_table(units: int, count: int) -> Table:
     """Build the table of the updates of ``units`` units, of which the device updates ``count`` and the host all others.
 
-    The table's ranks are :data:`HOST`, :data:`DEVICE` and :data:`BACK`, the copies from the device to the host.
+    A unit is a group of parameters that are updated together. In place of pipeline ranks the table has three workers:
+    :data:`HOST` updates units, :data:`DEVICE` fetches units and updates them, and :data:`BACK` copies updated units
+    from the device to the host.
     """
     away = on_device(units, count)
     there: list[Action] = []

@@ -52,8 +52,8 @@ class ScheduleBuilder:
     ) -> Number:
         """Return the idle time of a rank in a step, in closed form and in the unit of ``times``.
 
-        ``chunks``: stages per rank; ``times``: times of one microbatch on a rank. For schedules that fill idle times by
-        the clock the result holds only for ``2 * ranks`` microbatches or more.
+        ``chunks``: stages per rank; ``times``: times of one microbatch on a rank. For schedules that simulate ``times``
+        to fill idle times, the result holds only for ``2 * ranks`` microbatches or more.
         """
         raise NotImplementedError
 
@@ -85,11 +85,11 @@ def ramp(ranks: Number, times: Times) -> Number:
 
 
 def filled(times: Times) -> Number:
-    """Return ``backward_input + max(forward - backward_weight, 0)``: the bubble per further rank with split backward.
+    """Return by how much each rank after the first lengthens the bubble if backward is split and W is postponed.
 
-    Without a split each further rank makes the bubble longer by ``forward + backward_input + backward_weight``. Of this
-    time, postponed weight gradients fill ``backward_weight``, and once more the shorter of ``forward`` and
-    ``backward_weight``.
+    W is the gradient of the weights. The result is ``backward_input + max(forward - backward_weight, 0)``. Without a
+    split it would be ``forward + backward_input + backward_weight``; postponed weight gradients fill
+    ``backward_weight`` of this time, and once more the shorter of ``forward`` and ``backward_weight``.
     """
     return times.backward_input + larger(times.forward - times.backward_weight, 0)
 

@@ -35,7 +35,7 @@ MEMORY = "activations held, in microbatches of a rank"
 
 
 def colours(table: Table) -> dict[str, str]:
-    """Return the colour, ``#rrggbb``, of every kind of action in ``table`` that lowering has not inserted.
+    """Return the colour, ``#rrggbb``, of every kind of action in ``table``, except for inserted transfers and gathers.
 
     A kind has the same colour in the pictures of other tables where possible.
     """
@@ -223,8 +223,8 @@ def svg(
     """Draw the simulation as SVG: a lane of boxes for each rank, and the rank's memory under it.
 
     ``title``: by default the schedule's name; ``unit``: name of the unit of time; ``memory``: what the levels of memory
-    count; ``note``: text beside the title. A picture for a ``page`` has no title, legend and background of its own;
-    there ``note`` replaces the line of figures.
+    count; ``note``: text beside the title. ``page``: whether the picture is part of a page, which has the title, the
+    legend and the background itself; such a picture shows ``note`` in place of the line with makespan and bubble.
     """
     table = simulation.table
     spans = [t.end - t.start for t in chain(*simulation.timeline) if t.end > t.start]

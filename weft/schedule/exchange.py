@@ -31,7 +31,8 @@ from weft.schedule.times import ModelTimes, Times
 class Beside(Enum):
     """The work that a rank runs alternately with a microbatch's pass, while tokens of that pass travel to other ranks.
 
-    It is none, the other pass (backward beside forward) of another microbatch, or the same pass of another microbatch.
+    ``NOTHING``: the rank waits. ``OTHER_PASS``: the backward of another microbatch beside a forward, and the reverse.
+    ``SAME_PASS``: the same pass of another microbatch.
     """
 
     NOTHING = "nothing"
@@ -138,8 +139,7 @@ def with_exchanges(
     """Cut ``table`` layer by layer: each layer becomes a stage whose tokens travel to experts on other ranks and back.
 
     ``layers``: the number of layers of each stage of ``table``; ``beside``: what a rank computes while tokens travel.
-    With ``Beside.NOTHING`` the rank waits: an action begins when the action before it on its rank has ended, as
-    :func:`weft.schedule.execute.execute` runs them.
+    With ``Beside.NOTHING`` the rank computes nothing meanwhile: each of its actions depends on the action before it.
     """
     first = [0, *accumulate(layers)]
     layers_of = [range(a, b) for a, b in pairwise(first)]

@@ -23,7 +23,8 @@ class Executed:
     """Measurements of one run of a table on a rank.
 
     ``times``: start and end of each action that computes, in seconds of ``time.perf_counter``; ``peak``: the largest
-    number of ``saved`` and ``tape`` values alive at once.
+    number of results kept for backward at once. Such results are a stage's saved activations and the inputs of its
+    postponed weight gradients; each counts 1.
     """
 
     times: list[Timed] = field(default_factory=list)
@@ -38,13 +39,16 @@ def execute(
     *,
     window: int = WINDOW,
 ) -> Executed:
-    """Run rank ``rank`` of a lowered ``table``; every rank of the pipeline calls this with its own number.
+    """Run the actions of rank ``rank``; every rank of the pipeline calls this with its own number.
 
-    ``ops[kind]`` computes an action; an action that lowering inserted is skipped if it has no operation. ``wire``:
+    ``table``: a schedule with all transfers, as :func:`weft.schedule.validate.validate` returns it. ``ops[kind]``:
+    function that computes an action of the kind; inserted actions (transfers, gathers, frees) may do without. ``wire``:
     sends and receives values, which are tensors, tuples of tensors or None; it may be None on a single rank.
     ``window``: receives that are posted ahead per rank, and sends to one rank that may be under way before the next
-    send waits, so that buffers are bounded. Raises :class:`weft.net.lost.PeerLost` naming a rank that does not deliver
-    within the wire's timeout, and :class:`ScheduleError` for a kind without an operation.
+    send waits, so that buffers are bounded.
+
+    Raises :class:`weft.net.lost.PeerLost` naming a rank that does not deliver within the wire's timeout, and
+    :class:`ScheduleError` for a kind of action that ``ops`` lacks.
     """
     actions = table.ranks[rank]
     unknown = {a.kind for a in actions if a.kind not in ops and not a.declared.inserted}

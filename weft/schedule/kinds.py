@@ -14,9 +14,11 @@ from weft.schedule.times import ModelTimes
 
 
 class Duty(Flag):
-    """Work that each stage on a microbatch's path does exactly once: forward and the two parts of backward.
+    """Work that a schedule must contain once for each stage and microbatch: forward, and the two parts of backward.
 
-    One rank does all of it for a microbatch at a stage.
+    The parts of backward are ``INPUT_GRADIENT`` and ``WEIGHT_GRADIENT``, together ``BACKWARD``; ``ALL`` is forward and
+    backward, ``NONE`` is an action that does no such work, such as a transfer. One rank does all duties for a
+    microbatch at a stage.
     """
 
     NONE = 0
@@ -90,7 +92,7 @@ class Flow(NamedTuple):
 
 
 def duty_time(action: Any, times: ModelTimes) -> float:
-    """Return the modelled time of ``action``: the sum of its stage's times for each duty of its kind.
+    """Return the modelled time of ``action``: the stage's time for each duty (forward or a part of backward) it does.
 
     It is the default ``cost`` of a :class:`Kind`. ``times``: times of all stages of the model.
     """
@@ -103,9 +105,10 @@ def duty_time(action: Any, times: ModelTimes) -> float:
 
 
 class Duties(NamedTuple):
-    """The duties of a kind of action, as truth values.
+    """The duties of a kind of action: whether an action of the kind computes each of three parts of a stage's work.
 
-    They say whether it computes the forward, the gradient of the input, and the gradients of the weights.
+    ``forward``: the stage's output; ``input_gradient``: the gradient of its input; ``weight_gradient``: the gradients
+    of its weights.
     """
 
     forward: bool
@@ -145,7 +148,7 @@ class Kind:
 
     @cached_property
     def duties(self) -> Duties:
-        """The duties of this kind, as one truth value each."""
+        """The parts of a stage's work (forward, input gradient, weight gradient) that an action of this kind does."""
         return Duties(*(duty in self.duty for duty in Duty.ALL))
 
 

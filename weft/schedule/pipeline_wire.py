@@ -42,12 +42,13 @@ class _Arrival:
 
 
 class Wire:
-    """Asynchronous transfers of values between the ranks of one pipeline, numbered as along the mesh axis ``pp``.
+    """Asynchronous transfers of values (results of actions) between the ranks of one pipeline.
 
-    ``group``: process group of the pipeline; ``device``: where received tensors are allocated; ``timeout``: seconds
-    that a rank waits for a value; ``spec(value)``: shapes and types of the value's tensors if the receiver knows them,
-    else None, and then a header travels before the data. On NCCL every ordered pair of ranks has its own communicator,
-    as two ranks that send to each other in the same one would wait for each other.
+    Ranks are numbered along the mesh axis ``pp``. ``group``: process group of the pipeline; ``device``: where received
+    tensors are allocated; ``timeout``: seconds that a rank waits for a value. ``spec(value)``: shapes and types of the
+    value's tensors if the receiver knows them; if the result is None, a header with shapes and types travels before the
+    data. On NCCL every ordered pair of ranks has its own communicator, as two ranks that send to each other in the same
+    one would wait for each other.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ def by_kind(times: ModelTimes) -> Callable[[Action], float]:
 def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
     """Return costs for a table whose stages all take equally long. ``times``: times of one microbatch on a rank.
 
-    Each of a rank's ``v`` stages takes ``1 / v`` of these times, and its saved activations take ``1 / v`` of the
-    rank's, which are 1 per microbatch, from the stage's forward to its weight gradient.
+    A rank with ``v`` stages takes ``1 / v`` of these times for each. The unit of memory is what a rank saves for one
+    microbatch; each stage saves ``1 / v`` of it from its forward to its weight gradient.
     """
     chunks = table.stages / len(table.ranks)
     return Costs(

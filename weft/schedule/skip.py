@@ -37,12 +37,13 @@ WEIGHTS = (8.0, 2.0, 1.0, 0.5)
 def plan_paths(
     holders: Holders, microbatches: int, ratio: float, costs: Costs, split: bool = True
 ) -> list[Path]:
-    """Plan which stages each microbatch passes, in order; all together skip the share ``ratio`` of all stage visits.
+    """Plan which stages each microbatch passes, in order, if microbatches may skip stages.
 
-    ``holders[s]``: ranks that may run stage ``s``; ``costs``: times of actions and transfers; ``split``: whether
-    backward is split into input and weight gradient. The first and the last stage are always run in their places; of
-    the others a path may exchange one pair of neighbours. Of a few plans the one with the shortest simulated makespan
-    is returned. Raises :class:`UsageError` if ``ratio`` is larger than these rules allow.
+    ``ratio``: share of all visits of stages that are skipped; ``holders[s]``: ranks that may run stage ``s``;
+    ``costs``: times of actions and transfers; ``split``: whether backward is split into input and weight gradient.
+    Every path begins with the first stage and ends with the last; in between it may exchange two neighbouring stages.
+    Of a few plans the one with the shortest simulated makespan is returned. Raises :class:`UsageError` if ``ratio`` is
+    larger than these rules allow.
     """
     stages = len(holders)
     total = round(ratio * stages * microbatches)

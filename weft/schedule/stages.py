@@ -109,7 +109,7 @@ def modelled_costs(
 def make_table(
     layout: Layout, microbatches: int, shape: ModelShape, seq_len: int
 ) -> Table:
-    """Build the table of the schedule of ``layout``, not lowered, for ``microbatches`` microbatches.
+    """Build the table of the schedule of ``layout`` for ``microbatches`` microbatches, without transfers between ranks.
 
     ``shape``: the model, whose modelled floating-point operations decide where passes over the vocabulary go;
     ``seq_len``: tokens of a sequence.

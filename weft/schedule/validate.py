@@ -14,11 +14,12 @@ WINDOW = 4
 def validate(
     table: Table, window: int = WINDOW, zero: int = 1, streamed: bool = False
 ) -> Table:
-    """Check ``table`` and return it lowered; for ``zero`` and ``streamed`` see :func:`weft.schedule.lower.lower`.
+    """Check ``table``, and return it with transfers, gathers, reductions and frees inserted.
 
-    A valid table does every duty of every stage on a microbatch's path (:class:`weft.schedule.kinds.Duty`) once, on one
-    rank; it writes a value before it reads it; and its execution ends with at most ``window`` messages under way
-    between two ranks. Raises :class:`ScheduleError` naming the actions at fault.
+    :func:`weft.schedule.lower.lower` inserts these and explains ``zero`` (the ZeRO stage) and ``streamed`` (parameters
+    rest outside of the device's memory). A valid table does the forward and both parts of the backward of every stage
+    on a microbatch's path once, on one rank; it writes a value before it reads it; and its execution ends with at most
+    ``window`` messages under way between two ranks. Raises :class:`ScheduleError` naming the actions at fault.
     """
     _exactly_once(table)
     lowered = lower(table, zero, streamed)
@@ -101,10 +102,11 @@ def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
 
 
 def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
-    """Execute a lowered table without computing; return the most messages under way for each ordered pair of ranks.
+    """Execute a table without computing; return the most messages under way for each ordered pair of ranks.
 
-    A send waits while ``window`` messages to the same rank are under way. Raises :class:`ScheduleError` for a deadlock,
-    for messages in the wrong order, and for messages that nobody receives.
+    ``lowered``: table with all sends and receives (:func:`weft.schedule.lower.lower`). A send waits while ``window``
+    messages to the same rank are under way. Raises :class:`ScheduleError` for a deadlock, for messages in the wrong
+    order, and for messages that nobody receives.
     """
     queues = [deque(actions) for actions in lowered.ranks]
     under_way: dict[tuple[int, int], deque[Value]] = defaultdict(deque)

@@ -67,10 +67,11 @@ def share_stage(stages: int, rank: int) -> int:
 
 
 def output_times(product: float, barriers: int) -> Times:
-    """Return the times of the whole output layer in the vocabulary passes S and T.
+    """Return the times of the whole output layer, where it is cut over ranks and runs as two passes, S and T.
 
-    ``product``: time of one of the layer's three matrix products; ``barriers``: synchronisations per microbatch, 1 or
-    2. With one, S computes the gradient of the input together with the logits; with two, T computes it.
+    S computes logits, and T the gradient of the layer's weight. With one barrier S computes the gradient of the layer's
+    input too; with two, T does. ``product``: time of one of the layer's three matrix products; ``barriers``:
+    synchronisations of the ranks per microbatch, 1 or 2.
     """
     if barriers == 1:
         return Times(2 * product, 0.0, product)

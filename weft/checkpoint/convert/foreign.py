@@ -79,7 +79,7 @@ class Foreign:
 
 
 def naming(path: object, error: WeftError) -> WeftError:
-    """Return ``error`` with ``path`` put before its message, unless the message already names the path."""
+    """Return ``error`` if its message names ``path``, else a new :class:`WeftError` with ``path`` before the message."""
     return error if str(path) in str(error) else WeftError(f"{path}: {error}")
 
 

@@ -84,8 +84,8 @@ class PeftAdapter:
         ``base``: name of the base model, or None if the folder does not name one.
         ``sizes``: shape of each tensor, by PEFT's name.
         ``tokens``: ids of the tokens whose rows of embedding or output layer are trained.
-        ``placed``: whole weights that the folder stores as two tensors, the base weight and the trained rows, because
-            the vocabulary has grown. The values are the names of the two tensors, and the tokens of the rows.
+        ``placed``: for each weight that has grown with the vocabulary, and is stored as two tensors (the base weight,
+            and the trained rows): the names of both tensors, and the tokens of the rows.
         ``orders``: for each tensor of trained rows, the permutation that sorts its rows by token id.
     """
 

@@ -61,8 +61,8 @@ def most_chosen(
     """Return the numbers of each layer's ``keep`` most chosen experts, ascending, and a line of text for the user.
 
     The line says how many choices fell on experts that are not kept. ``chosen``: the experts of each token, by layer
-    (:func:`chosen_experts`). Raises :class:`UsageError` if the model's router or its number of experts does not allow
-    it.
+    (:func:`chosen_experts`). Raises :class:`UsageError` if ``keep`` is less than the experts per token or more than the
+    experts of a layer, or if the router's weights would no longer add up as in training.
     """
     counts = list(shape.mixtures.values())
     if not shape.experts_per_token <= keep <= min(counts):
@@ -91,8 +91,8 @@ def best_order(
     """Return an order of each layer's experts in which few tokens move between ranks, and a line about its effect.
 
     The order is a list of expert numbers for each layer, cut into ``ranks`` runs of consecutive experts. ``chosen``:
-    the experts of each token, by layer (:func:`chosen_experts`); ``level``: see
-    :func:`weft.parallel.experts.affinity.place_experts`. Raises :class:`UsageError` if a layer has fewer experts than
+    the experts of each token, by layer (:func:`chosen_experts`); ``level``: weight of even loads of the ranks against
+    tokens that stay on a rank, 0: loads do not count. Raises :class:`UsageError` if a layer has fewer experts than
     ranks.
     """
     counts = list(shape.mixtures.values())
@@ -140,10 +140,14 @@ def export_for_texts(
 ) -> str:  # fmt: skip
     """Export a Hugging Face model whose experts are selected, or reordered, for texts like those in the file ``texts``.
 
-    ``checkpoint``: the model; ``out``: the new folder; ``warn``, ``ema`` and ``dtype``: see
-    :func:`weft.checkpoint.model.export_model`. With ``keep`` only the ``keep`` most chosen experts of each layer are
-    exported. Otherwise all experts are exported, in the order of :func:`best_order` for ``ranks`` ranks and ``level``.
-    Adapters are merged. Returns a line of text about the effect.
+    With ``keep`` only the ``keep`` experts of each layer that these texts choose most are exported. Otherwise all
+    experts are exported, in an order in which few tokens move between ``ranks`` ranks; a higher ``level`` gives the
+    ranks more even loads (:func:`best_order`). Adapters are merged.
+
+    ``checkpoint``: the model; ``out``: the new folder; ``warn``: called with a line for each damaged checkpoint that is
+    skipped; ``ema``: export the run's moving averages of the parameters; ``dtype``: type of the weights, by default
+    that of the model from which the run started. Returns a line of text about the effect. Raises :class:`UsageError`
+    unless exactly one of ``keep`` and ``ranks`` is given.
     """
     check_new(out)
     if bool(keep) == bool(ranks):

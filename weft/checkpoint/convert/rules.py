@@ -334,11 +334,11 @@ def logical_tensor(
     shape: ModelShape,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Read a whole tensor from where a checkpoint of another program has it.
+    """Read a logical tensor (the whole tensor as Weft's model has it) from a checkpoint of another program.
 
-    ``source``: the place in that checkpoint; ``size``: shape of the tensor; ``shape``: shape of the model; ``dtype``:
-    the type to convert to, or None for the stored type. Raises :class:`WeftError` if the stored shards do not form the
-    tensor exactly, or copies that must be equal differ.
+    ``source``: the shards in that checkpoint, and the rule by which they form the tensor; ``size``: shape of the
+    tensor; ``shape``: shape of the model; ``dtype``: the type to convert to, or None for the stored type. Raises
+    :class:`WeftError` if the stored shards do not form the tensor exactly, or copies that must be equal differ.
     """
     sizes = [shard.shape for shard in source.shards]
     copies = list(source.rule.layout(sizes, shape, source.part))

@@ -21,9 +21,11 @@ class Policy:
 
     ``alternate``: whether a rank prefers a forward after a backward if both are ready; otherwise it always prefers the
     backward. ``patience``: a rank that could only run a weight gradient stays idle if the input of a forward or
-    backward arrives within this share of the weight gradient's time. ``ahead``: limit of microbatches between forward
-    and backward at a stage, as a multiple of the forward-backward pairs that the rank could run while one microbatch
-    travels from there to the last stage and back (1: 1F1B; 2: no bubble).
+    backward arrives within this share of the weight gradient's time.
+
+    ``ahead``: limit of the microbatches that a rank has run forward, but not yet backward, at a stage. The unit of the
+    limit is the number of pairs of forward and backward that the rank could run while one microbatch travels from the
+    stage to the last one and back: 1 gives the order of 1F1B, 2 leaves no idle time.
     """
 
     alternate: bool = False
@@ -205,10 +207,11 @@ class Listing:
         self.ready[target].append(_Item(m, to, kind, end))
 
     def place(self, m: int, first: int | None = None) -> list[int] | None:
-        """Choose a rank for every position on the path of microbatch ``m``; return None if it then fits nowhere.
+        """Choose a rank for every position on the path of microbatch ``m``.
 
-        The microbatch must fit in the memory of the chosen ranks if no other microbatch runs. Ranks with the least
-        compute time so far are tried first. ``first``: the rank of the first position; None: choose this rank too.
+        The microbatch must fit in the memory of the chosen ranks if no other microbatch runs; the result is None if no
+        choice of ranks allows that. Ranks with the least compute time so far are tried first. ``first``: the rank of
+        the first position; None: choose this rank too.
         """
         path = self.paths[m]
 
