@@ -79,7 +79,7 @@ class Foreign:
 
 
 def naming(path: object, error: WeftError) -> WeftError:
-    """Return ``error`` if its message names ``path``, else a new :class:`WeftError` with ``path`` before the message."""
+    """Return ``error`` if its message names ``path``, else a new :class:`WeftError` that has ``path`` before it."""
     return error if str(path) in str(error) else WeftError(f"{path}: {error}")
 
 
