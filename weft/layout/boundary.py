@@ -84,10 +84,11 @@ def own(weight: T, start: int, stop: int, mesh: Mesh) -> T:
 
 
 def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
-    """Convert ``x`` to type P (pending sum) on the axes in ``types``, so that the sum counts every value once.
+    """Convert ``x`` to this rank's part of a sum over the axes in ``types``, such that the sum counts every value once.
 
-    ``types``: the type of ``x`` by axis. Along an axis where ranks hold the same value (R or I), all ranks but the
-    first contribute zero.
+    ``types``: the type of ``x`` by axis: varying (V), replicated (R), invariant (I) or partial sum (P). On an axis
+    where ranks hold the same value (R or I), all ranks but the first contribute zero. The result is a partial sum (P)
+    on each axis, which a later all-reduce completes.
     """
     for axis, kind in types.items():
         if mesh.size(axis) > 1 and kind is not P:
@@ -157,16 +158,20 @@ def state_types(logical: Logical) -> dict[str, Kind]:
 
 
 def own_number(value: float, mesh: Mesh, **types: Kind) -> T:
-    """Return ``value``, which this rank has computed, as a float64 scalar tensor. ``types``: its type by axis."""
+    """Return ``value``, which this rank has computed, as a float64 scalar tensor.
+
+    ``types``: the type of ``value`` by axis, such as V for a value that differs from rank to rank (:func:`declare`).
+    """
     with untyped():
         x = torch.tensor(value, dtype=torch.float64, device=mesh.device)
     return declare(x, mesh, **types)
 
 
 def own_share(value: float, mesh: Mesh, **types: Kind) -> T:
-    """Return ``value`` as this rank's share of a pending sum that counts every value once: a float64 scalar.
+    """Return ``value`` as this rank's part of a sum that counts every value once: a float64 scalar of type P.
 
-    ``types``: the type of ``value`` by axis; along axes where ranks have the same value, only the first contributes it.
+    ``types``: the type of ``value`` by axis: varying (V), replicated (R), invariant (I) or partial sum (P). On axes
+    where ranks have the same value (R or I), only the first contributes it. A later all-reduce completes the sum.
     """
     return share_of_sum(own_number(value, mesh, **types), mesh, **types)
 

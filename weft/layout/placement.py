@@ -40,12 +40,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's coordinate along every axis of a layout, and along groups of ranks that are derived from axes.
+    """One rank's coordinate along every axis of a layout, and along four groups of ranks that are derived from axes.
 
-    ``coordinates``: by axis, and by four further names. ``state`` numbers the ranks of ``shard`` and ``cp`` together,
-    which share the state, by their rank in the world, as PyTorch numbers the ranks of a group. ``ep`` numbers
-    neighbours among the data ranks in the same way. ``expert_state`` and ``expert_dp`` number the ranks with the same
-    experts: those that share the experts' state, and the replicas of it.
+    ``coordinates``: by name of the axis or group. The groups are numbered by rank in the world, as PyTorch numbers
+    them:
+
+    Attributes:
+        ``state``: the ranks of ``shard`` and ``cp`` together, which share the parameters' state.
+        ``ep``: neighbouring data ranks, which hold different experts.
+        ``expert_state``: ranks with the same experts, which share the experts' state.
+        ``expert_dp``: ranks with the same experts, which hold replicas of the same part of the experts' state.
     """
 
     layout: Layout
@@ -189,9 +193,10 @@ def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
 
 
 def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """Rearrange ``ranks``, a :func:`rank_table`, as ``[island, pp, ..., ep]``.
+    """Rearrange ``ranks``, a :func:`rank_table`, with the ranks that exchange tokens for experts along the last axis.
 
-    The ranks along the last dimension hold all experts of a layer together, and exchange tokens among them.
+    These ranks hold all experts of a layer together. The result is ``[island, pp, expert_dp, expert_state, tp, ep]``,
+    without ``tp`` if experts are spread over the ranks of ``tp`` as well, which the last dimension then contains.
     """
     folded = expert_table(layout, ranks)
     if layout.folds_tp:
@@ -222,11 +227,14 @@ def expert_blocks(layout: Layout) -> list[int]:
 def cut_axes(
     dims: Sequence[Dim], layout: Layout, whole: bool = False
 ) -> tuple[tuple[str, ...], ...]:
-    """Return, for each dimension, the axes larger than one that cut it (:data:`CUTS`).
+    """Return, for each dimension in ``dims``, the axes larger than one that cut it.
 
-    ``whole``: whether ranks of ``tp`` and ``ep`` all compute with the whole parameter. With vocabulary passes, pipeline
-    stages cut the vocabulary too. ``tp`` may cut experts. An axis cuts one dimension only, with one exception: if there
-    are fewer experts than ranks of ``ep``, the axes that cut the experts also cut their width.
+    :data:`CUTS` says which axes cut a dimension by its name. To these comes ``pp`` for the vocabulary if the layout has
+    vocabulary passes (``vocab_barriers``), and ``tp`` for experts if these are spread over the ranks of ``tp`` too
+    (``folds_tp``). An axis that cuts one dimension cuts no later one. With fewer experts than ranks of ``ep``, however,
+    each expert is cut in pieces: the axes that cut the number of experts also cut the experts' width.
+
+    ``whole``: whether ranks of ``tp`` and ``ep`` all compute with the whole parameter, which they then do not cut.
     """
     cuts: list[tuple[str, ...]] = []
     taken: set[str] = {*MODEL_AXES, FOLDED} if whole else set()

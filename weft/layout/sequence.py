@@ -7,8 +7,9 @@ from weft.registry import find
 def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
     """Return, for each ``cp`` rank, the indices of the sequence's chunks that it owns, in the order it holds them.
 
-    Most attention schemes pair an early block with a late one (zigzag), so that causal work is even. Ranks that
-    exchange heads hold consecutive parts of their block, which the all-to-all joins in rank order.
+    The sequence is cut into equal chunks. With most attention schemes a rank has an early and a late one (zigzag), so
+    that ranks have even work under the causal mask; else it has one. Ranks that exchange heads with each other
+    (``layout.ulysses``) own consecutive chunks.
     """
     inner = layout.head_ranks
     tables = layout.cp // inner

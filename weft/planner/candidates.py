@@ -37,10 +37,11 @@ def divisors(n: int, most: float = math.inf) -> list[int]:
 
 @dataclass(frozen=True)
 class Refused:
-    """A rule of divisibility, and the number of divisions of the ranks that break this rule before any other.
+    """A rule of divisibility that excludes layouts: how many ways to divide the ranks it excludes, and an example.
 
-    A division gives the sizes of ``tp``, ``pp``, ``cp`` and the data axes. ``count``: number of such divisions.
-    ``example``: the conflicting values of one of them. ``fix``: a remedy.
+    A way to divide the ranks gives the sizes of ``tp``, ``pp``, ``cp`` and the data axes, and counts for the first rule
+    that it breaks. ``rule``: the rule in words; ``count``: number of excluded ways; ``example``: the conflicting values
+    of one of them; ``fix``: a remedy.
     """
 
     rule: str
@@ -224,10 +225,12 @@ def variants(
     """Return variants of ``plans`` with secondary partitions (ZeRO++ hpZ), and with state away from the device.
 
     Both cost time, so they are tried only where they may help. A secondary partition is tried where ZeRO-3 gathers
-    across slow links and memory is left. State away from the device is tried where device memory is not enough.
-    ``fits``: which plans fit in memory. ``cheap``: for each variation, ``secondary`` or ``away``, which plans might be
-    the fastest if it cost nothing. ``wanted``: values that the user demands by field of :class:`Plan`; these are tried
-    everywhere. ``places``: the places to try, host and file, as indices into :data:`weft.recipe.PLACES`.
+    across slow links and memory is left; state away from the device where device memory is not enough.
+
+    ``fits``: which plans fit in memory. ``cheap``: under the keys "secondary" and "away", which plans might be the
+    fastest if that variation cost no time; others are not varied. ``wanted``: values that the user demands by field of
+    :class:`Plan`; plans are varied to these everywhere. ``places``: the places to try, host and file, as indices into
+    :data:`weft.recipe.PLACES`.
     """
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
@@ -274,7 +277,7 @@ def variants(
 def take(plans: Plan, which: Any) -> Plan:
     """Return the rows of ``plans`` that ``which``, a mask or indices, selects.
 
-    ``outer`` becomes 0 in all of them, because the search chooses it last.
+    ``outer`` (which axis crosses between sites) becomes 0 in all of them, because the search chooses it last.
     """
     return replace(
         plans, outer=0, **{name: getattr(plans, name)[which] for name in CHOSEN}
@@ -282,7 +285,10 @@ def take(plans: Plan, which: Any) -> Plan:
 
 
 def join_splits(parts: Sequence[Plan]) -> Plan:
-    """Concatenate the rows of all ``parts``, which are plans of arrays."""
+    """Concatenate the rows of all ``parts``, which are plans of arrays.
+
+    ``outer`` (which axis crosses between sites) becomes 0, because the search chooses it last.
+    """
     return replace(
         parts[0],
         outer=0,
@@ -302,10 +308,10 @@ def _can_rest(way: dict[str, int]) -> bool:
 def nearby(
     state: NDArray[np.float64], tp: NDArray[np.float64], machine: Machine
 ) -> NDArray[np.float64]:
-    """Return the largest number of ranks that fast links join and that divides ``state``, for each plan.
+    """Return for each plan the largest secondary partition (ZeRO++ hpZ) whose ranks are joined by fast links alone.
 
-    ``state``: the number of ranks over which ZeRO cuts the state. ``tp``: the distance between the numbers of
-    neighbours among these ranks. All arrays are ``[plans]``.
+    The size of a partition divides ``state``, the number of ranks over which ZeRO cuts the state. ``tp``: by how much
+    the world ranks of neighbours in a partition differ. All arrays are ``[plans]``.
     """
     pairs = {
         (s, t): max(divisors(int(s), machine.domain // t), default=1)

@@ -30,10 +30,10 @@ class ChosenLayout:
 
 
 def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
-    """Return the settings of ``recipe`` that restrict its layout, as pins for the search.
+    """Return the settings of ``recipe`` that restrict its layout, as demands on fields of a plan (:class:`Pin`).
 
-    They are in ``[train]``, ``[memory]`` and ``[optimizer]``. ``cluster`` tells whether the host's memory is separate
-    from the device's; if not, settings that keep state on the host restrict nothing.
+    Such settings are in ``[train]``, ``[memory]`` and ``[optimizer]``. ``cluster`` tells whether the host's memory is
+    separate from the device's; if not, settings that keep state on the host restrict nothing.
     """
     train = recipe.train
     pins = [Pin.parse(f"{name}={getattr(train, name)}") for name in ("micro_batch", "recompute")
@@ -57,10 +57,11 @@ def choose_layout(
     cluster: Cluster,
     engine: EngineConstants = ENGINES["weft"],
 ) -> ChosenLayout:
-    """Plan a layout for ``recipe`` on ``cluster``; the recipe's ``[train]`` section is kept.
+    """Plan a layout for ``recipe`` on ``cluster``, and return the recipe with the layout.
 
-    ``model``: the shape of the recipe's model. The choice is deterministic, so that every rank comes to the same
-    layout. Raises :class:`UsageError` if no layout fits.
+    ``train.micro_batch``, ``train.recompute`` and the places in ``[memory]`` are chosen with the layout, unless the
+    recipe sets them. ``model``: the shape of the recipe's model; ``engine``: constants of the training program. The
+    choice is deterministic, so that every rank comes to the same layout. Raises :class:`UsageError` if no layout fits.
     """
     train = recipe.train
     shape = shape_of(model, vocab_of(recipe))

@@ -24,7 +24,11 @@ from weft.shapes.shape import Num, Shape
 
 
 class Recompute(IntEnum):
-    """The part of a layer's forward that backward computes again."""
+    """The part of a layer's forward that backward computes again.
+
+    ``NONE``: nothing; ``SELECTIVE``: parts that are cheap to compute for the memory they save; ``FULL``: the whole
+    layer.
+    """
 
     NONE = 0
     SELECTIVE = 1

@@ -224,8 +224,10 @@ def refine(
     """Simulate the pipeline of one ``plan``; return None if the schedule cannot be built or run.
 
     ``searched``: the search to which the plan belongs. ``closed``: seconds of the step by the closed form.
-    ``barriers``: see :class:`Final`. ``tables``: schedule tables built before, to be reused. ``beside``: which pass
-    runs during an exchange of experts; if it is given, these exchanges are actions of the schedule.
+    ``barriers``: number of synchronisation points if embedding and output layer are cut over the pipeline, else 0.
+    ``tables``: schedule tables built before, to be reused. ``beside``: the pass that a rank computes during an exchange
+    of experts, which is then simulated as an action of the schedule; None: exchanges count as a part of their layer's
+    time.
     """
     shape, machine, engine = searched.shape, searched.machine, searched.engine
     if plan.pp == 1 and beside is None:

@@ -76,10 +76,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Knob:
-    """An engine constant that is fitted by a factor on its preset.
+    """An engine constant that is fitted: a preset value times a factor that is found from measured runs.
 
     ``field``: name of the constant in :class:`EngineConstants`. ``sigma``: prior standard deviation of the factor's
-    logarithm. ``key``: names the measured runs to which the factor applies, by default all.
+    logarithm. ``key``: text that says to which measured runs the factor applies, by default all; whoever fits turns it
+    into the masks of :func:`fit`.
     """
 
     field: str
@@ -218,15 +219,17 @@ def predict(
 ) -> Array:
     """Predict the seconds per step of each measured run in ``rows`` by the roofline with fitted constants.
 
-    ``theta`` and ``masks``: see :func:`factors`; without ``masks`` all knobs apply to all runs.
+    ``theta``: logarithms of the factors on the constants that ``knobs`` names, ``[..., knob]``. ``masks``: 1 where a
+    factor applies to a run, else 0, ``[knob, row]``; None if all apply to all. The result is ``[..., row]``.
     """
     return times_of(rows, knobs, masks)(theta)
 
 
 def constants(rows: Sequence[Measurement]) -> dict[str, float]:
-    """Return for each program the GiB of memory that no formula explains.
+    """Return the GiB of memory that no formula explains, by the training program's name (``framework`` of a run).
 
-    They are the median over the program's measured runs in ``rows``, at least 0.
+    The value is the median over the program's runs in ``rows`` of the measured memory minus that of the formulas, at
+    least 0.
     """
     known = [row for row in rows if row.gib]
     if not known:

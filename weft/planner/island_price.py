@@ -93,9 +93,9 @@ def islands_of(
 ) -> Islands | None:
     """Plan one island per site: the best layout of a site, and the costs of exchanges between sites.
 
-    Returns None if the cluster has only one site, sites do not divide it or the batch evenly, or no layout fits a site.
-    Sites of equal size take equal shares of the ``batch`` of sequences with ``seq`` tokens. ``bits``: width of the
-    products' operands. ``pins``: the user's demands on the layout.
+    Islands share the ``batch`` of sequences with ``seq`` tokens equally. ``bits``: width of the products' operands.
+    ``pins``: the user's demands on the layout. Returns None if the cluster has only one site, if its devices are no
+    multiple of a site's, if the sites cannot share the batch equally, or if no layout fits a site.
     """
     site = cluster.site
     if (

@@ -99,9 +99,11 @@ def read_job(
     """Read and check a user's request for a plan.
 
     ``model``: a built-in name, a recipe or a ``config.json``; a recipe supplies ``batch``, ``seq`` and ``precision``
-    where these are None. ``cluster``: a preset or a cluster file. ``gpus``: number of devices. ``pins``: demands on the
-    layout, as texts such as ``tp<=8``. ``engine`` and ``hottest``: see :class:`PlanJob`. ``shape_named``: reads the
-    shapes of models that need PyTorch to be read. Raises :class:`UsageError` for a request that cannot be met.
+    where these are None. ``cluster``: a preset or a cluster file. ``gpus``: number of devices. ``engine``: the class of
+    training program whose constants apply, a key of :data:`ENGINES`. ``pins``: demands on the layout, as texts such as
+    ``tp<=8``. ``hottest``: tokens that are routed to the busiest expert, over the mean of all experts. ``shape_named``:
+    reads the shapes of models that need PyTorch to be read. Raises :class:`UsageError` for a request that cannot be
+    met.
     """
     if engine not in ENGINES:
         raise UsageError(
@@ -193,7 +195,7 @@ class RankedLayouts:
 def rank_layouts(
     job: PlanJob, calibration: Path | None, runs: Path, top: int
 ) -> RankedLayouts:
-    """Score all layouts of a job, simulate at least the fastest ``top``, and return both.
+    """Score all layouts of a job, and simulate at least the fastest ``top``; return scores and simulated layouts.
 
     ``calibration``: a file of measured runs to which the engine's constants are fitted, or of factors on the constants.
     If it is None, the user's measured runs in the file ``runs`` take its place, where there are any.

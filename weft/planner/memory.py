@@ -117,9 +117,9 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of a rank with ``layers`` layers and ``tables`` vocabulary tables (embedding, output layer).
 
-    ``activations``: bytes of activations at the peak. ``logits``: the bytes of these that belong to the loss. If the
-    loss computes the output layer's gradient at once (``engine.table``), the working memory of backward is needed only
-    after the logits are freed.
+    ``activations``: bytes of activations at the peak, of which ``logits`` bytes belong to the loss. If the loss
+    computes the output layer's gradient at once (``engine.table``), the working memory of backward is needed only after
+    the logits are freed.
     """
     kept, alive = layer_bytes(shape, plan, engine)
     layer = shape.dense_weights / plan.tp

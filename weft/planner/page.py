@@ -33,12 +33,17 @@ HELD = {f.name: f.name for f in fields(RankMemory)}
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What the user asked the planner, as the page states it.
+    """What the user asked the planner, as the HTML page about the plan states it.
 
-    ``calibration``: where the program's constants come from, in words. ``band``: error of predicted times in percent,
-    None if no prediction was compared with a measurement. ``rehearsed``: the layouts were timed on a probed machine, so
-    closed forms are not shown beside them. ``untrainable``: why ``weft train`` cannot train the model yet; empty if it
-    can.
+    Attributes:
+        ``model``, ``cluster``: the model and the cluster as the user named them.
+        ``batch``, ``seq``: sequences of a step, and tokens of a sequence.
+        ``precision``: number format of matrix products, such as ``bf16``.
+        ``engine``: the class of training program whose constants apply.
+        ``calibration``: where these constants come from, in words.
+        ``band``: error of predicted times in percent; None if no prediction was compared with a measurement.
+        ``rehearsed``: whether layouts were timed on a probed machine, so that no closed forms are shown beside them.
+        ``untrainable``: why ``weft train`` cannot train the model yet; empty if it can.
     """
 
     model: str

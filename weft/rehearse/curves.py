@@ -28,8 +28,9 @@ class Setting:
     Attributes:
         ``collectives``: rows ``[bytes, cpu seconds, further seconds]`` by collective and group size, such as
             ``reduce.2``. ``message.2`` has those of a message.
-        ``memory``: resident bytes of a rank without tensors (``plain``) and per byte of tensors (``per_byte``), and the
-            bytes that layouts with certain axes add.
+        ``memory``: resident bytes of a rank without tensors (``plain``), resident bytes per byte of tensors
+            (``per_byte``), and bytes that are added with ``tp`` or ``cp`` (``functional``), ``dp`` or ``shard``
+            (``sharded``), and ``pp`` (``message``).
         ``step``: processor seconds of a small model's step. Rehearsed work is scaled by it, because ranks that are busy
             at once take caches and memory from each other.
     """

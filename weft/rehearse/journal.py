@@ -63,7 +63,7 @@ class Journal:
         self.turn("compute")
 
     def turn(self, name: str) -> None:
-        """Call the rank's work from now on ``name``, ``compute`` or ``optimizer``.
+        """Set what the rank's work from now on is for: ``name`` is "compute" or "optimizer".
 
         Work that :meth:`close` has not recorded yet is dropped.
         """
@@ -103,7 +103,7 @@ class PendingMessage:
 class Silent(Group):
     """A process group backend that moves no data and records its calls in a journal.
 
-    PyTorch calls the methods by these names.
+    The methods are those that PyTorch calls in a backend. ``rank``, ``size``: number of this rank, and of all ranks.
     """
 
     options = None

@@ -63,8 +63,9 @@ class Ledger:
 class AllocationWatch(TorchDispatchMode):
     """Context that counts every tensor that is created in it in ``ledger``.
 
-    The units of a model gather and free parameters by resizing storages, which :meth:`resizes` counts. ``inside``:
-    whether temporary tensors inside Weft's own operators count too.
+    ``inside``: whether temporary tensors inside Weft's own operators count too. Units of a model gather and free
+    parameters by resizing storages, without new tensors; inside the context of the method ``resizes`` this is counted,
+    too.
     """
 
     def __init__(self, ledger: Ledger, inside: bool = False) -> None:

@@ -84,9 +84,10 @@ def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 def with_rehearsed_time(
     final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: ProbedMachine
 ) -> Final:
-    """Return ``final`` with the time and memory that its rehearsal predicts.
+    """Return ``final``, a layout of the planner, with the time and memory that its rehearsal predicts.
 
-    Where links differ, the order of axes is chosen as well. ``layout``: the layout of ``final``. ``rehearsed``: the
+    Where some links between ranks are much slower than others, the result also has the order of the layout's axes
+    (``order``) with which communication takes least time. ``layout``: the layout of ``final``. ``rehearsed``: the
     rehearsed step of each rank. ``local``: the probed machine.
     """
     order, workers = place_ranks(layout, rehearsed, local.uneven(layout.world))
@@ -316,10 +317,11 @@ def search_here(
 def choose_here(
     recipe: Recipe, cluster: Cluster, ranks: int | None, say: Callable[[str], None]
 ) -> ChosenLayout:
-    """Choose the fastest layout for ``recipe`` on the probed machine; the recipe's ``[train]`` section is kept.
+    """Choose the fastest layout for ``recipe`` on the probed machine, and return the recipe with the layout.
 
-    ``cluster``: the cluster file of the probe. ``ranks``: number of ranks; None: any probed number. ``say``: called
-    with lines about progress.
+    ``train.micro_batch``, ``train.recompute`` and the places in ``[memory]`` are chosen with the layout, unless the
+    recipe sets them. ``cluster``: the cluster file of the probe. ``ranks``: number of ranks; None: any probed number.
+    ``say``: called with lines about progress.
     """
     train = recipe.train
     shape = shape_of(model_shape(recipe), vocab_of(recipe))
@@ -335,11 +337,12 @@ def rehearsals(
 ) -> list[Rehearsal]:
     """Rehearse the recipe's step on every rank, with times scaled to the speed that the probe measured.
 
-    The step runs on the recipe's first batch if its data is present, else on artificial rows. A small model's step is
-    timed before and after. Rehearsed work is multiplied by the probe's time of this small step over its present time,
-    which corrects for the load of the other ranks and for the machine's speed at this moment. ``local``: the probed
-    machine. ``paces``: the seconds of the small step by number of threads, as measured after the previous rehearsal;
-    this call updates it.
+    The step runs on the recipe's first batch if its data is present, else on artificial rows. Before and after it the
+    step of a small model is timed, which the probe has timed too. The ratio of the probe's time to the present time
+    multiplies all rehearsed work, to correct for the load of the machine at this moment.
+
+    ``local``: the probed machine. ``paces``: the seconds of the small step by number of threads, as measured after the
+    previous rehearsal; this call updates it.
     """
     paces = {} if paces is None else paces
     shape, batches = batches_of(recipe)

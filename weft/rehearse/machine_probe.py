@@ -77,8 +77,9 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
     """Measure collectives of several ``sizes``, while ranks also compute.
 
     Returns rows ``[bytes, cpu seconds of a rank, further seconds]`` by collective and group size, such as ``reduce.2``.
-    The further seconds are those that a rank waits beyond the work of all ranks on the cores. ``sizes``: bytes of the
-    whole tensor; ``turns``: repetitions of each call. Groups smaller than the world work at the same time.
+    A collective takes longer than the work of all ranks on the shared cores; the further seconds are the difference.
+    ``sizes``: bytes of the whole tensor; ``turns``: repetitions of each call. Groups smaller than the world work at the
+    same time.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     cores = cores_here()
@@ -252,12 +253,12 @@ def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
 
 
 def empty_memory(world: int) -> dict[str, float]:
-    """Measure the resident bytes that a rank needs beside its tensors, in a group of ``world`` ranks.
+    """Measure the resident bytes that a rank needs beside its tensors, in a group of ``world`` ranks, by name.
 
-    With one rank it returns ``plain``, resident bytes without tensors, and ``per_byte``, resident bytes per byte of
-    tensors at their peak (the heap has gaps). With more ranks it returns ``peak``, resident bytes at the peak under
-    tensor parallelism, and ``tensors``, the bytes of tensors then, from which :func:`cluster` computes what tensor
-    parallelism adds; and ``sharded`` and ``message``, the bytes that sharding and messages add.
+    With one rank the names are ``plain``, resident bytes without tensors, and ``per_byte``, resident bytes per byte of
+    tensors at their peak (the heap has gaps). With more ranks they are ``sharded`` and ``message``, the bytes that
+    sharding and messages between stages add; and, for :func:`cluster`, ``peak`` and ``tensors``, the resident bytes and
+    the bytes of tensors at the peak under tensor parallelism.
     """
     resident: dict[str, float] = {}
     if world == 1:

@@ -39,8 +39,8 @@ def context_length(files: Mapping[str, bytes]) -> int | None:
     """Return the context length that the ``config.json`` among a model's ``files`` states; None if no file states one.
 
     None also for a model whose weights a run has initialised: rotary embedding sets no limit, and the user must judge
-    how well the model works beyond ``data.seq_len``. Where a configuration names the length before scaling of rotary
-    frequencies, the result is longer than ``max_position_embeddings``.
+    how well the model works beyond ``data.seq_len``. With rotary frequencies scaled by a factor (YaRN, linear), the
+    field ``max_position_embeddings`` may be the length before scaling; the result is the length after it.
     """
     config = carried_config(files)
     length = config.get("max_position_embeddings")

@@ -220,8 +220,8 @@ LAYER = r"(?:layers|blk|blocks)\.(\d+)\."
 def inside_layer(name: str) -> tuple[str, str]:
     """Split Hugging Face's name of a tensor into the number of its layer and its name within the layer.
 
-    ``name`` has no prefixes of wrappers. The number is an empty string if the tensor is in no layer; in the second
-    part, ``{}`` stands for the number of an expert.
+    Prefixes of wrapping modules, such as ``model.``, are removed. The number is an empty string if the tensor is in no
+    layer; in the second part, ``{}`` stands for the number of an expert.
     """
     name = re.sub(PREFIX, "", name)
     layer = re.match(LAYER, name)

@@ -37,7 +37,9 @@ class Parameter(NamedTuple):
         ``step``: index in the order of a forward pass; parameters with the same input have the same step.
         ``std``: standard deviation of the initial values; None: all ones, 0: all zeros.
         ``products``: the number of the parameter's elements that each token is multiplied with.
-        ``kind``: what it is; a ``statistic`` of a router has no gradient, and a ``stored`` form in bytes cannot learn.
+        ``kind``: what it is. ``vector``: a norm, a bias, or another small parameter; ``matrix``: a weight; ``expert``:
+            the stacked weights of experts; ``adapter``: a part of an adapter; ``statistic``: a router's record of
+            loads, which has no gradient; ``stored``: bytes of a quantised weight, which cannot learn.
         ``weight``: for the codes of a quantised weight, the dimensions ``[out, in]`` of the weight; else empty.
     """
 

@@ -66,8 +66,8 @@ def _sums_of(about: Iterable[Sequence[Any]], payload: memoryview) -> list[Sum]:
 class RoundMessage(NamedTuple):
     """Message of a rank to rank 0 in a round of gradient coding.
 
-    ``step``: training step; ``round``: round within it; ``flag``: whether this rank sets the flag that all ranks of the
-    run share; ``sums``: the rank's coded sums, by number of the job.
+    ``step``: training step; ``round``: round within it; ``flag``: whether this rank asks to end the run; ``sums``: the
+    rank's coded sums, by number of the job (a gradient that is wanted).
     """
 
     step: int
@@ -96,9 +96,9 @@ class RoundMessage(NamedTuple):
 class Ended(NamedTuple):
     """Message of rank 0 to all ranks that ends a round of gradient coding.
 
-    ``arrived``: the ranks whose results came in time. ``total``: the sum of all jobs of the step, after its last round;
-    None before. ``flag``: whether any rank has set the common flag so far. ``failed``: the reason why no more messages
-    will come; empty otherwise.
+    ``arrived``: the ranks whose results came in time. ``total``: the sum of all gradients of the step, after its last
+    round; None before. ``flag``: whether any rank has asked to end the run so far. ``failed``: the reason why no more
+    messages will come; empty otherwise.
     """
 
     arrived: frozenset[int] = frozenset()
@@ -144,9 +144,10 @@ class Link:
     ) -> Ended:
         """Compute and send this rank's coded gradients in all rounds of a training step; return the last message.
 
-        ``code``: the gradient code. ``compute(task, over)`` returns the sum that a task asks for. It may call
+        ``code``: the gradient code. ``compute(task, over)`` returns the sum that a task asks for; it may call
         ``over()``, and return None as soon as that returns True, because the round has ended. ``flag``: whether this
-        rank sets the run's common flag. Raises :class:`PeerLost` if rank 0 is late or gone.
+        rank asks to end the run, which the returned message tells all ranks. Raises :class:`PeerLost` if rank 0 is late
+        or gone.
         """
         arrived: list[frozenset[int]] = []
         while True:
@@ -238,7 +239,7 @@ class Gathering:
         ``inbox``: messages that have come, with the rank that sent each; None when a rank has left.
         ``outboxes``: messages to each rank that are still to be sent.
         ``gone``: the ranks that have left.
-        ``flag``: whether any rank has set the flag that all ranks of the run share.
+        ``flag``: whether any rank has asked to end the run.
         ``news``: condition that is notified when a rank has connected.
     """
 
@@ -357,14 +358,16 @@ class Gathering:
     def duration(
         self, arrived: Sequence[set[int]], left: Iterable[int], first: float
     ) -> float | None:
-        """Return the seconds that the present round may take from its begin on; None if it is over.
+        """Return the seconds that the present round may take from its begin on: infinity for no limit, None if over.
 
-        ``arrived``: the ranks whose results have come, for each round, the present one last; ``left``: the jobs that
-        are not decoded yet; ``first``: seconds until the present round's first result, 0 if there is none. A round must
-        last until each of its jobs is decoded, or can still be decoded in later rounds if nobody is late in them. It
-        then ends at once if all its jobs are decoded. Else late ranks get ``patience`` times ``first`` more, also where
-        they are late in a way that the code is not made for (the paper then waits for all ranks): often enough they are
-        in time in the next rounds.
+        ``arrived``: the ranks whose results have come, for each round, the present one last; ``left``: the jobs (wanted
+        gradients) that are not decoded yet; ``first``: seconds until the present round's first result, 0 if there is
+        none.
+
+        There is no limit before the first result, and while some job could not be decoded even if no rank were late in
+        later rounds. The round is over once all its jobs are decoded, or all ranks have sent their results. Otherwise
+        late ranks get ``patience`` times ``first`` more, as they are often in time in the next rounds. Raises
+        :class:`PeerLost` if a gradient needs a rank that has left.
         """
         here = set(range(self.code.ranks)) - self.gone
         unknown = {job for job in left if self.code.decoding(job, arrived) is None}

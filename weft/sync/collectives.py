@@ -17,9 +17,10 @@ PIECE = 1 << 18
 
 
 def chunk_ranges(size: int, count: int, block: int = 1) -> list[tuple[int, int]]:
-    """Divide ``size`` elements into ``count`` ranges (start, stop) as evenly as possible; some may be empty.
+    """Divide ``size`` elements into ``count`` consecutive ranges (start, stop) of similar size; some may be empty.
 
-    Every range begins at a multiple of ``block``.
+    With ``block`` 1 sizes differ by one at most. Otherwise every range begins at a multiple of ``block``, and the last
+    one also has the elements after the last whole block.
     """
     cuts = [size * i // count // block * block for i in range(count)] + [size]
     return list(pairwise(cuts))

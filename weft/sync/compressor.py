@@ -55,6 +55,8 @@ BLOCK = 128
 class Compressor:
     """Base of all compressors, which shrink tensors for the exchange between islands; this one changes nothing.
 
+    What is sent in place of a tensor is its payload: one or more smaller tensors.
+
     Attributes:
         ``unbiased``: whether the mean of decoded tensors over seeds is the tensor.
         ``linear``: whether payloads with the same seed can be averaged instead of the tensors (:meth:`agreed`).

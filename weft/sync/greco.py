@@ -75,14 +75,14 @@ def total(table: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
 def smallest(
     errors: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], budget: float
 ) -> list[int] | None:
-    """Return the index of the alternative chosen for each tensor, with the least total size within a total error.
+    """Choose an alternative for each tensor, such that the total size is least and the total error is within a budget.
 
     ``errors`` and ``sizes``: of each alternative of each tensor, ``[tensor][alternative]``; ``budget``: the largest sum
-    of errors. Returns None if no selection is within the budget.
+    of errors. Returns the index of the alternative for each tensor, or None if no choice is within the budget.
 
-    Going tensor by tensor, only selections are kept that no other selection beats in both sums (Nemhauser & Ullmann
-    1969). While these are at most :data:`KEPT`, the result is optimal. Beyond that selections are thinned; their errors
-    stay exact, so thinning costs bytes but never breaks the budget.
+    The search goes from tensor to tensor, and drops every partial choice that another one beats in both sums (Nemhauser
+    & Ullmann 1969). While at most :data:`KEPT` partial choices remain, the result is optimal. If there are more, some
+    are dropped: the result then may be larger than the optimum, but is always within the budget.
     """
     # by the tensors after each
     least_left = np.cumsum([0.0, *(min(row) for row in errors[:0:-1])])[::-1]

@@ -27,8 +27,8 @@ Draw = Callable[[Sequence[int]], Sequence[int]]
 class Presence:
     """Presence of islands that never leave: all take part in every exchange, and losing one ends the run.
 
-    ``counts``: for each fragment of the model, the number of islands over which the last mean was taken before this
-    island received its state; empty: all islands.
+    ``counts`` (attribute): for each fragment of the model, how many islands took part in its latest exchange. It is set
+    for an island that joins a run later; empty, it means that all islands took part.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -36,7 +36,7 @@ class Presence:
         self._news = deque[str]()
 
     def begin(self, number: int) -> None:
-        """Fix which islands take part in exchange ``number``, before this island sends its first message of it.
+        """Fix which islands take part in exchange ``number``; called before this island sends any message of it.
 
         Here nothing is to be fixed, as all islands take part.
         """

@@ -81,7 +81,7 @@ class ExpertRanks(Homes):
         return Choice(weights, self.declared(slots))
 
     def across(self, block: int, joined: int = 1) -> Members:
-        """Return one rank of each block of neighbouring ranks, such as a node: that with this rank's place in its block.
+        """Return one rank of each block of neighbouring ranks, such as a node: that with this rank's place in a block.
 
         A token for any expert in a block is sent to that block's member. ``block``: ranks in a block; ``joined``:
         number of neighbouring slots (positions in the ranks' stacks of expert weights) that count as one slot.
