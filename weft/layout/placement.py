@@ -42,14 +42,11 @@ class Placement:
 class Place:
     """One rank's coordinate along every axis of a layout, and along four groups of ranks that are derived from axes.
 
-    ``coordinates``: by name of the axis or group. The groups are numbered by rank in the world, as PyTorch numbers
-    them:
-
-    Attributes:
-        ``state``: the ranks of ``shard`` and ``cp`` together, which share the parameters' state.
-        ``ep``: neighbouring data ranks, which hold different experts.
-        ``expert_state``: ranks with the same experts, which share the experts' state.
-        ``expert_dp``: ranks with the same experts, which hold replicas of the same part of the experts' state.
+    ``coordinates``: by name of the axis or group. Group ``state`` has the ranks of ``shard`` and ``cp`` together, which
+    share the parameters' state. Group ``ep`` has neighbouring data ranks, which hold different experts. Groups
+    ``expert_state`` and ``expert_dp`` have ranks with the same experts: those that share the experts' state, and those
+    that hold replicas of the same part of it. Each group is numbered by rank in the world, as PyTorch numbers the ranks
+    of a group.
     """
 
     layout: Layout

@@ -79,7 +79,8 @@ class PipelineRank:
     Attributes:
         ``model``, ``mesh``: the model with this rank's layers, and the layout over ranks.
         ``stages``: all stages of the model.
-        ``users``: this rank's units, each with the indices of the stages that use it.
+        ``users``: this rank's units (parameters that are gathered together), each with the indices of the stages that
+            use it.
         ``tiers``: where weights, gradients and optimizer state rest.
         ``streamed``: whether weights rest in files.
         ``output``: this rank's share of the vocabulary, if the vocabulary is cut; else None.

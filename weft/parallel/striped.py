@@ -101,7 +101,10 @@ class Stripes:
 
 
 class StripedKeys(KeyValuePages):
-    """Cache pages that hold the keys and values of this rank's own tokens, an equal part of each block."""
+    """Cache pages that hold the keys and values of this rank's own tokens, an equal part of each block.
+
+    ``stripes``: which tokens of the present forward pass this rank owns.
+    """
 
     stripes: Stripes
 
@@ -189,7 +192,10 @@ class StripedLatents(StripedKeys):
 
 
 class SplitStates(StatePages):
-    """Cache pages of linear attention: states of this rank's share of the heads, from all ranks' tokens."""
+    """Cache pages of linear attention: states of this rank's share of the heads, from all ranks' tokens.
+
+    ``stripes``: which tokens of the present forward pass this rank owns.
+    """
 
     stripes: Stripes
 

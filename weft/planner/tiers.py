@@ -39,9 +39,10 @@ WIDE = 4.0
 
 
 def exposed_seconds(moved: Num, computed: Num, units: Num) -> Num:
-    """Return the seconds of transfers that compute does not hide: those beyond it, and the transfer of the first unit.
+    """Return the seconds of transfers that compute does not hide.
 
-    ``moved``: seconds of all transfers; ``computed``: seconds of compute beside them; ``units``: number of transfers.
+    The first of ``units`` equal transfers is never hidden, and neither is the time by which all transfers together take
+    longer than compute. ``moved``: seconds of all transfers; ``computed``: seconds of compute beside them.
     """
     return np.maximum(0.0, moved - computed) + moved / units
 

@@ -102,10 +102,10 @@ def program(
     far: Far | None,
     layout: Layout,
 ) -> list[Do]:
-    """Return the actions of ``rank`` in a step with their seconds, from its recorded ``events``.
+    """Return what ``rank`` does in a simulated step: the recorded ``events`` as actions with their seconds.
 
-    ``setting``: the measured costs. ``far``: the time on slow links, None if links are alike. ``layout``: the layout of
-    the step, by which communication is attributed to axes.
+    ``setting``: the measured costs of communication. ``far``: the time on slow links, None if links are alike.
+    ``layout``: the layout of the step, by which communication is attributed to axes.
     """
     actions: list[Do] = []
     met: dict[tuple[int, ...], int] = defaultdict(int)

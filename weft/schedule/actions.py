@@ -88,10 +88,11 @@ class Action:
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule as a table of actions. ``name``: the schedule; ``ranks[r]``: actions of rank ``r`` in their order.
+    """A schedule as a table of actions: for each rank of the pipeline its actions in order.
 
-    ``stages``: number of model stages; a stage may be held by several ranks (DualPipe), and a rank may hold several.
-    ``paths[m]``: the stages that microbatch ``m`` passes, in order (all of them, except under SkipPipe).
+    ``name``: the schedule; ``ranks[r]``: the actions of rank ``r``; ``stages``: number of model stages, of which a rank
+    may hold several, and which several ranks may hold (DualPipe); ``paths[m]``: the stages that microbatch ``m``
+    passes, in order (all of them, except under SkipPipe).
     """
 
     name: str

@@ -130,10 +130,10 @@ class Look(NamedTuple):
 
 
 def legend(table: Table) -> dict[str, Any]:
-    """Return the variables of the templates for a legend.
+    """Return the variables with which the templates of pictures draw a legend.
 
-    ``kinds`` lists ``(name, meaning, looks)`` of each kind of action, with a look for every shade; ``remark`` is a line
-    that explains numbers and shades.
+    ``kinds`` lists ``(name, meaning, looks)`` of each kind of action, with a :class:`Look` for every shade; ``remark``
+    is a line that explains numbers and shades.
     """
     shades = shades_of(table)
     kinds = []

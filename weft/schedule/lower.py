@@ -55,12 +55,13 @@ def lower(table: Table, zero: int = 1, streamed: bool = False) -> Table:
     """Insert the actions that compute nothing into ``table``: sends, receives, gathers, reductions and frees.
 
     A value read on another rank is sent when it is made and received before it is needed; between two ranks, receives
-    are in the order of the sends, as NCCL wants it. A value is freed after its last use. ``zero``: the ZeRO stage
-    (Rajbhandari et al. 2020). ZeRO-3 gathers a stage's parameters around every run of its actions, ZeRO-1 and ZeRO-2
-    once; ZeRO-2 and ZeRO-3 reduce gradients after every microbatch, ZeRO-1 after the last. ``streamed``: the parameters
-    rest on the host or in a file, are gathered around every run while those of the next stage are fetched, and
-    gradients are reduced after the last microbatch. Raises :class:`ScheduleError` for a value that no action writes, or
-    that cannot leave its rank.
+    are in the order of the sends, as NCCL wants it. A value is freed after its last use. Raises :class:`ScheduleError`
+    for a value that no action writes, or that cannot leave its rank.
+
+    ``zero``: the ZeRO stage (Rajbhandari et al. 2020). ZeRO-3 gathers a stage's parameters around every run of its
+    actions, ZeRO-1 and ZeRO-2 once; ZeRO-2 and ZeRO-3 reduce gradients after every microbatch, ZeRO-1 after the last.
+    ``streamed``: whether parameters rest on the host or in a file. They are then gathered around every run, during
+    which those of the next stage are fetched, and gradients are reduced after the last microbatch.
     """
     table = _handed_over(table)
     writers = producers(table)

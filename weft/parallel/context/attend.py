@@ -14,9 +14,10 @@ from weft.registry import find
 
 
 def context_attention(mesh: Mesh, shape: ModelShape) -> Attend:
-    """Return the attention function over the ranks of ``cp`` that the layout asks for: tiles, Ulysses or both.
+    """Return the attention function over the ranks of ``cp`` that the layout of ``mesh`` asks for.
 
-    Collective over ``cp``, as Ulysses needs a process group. ``shape``: the model.
+    Ranks exchange keys and values of blocks of the sequence (tiles), or heads (Ulysses), or both. ``shape``: the model.
+    Collective over ``cp``, as Ulysses needs a process group.
     """
     layout = mesh.layout
     if mesh.size("cp") == 1:

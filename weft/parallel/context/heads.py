@@ -45,8 +45,9 @@ def exchange_heads(
 
     Inward ``[batch, seq, heads, head_dim]`` becomes ``[batch, ranks * seq, own heads, head_dim]``. ``group``: name of
     the process group; ``ranges``: the heads of every rank, flat (:func:`head_ranges`); ``index``: this rank's position
-    in the group. Where ranges overlap, outward adds up the gradients of a head that several ranks read. This is an
-    operator so that selective recomputation can keep its result.
+    in the group. If the ranges of several ranks have a head in common, as with few key/value heads, what these ranks
+    send back for the head (its gradients) is added up. The exchange is a PyTorch operator so that selective
+    recomputation can keep its result.
     """
     cuts = list(zip(ranges[::2], ranges[1::2], strict=True))
     batch, seq, _, dim = x.shape

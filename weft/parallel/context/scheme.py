@@ -25,7 +25,8 @@ class AttentionScheme:
     def operator(self) -> Callable[..., Any] | None:
         """Return an operator that computes this scheme in place of ``tile_attention``, or None if the scheme has none.
 
-        The operator takes the arguments of :func:`weft.parallel.context.tile_attention.tile_attention` except
-        ``scheme``, and its first result is the attention.
+        The operator (such as a fused kernel) takes the arguments of
+        :func:`weft.parallel.context.tile_attention.tile_attention` except ``scheme``, and its first result is the
+        attention.
         """
         return None

@@ -154,7 +154,8 @@ class Copies:
     def slots_of(self, ids: T) -> T:
         """Return the slot of an expert's copy for each entry of ``ids``, the experts that tokens are routed to.
 
-        The copies of an expert share its tokens of all ranks evenly. Collective.
+        A slot is a position in a rank's stack of expert weights, numbered over all ranks. The copies of an expert share
+        its tokens of all ranks evenly. Collective.
         """
         plan, ranks, flat = self.plan, self.ranks, ids.flatten()
         # the last are of choices that are dropped

@@ -65,10 +65,10 @@ class ExpertRanks(Homes):
             ]
 
     def placed(self, choice: Choice) -> Choice:
-        """Replace the experts in a routing ``choice`` by the slots where their weights are, numbered over all ranks.
+        """Replace the experts in a routing ``choice`` by slots: positions in the ranks' stacks of expert weights.
 
-        An expert that is cut becomes the slots of all its pieces, each with the expert's routing weight; an expert with
-        copies becomes the slot of one of them.
+        Slots are numbered over all ranks. An expert that is cut becomes the slots of all its pieces, each with the
+        expert's routing weight; an expert with copies becomes the slot of one of them.
         """
         with untyped():
             pieces = torch.arange(self.pieces, device=choice.ids.device)

@@ -25,8 +25,9 @@ T = torch.Tensor
 class Hashed:
     """Dispatcher of LSH-MoE (Nie et al. 2024): sends the mean of similar tokens that are routed to the same expert.
 
-    Tokens with the same hash form a bucket, and ``inner`` sends its mean; the result for the mean stands for all of
-    them. A token that is alone in its bucket is unchanged. Without gradients all tokens are sent.
+    Tokens with the same hash form a bucket, and the dispatcher ``inner`` sends the bucket's mean; the result for the
+    mean stands for all tokens of the bucket. A token that is alone in its bucket is unchanged. Without gradients all
+    tokens are sent. ``ranks``: the ranks that hold the experts.
     """
 
     def __init__(self, ranks: ExpertRanks, inner: Dispatcher) -> None:
