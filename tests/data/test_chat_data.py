@@ -704,9 +704,17 @@ def test_reasoning_of_earlier_turns_is_learned_in_samples_of_their_own(
 
 
 @pytest.mark.parametrize("learn", ["assistant", "last", "all", ["assistant", "user"]])
-def test_reasoning_is_kept_in_one_sample(tmp_path: Path, learn: Any) -> None:
-    """As by a template that never drops it: text, tokens and what is learned, with calls and masks."""
+@pytest.mark.parametrize("opens", ["", "<think>\n"], ids=["plain", "thinking"])
+def test_reasoning_is_kept_in_one_sample(
+    tmp_path: Path, learn: Any, opens: str
+) -> None:
+    """As by a template that never drops it: text, tokens and what is learned, with calls and masks. A prompt may open
+    the reasoning, as that of Qwen3's thinking models.
+    """
     family = chats.TEMPLATES["qwen3"]
+    prompt = "{{- '<|im_start|>assistant\n"
+    assert family.template.count(prompt) == 1
+    family = family._replace(template=family.template.replace(prompt, prompt + opens))
     tokenizer = load_tokenizer(str(chats.save_tokenizer(tmp_path / "t", family)))
     keeps = family.template.replace("loop.index0 > ns.last and (", "true and (")
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}

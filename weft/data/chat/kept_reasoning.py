@@ -48,7 +48,12 @@ def spans_with_reasoning(
             template, first_messages(talk, question.stop), placed[: question.stop]
         )
         for number in sorted(lost.intersection(question) - _without_reasoning(part)):
-            kept += [_turn(part.shown, own, number)]
+            piece = _turn(part.shown, own, number)
+            opening = _opening(followed.shown, _turn(followed.shown, turns, number))
+            # a prompt may go on with <think>, which the turn does without where it has no reasoning
+            if (whole := _opening(part.shown, piece)).startswith(opening):
+                piece = piece._replace(start=piece.start - len(whole) + len(opening))
+            kept.append(piece)
     numbers = {piece.number for piece in kept}
     others = [turn for turn in turns if turn.number not in numbers]
     pieces, at = list[_Piece](), 0
@@ -74,6 +79,16 @@ def _turn(shown: Marked, turns: Sequence[WeightedSpan], number: int | None) -> _
     own = [turn for turn in turns if turn.number == number]
     start, end = min(turn.start for turn in own), max(turn.end for turn in own)
     return _Piece(shown, own, start, end, number)
+
+
+def _opening(shown: Marked, turn: _Piece) -> str:
+    """Return the text between the words of other messages and the beginning of a turn."""
+    others = [
+        word.at
+        for word in shown.words
+        if word.message != turn.number and word.at <= turn.start
+    ]
+    return shown.text[max(others, default=0) : turn.start]
 
 
 def _joined(
