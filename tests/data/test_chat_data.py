@@ -775,7 +775,10 @@ def test_variables_of_a_record_are_its_templates(form: str, tmp_path: Path) -> N
         "feedback": {"prompt": "u", "completion": "a", "label": True},
     }[form]
     records = [record | {"chat_template_kwargs": {"style": "odd", "x": None}}, record]
-    records += [record | {"chat_template_kwargs": json.dumps({"style": "as text"})}]
+    records += [
+        record | {"chat_template_kwargs": json.dumps({"style": "as text", "mood": 1})},
+        record | {"chat_template_kwargs": "null"},
+    ]
     if form == "feedback":
         records[1] = records[1] | {"completion": "b", "label": False}
     kind = {"pair": "preference", "feedback": "feedback"}.get(form, "chat")
@@ -787,9 +790,13 @@ def test_variables_of_a_record_are_its_templates(form: str, tmp_path: Path) -> N
     )
     texts = ["".join(piece.text for piece in sample.pieces) for sample in shown]
     sizes = 2 if form == "pair" else 1
-    for text, style in zip(texts[::sizes], ("odd", "mine", "as text"), strict=True):
+    styles = ("odd", "mine", "as text", "mine")
+    for text, style in zip(texts[::sizes], styles, strict=True):
         assert text.startswith(f"<{style}>user: u\n<{style}>assistant: "), text
-    assert "chat_template_kwargs" not in str(notes)
+    unread = (
+        "the chat template does not read 'mood' of 'chat_template_kwargs' (1 record)"
+    )
+    assert [note for note in notes if "chat_template_kwargs" in note] == [unread]
 
 
 @pytest.mark.parametrize(("given", "said"), [

@@ -232,7 +232,7 @@ def variables_of(fields: Fields) -> dict[str, Any]:
     itself uses.
     """
     given = from_text(fields.take("chat_template_kwargs"))
-    if given in (None, "", []):
+    if given in (None, "", [], "null"):
         return {}
     if not isinstance(given, Mapping):
         raise ConversationError(

@@ -54,6 +54,11 @@ def facts_of(
     ]
     if any(isinstance(name, str) and name not in followed.shown.text for name in names):
         kinds.add(_NO_TOOLS)
+    kinds |= {
+        f"does not read {name!r} of 'chat_template_kwargs'"
+        for name in followed.talk.variables
+        if name not in followed.template.source
+    }
     return Facts(
         frozenset(kinds),
         bool(np.isin(learned, followed.template.tokenizer.stops).any()),
