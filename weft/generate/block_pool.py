@@ -1,12 +1,15 @@
 """The blocks of a paged cache, by number: who owns each of them, and which of them hold the beginning of a text.
 
+A negative number in a table stands for a block that lies in the cache of another engine
+(:mod:`weft.generate.lending`). It takes no room here, and only its owners are counted.
+
 A block has room for the keys and values (or whatever else layers remember, :mod:`weft.models.paged`) of ``size``
 tokens. A request lists its blocks in its *table*. Several requests may own the same block, which nobody may then write
 to (PagedAttention, Kwon et al. 2023, 2309.06180). A full block can be found by its *key*, also when it has no owner any
 more, until it is used for something else: the least recently used goes first (as in vLLM and RadixAttention).
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
@@ -22,6 +25,7 @@ class BlockPool:
         self.owners: dict[int, int] = {}
         self.known: dict[bytes, int] = {}  # blocks that can be found, by key
         self.keys: dict[int, bytes] = {}  # and their keys, by block
+        self.lent: Counter[int] = Counter()  # owners of blocks that lie elsewhere
         # used before and free, in the order to use them again
         self._freed: OrderedDict[int, None] = OrderedDict()
         # the first block that was never used; from it on, blocks have no memory yet
@@ -54,6 +58,9 @@ class BlockPool:
     def hold(self, blocks: Iterable[int]) -> None:
         """Add an owner to each of ``blocks``."""
         for block in blocks:
+            if block < 0:
+                self.lent[block] += 1
+                continue
             self._freed.pop(block, None)
             self.owners[block] = self.owners.get(block, 0) + 1
 
@@ -62,6 +69,9 @@ class BlockPool:
         end of the list are reused first.
         """
         for block in reversed(blocks):
+            if block < 0:
+                self.lent[block] -= 1
+                continue
             self.owners[block] -= 1
             if not self.owners[block]:
                 del self.owners[block]

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from weft.errors import UsageError
+from weft.generate import branches
 from weft.generate.block_contents import LayerPart
 from weft.generate.block_pool import BlockPool
 from weft.generate.drafter import Drafter
@@ -34,6 +35,7 @@ from weft.generate.sampling import (
 )
 from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.generate.workflow import Workflow
+from weft.models.borrowed_keys import BlockLender, LenderLost
 from weft.models.invariant import check_invariant
 from weft.models.linear_attention import CHUNK
 from weft.models.row_adapters import HostAdapter
@@ -66,6 +68,18 @@ class LaunchedPass(NamedTuple):
     drawn: ScheduledStep
     rows: list[WantedRows]
     logits: Callable[[], torch.Tensor]
+
+
+class LoanParty(Protocol):
+    """Interface of what an engine does about cache blocks that are lent between engines
+    (:mod:`weft.generate.lending`).
+    """
+
+    def settle(self) -> None:
+        """Do what is due between two steps: offer blocks, or end loans that are over."""
+
+    def give_up(self, lender: BlockLender) -> None:
+        """Compute the texts again whose blocks were at ``lender``, which is lost."""
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
@@ -139,6 +153,8 @@ class Engine:
             Scheduler(pool, budget, limit, policy),
         )
         self.sent: deque[LaunchedPass] = deque()  # the oldest first
+        # what lends blocks of this engine's texts to other engines, and what holds blocks of theirs
+        self.loans: list[LoanParty] = []
 
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
@@ -293,6 +309,8 @@ class Engine:
     def _send(self) -> bool:
         """Launch the next forward pass; return whether there was anything to compute."""
         scheduler = self.scheduler
+        for party in self.loans:
+            party.settle()
         if self.drafter is not None:
             others = (r for r in scheduler.running if r not in scheduler.due)
             self.drafter.propose(
@@ -300,12 +318,23 @@ class Engine:
             )
         step = scheduler.plan(self.reader.depth)
         if step.work:
-            logits = self.reader.start(step)
+            try:
+                logits = self.reader.start(step)
+            except LenderLost as lost:
+                self._take_back(step)
+                for party in self.loans:
+                    party.give_up(lost.lender)
+                return True
             rows = [
                 wanted_rows(request, tokens) for request, tokens in step.work.items()
             ]
             self.sent.append(LaunchedPass(set_out(scheduler, step), rows, logits))
         return bool(step.work)
+
+    def _take_back(self, step: ScheduledStep) -> None:
+        """Forget that ``step``, which has failed, was planned. Its tokens are computed in later steps."""
+        for request in step.work:
+            branches.release(self.scheduler.pool, request)
 
     def _receive(self, launched: LaunchedPass) -> list[Written]:
         """Choose tokens from a pass's logits; return them in order."""

@@ -87,7 +87,7 @@ class Departure:
     def round(self) -> MoveFrame | None:
         """Return a frame of blocks that have been filled since the last round, and None if there are none."""
         full = self.request.computed // self.engine.scheduler.pool.size
-        if not self.request.runs or full <= self.sent or self._outdated:
+        if not self.request.runs or full <= self.sent or self._outdated or self._lent:
             return None
         most = max(
             1, ROUND // bytes_of(self.engine.block_form(), self.engine.reader.size)
@@ -111,6 +111,10 @@ class Departure:
                 else "a step with the request is under way"
             )
             raise WeftError(f"{why}; the request stays, begin again with it")
+        if self._lent:
+            raise WeftError(
+                "blocks of the request lie at another engine; the request stays"
+            )
         # what was sent is right, even if the request has lost its blocks since
         computed = max(request.computed, self.sent * scheduler.pool.size)
         end, tokens = divmod(computed, scheduler.pool.size)
@@ -139,6 +143,11 @@ class Departure:
     @property
     def _outdated(self) -> bool:
         return self.version != self.engine.scheduler.version
+
+    @property
+    def _lent(self) -> bool:
+        """Whether blocks that are still to be sent lie at another engine."""
+        return any(block < 0 for block in self.request.table[self.sent :])
 
     def _frame(self, end: int, tokens: int, state: dict[str, Any] | None) -> MoveFrame:
         """The blocks up to ``end``, and of the block behind them the first ``tokens`` tokens."""

@@ -7,6 +7,7 @@ listed in the scheduler's tables (:mod:`weft.generate.block_pool`).
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from weft.generate.chains import ChainPass
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
 from weft.models.adapter_shelf import AdapterShelf, LentAdapter
+from weft.models.borrowed_keys import LentBlocks
 from weft.models.invariant import TILE, invariant
 from weft.models.paged import Reading, attending, layer_pages, slots
 from weft.models.row_adapters import HostAdapter
@@ -170,6 +172,11 @@ class PagedReader:
         self.shelf = AdapterShelf(model, self.pages)
         # models of the same shape that requests name instead of `model`
         self.others: dict[str, Transformer] = {}
+        self.lent: LentBlocks = {}
+        # held while the memory of any layer's cache is replaced
+        self.growing = Lock()
+        for each in self.pages:
+            each.lent, each.growing = self.lent, self.growing
 
     def start(self, step: ScheduledStep) -> Callable[[], T]:
         """Launch a step. Return a function that waits for the logits ``[rows of all parts, vocab]``."""

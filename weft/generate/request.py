@@ -66,6 +66,8 @@ class Request:
     kept: bool = False
     # never gives blocks back: its tokens depend on others that grew with it
     pinned: bool = False
+    # it begins again only once so many blocks are free here or can be borrowed
+    least_blocks: int = 0
     # [vocab] behind its tokens, of a request that somebody else writes for
     logits: T | None = None
     workflow: Workflow | None = None  # of which it is a stage

@@ -11,7 +11,7 @@ Drafts (:mod:`weft.generate.lookup`) are further tokens of a request, if a step 
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from weft.errors import UsageError
@@ -53,6 +53,11 @@ class Scheduler:
         self.adapter_keys: dict[str, list[bytes]] = {"": []}
         self._loads: list[tuple[str, list[int]]] = []
         self.preemptions = 0  # times that a request gave its blocks back
+        # called in turn before a request is preempted; each returns whether it has freed a block
+        self.relief: list[Callable[[], bool]] = []
+        # blocks of other engines that requests may use besides: at most, and now
+        self.borrowable = 0
+        self.lendable: Callable[[], int] = lambda: 0
 
     def add(self, request: Request) -> None:
         """Queue ``request``. If the request is running, it frees its cache blocks first and is computed again later."""
@@ -63,7 +68,7 @@ class Scheduler:
     def check_size(self, request: Request) -> None:
         """Raise :class:`UsageError` if the cache can never hold ``request``."""
         size, beside = self.pool.size, len(self.adapter_keys[request.adapter])
-        if -(-request.most // size) + beside > self.pool.blocks:
+        if -(-request.most // size) + beside > self.pool.blocks + self.borrowable:
             adapter = f" beside the adapter's {beside * size}" if beside else ""
             raise UsageError(f"{request.most} tokens of prompt and answer do not fit into a cache of "
                              f"{self.pool.blocks * size}{adapter}; ask for fewer")  # fmt: skip
@@ -172,8 +177,13 @@ class Scheduler:
                 continue
             tokens = min(tokens, request.wanted, left)
             while request.runs and not self._reserve(request, tokens, step):
+                if any(relieve() for relieve in self.relief):
+                    continue
                 if self.arriving:
                     self.give_up(self.arriving[-1])
+                    continue
+                if self.borrowable and (room := self._room(request)):
+                    tokens = min(tokens, room)
                     continue
                 full, last = (
                     True,
@@ -191,6 +201,7 @@ class Scheduler:
                     (old, new) for old, new in step.copies if new not in lost
                 ]
                 self.preemptions += 1
+                last.least_blocks = len(last.table) + 1 if last is request else 0
                 self.add(last)
             if request.runs:
                 step.work[request] = tokens
@@ -269,6 +280,8 @@ class Scheduler:
         owned = sum(block in pool.owners for block in (*blocks, *(shelf or ())))
         if -(-most // pool.size) + len(beside) - owned > pool.free:
             return False
+        if request.least_blocks > pool.free + self.lendable():
+            return False
         pool.hold(blocks)
         request.shelf = self._lend(request.adapter, shelf)
         request.table, request.keys, request.computed, request.hits = (
@@ -299,6 +312,11 @@ class Scheduler:
         shelf = [self.pool.take(key) for key in self.adapter_keys[adapter]]
         self._loads.append((adapter, shelf))
         return shelf
+
+    def _room(self, request: Request) -> int:
+        """Return how many more tokens the free blocks and the request's own blocks have room for."""
+        blocks = len(request.table) + self.pool.free
+        return blocks * self.pool.size - request.computed
 
     def _reserve(self, request: Request, tokens: int, step: ScheduledStep) -> bool:
         """Give a request blocks of its own for ``tokens`` more tokens; return False, without a change, if there are too

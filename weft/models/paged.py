@@ -13,11 +13,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from threading import Lock
 from typing import NamedTuple
 
 import torch
 
 from weft.models.attention import Attend, repeat_heads
+from weft.models.borrowed_keys import (
+    BorrowingGroup,
+    LentBlocks,
+    attend_borrowing,
+    group_borrowing,
+)
 from weft.models.latent import LatentAttention
 from weft.models.linear_attention import (
     forward,
@@ -73,9 +80,11 @@ class Reading:
 
     spans: Sequence[Span]
     slots: T  # [new tokens], where they go among the tokens of all blocks
-    batches: dict[int, list[SpanBatch | Span | PrefixGroup]] = field(
-        default_factory=dict
-    )
+    batches: dict[int, list["Piece"]] = field(default_factory=dict)
+
+
+#: What one call of attention computes.
+Piece = SpanBatch | Span | PrefixGroup | BorrowingGroup
 
 
 class SpanKeys(NamedTuple):
@@ -93,13 +102,17 @@ class Pages:
     """The cache of one layer, in blocks of ``size`` tokens: a tensor ``[parts, blocks, size, ...]``.
 
     Blocks are assigned to texts. ``parts`` counts the tensors kept per token, such as keys and values. ``reading``: the
-    tokens that the current forward pass computes.
+    tokens that the current forward pass computes. ``layer``: number of the layer among those of this rank; ``lent``:
+    blocks of texts that lie in the cache of another engine, by the negative numbers that stand for them in tables.
     """
 
     reading: Reading
+    layer: int = 0
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.lent: LentBlocks = {}
+        self.growing = Lock()  # held while the memory of the cache is replaced
         self.store: T | None = None
 
     def copy(self, blocks: Iterable[tuple[int, int]]) -> None:
@@ -129,9 +142,10 @@ class Pages:
         elif (held := self.store.shape[1]) < blocks:
             parts, _, *shape = self.store.shape
             spare = max(ROOM // self.size, held // 8)
-            grown = self.store.new_zeros(parts, blocks + spare, *shape)
-            grown[:, :held] = self.store
-            self.store = grown
+            with self.growing:
+                grown = self.store.new_zeros(parts, blocks + spare, *shape)
+                grown[:, :held] = self.store
+                self.store = grown
         return self.store
 
 
@@ -170,6 +184,11 @@ class KeyValuePages(Pages):
                 attended = attend_prefixes(
                     q[0, rows], piece, lambda span: self.read(span, 0)[:2]
                 )
+            elif isinstance(piece, BorrowingGroup):
+                rows = piece.rows
+                attended = attend_borrowing(
+                    q[0, rows], piece, self.layer, window, self.read
+                )
             else:
                 rows = slice(piece.first, piece.last)
                 keys, values, before = self.read(piece, window)
@@ -178,17 +197,26 @@ class KeyValuePages(Pages):
             out[0, rows] = attended[..., :width]
         return out
 
-    def _pieces(self, q: T, window: int) -> list[SpanBatch | Span | PrefixGroup]:
-        """Groups for one call each: spans by themselves or in batches, and all spans together that see other texts."""
+    def _pieces(self, q: T, window: int) -> list[Piece]:
+        """Groups for one call each: spans by themselves or in batches, all spans together that see other texts, and all
+        spans together that begin with lent blocks.
+        """
         assert self.store is not None
-        plain = [span for span in self.reading.spans if not span.context]
         others = [span for span in self.reading.spans if span.context]
+        borrowing = [span for span in self.reading.spans if span.table[0] < 0]
+        plain = [
+            span
+            for span in self.reading.spans
+            if not span.context and span.table[0] >= 0
+        ]
         group = q.shape[2] // self.store.shape[3]
-        pieces: list[SpanBatch | Span | PrefixGroup] = []
+        pieces: list[Piece] = []
         if plain:
             pieces += batch_spans(plain, self.size, window, q, group)
         if others:
             pieces.append(group_prefixes(others, self.freq, q))
+        if borrowing:
+            pieces.append(group_borrowing(borrowing, self.lent, self.size, q.device))
         return pieces
 
     def write(self, *new: T) -> None:
@@ -317,7 +345,10 @@ def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePage
             return KeyValuePages(size, model.freq[layer.base])
         return StatePages(size, layer.decay)
 
-    return [pages(layer) for layer in attention_layers(model)]
+    every = [pages(layer) for layer in attention_layers(model)]
+    for number, each in enumerate(every):
+        each.layer = number
+    return every
 
 
 def slots(spans: Iterable[Span], size: int) -> list[int]:

@@ -1,0 +1,366 @@
+"""Cache blocks that lie at another engine: loans, who gives them, and who has them (Infinite-LLM, 2401.02669).
+
+An engine whose cache is full sends the leading full blocks of its longest text to a lender (:class:`Borrower`). The
+text goes on here, and its queries attend to the lent keys where these lie (:mod:`weft.models.borrowed_keys`). A lender
+holds such blocks among its own (:class:`LoanOffice`). A lender that needs its memory recalls a loan: the borrower then
+fetches the blocks, or computes the text again later. If a lender is lost, the text is computed again. In every case the
+text gets the same tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import count, takewhile
+from threading import Lock
+from typing import NamedTuple, Protocol
+
+import torch
+
+from weft.errors import UsageError, WeftError
+from weft.generate.engine import Engine
+from weft.generate.reader import PagedReader
+from weft.generate.request import Request
+from weft.models.borrowed_keys import (
+    BlockLender,
+    LenderLost,
+    LentBlock,
+    LentQuery,
+    Partial,
+    attend_lent,
+)
+from weft.models.paged import KeyValuePages
+from weft.models.spans import Span
+
+T = torch.Tensor
+
+
+class NoRoom(WeftError):
+    """Error of a lender that has no free blocks for a loan."""
+
+
+class LendingEngine(BlockLender, Protocol):
+    """Interface to another engine that takes blocks as loans. All methods raise :class:`LenderLost`."""
+
+    def room(self) -> int:
+        """Return how many blocks the engine offers to lend now."""
+
+    def recalled(self) -> list[int]:
+        """Return the numbers of this engine's loans that the lender wants back."""
+
+    def take(self, contents: T) -> int:
+        """Lend blocks with these ``contents``, uint8 ``[blocks, bytes]``; return the number of the loan.
+
+        Raises :class:`NoRoom`.
+        """
+
+    def fetch(self, loan: int) -> T:
+        """Return the contents of the loan's blocks, uint8 ``[blocks, bytes]``."""
+
+    def drop(self, loan: int) -> None:
+        """End the loan. Nothing happens if the lender is lost."""
+
+
+class Loan(NamedTuple):
+    """Blocks of this engine that hold the beginning of another engine's text, in the order of its tokens."""
+
+    borrower: str
+    table: list[int]
+
+
+def check_lending(engine: Engine) -> PagedReader:
+    """Return the reader of ``engine``; raise :class:`UsageError` if its blocks cannot be lent."""
+    reader = engine.reader
+    if not isinstance(reader, PagedReader) or reader.alike:
+        raise UsageError(
+            "blocks are lent by engines on one rank without --invariant; leave out lending"
+        )
+    if not all(isinstance(pages, KeyValuePages) for pages in reader.pages):
+        raise UsageError(
+            "layers that keep a recurrent state have no keys to lend; leave out lending"
+        )
+    return reader
+
+
+class LoanOffice:
+    """Holds blocks of other engines' texts in the cache of ``engine``, and attends to them.
+
+    Between steps the engine's thread offers free blocks (:meth:`settle`). Loans are taken from the offered blocks and
+    go back to them, in any thread and without the engine's, so that engines that lend to each other never wait for each
+    other. ``reserve``: the share of the cache that is never offered.
+    """
+
+    def __init__(self, engine: Engine, reserve: float = 0.1) -> None:
+        self.engine, self.reader = engine, check_lending(engine)
+        self.reserve = reserve
+        if any(pages.store is None for pages in self.reader.pages):
+            engine.probe()
+        self.loans: dict[int, Loan] = {}
+        self._recalled: set[int] = set()
+        self._offered: list[int] = []
+        self._numbers = count()
+        self._lock = Lock()
+        engine.scheduler.relief.insert(0, self.relieve)  # before it borrows
+        engine.loans.append(self)
+        self.settle()
+
+    # In the engine's thread.
+
+    def settle(self) -> None:
+        """Offer the blocks that the engine does not need now: none while its requests wait."""
+        scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
+        with self._lock:
+            usable = pool.free + len(self._offered) - int(self.reserve * pool.blocks)
+            wanted = 0 if scheduler.waiting else max(0, usable)
+            while len(self._offered) > wanted:
+                pool.release([self._offered.pop()])
+            more = [pool.take() for _ in range(wanted - len(self._offered))]
+            for pages in self.reader.pages:
+                pages.room(max(more, default=0) + 1)
+            self._offered += more
+
+    def give_up(self, lender: BlockLender) -> None:
+        """Do nothing: a lender keeps no texts of its own at other engines."""
+
+    def relieve(self) -> bool:
+        """Take back what is offered, as this engine needs memory; return whether that was any block. If it was none,
+        recall the latest loan.
+        """
+        with self._lock:
+            offered, self._offered = self._offered, []
+            self.engine.scheduler.pool.release(offered)
+            if not offered and not self._recalled and self.loans:
+                self._recalled.add(max(self.loans))
+        return bool(offered)
+
+    # In any thread.
+
+    def room(self) -> int:
+        """Return how many blocks can be lent now."""
+        return len(self._offered)
+
+    def take(self, contents: T, borrower: str) -> int:
+        """Keep blocks of ``borrower`` with these ``contents``, uint8 ``[blocks, bytes]``; return the loan's number.
+
+        Raises :class:`NoRoom`.
+        """
+        with self._lock:
+            if len(contents) > len(self._offered):
+                raise NoRoom(
+                    f"{len(contents)} blocks are too many for the {len(self._offered)} that can be lent; "
+                    f"ask another engine"
+                )
+            table = [self._offered.pop() for _ in range(len(contents))]
+            size = self.engine.scheduler.pool.size
+            with self.reader.growing:  # what is written must not be copied meanwhile
+                self.reader.write_blocks(table, size, contents)
+            loan = next(self._numbers)
+            self.loans[loan] = Loan(borrower, table)
+        return loan
+
+    def recalled(self, borrower: str) -> list[int]:
+        """Return the loans of ``borrower`` that are wanted back."""
+        with self._lock:
+            return [
+                loan for loan in self._recalled if self.loans[loan].borrower == borrower
+            ]
+
+    @torch.inference_mode()
+    def attend(
+        self, layer: int, queries: Sequence[LentQuery], q: T, window: int
+    ) -> Partial:
+        """Return the attention of ``q`` ``[queries, heads, width]`` in ``layer`` to lent blocks, query by query. Nobody
+        writes to lent blocks.
+
+        Raises :class:`KeyError` for a loan that has ended.
+        """
+        pages = self.reader.pages[layer]
+        assert isinstance(pages, KeyValuePages)
+        size = self.engine.scheduler.pool.size
+
+        def read(loan: int) -> tuple[T, T]:
+            table = self.loans[loan].table
+            keys, values, _ = pages.read(Span(0, len(table) * size, 0, table), 0)
+            return keys, values
+
+        parts = [
+            attend_lent(q[each.first : each.last], each, window, read)
+            for each in queries
+        ]
+        outs, logs = zip(*parts, strict=True)
+        return torch.cat(outs), torch.cat(logs)
+
+    def fetch(self, loan: int) -> T:
+        """Return the contents of the loan's blocks, uint8 ``[blocks, bytes]``.
+
+        Raises :class:`KeyError` for a loan that has ended.
+        """
+        size = self.engine.scheduler.pool.size
+        return self.reader.read_blocks(self.loans[loan].table, size)
+
+    def drop(self, loan: int) -> None:
+        """End a loan, if there is such a loan."""
+        with self._lock:
+            self._recalled.discard(loan)
+            if ended := self.loans.pop(loan, None):
+                self._offered += ended.table
+
+    def drop_all(self, borrower: str) -> None:
+        """End all loans of a ``borrower`` that is gone."""
+        for loan in [
+            loan for loan, of in [*self.loans.items()] if of.borrower == borrower
+        ]:
+            self.drop(loan)
+
+
+class LocalLender:
+    """A lender in this process: ``office`` is that of another engine.
+
+    ``moved``: bytes of queries and partial attentions so far; ``sent``: bytes of blocks.
+    """
+
+    def __init__(self, office: LoanOffice, borrower: str) -> None:
+        self.office, self.borrower = office, borrower
+        self.moved = self.sent = 0
+
+    def room(self) -> int:
+        return self.office.room()
+
+    def recalled(self) -> list[int]:
+        return self.office.recalled(self.borrower)
+
+    def take(self, contents: T) -> int:
+        loan = self.office.take(contents, self.borrower)
+        self.sent += contents.nbytes
+        return loan
+
+    def fetch(self, loan: int) -> T:
+        contents = self.office.fetch(loan)
+        self.sent += contents.nbytes
+        return contents
+
+    def drop(self, loan: int) -> None:
+        self.office.drop(loan)
+
+    def ask(
+        self, layer: int, queries: Sequence[LentQuery], q: T, window: int
+    ) -> Callable[[], Partial]:
+        out, lse = self.office.attend(layer, queries, q, window)
+        self.moved += q.nbytes + out.nbytes + lse.nbytes
+        return lambda: (out, lse)
+
+
+class Borrower:
+    """Lends leading blocks of the texts of ``engine`` to other engines when its cache is full.
+
+    ``lenders``: function that returns other engines, the one to prefer first; ``most``: how many blocks all of them
+    together may lend at most, so that longer requests are accepted.
+    """
+
+    def __init__(
+        self, engine: Engine, lenders: Callable[[], Sequence[LendingEngine]], most: int
+    ) -> None:
+        self.engine, self.reader = engine, check_lending(engine)
+        self.lenders = lenders
+        self._numbers = count(-1, -1)
+        if any(pages.store is None for pages in self.reader.pages):
+            engine.probe()
+        scheduler = engine.scheduler
+        scheduler.relief.append(self.relieve)
+        scheduler.borrowable, scheduler.lendable = most, self.room
+        engine.loans.append(self)
+
+    def room(self) -> int:
+        """Return how many blocks lenders offer now."""
+        return sum(lender.room() for lender in self.lenders())
+
+    def own_blocks(self, request: Request) -> list[int]:
+        """Return the numbers of the request's leading full blocks that lie here and that nobody else owns."""
+        pool = self.engine.scheduler.pool
+        away = sum(block < 0 for block in request.table)
+        full = request.table[away : request.computed // pool.size]
+        if not request.runs or request.context or request.pinned or request.kept:
+            return []
+        return [*takewhile(lambda block: pool.owners[block] == 1, full)]
+
+    def relieve(self) -> bool:
+        """Lend blocks of the text that has most of them here; return whether any block is free now."""
+        scheduler = self.engine.scheduler
+        idle = [r for r in scheduler.running if r not in scheduler.due]
+        longest = max(idle, key=lambda r: len(self.own_blocks(r)), default=None)
+        if longest is None:
+            return False
+        blocks = len(self.own_blocks(longest))
+        return self.lend(longest, -(-blocks // 2)) > 0 if blocks else False
+
+    def lend(self, request: Request, blocks: int) -> int:
+        """Send up to ``blocks`` leading blocks of ``request`` that lie here to a lender; return how many it took."""
+        pool = self.engine.scheduler.pool
+        own = self.own_blocks(request)[:blocks]
+        for lender in self.lenders():
+            table = own[: lender.room()]
+            if not table:
+                continue
+            try:
+                loan = lender.take(self._contents(table))
+            except (NoRoom, LenderLost):
+                continue
+            away = sum(block < 0 for block in request.table)
+            aliens = [next(self._numbers) for _ in table]
+            self.reader.lent |= dict.fromkeys(aliens, LentBlock(lender, loan))
+            pool.hold(aliens)
+            pool.release(table)
+            request.table[away : away + len(table)] = aliens
+            return len(table)
+        return 0
+
+    def bring_home(self, request: Request) -> None:
+        """Fetch all lent blocks of ``request``; if there is no room for them here, compute it again later."""
+        scheduler, pool, lent = self.engine.scheduler, self.engine.scheduler.pool, self.reader.lent  # fmt: skip
+        aliens = [block for block in request.table if block < 0]
+        if len(aliens) > pool.free:
+            return scheduler.add(request)
+        loans = [*dict.fromkeys(lent[block] for block in aliens)]
+        try:
+            contents = torch.cat([_lending(loan).fetch(loan.loan) for loan in loans])
+        except LenderLost:
+            return scheduler.add(request)
+        table = [pool.take() for _ in aliens]
+        self.reader.write_blocks(table, pool.size, contents)
+        request.table[: len(aliens)] = table
+        pool.release(aliens)
+
+    def settle(self) -> None:
+        """End the loans that lenders want back, and those that no request uses any more. Called between two steps."""
+        lent, owners = self.reader.lent, self.engine.scheduler.pool.lent
+        loans = {*lent.values()}
+        for lender in {id(each.lender): _lending(each) for each in loans}.values():
+            for number in lender.recalled():
+                for request in self._users(LentBlock(lender, number)):
+                    self.bring_home(request)
+        over = {block for block in lent if not owners[block]}
+        for block in over:
+            del lent[block], owners[block]
+        for loan in loans - {*lent.values()}:
+            _lending(loan).drop(loan.loan)
+
+    def give_up(self, lender: BlockLender) -> None:
+        """Compute the texts again whose blocks were at ``lender``, which is lost."""
+        for loan in {*self.reader.lent.values()}:
+            if loan.lender is lender:
+                for request in self._users(loan):
+                    self.engine.scheduler.add(request)
+
+    def _users(self, loan: LentBlock) -> list[Request]:
+        """Return the requests whose text begins with blocks of ``loan``."""
+        numbers = {block for block, of in self.reader.lent.items() if of == loan}
+        return [
+            request
+            for request in self.engine.scheduler.running
+            if not numbers.isdisjoint(request.table)
+        ]
+
+    def _contents(self, table: Sequence[int]) -> T:
+        return self.reader.read_blocks(table, self.engine.scheduler.pool.size)
+
+
+def _lending(block: LentBlock) -> LendingEngine:
+    lender: LendingEngine = block.lender  # type: ignore[assignment]
+    return lender

@@ -1,0 +1,186 @@
+"""Attention to keys and values that lie in the cache of another engine (Infinite-LLM, Lin et al. 2024, 2401.02669).
+
+The first blocks of a text can be lent: they lie at a *lender*, and the text's table has a negative number in place of
+each. New tokens are written to blocks of this cache. Keys and values never travel while the text goes on: in every
+layer the queries of its new tokens go to the lender, and their attention to the lent keys comes back with its
+log-sum-exp. Both results are merged, which is exact. Per token and layer that is ``heads * head_dim`` elements there,
+and as many with one more per head back, however long the text is.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import torch
+
+from weft.models.attention import attend_forward, join
+from weft.models.numbers import wide
+from weft.models.segments import earlier_keys
+from weft.models.spans import Span, own_segments
+
+T = torch.Tensor
+
+
+class LoanPart(NamedTuple):
+    """The tokens ``begin:end`` of a text, which are those of loan number ``loan``."""
+
+    loan: int
+    begin: int
+    end: int
+
+
+class LentQuery(NamedTuple):
+    """Queries of one text for its tokens at a lender: the rows ``first:last`` of a message's queries.
+
+    ``past``: position of the first query in the text; ``parts``: the tokens of the text that the lender holds.
+    """
+
+    first: int
+    last: int
+    past: int
+    parts: Sequence[LoanPart]
+
+
+#: A partial attention: output ``[queries, heads, width]``, and log-sum-exps ``[queries, heads]``.
+Partial = tuple[T, T]
+
+
+class BlockLender(Protocol):
+    """Interface to another engine that holds lent blocks."""
+
+    def ask(
+        self, layer: int, queries: Sequence[LentQuery], q: T, window: int
+    ) -> Callable[[], Partial]:
+        """Send the queries ``q`` ``[queries, heads, width]`` of ``layer`` to the lender; return a function that waits
+        for their partial attention.
+
+        ``window``: the number of tokens that a token sees, itself included; 0: all. Raises :class:`LenderLost`, as the
+        returned function does.
+        """
+
+
+class LenderLost(Exception):
+    """Error of a lender that does not answer any more. ``lender``: the lender."""
+
+    def __init__(self, lender: BlockLender, why: str) -> None:
+        super().__init__(why)
+        self.lender = lender
+
+
+@dataclass(frozen=True)
+class LentBlock:
+    """A lent block of a text, which is part of loan number ``loan`` at ``lender``."""
+
+    lender: BlockLender
+    loan: int
+
+
+#: Lent blocks by the negative numbers that stand in tables.
+LentBlocks = dict[int, LentBlock]
+
+
+class BorrowingGroup(NamedTuple):
+    """Spans whose texts begin with lent blocks.
+
+    ``own``: for each span the part of its text that lies in this cache, as a span whose rows count among ``rows``.
+    ``asked``: for each lender the queries that it gets, whose rows are those of ``sent[lender]``.
+    """
+
+    rows: T  # [queries], places in the packed row
+    own: Sequence[Span]
+    asked: Sequence[tuple[BlockLender, list[LentQuery], T]]
+
+
+def group_borrowing(
+    spans: Sequence[Span], lent: LentBlocks, size: int, device: torch.device
+) -> BorrowingGroup:
+    """Group ``spans`` whose tables begin with lent blocks by the lenders of these blocks. ``size``: tokens of a
+    block.
+    """
+    rows: list[int] = []
+    own: list[Span] = []
+    asked: dict[int, tuple[BlockLender, list[LentQuery], list[int]]] = {}
+    for span in spans:
+        first = len(rows)
+        rows += range(span.first, span.last)
+        away = sum(block < 0 for block in span.table)
+        own.append(Span(first, len(rows), span.past - away * size, span.table[away:]))
+        parts: dict[int, list[LoanPart]] = {}
+        at = 0
+        for block, run in groupby(lent[number] for number in span.table[:away]):
+            begin, at = at, at + len([*run])
+            part = LoanPart(block.loan, begin * size, at * size)
+            parts.setdefault(id(block.lender), []).append(part)
+            asked.setdefault(id(block.lender), (block.lender, [], []))
+        for identity, of_lender in parts.items():
+            _, queries, places = asked[identity]
+            end = len(places) + span.last - span.first
+            queries.append(LentQuery(len(places), end, span.past, of_lender))
+            places += range(first, len(rows))
+    return BorrowingGroup(
+        torch.tensor(rows, device=device),
+        own,
+        [
+            (lender, queries, torch.tensor(places, device=device))
+            for lender, queries, places in asked.values()
+        ],
+    )
+
+
+def attend_borrowing(
+    q: T, group: BorrowingGroup, layer: int, window: int,
+    read: Callable[[Span, int], tuple[T, T, int]],
+) -> T:  # fmt: skip
+    """Compute the attention of all queries of ``group``, ``[queries, heads, width]``, to their own texts.
+
+    ``read``: a function from a span and the window to the keys and values in this cache, and the number of the first
+    tokens that are left out. Lenders compute at the same time as this engine.
+    """
+    pending = [
+        (lender.ask(layer, queries, q[places], window), places)
+        for lender, queries, places in group.asked
+    ]
+    total = q.new_zeros(q.shape, dtype=wide(q.dtype))
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=total.dtype, device=q.device)
+    for span in group.own:
+        keys, values, before = read(span, window)
+        rows = slice(span.first, span.last)
+        out, logs = attend_forward(
+            q[rows],
+            keys,
+            values,
+            own_segments(span.last - span.first, span.past - before, window),
+        )
+        total[rows, :, : out.shape[-1]], lse[rows] = out.to(total.dtype), logs
+    for wait, places in pending:
+        some = total[places], lse[places]
+        join(*some, *(each.to(total.device) for each in wait()))
+        total[places], lse[places] = some
+    return total.to(q.dtype)
+
+
+def attend_lent(
+    q: T, query: LentQuery, window: int, read: Callable[[int], tuple[T, T]]
+) -> Partial:
+    """Compute the attention of ``q``, the rows of ``query``, to all parts of its text that lie here.
+
+    ``read``: a function from the number of a loan to its keys and values ``[tokens, kv_heads, width]``.
+    """
+    count = query.last - query.first
+    total = q.new_zeros(q.shape, dtype=wide(q.dtype))
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=total.dtype, device=q.device)
+    for loan, begin, end in query.parts:
+        segments = earlier_keys(query.past, query.past + count, begin, end, window)
+        own = [
+            s._replace(
+                q0=s.q0 - query.past,
+                q1=s.q1 - query.past,
+                k0=s.k0 - begin,
+                k1=s.k1 - begin,
+            )
+            for s in segments
+        ]
+        if own:
+            join(total, lse, *attend_forward(q, *read(loan), own))
+    return total, lse
