@@ -174,7 +174,7 @@ class Departure:
             "grown": {name: [at, grown[name][at:]] for name, at in self._grown.items()},
         }
         self._grown = {name: len(values) for name, values in grown.items()}
-        return MoveFrame(head, [x.numpy().data for x in payload if x.numel()])
+        return MoveFrame(head, [x.flatten().numpy().data for x in payload if x.numel()])
 
 
 class Arrival:
