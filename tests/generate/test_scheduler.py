@@ -48,7 +48,8 @@ class World:
     limit: int
     policy: Policy
     states: bool  # blocks sum up their tokens
-    # ("add", prompt, new, adapter, tenant), ("fork" or "cancel", whom), ...
+    # ("add", prompt, new, adapter, tenant), ("fork" or "cancel", whom), ...; of moves between engines:
+    # ("announce", prompt, new, adapter, tenant, computed), ("hop", whom), ("round", whom), ("land", whom)
     events: tuple[tuple[Any, ...], ...]
 
 
@@ -70,6 +71,15 @@ events = st.one_of(
             st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), max_size=3
         ),
     ),
+    st.tuples(
+        st.just("announce"),
+        prompts,
+        st.integers(1, 12),
+        st.sampled_from(ADAPTERS),
+        st.sampled_from(TENANTS),
+        st.integers(0, 40),
+    ),
+    st.tuples(st.sampled_from(("hop", "round", "land")), st.integers(0, 9)),
     st.tuples(st.just("step")),
 )
 worlds = st.builds(
@@ -95,6 +105,18 @@ def contents(
         (version, request.adapter, request.tenant, at, token)
         for at, token in enumerate(ids)
     ]
+
+
+@dataclass
+class Traveller:
+    """A request between two engines: how many of its tokens are computed, what their blocks hold, and which blocks the
+    engine keeps for it.
+    """
+
+    request: Request
+    computed: int
+    held: list[tuple[Any, ...]]
+    placeholder: Request
 
 
 def tokens_of_guesses(r: Request) -> int:
@@ -136,6 +158,7 @@ class Machine:
         self.first_drawn: dict[Request, int] = {}  # where what a request writes begins
         self.draws: Counter[Request] = Counter()
         self.done: set[Request] = set()
+        self.travellers: list[Traveller] = []
 
     def happen(self, kind: str, *rest: Any) -> None:
         if kind == "add":
@@ -174,12 +197,61 @@ class Machine:
                     r.drafts = [path[: r.most - len(r.ids)] for path in rest[0]]
         elif kind == "renew":
             self.scheduler.renew()
+        elif kind == "announce":
+            prompt, new, adapter, tenant, most = rest
+            ids = list(prompt)
+            request = Request(ids, len(ids) + new, adapter, tenant, len(self.requests))
+            self.requests.append(request)
+            self.first_drawn[request] = len(ids)
+            held = contents(request, self.scheduler.version, ids[:-1])[:most]
+            self._set_off(request, held)
+        elif kind == "hop" and (live := self._live()):
+            request = live[rest[0] % len(live)]
+            held = self._read(request.table, request.computed)
+            self.scheduler.remove(request)
+            self._set_off(request, held)
+        elif kind == "round" and self.travellers:
+            self._send(self.travellers[rest[0] % len(self.travellers)], whole=False)
+        elif kind == "land" and self.travellers:
+            self._land(self.travellers.pop(rest[0] % len(self.travellers)))
         elif kind == "step":
             self.step()
         self.check_owners()
 
     def _live(self) -> list[Request]:
-        return [r for r in self.requests if r not in self.done]
+        away = {traveller.request for traveller in self.travellers}
+        return [r for r in self.requests if r not in self.done and r not in away]
+
+    def _set_off(self, request: Request, held: list[tuple[Any, ...]]) -> None:
+        """Let a request come from elsewhere, as if it had been computed there."""
+        traveller = Traveller(request, len(held), held, Request([], 0))
+        self.travellers.append(traveller)
+        self.scheduler.arriving.append(traveller.placeholder)
+
+    def _send(self, traveller: Traveller, whole: bool) -> bool:
+        """Write blocks of a request that comes, its full ones or all; False if there is no room for it any more."""
+        scheduler, (own, held) = (
+            self.scheduler,
+            (traveller.placeholder, traveller.held),
+        )
+        blocks = -(-len(held) // self.size) if whole else len(held) // self.size
+        first = len(own.table)
+        if own not in scheduler.arriving or not scheduler.expect(own, blocks - first):
+            return False
+        for at in range(first * self.size, min(len(held), blocks * self.size)):
+            self.memory[own.table[at // self.size]][at % self.size] = held[at]
+        return True
+
+    def _land(self, traveller: Traveller) -> None:
+        """Go on with a request here, with its blocks, or as a new one if there is no room."""
+        request, scheduler = traveller.request, self.scheduler
+        request.computed = traveller.computed
+        if not self._send(traveller, whole=True) or not scheduler.adopt(
+            traveller.placeholder, request
+        ):
+            scheduler.give_up(traveller.placeholder)
+            request.computed = 0
+            scheduler.add(request)
 
     def _enter(self, request: Request, parent: Request | None) -> None:
         self.requests.append(request)
@@ -301,7 +373,9 @@ class Machine:
     def check_owners(self) -> None:
         pool = self.scheduler.pool
         assert pool.owners == Counter(
-            b for r in self.requests for b in (*r.shelf, *r.table)
+            b
+            for r in (*self.requests, *(t.placeholder for t in self.travellers))
+            for b in (*r.shelf, *r.table)
         ), "property 3: owners are miscounted"
         reachable = pool.free + len(pool.owners)
         assert reachable == pool.blocks and not set(pool.owners) & set(pool._freed), (
@@ -318,7 +392,8 @@ class Machine:
 def blocks_of(world: World) -> int:
     """A pool that is tiny, but holds the largest request."""
     largest = max(
-        (len(e[1]) + e[2] + 1 for e in world.events if e[0] == "add"), default=1
+        (len(e[1]) + e[2] + 1 for e in world.events if e[0] in ("add", "announce")),
+        default=1,
     )
     return -(-largest // world.size) + world.blocks + 2
 
@@ -331,7 +406,9 @@ def run(
         machine.happen(*event)
     # The oldest that runs goes on in every step, or one that is nearer to its end does.
     bound = sum(r.most + 1 for r in machine.requests) * (len(machine.requests) + 1)
-    while machine._live():
+    while machine._live() or machine.travellers:
+        if not machine._live():
+            machine.happen("land", 0)
         machine.step()
         machine.check_owners()
         assert len(machine.run.trace) <= bound + len(world.events), (
@@ -345,7 +422,7 @@ def hold_properties(world: World, kind: type[Scheduler] = Scheduler) -> None:
     """Raises AssertionError with the number of a property that does not hold."""
     found = run(world, kind)
     assert found.trace == run(world, kind).trace, "property 11: not the same again"
-    if not {"cancel", "renew", "fork", "guess"} & {
+    if not {"cancel", "renew", "fork", "guess", "hop"} & {
         event[0] for event in world.events
     }:  # which happen to whoever is there
         roomy = run(world, kind, 10_000)
@@ -483,6 +560,37 @@ class Clinging(Scheduler):
         super().remove(request)
 
 
+class Hoarding(Scheduler):
+    """6: what comes keeps its blocks, whoever needs them."""
+
+    def _begin(self, request: Request) -> bool:
+        coming, self.arriving = self.arriving, []
+        try:
+            return super()._begin(request)
+        finally:
+            self.arriving = coming
+
+
+class Careless(Scheduler):
+    """3: the blocks of what comes are given back, and yet are its own."""
+
+    def adopt(self, placeholder: Request, request: Request) -> bool:
+        table = list(placeholder.table)
+        adopted = super().adopt(placeholder, request)
+        if adopted and table:
+            self.pool.release(table[-1:])
+        return adopted
+
+
+class Trusting(Scheduler):
+    """1: what was computed with other weights lands after them."""
+
+    def renew(self) -> None:
+        coming, self.arriving = self.arriving, []
+        super().renew()
+        self.arriving = coming
+
+
 class Moody(Scheduler):
     """11: in an order that nothing decides."""
 
@@ -523,10 +631,23 @@ def caught(property_: int, kind: type[Scheduler]) -> None:
 @pytest.mark.parametrize(("property_", "kind"), [
     (1, Forgetful), (2, Greedy), (2, Crowded), (3, Unowned), (3, Leaking), (4, Writing),
     (5, Gullible), (5, Overshooting), (5, Idle),
-    (6, Starving), (7, Losing), (9, Impatient), (10, Clinging), (11, Moody),
+    (6, Starving), (3, Careless), (1, Trusting), (7, Losing),
+    (9, Impatient), (10, Clinging), (11, Moody),
 ])  # fmt: skip
 def test_a_planted_fault_is_caught(property_: int, kind: type[Scheduler]) -> None:
     caught(property_, kind)
+
+
+def test_what_comes_gives_way_to_those_who_wait() -> None:
+    """A pool of seven blocks, of which six are on their way to hold another request, and a prompt of three."""
+    prompt = tuple(i % VOCAB for i in range(12))
+    coming = ("announce", tuple(1 for _ in range(17)), 1, "", "", 40)
+    world = World(4, 0, 40, 5, exact_fill, False, (
+        coming, ("round", 0), coming, ("round", 1), ("add", prompt, 2, "", ""), ("step",), ("land", 0), ("land", 0),
+    ))  # fmt: skip
+    hold_properties(world)
+    with pytest.raises(AssertionError, match="property 6: nobody goes on"):
+        hold_properties(world, Hoarding)
 
 
 def keep_blocks(pool: BlockPool, request: Request) -> None:

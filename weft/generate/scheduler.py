@@ -209,10 +209,6 @@ class Scheduler:
                 if tokens == request.wanted:
                     left -= branches.branch(self.pool, request, left, step.copies)
         if not step.work:
-            # nobody else gives blocks back for those who wait
-            if self.waiting and self.arriving and not self.running:
-                self.give_up(self.arriving[-1])
-                return self.plan(depth)
             return step
         # Of whoever lost the blocks again in the same step, others may have them now.
         loads = [
@@ -278,7 +274,11 @@ class Scheduler:
             self._shelf(request.adapter),
         )
         owned = sum(block in pool.owners for block in (*blocks, *(shelf or ())))
-        if -(-most // pool.size) + len(beside) - owned > pool.free:
+        lacks = -(-most // pool.size) + len(beside) - owned
+        # nobody else would give blocks back
+        while lacks > pool.free and self.arriving and not self.running:
+            self.give_up(self.arriving[-1])
+        if lacks > pool.free:
             return False
         if request.least_blocks > pool.free + self.lendable():
             return False
