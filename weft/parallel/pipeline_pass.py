@@ -53,9 +53,9 @@ class Turns(NamedTuple):
 def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -> Turns:
     """Choose which weights stay in memory from one gather to the next gather of the same stage.
 
-    ``gathers``: a rank's gather actions in the order of execution; ``size_of``: bytes of a stage's weights. Weights
-    stay if their stage comes again after one other stage, and so do those of the first stages. Of the remaining weights
-    those that are needed soonest stay, as many as fit in ``room`` bytes.
+    Weights stay if at most one other stage is gathered in between. Of the others those that are needed again soonest
+    stay, as many as fit in ``room`` bytes. The weights of the stages that a step gathers first stay until the next
+    step. ``gathers``: a rank's gather actions in the order of execution; ``size_of``: bytes of a stage's weights.
     """
     last: dict[int, int] = {}
     waits = []  # how many gathers a stage would stay for, and the gather before them
@@ -137,8 +137,8 @@ class PipelinePass:
 
     ``here``: this rank's part of the pipeline; ``total``: returns the sum of the weights of the step's labels, and is
     called when the first loss is due; ``points``: functions that give other values for parameters, with which the
-    microbatches are computed in turn without gradients; ``hooks``: replace those of the model; ``early``: units to
-    update during backward.
+    microbatches are computed in turn without gradients; ``hooks``: functions called during the passes, such as the
+    loss, in place of those of the model; ``early``: units to update during backward.
     """
 
     def __init__(

@@ -156,8 +156,8 @@ class State:
             checkpoints and proofs, call :meth:`settle` first.
         ``failed``: error of an update that may have left some units unchanged; :meth:`settle` raises it again.
 
-    The argument ``go_home`` is a collective function that moves all rows to the ranks that their boxes name, and
-    returns whether any were elsewhere.
+    The argument ``go_home`` is a collective function that moves all rows, such as experts, back to the ranks whose
+    boxes contain them, and returns whether any were elsewhere.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class State:
     def tensors(self) -> dict[str, Part]:
         """Return this rank's part of every tensor of the state by name, prepared for changes. Collective.
 
-        Names are ``model.`` and the parameter's, or ``optimizer.``, the slot's and the parameter's.
+        Names are ``model.PARAMETER`` for values and ``optimizer.SLOT.PARAMETER`` for slots such as moments.
         """
         self.bring_home()
         self.expose()
@@ -374,7 +374,7 @@ class State:
     def parts(self) -> dict[str, Part]:
         """Return this rank's part of every tensor by name, for reading between two steps without any waiting.
 
-        Experts that have moved to other ranks are left there.
+        Names are those of :meth:`tensors`. Experts that have moved to other ranks are left there.
         """
         slots = {
             f"optimizer.{slot}.{h.name}": part

@@ -264,8 +264,8 @@ class MicrobatchSeconds:
         ``forward``, ``backward``: compute of one layer.
         ``weight``: the part of ``backward`` that computes the gradients of weights.
         ``again``: recomputation of one layer in backward.
-        ``tp``, ``cp``, ``ep``: exposed communication of one layer along each axis, in a pass as long as forward.
-        ``count``: number of such passes in forward, backward and recomputation together.
+        ``tp``, ``cp``, ``ep``: exposed communication along each axis in the forward of one layer.
+        ``count``: how many times forward, backward and recomputation together have this communication.
         ``head``: output layer and loss, in forward and backward.
         ``hop``: the transfer from one pipeline stage to the next.
     """
@@ -439,7 +439,10 @@ class Roofline:
 def passes(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> MicrobatchSeconds:
-    """Return the seconds of one microbatch in one layer, in the output layer, and between pipeline stages."""
+    """Return the seconds of one microbatch in one layer, in the output layer, and between pipeline stages.
+
+    ``engine``: constants that say how well the training program uses the machine.
+    """
     parts = Roofline(shape, machine, plan, engine)
     matmuls, attention = parts.products(), parts.attention()
     pointwise = parts.pointwise()
@@ -656,7 +659,10 @@ def stage_layers(shape: Shape, plan: Plan, engine: EngineConstants) -> StageLaye
 def step_time(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> Cost:
-    """Return the seconds of one optimizer step by cause, without the seconds that offloading adds."""
+    """Return the seconds of one optimizer step by cause, without the seconds that offloading adds.
+
+    ``engine``: constants that say how well the training program uses the machine.
+    """
     layer_seconds = passes(shape, machine, plan, engine)
     layer = layer_seconds.forward + layer_seconds.backward
     # --- one stage, one microbatch

@@ -233,10 +233,11 @@ def record(final: Final) -> dict[str, Any]:
 def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
     """Return figures about the expert exchanges of a layout as JSON; empty if the layout has no ``ep``.
 
-    ``sent``: bytes that a rank sends for a microbatch in one layer and direction, by dispatcher, the least first.
-    ``dispatch``: the recipe's dispatcher. ``load``: load of the busiest rank over the mean. ``beside``: the passes of
-    another microbatch during which exchanges could run. ``save``: share of a step that this would save (None where it
-    cannot be simulated).
+    The keys are ``sent``, bytes that a rank sends for a microbatch in one layer and direction, by dispatcher, the least
+    first; ``dispatch``, the recipe's dispatcher; and ``load``, load of the busiest rank over the mean. Exchanges could
+    run during passes of another microbatch: ``beside`` says which passes (a value of
+    :class:`weft.schedule.exchange.Beside`), and ``save`` what share of a step this would save, None where it cannot be
+    simulated.
     """
     plan = final.plan
     if plan.ep <= 1:

@@ -80,7 +80,7 @@ class Final:
             cut over the pipeline; 0 if they are not.
         ``simulation``: the simulated schedule of the first microbatches (all, if they are few); None without a
             pipeline.
-        ``order``: order of the axes, empty for the usual one.
+        ``order``: the layout's axes from the slowest links to the fastest, as ``layout.order``; empty: the usual order.
     """
 
     shape: Shape

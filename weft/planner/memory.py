@@ -201,7 +201,10 @@ def rank_memory(
 
 
 def peak_memory(shape: Shape, plan: Plan, engine: EngineConstants) -> RankMemory:
-    """Return the memory of the fullest pipeline rank, which is assumed to be the first, the second or the last."""
+    """Return the memory of the fullest pipeline rank, which is assumed to be the first, the second or the last.
+
+    ``engine``: constants of the training program, such as bytes of gradient per parameter.
+    """
     first, most, last, _ = stage_layers(shape, plan, engine)
     kept = held_bytes(shape, plan, engine)
     logits = logit_bytes(shape, plan, engine)

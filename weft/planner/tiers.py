@@ -65,7 +65,10 @@ def room_away(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, N
 def planned_time(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> Cost:
-    """Return the time of one step of ``plan``, including the cost of state and activations on the host or in files."""
+    """Return the time of one step of ``plan``, including the cost of state and activations on the host or in files.
+
+    ``engine``: constants that say how well the training program uses the machine.
+    """
     cost = step_time(shape, machine, plan, engine)
     if not np.any(plan.moves):
         return cost

@@ -80,10 +80,12 @@ def run_trials(
 ) -> tuple[list[Final], list[tuple[Final, Measured]]]:
     """Run at least ``count`` of the planned layouts ``finals`` of ``model`` here, and correct the predictions.
 
-    Returns all of ``finals`` sorted by corrected time, without those that failed, and pairs of a layout that ran, as
-    predicted, and its measurement. The best layout for every number of ranks is tried first. If by the corrected times
-    a layout comes first that has not run, it is tried as well. ``devices``: number of ranks that this machine can hold.
-    ``say``: called with lines about progress. Raises :class:`WeftError` if no layout ran.
+    Returns two lists. The first has all of ``finals`` sorted by corrected time, without those that failed. The second
+    has a pair for each trial: the layout with its predicted time, and the measurement. The best layout for every number
+    of ranks is tried first. If by the corrected times a layout comes first that has not run, it is tried as well.
+
+    ``devices``: number of ranks that this machine can hold. ``say``: called with lines about progress. Raises
+    :class:`WeftError` if no layout ran, and :class:`UsageError` for a layout that needs more ranks.
     """
     waiting, ranked = to_try(finals, count), list(finals)
     if large := next((final for final in waiting if final.plan.world > devices), None):

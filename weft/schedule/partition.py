@@ -20,11 +20,11 @@ class _Split(NamedTuple):
 def partition(
     costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None
 ) -> list[range]:
-    """Cut the items of ``costs`` into ``parts`` contiguous, non-empty ranges, such that the slowest range is fastest.
+    """Cut the items of ``costs`` into ``parts`` contiguous, non-empty ranges, so that the slowest is as fast as can be.
 
-    Returned are ranges of indices, of equally good cuts the most even. ``costs``: work of each item, such as a layer;
-    ``speeds``: work per time of the device of each range (None: all equal). Dynamic programming over (items left,
-    ranges left). Raises :class:`UsageError` for fewer costs than ``parts``.
+    Returns ranges of indices; of equally good cuts it takes the most even one. ``costs``: work of each item, such as a
+    layer; ``speeds``: work per time of the device of each range (None: all equal). Dynamic programming over (items
+    left, ranges left). Raises :class:`UsageError` for fewer costs than ``parts``.
     """
     count = len(costs)
     if count < parts:

@@ -14,8 +14,8 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[
     """Return which query heads each rank computes, and which key/value heads these query heads read.
 
     Both are ranges of indices, flat: ``[start, end, start, end, ...]``, rank by rank. The number of ranks need not
-    divide the numbers of heads: ranges of query heads differ by one in length, and a key/value head goes to all ranks
-    that read it.
+    divide the numbers of heads: ranges of query heads differ by at most one in length, and a key/value head goes to all
+    ranks that read it.
     """
     own = [part(heads, ranks, rank) for rank in range(ranks)]
     group = heads // kv_heads

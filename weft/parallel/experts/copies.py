@@ -91,8 +91,8 @@ class Copies:
     def learn_from(self, loads: Sequence[int]) -> None:
         """Plan the copies of the next step from a moving mean of experts' loads, in which the last step weighs most.
 
-        ``loads``: tokens routed to each expert in the last step. Before that, experts change their owners if this saves
-        more than it costs; the change is collective.
+        ``loads``: tokens routed to each expert in the last step. If it saves more than it costs, experts change their
+        owners before the copies are planned; this change is collective.
         """
         self.running = self.running / 2 + np.repeat(loads, self.ranks.pieces)
         self.rested += 1

@@ -66,9 +66,9 @@ def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
     """Return a table like ``copies``, bool ``[experts, ranks]``, after changes that make the ranks' loads more even.
 
     Each change is of one expert on the most loaded rank: the expert gets another copy, is moved, or leaves the rank if
-    it has other copies. The change with the least sum of squares of the ranks' loads is made. ``loads``: load of each
-    expert, 1 being a rank's mean load; ``own``: the owner of each expert, bool ``[experts, ranks]``; ``spare``: slots
-    of a rank for copies.
+    it has other copies. The best change, by the sum of squares of the ranks' loads after it, is made until none lowers
+    this sum. ``loads``: load of each expert, 1 being a rank's mean load; ``own``: the owner of each expert, bool
+    ``[experts, ranks]``; ``spare``: number of other ranks' experts that a rank has room for.
     """
     copies, unit = copies.copy(), np.eye(copies.shape[1])
     while True:

@@ -157,7 +157,7 @@ class AllGather:
 
 @dataclass(frozen=True)
 class EachChoice:
-    """Dispatcher that sends a copy of a token for each expert that the token is routed to, by ``inner``.
+    """Dispatcher that hands a copy of a token for each expert that the token is routed to over to dispatcher ``inner``.
 
     The experts' results come back one by one, and the rank that the token came from weights them and adds them up.
     """

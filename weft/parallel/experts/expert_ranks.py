@@ -81,10 +81,10 @@ class ExpertRanks(Homes):
         return Choice(weights, self.declared(slots))
 
     def across(self, block: int, joined: int = 1) -> Members:
-        """Return one rank of each block of neighbouring ranks, such as a node: that with this rank's place in a block.
+        """Return the ranks at this rank's position in every block of ``block`` neighbouring ranks, such as a node.
 
-        A token for any expert in a block is sent to that block's member. ``block``: ranks in a block; ``joined``:
-        number of neighbouring slots (positions in the ranks' stacks of expert weights) that count as one slot.
+        A token for any expert of a block is sent to the block's rank among these. ``joined``: number of neighbouring
+        slots (positions in the ranks' stacks of expert weights) that count as one slot.
         """
         start = self.rank // block * block
         first = self.shares[start][0] // joined
