@@ -183,7 +183,7 @@ def test_what_cannot_be() -> None:
     with pytest.raises(UsageError, match="there is a model or adapter 'm1' already"):
         engine.add_model("m1", models["m1"])
     other = empty(SHAPE.model_copy(update={"ffn": 16, "vocab": 40}))
-    said = "wide is of another shape than the base: vocab = 40 and not 31, ffn = 16 and not 32"
+    said = "wide is of another shape than the base, with vocab = 40 and not 31, ffn = 16 and not 32"
     with pytest.raises(UsageError, match=said):
         engine.add_model("wide", other)
     with pytest.raises(UsageError, match="no invariant"):

@@ -51,6 +51,11 @@ _adapters = (
     "A folder of adapters in PEFT's format; each is served as a model with "
     "its folder's name."
 )
+_models = (
+    "A folder of models of the same shape and tokenizer, such as fine-tunes; "
+    "each is served by its folder's name. Weights that are equal are in "
+    "memory once."
+)
 _keys = (
     "A file with one API key per line; requests without a key are refused. "
     "Cached prefixes are shared only among requests with the same key."
@@ -126,6 +131,7 @@ def serve_command(
     adapters: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help=_adapters)
     ] = None,
+    models: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_models)] = None,
     max_model_len: Annotated[int, typer.Option(min=0, help=_context)] = 0,
     chat_template: Annotated[str, typer.Option(metavar="FILE", help=_template)] = "",
     allowed_hosts: Annotated[
@@ -148,6 +154,7 @@ def serve_command(
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.checkpoint.model_family import ModelFamily, model_folders
     from weft.data.chat.chat_template import template_text
     from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import Engine, check_prompt
@@ -161,6 +168,7 @@ def serve_command(
     try:
         from weft.serve.front import front_of, room_for
         from weft.serve.gate import gate_rules
+        from weft.serve.many_models import add_models
         from weft.serve.server import Server
         from weft.serve.service import Service, add_adapters
     except ImportError as error:
@@ -174,6 +182,11 @@ def serve_command(
     )
     if invariant and spread.world > 1:
         raise UsageError("--invariant is for a model on one rank; leave out --layout")
+    if models and (spread.world > 1 or invariant):
+        raise UsageError(
+            "--models is for one rank, without --invariant; leave these out"
+        )
+    folders = model_folders(models, warn) if models else []
     import_plugins(plugin)
     check_ahead(draft, ahead)
     order = policy_of(policy)
@@ -188,6 +201,8 @@ def serve_command(
             checkpoint, device, warn, ema, mesh_of_rank(spread, device)
         )
         check_prompt(model, [0])
+        family = ModelFamily(model, weights) if models else None
+        model = family.base if family else model
         read_only(model, weights)
         if listening is None:
             follow_leader(model)
@@ -203,16 +218,19 @@ def serve_command(
             invariant=invariant,
             ranks=spread.world > 1,
         )
+        name = name or checkpoint.rstrip("/").split("/")[-1]
+        tokenizer = tokenizer_of(files, checkpoint, warn)
+        served = list[str]()
+        if family:
+            served += add_models(engine, family, folders, tokenizer, name, warn)
         if not cache:
             here = psutil.virtual_memory().available // int(
                 os.environ.get("LOCAL_WORLD_SIZE", "1")
             )
             free = here if device == "cpu" else torch.cuda.mem_get_info()[0]
             cache = engine.fit(int(SHARE * free))
-        name = name or checkpoint.rstrip("/").split("/")[-1]
-        adapted = add_adapters(engine, adapters, name) if adapters else []
+        served += add_adapters(engine, adapters, name) if adapters else []
         service = Service(engine, requests + waiting)
-        tokenizer = tokenizer_of(files, checkpoint, warn)
         if template:
             tokenizer = replace(tokenizer, chat_template=template, named_templates={})
         server = Server(
@@ -221,7 +239,7 @@ def serve_command(
             name,
             keys,
             tokens,
-            adapted,
+            served,
             max_model_len or context_length(files),
         )
         rules = gate_rules(listening.getsockname()[0], allowed_hosts or (), cors or ())

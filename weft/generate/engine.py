@@ -39,8 +39,8 @@ from weft.models.borrowed_keys import BlockLender, LenderLost
 from weft.models.invariant import check_invariant
 from weft.models.linear_attention import CHUNK
 from weft.models.row_adapters import HostAdapter
+from weft.models.shared_weights import check_same_shape
 from weft.models.transformer import Transformer
-from weft.recipe import ModelShape
 
 #: Tokens of a cache block; more where layers keep a recurrent state per block, which takes the memory of many keys.
 BLOCK = 16
@@ -96,23 +96,6 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
     if not ids or min(ids) < 0 or max(ids) >= vocab:
         raise UsageError(
             f"the prompt must be at least one token, of ids below the model's {vocab}"
-        )
-
-
-def check_same_shape(name: str, shape: ModelShape, base: ModelShape) -> None:
-    """Raise :class:`UsageError` if the model ``name`` of ``shape`` cannot share steps with one of shape ``base``."""
-    if shape.kind or base.kind:
-        raise UsageError(
-            f"{name} is a plugin's model, which reads alone; serve it alone"
-        )
-    apart = [
-        f"{field} = {value!r} and not {getattr(base, field)!r}"
-        for field, value in shape
-        if field not in ("origin", "init_std") and value != getattr(base, field)
-    ]
-    if apart:
-        raise UsageError(
-            f"{name} is of another shape than the base: {', '.join(apart)}"
         )
 
 

@@ -13,13 +13,17 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.layout.dims import Box, Logical
 from weft.models.products import OUTPUT, Int4, Int8, Packed, form_of, read_only
 from weft.models.transformer import Transformer
 from weft.models.values import Values
+from weft.recipe import ModelShape
 
 T = torch.Tensor
+
+#: Fields of a shape that make no difference to a trained model whose adapter is merged.
+BEGINNING = ("origin", "init_std", "adapter")
 
 #: Hashes of the weights of a model, by the names of the parameters.
 Digests = Mapping[str, bytes]
@@ -152,3 +156,18 @@ def chain_of(model: Transformer) -> list[object]:
     """
     blocks = [id(model.blocks[str(i)]) for i in range(len(model.blocks))]
     return [id(model.embedding), *blocks, output_key(model)]
+
+
+def check_same_shape(name: str, shape: ModelShape, base: ModelShape) -> None:
+    """Raise :class:`UsageError` if the model ``name`` of ``shape`` cannot share steps with one of shape ``base``."""
+    if shape.kind:
+        raise UsageError(f"{name} is a plugin's model, which shares no weights; serve it alone")  # fmt: skip
+    apart = [
+        f"{field} = {value!r} and not {getattr(base, field)!r}"
+        for field, value in shape
+        if field not in BEGINNING and value != getattr(base, field)
+    ]
+    if apart:
+        raise UsageError(
+            f"{name} is of another shape than the base, with {', '.join(apart)}; serve it alone"
+        )

@@ -363,7 +363,7 @@ class Server:
             raise refused_for(
                 asked,
                 "model",
-                f"vectors are those of {self.name!r}; adapters make none",
+                f"vectors are those of {self.name!r}; other models and adapters make none",
             )
         data, elements = list[dict[str, Any]](), self.backend.facts.embed
         if asked.dimensions and asked.dimensions > elements:

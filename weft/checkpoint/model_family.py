@@ -1,0 +1,132 @@
+"""A base model and other models of its shape, opened so that weights with equal content are in memory once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from weft.checkpoint.convert.peft import is_adapter
+from weft.checkpoint.convert.sources import checkpoint_format
+from weft.checkpoint.model import open_model
+from weft.checkpoint.weights import open_pretrained
+from weft.data.tokenizer import Tokenizer, tokenizer_from_files
+from weft.errors import UsageError, WeftError
+from weft.layout.dims import Box, Logical, slices
+from weft.models.adapters import base_of, merged_parameters
+from weft.models.shared_weights import Digests, SharedWeights, check_same_shape
+from weft.models.transformer import Transformer
+from weft.models.values import Values
+from weft.parallel.build import connect, whole_model
+
+
+@dataclass
+class FamilyMember:
+    """A model that rests in its files: its ``name``, the folder ``where`` it is, and the ``files`` beside its weights.
+
+    ``digests``: hashes of the weights, known once the model has been opened. ``own``: bytes of the weights that no
+    other open model had when the model was opened last.
+    """
+
+    name: str
+    where: Path
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    digests: Digests | None = field(default=None, repr=False)
+    own: int | None = None
+
+
+class ModelFamily:
+    """The models that share the weights of ``base``, which has been opened.
+
+    ``form``: in which form weights multiply (:func:`weft.models.products.read_only`). Adapters are merged into the
+    weights, of ``base`` and of the other models.
+    """
+
+    def __init__(self, base: Transformer, form: str = "float") -> None:
+        if base.shape.kind:
+            raise UsageError(
+                f"a plugin's model ({base.shape.kind}) shares no weights; serve it alone"
+            )
+        self.shape, self.mesh = base_of(base.shape), base.mesh
+        self.dtype = base.norm.scale.dtype
+        self.shared = SharedWeights(form)
+        self.base = self._empty()
+        self.shared.fill(self.base, values_in(merged_parameters(base)))
+        #: Bytes of the base model alone.
+        self.nbytes = self.shared.nbytes
+
+    def member(self, where: Path, tokenizer: Tokenizer | None) -> FamilyMember:
+        """Return the model in the folder ``where``, whose weights are not read yet.
+
+        Raises :class:`UsageError` if its shape, or its tokenizer if it has one, is not that of the base.
+        ``tokenizer``: that of the base.
+        """
+        pretrained = open_pretrained(where)
+        if pretrained.values is None:
+            raise UsageError(f"{where} is a configuration without weights")
+        check_same_shape(str(where), pretrained.shape, self.shape)
+        files = pretrained.files
+        if tokenizer is not None and "tokenizer.json" in files:
+            own = tokenizer_from_files(files, str(where))
+            if own.fingerprint != tokenizer.fingerprint:
+                raise UsageError(
+                    f"{where} has another tokenizer than the base; serve it alone"
+                )
+        return FamilyMember(where.name, where, files)
+
+    def open(self, member: FamilyMember) -> Transformer:
+        """Open ``member``: read those of its weights that are not in memory, and all of them the first time.
+
+        Raises :class:`WeftError` if its files have changed since the first time.
+        """
+        before, model = self.shared.nbytes, self._empty()
+        try:
+            values = self._values(member.where)
+            member.digests = self.shared.fill(model, values, member.digests)
+        except WeftError as error:
+            raise WeftError(f"{member.where}: {error}") from None
+        member.own = max(0, self.shared.nbytes - before)
+        return model
+
+    def _values(self, where: Path) -> Values:
+        pretrained = open_pretrained(where)
+        if pretrained.values is None or pretrained.shape.adapter is not None:
+            model = open_model(where, str(self.mesh.device), lambda line: None).model
+            return values_in(merged_parameters(model))
+        return pretrained.values
+
+    def _empty(self) -> Transformer:
+        """Return a model of the family's shape without memory for weights."""
+        model = whole_model(self.shape, self.mesh)
+        connect(model, self.mesh, "none")
+        model.to(self.dtype)
+        model.freq = model.freq.to(self.mesh.device)
+        return model
+
+
+def values_in(weights: Mapping[str, torch.Tensor]) -> Values:
+    """Return a function that reads values from ``weights``, whole parameters by name."""
+
+    def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
+        return weights[name][slices(box)]
+
+    return values
+
+
+def model_folders(folder: Path, warn: Callable[[str], None]) -> list[Path]:
+    """Return the folders in ``folder`` that hold models, in order of their names; ``warn`` is told of other folders.
+
+    Raises :class:`UsageError` if there is none.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--models {folder} is no folder")
+    folders = sorted(path for path in folder.iterdir() if path.is_dir())
+    models = [path for path in folders if is_adapter(path) or checkpoint_format(path)]
+    if not models:
+        raise UsageError(f"--models {folder} has no folder with a model")
+    for path in folders:
+        if path not in models:
+            warn(f"{path} holds no model, and is left out")
+    return models
