@@ -18,8 +18,9 @@ def validate(
 
     :func:`weft.schedule.lower.lower` inserts these and explains ``zero`` (the ZeRO stage) and ``streamed`` (parameters
     rest outside of the device's memory). A valid table does the forward and both parts of the backward of every stage
-    on a microbatch's path once, on one rank; it writes a value before it reads it; and its execution ends with at most
-    ``window`` messages under way between two ranks. Raises :class:`ScheduleError` naming the actions at fault.
+    on a microbatch's path once, on one rank (in evaluation only the forward); it writes a value before it reads it; and
+    its execution ends with at most ``window`` messages under way between two ranks. Raises :class:`ScheduleError`
+    naming the actions at fault.
     """
     _exactly_once(table)
     lowered = lower(table, zero, streamed)

@@ -147,7 +147,8 @@ def fed_back(
 ) -> Payload:
     """Compress ``x[part]`` plus the residual ``error[part]``, and set this residual to what the compression has lost.
 
-    Without ``error``, compress ``x[part]`` alone. ``seed``: of the compressor's random choices. Returns the payload.
+    The residual is compressed by the compressor's contractive form (:attr:`Compressor.for_feedback`). Without
+    ``error``, ``x[part]`` alone is compressed. ``seed``: of the compressor's random choices. Returns the payload.
     """
     if error is None or not x[part].numel():
         return encode_with_feedback(compressor, x[part], seed)[0]

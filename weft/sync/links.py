@@ -72,10 +72,11 @@ def ring_times(
 ) -> Numbers:
     """Return the seconds ``[count]`` of an all-reduce of ``nbytes`` around each of the ``orders [count, islands]``.
 
-    ``links``: the links between islands. Each island's chunk goes over ``2 (islands - 1)`` links in a row, in
-    ``pieces`` messages that are passed on as they arrive. Two times are computed: that in which the slowest link sends
-    all chunks, and that in which one message passes over so many links, with latency. The longer one is the result,
-    which neglects that both overlap only partly at the beginning and the end.
+    ``links``: the links between islands, of which those between the same two sites share their bandwidth. Each island's
+    chunk goes over ``2 (islands - 1)`` links in a row, in ``pieces`` messages that are passed on as they arrive. Two
+    times are computed: that in which the slowest link sends all chunks, and that in which one message passes over so
+    many links, with latency. The longer one is the result, which neglects that both overlap only partly at the
+    beginning and the end.
     """
     slowest, around = _steps(links, orders, nbytes, pieces)
     return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)

@@ -24,7 +24,8 @@ def measured_ring(streams: Streams, nbytes: float) -> str:
     """Set ``streams.order`` on all ranks to the ring that sums ``nbytes`` soonest; return a line for the user.
 
     The first rank of each island measures all links, one after the other. All other ranks wait for the result, which
-    the first island puts into the store. If an island is lost meanwhile, islands stay in the order of their numbers.
+    the first island puts into the store, and an island that comes later takes this result. If an island is lost
+    meanwhile, islands stay in the order of their numbers.
     """
     store, numbered = streams.shared, json.dumps((streams.order, 1.0))
     assert store is not None

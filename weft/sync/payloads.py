@@ -90,7 +90,7 @@ def positions_found(sent: T, kept: int, count: int) -> T:
 
 
 def codes_packed(codes: T, bits: int) -> T:
-    """Pack the integers ``codes [n]``, each of fewer than 8 ``bits``, into bytes without gaps."""
+    """Pack the integers ``codes [n]``, of ``bits`` bits each (fewer than 8), into bytes without gaps."""
     eights = F.pad(codes.to(torch.int64), (0, -codes.numel() % 8)).view(-1, 8)
     # [n / 8], 8 x bits of 64 are used
     words = (eights << torch.arange(0, 8 * bits, bits, device=codes.device)).sum(1)

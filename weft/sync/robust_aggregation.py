@@ -69,8 +69,8 @@ def squared_distances(gram: T) -> T:
 def krum_scores(distances: T, faulty: int) -> T:
     """Return Krum's score of each gradient, ``[replicas]``; a small score means trustworthy (Blanchard et al. 2017).
 
-    The score is the sum of the squared distances to the ``replicas - faulty - 2`` nearest gradients. ``distances``:
-    squared distances, ``[replicas, replicas]``; ``faulty``: how many replicas may be faulty.
+    The score is the sum of the squared distances to the ``replicas - faulty - 2`` nearest gradients (at least one).
+    ``distances``: squared distances, ``[replicas, replicas]``; ``faulty``: how many replicas may be faulty.
     """
     near = max(1, len(distances) - faulty - 2)
     others = distances + torch.diag(

@@ -40,8 +40,8 @@ def repeat(
     """Return the order of each rank in a schedule where every microbatch follows ``pattern``.
 
     Weight gradients fill the times in which ranks would be idle, which are simulated with ``times``, the times of one
-    microbatch on a rank. Several limits for the shortest idle time that a weight gradient fills (:data:`PATIENCE`) are
-    tried, and the fastest order is returned.
+    microbatch on a rank. Unless ``times`` are those of equal passes, several limits for the shortest idle time that a
+    weight gradient fills (:data:`PATIENCE`) are tried, and the fastest order is returned.
     """
     (f0, f1, i1, i0), last = pattern.steps, ranks - 1
     spans = (
