@@ -315,6 +315,8 @@ class Borrower:
         """Fetch all lent blocks of ``request``; if there is no room for them here, compute it again later."""
         scheduler, pool, lent = self.engine.scheduler, self.engine.scheduler.pool, self.reader.lent  # fmt: skip
         aliens = [block for block in request.table if block < 0]
+        if not aliens:
+            return
         if len(aliens) > pool.free:
             return scheduler.add(request)
         loans = [*dict.fromkeys(lent[block] for block in aliens)]
