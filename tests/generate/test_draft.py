@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -14,8 +13,8 @@ from scipy.stats import chi2_contingency, chisquare
 
 from tests.generate.test_many import PROMPTS, alone, build
 from weft.generate.engine import Engine
-from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Guess, Sampling, choose_token, draw, odds
+from weft.models.transformer import Transformer
 from weft.techniques.drafters.small_model import DraftModel
 
 HOWS = {
@@ -26,17 +25,6 @@ HOWS = {
     "top-k and a bias": Sampling(1.4, top_k=6, bias={3: 2.0, 7: -50.0}),
     "min-p": Sampling(1.0, min_p=0.1),
 }
-
-
-class Counting(DraftModel):
-    """Counts guesses that were there when they were needed."""
-
-    ready = 0
-
-    def propose(self, requests: Sequence[Generation]) -> None:
-        guessed = self._ahead.result() if self._ahead is not None else {}
-        self.ready += sum(tuple(request.ids) in guessed for request in requests)
-        super().propose(requests)
 
 
 class Given:
@@ -112,6 +100,14 @@ def test_a_guess_of_chances_that_are_not_its_own_is_seen() -> None:
     )
 
 
+def nudged(model: Transformer, scale: float) -> Transformer:
+    """The same model with noise of this size in its weights."""
+    for p in model.parameters():
+        noise = torch.Generator().manual_seed(1)
+        p.data += scale * torch.randn(p.shape, dtype=p.dtype, generator=noise)
+    return model
+
+
 def follow(token: int) -> torch.Tensor:
     """A grammar of the toy model: which tokens can follow this one, bool ``[16]``."""
     return torch.tensor([(3 * token + i) % 5 != 0 for i in range(16)])
@@ -155,18 +151,17 @@ def test_samples_have_the_distribution_of_the_model(how: Sampling, count: int) -
     )
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("ahead", "layer"), [(0, 0), (2, 0), (2, 1)])
 @pytest.mark.parametrize("mixer", ["softmax", "hybrid"])
-def test_greedy_tokens_are_those_without_a_small_model(mixer: str, ahead: int) -> None:
+def test_greedy_tokens_are_those_without_a_small_model(
+    mixer: str, ahead: int, layer: int
+) -> None:
     """The same model as its own small one is always right; another one seldom."""
     model, twin, other = (build(mixer, torch.float64) for _ in range(3))
-    for p in other.parameters():
-        p.data += 0.02 * torch.randn(
-            p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1)
-        )
+    nudged(other, 0.02)
     expected = [alone(model, prompt, GREEDY).written for prompt in PROMPTS]
     for small, most in itertools.product((twin, other), (1, 4)):
-        drafter = Counting(small, most, ahead)
+        drafter = DraftModel(small, most, ahead, early_layer=layer)
         engine, steps = Engine(model, size=4, drafter=drafter), 0
         found = [engine.submit(prompt, 10, GREEDY)[0] for prompt in PROMPTS]
         while engine.scheduler.running or engine.scheduler.waiting:
@@ -190,14 +185,14 @@ def test_drawn_tokens_of_requests_do_not_depend_on_what_was_made_ahead() -> None
     for p in other.parameters():
         p.data *= 1.05
     how, found = Sampling(0.9, top_p=0.95, seed=4), {}
-    for ahead in (0, 1, 3):
-        drafter = Counting(other, 3, ahead)
+    for ahead, layer in ((0, 0), (1, 0), (3, 0), (3, 1), (3, 2)):
+        drafter = DraftModel(other, 3, ahead, early_layer=layer)
         engine = Engine(model, size=4, drafter=drafter)
         ones = [engine.submit(prompt, 30, how)[0] for prompt in PROMPTS]
         engine.run()
-        found[ahead] = [one.written for one in ones]
+        found[ahead, layer] = [one.written for one in ones]
         assert ahead == 0 or drafter.ready > 5
-    assert found[0] == found[1] == found[3]
+    assert all(texts == found[0, 0] for texts in found.values())
 
 
 def test_the_engine_draws_with_a_small_model_as_without() -> None:
@@ -217,3 +212,39 @@ def test_the_engine_draws_with_a_small_model_as_without() -> None:
     often = [i for i, count in both.items() if count >= 40]
     observed = [[counts[name][i] for i in often] for name in counts]
     assert chi2_contingency(observed).pvalue > 1e-3
+
+
+def test_branches_of_an_early_layer_that_is_right_are_always_ready() -> None:
+    """Where the layers behind the first add nothing, that layer names every outcome; a small model does not."""
+    model, twin = (build("softmax", torch.float64) for _ in range(2))
+    for name, p in model.named_parameters():
+        if name.endswith(("wo", "down")) and not name.startswith("blocks.0."):
+            p.data.zero_()
+    small, counts = nudged(twin, 0.05), {}
+    for layer in (0, 1):
+        drafter = DraftModel(small, 3, 1, early_layer=layer)
+        engine = Engine(model, size=4, drafter=drafter)
+        for prompt in PROMPTS:
+            engine.submit(prompt, 20, GREEDY)
+        engine.run()
+        counts[layer] = drafter.needed, drafter.ready
+    assert counts[1][0] == counts[1][1] > counts[0][1]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_requests_with_the_same_text_have_guesses_of_their_own(layer: int) -> None:
+    """Drawn with other seeds and settings, two of them forked from one prompt: each as it is alone."""
+    model, small = (build("softmax", torch.float64) for _ in range(2))
+    nudged(small, 0.02)
+    hows = [Sampling(0.3, seed=1), Sampling(0.3, seed=2), GREEDY, Sampling(0.7, seed=1)]
+
+    def write(*each: Sampling, n: int = 1) -> list[list[int]]:
+        drafter = DraftModel(small, 3, 2, early_layer=layer)
+        engine = Engine(model, size=4, drafter=drafter)
+        asked = [engine.submit(PROMPTS[1], 8, how, n=n) for how in each]
+        engine.run()
+        return [text.written for texts in asked for text in texts]
+
+    alone_texts = [write(how)[0] for how in hows]
+    assert write(*hows) == alone_texts
+    assert write(hows[0], n=2) == alone_texts[:2]

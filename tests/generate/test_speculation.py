@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.generate.test_many import HOW, NEW, PROMPTS, alone, build, each_alone
+from weft.generate.drafter import Drafter
 from weft.generate.engine import Engine
 from weft.generate.lookup import Lookup, NgramIndex
 from weft.generate.policies import policy_of
@@ -25,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Oracle:
+class Oracle(Drafter):
     """Guesses of which some are right: the true text with faults in it, as one path or as several."""
 
     def __init__(self, texts: Sequence[Sequence[int]], vocab: int, width: int) -> None:

@@ -93,6 +93,13 @@ _ahead = (
 )
 Ahead = Annotated[int, typer.Option("--ahead", min=0, help=_ahead)]
 
+_early_layer = (
+    "With --ahead: take the likely other tokens from this layer of the model "
+    "instead of the small model, which continues from them while the "
+    "model's further layers run; 0: from the small model."
+)
+EarlyLayer = Annotated[int, typer.Option("--early-layer", min=0, help=_early_layer)]
+
 _plugin = (
     "Import this module, which registers your own techniques; repeatable. "
     "See extension-kinds.md in docs/reference."

@@ -16,6 +16,7 @@ from rich.text import Text
 from weft.cli.arguments import (
     Ahead,
     Draft,
+    EarlyLayer,
     Ema,
     ModelName,
     PluginModules,
@@ -121,6 +122,7 @@ def generate_command(
     weights: Weights = "float",
     draft: Draft = "",
     ahead: Ahead = 0,
+    early_layer: EarlyLayer = 0,
     plugin: PluginModules = None,
     layout: Spread = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
@@ -154,7 +156,7 @@ def generate_command(
     options = TextOptions(texts, beams, answer, workers, paths, length_penalty, prune)
     options.check(temperature, draft, spread)
     import_plugins(plugin)
-    check_ahead(draft, ahead)
+    check_ahead(draft, ahead, early_layer, spread.world)
     if experts_in == "":
         raise UsageError("--experts-in is empty; give a folder on a local disk")
     if resident is not None and not experts_in:
@@ -212,7 +214,7 @@ def generate_command(
         tokenizer = tokenizer_of(files, checkpoint, warn)
         ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
         budget = CHUNK * spread.cp if spread.cp > 1 else BUDGET
-        drafter = drafter_for(draft, model, warn, ahead)
+        drafter = drafter_for(draft, model, warn, ahead, early_layer)
         with closing(
             Engine(model, budget=budget, drafter=drafter, ranks=spread.world > 1)
         ) as engine:

@@ -13,6 +13,7 @@ import typer
 from weft.cli.arguments import (
     Ahead,
     Draft,
+    EarlyLayer,
     Ema,
     ModelName,
     PluginModules,
@@ -146,6 +147,7 @@ def serve_command(
     invariant: Annotated[bool, typer.Option("--invariant", help=_invariant)] = False,
     draft: Draft = "",
     ahead: Ahead = 0,
+    early_layer: EarlyLayer = 0,
     plugin: PluginModules = None,
     layout: Spread = None,
 ) -> int:
@@ -188,7 +190,7 @@ def serve_command(
         )
     folders = model_folders(models, warn) if models else []
     import_plugins(plugin)
-    check_ahead(draft, ahead)
+    check_ahead(draft, ahead, early_layer, spread.world)
     order = policy_of(policy)
     template = chat_template and template_text(chat_template, "--chat-template")
     # mistakes are said before anything is read
@@ -207,7 +209,7 @@ def serve_command(
         if listening is None:
             follow_leader(model)
             return 0
-        drafter = drafter_for(draft, model, warn, ahead)
+        drafter = drafter_for(draft, model, warn, ahead, early_layer)
         engine = Engine(
             model,
             cache or None,

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from weft.errors import UsageError
+from weft.generate.early_exit import (
+    EarlyExit,
+    EarlyText,
+    check_early_layer,
+    raise_for_ranks,
+)
+from weft.generate.request import Generation, WantedRows
 from weft.registry import find, names
 
 if TYPE_CHECKING:
-    from weft.generate.request import Generation
+    import torch
+
     from weft.models.transformer import Transformer
 
 #: The drafter of every word that is no drafter's name.
@@ -18,10 +27,11 @@ SMALL_MODEL = "small-model"
 
 class Drafter:
     """Base class of drafters, which propose draft tokens for requests. ``looks_ahead``: the drafter uses the option
-    ``--ahead``.
+    ``--ahead``. ``early_layer``: number of layers of the model after which a pass calls :meth:`look_early`; 0: none.
     """
 
     looks_ahead: ClassVar[bool] = False
+    early_layer: int = 0
 
     @classmethod
     def open(
@@ -41,6 +51,28 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def look_early(self, texts: Sequence[EarlyText], logits: torch.Tensor) -> None:
+        """Take the logits ``[rows, vocab]`` of an early layer, while the pass's later layers have not run yet.
+
+        ``texts``: requests that get tokens from the pass, with their rows.
+        """
+
+
+def early_exit(drafter: Drafter | None, rows: Sequence[WantedRows]) -> EarlyExit | None:
+    """Return the early exit of a pass that ``drafter`` wants; None if the drafter wants none. ``rows``: the rows of
+    logits that the pass computes.
+    """
+    if drafter is None or not drafter.early_layer:
+        return None
+    texts, first = list[EarlyText](), 0
+    for request, _, prompt, drawn in rows:
+        if drawn and isinstance(request, Generation) and not request.context:
+            path = request.branches[0].path if request.branches else ()
+            texts.append(EarlyText(request, path, first + prompt))
+        first += prompt + drawn
+    take = partial(drafter.look_early, texts)
+    return EarlyExit(drafter.early_layer, take) if texts else None
+
 
 def _class_of(word: str) -> Any:
     return find(
@@ -48,25 +80,40 @@ def _class_of(word: str) -> Any:
     ).implementation
 
 
-def check_ahead(word: str, ahead: int) -> None:
-    """Raise :class:`UsageError` if ``--ahead`` is given and the drafter ``word`` is no small model."""
+def check_ahead(word: str, ahead: int, early_layer: int = 0, ranks: int = 1) -> None:
+    """Raise :class:`UsageError` if ``--ahead`` is given and the drafter ``word`` is no small model, or if
+    ``--early-layer`` is given without ``--ahead`` or for several ``ranks``.
+    """
     if ahead and not (word and _class_of(word).looks_ahead):
         draft = f"--draft {word} looks guesses up" if word else "there is no --draft"
         raise UsageError(
             f"--ahead {ahead} is for a small model that guesses, and {draft}; give --draft MODEL"
         )
+    if early_layer and not ahead:
+        raise UsageError(
+            f"--early-layer {early_layer} says where --ahead takes its tokens from; give --ahead too, for instance 2"
+        )
+    if early_layer and ranks > 1:
+        raise_for_ranks(early_layer)
 
 
 def drafter_for(
-    word: str, model: Transformer, warn: Callable[[str], None], ahead: int = 0
+    word: str,
+    model: Transformer,
+    warn: Callable[[str], None],
+    ahead: int = 0,
+    early_layer: int = 0,
 ) -> Drafter | None:
     """Build the drafter that ``word`` names; return None for "".
 
     A word that is no drafter's name names a small model. The small model needs the vocabulary of ``model`` and uses
-    ``ahead``. Raises :class:`UsageError`.
+    ``ahead``, and with ``early_layer`` the likely tokens of that layer of ``model``. Raises :class:`UsageError`.
     """
-    check_ahead(word, ahead)
+    check_ahead(word, ahead, early_layer)
     if not word:
         return None
+    if early_layer:
+        check_early_layer(model, early_layer)
     drafter: Drafter = _class_of(word).open(word, model, warn, ahead)
+    drafter.early_layer = early_layer
     return drafter

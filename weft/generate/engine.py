@@ -19,13 +19,14 @@ from weft.errors import UsageError
 from weft.generate import branches
 from weft.generate.block_contents import LayerPart
 from weft.generate.block_pool import BlockPool
-from weft.generate.drafter import Drafter
+from weft.generate.drafter import Drafter, early_exit
+from weft.generate.early_exit import check_early_layer
 from weft.generate.grammar import Grammar
 from weft.generate.keys import shelf_keys
 from weft.generate.leader import Leader
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.reader import PagedReader
-from weft.generate.request import Generation, Request, Written
+from weft.generate.request import Generation, Request, WantedRows, Written
 from weft.generate.sampling import (
     Guess,
     Sampling,
@@ -47,17 +48,6 @@ BLOCK = 16
 
 #: Tokens of a step: so many that it is bound by compute, and not by reading the weights.
 BUDGET = 512
-
-
-class WantedRows(NamedTuple):
-    """Rows of logits that a forward pass returns for a request: ``prompt`` rows from token ``first`` on, to score the
-    prompt, and ``drawn`` rows from which tokens are sampled.
-    """
-
-    request: Request
-    first: int
-    prompt: int
-    drawn: int
 
 
 class LaunchedPass(NamedTuple):
@@ -119,6 +109,8 @@ class Engine:
             raise UsageError(
                 "a step needs room for one token of one request; give a larger budget or limit"
             )
+        if drafter is not None and drafter.early_layer:
+            check_early_layer(model, drafter.early_layer)
         if invariant:
             check_invariant(model.shape, model.mesh)
         states = any(
@@ -301,16 +293,16 @@ class Engine:
             )
         step = scheduler.plan(self.reader.depth)
         if step.work:
+            rows = [
+                wanted_rows(request, tokens) for request, tokens in step.work.items()
+            ]
             try:
-                logits = self.reader.start(step)
+                logits = self.reader.start(step, early_exit(self.drafter, rows))
             except LenderLost as lost:
                 self._take_back(step)
                 for party in self.loans:
                     party.give_up(lost.lender)
                 return True
-            rows = [
-                wanted_rows(request, tokens) for request, tokens in step.work.items()
-            ]
             self.sent.append(LaunchedPass(set_out(scheduler, step), rows, logits))
         return bool(step.work)
 

@@ -28,6 +28,7 @@ from weft.generate.block_contents import (
     whole_parts,
     write_pages,
 )
+from weft.generate.early_exit import EarlyExit
 from weft.generate.reader import PackedRow, pack, parts_of, pooled
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.tickets import TicketReader, TicketWriter, open_tickets
@@ -288,8 +289,14 @@ class Leader(RankReader):
         # what each rank holds of a block
         self._parts: list[list[LayerPart]] = []
 
-    def start(self, step: ScheduledStep) -> Callable[[], T]:
-        """Launch a step on all ranks. Return a function that waits for the logits ``[rows of all parts, vocab]``."""
+    def start(
+        self, step: ScheduledStep, early: EarlyExit | None = None
+    ) -> Callable[[], T]:
+        """Launch a step on all ranks. Return a function that waits for the logits ``[rows of all parts, vocab]``.
+
+        ``early``: None, as a pass over several ranks makes no early exit.
+        """
+        assert early is None
         work = row, *_ = pack(parts_of(step)), step.copies, step.loads
         with naming_lost_rank():
             stripes, own = self.run(number := self.tickets.give(("run", *work)), *work)

@@ -14,6 +14,7 @@ import torch
 
 from weft.generate.block_contents import LayerPart, layer_parts, read_pages, write_pages
 from weft.generate.chains import ChainPass
+from weft.generate.early_exit import EarlyExit, exiting
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
 from weft.models.adapter_shelf import AdapterShelf, LentAdapter
@@ -178,9 +179,14 @@ class PagedReader:
         for each in self.pages:
             each.lent, each.growing = self.lent, self.growing
 
-    def start(self, step: ScheduledStep) -> Callable[[], T]:
-        """Launch a step. Return a function that waits for the logits ``[rows of all parts, vocab]``."""
-        logits = self.read(parts_of(step), step.copies, step.loads)
+    def start(
+        self, step: ScheduledStep, early: EarlyExit | None = None
+    ) -> Callable[[], T]:
+        """Launch a step. Return a function that waits for the logits ``[rows of all parts, vocab]``.
+
+        ``early``: the early exit that the pass makes, unless it has texts of several models.
+        """
+        logits = self.read(parts_of(step), step.copies, step.loads, early)
         return lambda: logits
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
@@ -219,10 +225,12 @@ class PagedReader:
         parts: Sequence[TextSlice],
         copies: Sequence[tuple[int, int]] = (),
         loads: Sequence[tuple[str, list[int]]] = (),
+        early: EarlyExit | None = None,
     ) -> T:
         """Run a forward pass over ``parts`` and return the logits ``[rows of all parts, vocab]``.
 
         Before it, blocks are copied (``copies``) and adapters are loaded (``loads``) as :class:`ScheduledStep` says.
+        ``early``: the early exit that the pass makes, unless it has texts of several models.
         """
         # a plugin's model cannot remember: it reads all again
         if self.model.shape.kind:
@@ -246,8 +254,9 @@ class PagedReader:
             [0, *(span.last for span in row.spans)], dtype=torch.int32
         )
         shelf = self.shelf.adapting(row.spans, row.adapters)
-        with attending(self.model, self.pages), shelf, invariant(self.alike):
-            only = torch.tensor(row.wanted, dtype=torch.int64, device=device)
+        only = torch.tensor(row.wanted, dtype=torch.int64, device=device)
+        watched = exiting(self.model, early, only)
+        with attending(self.model, self.pages), shelf, invariant(self.alike), watched:
             return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]
 
     def _read_chains(self, row: PackedRow, numbers: T) -> T:

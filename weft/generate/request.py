@@ -163,3 +163,14 @@ class Written(NamedTuple):
     # of the token, and of the likeliest ones, if asked for
     log_probability: tuple[float, dict[int, float]] | None
     finished: str  # "stop", "length", "error", or "" if it goes on
+
+
+class WantedRows(NamedTuple):
+    """Rows of logits that a forward pass returns for a request: ``prompt`` rows from token ``first`` on, to score the
+    prompt, and ``drawn`` rows from which tokens are sampled.
+    """
+
+    request: Request
+    first: int
+    prompt: int
+    drawn: int

@@ -5,10 +5,10 @@ model. The prefix cache of its engine has what was computed before, and blocks o
 Nothing has to be undone, therefore, whatever kinds of layers the model has.
 
 With ``ahead``, a thread makes further guesses while the large model checks the last ones: for every position at which
-these may turn out wrong, after the small model's likeliest other tokens there, and after the end of the guesses (the
-branches of Mirror Speculative Decoding, 2510.13161, which takes them from an early layer of the large model). If the
-text continues in one of these ways, its next guesses are there at once. On a device of its own the small model then
-costs no time.
+these may turn out wrong, after likely other tokens there, and after the end of the guesses (the branches of Mirror
+Speculative Decoding, Bhendawade et al. 2025, 2510.13161). The small model names these tokens, or with ``early_layer``
+an early layer of the large model does, whose further layers run meanwhile, as in the paper. If the text continues in
+one of these ways, its next guesses are there at once. On a device of its own the small model then costs no time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from weft.registry import register
 if TYPE_CHECKING:
     import torch
 
+    from weft.generate.early_exit import EarlyText
     from weft.generate.request import Generation
     from weft.models.transformer import Transformer
 
-#: A text: ids from its first token on.
-Text = tuple[int, ...]
+#: A text, as its ids from the first token on, and the request that has it or may come to have it.
+Asked = tuple["Generation", tuple[int, ...]]
 
 
 class Guessed(NamedTuple):
@@ -54,34 +55,49 @@ class Guessed(NamedTuple):
         "likely outcomes while they are checked"
     ),
     paper="Leviathan et al. 2022; Chen et al. 2023; Bhendawade et al. 2025 (Mirror-SD)",
-    recipe="weft generate --checkpoint RUN --prompt TEXT --draft SMALL --ahead 2",
+    recipe=(
+        "weft generate --checkpoint RUN --prompt TEXT --draft SMALL --ahead 2 "
+        "--early-layer 8"
+    ),
     proof="tests/generate/test_draft.py, tests/generate/test_text_options.py",
     figure=(
         "enumerated distributions to 1e-12; chi-square with penalties, top-p and "
-        "grammars; ahead the same tokens, outcomes from the small model's own "
-        "likeliest tokens, not from an early layer of the large one; time not "
-        "measured on two devices"
+        "grammars; ahead the same tokens, greedy and drawn, with outcomes from the "
+        "small model's likeliest tokens or from an early layer of the large one, whose "
+        "branches are all ready where later layers add nothing; time on two devices not "
+        "measured"
     ),
 )
 class DraftModel(Drafter):
     """Guesses up to ``most`` tokens with ``model``, a small model with the vocabulary of the large one.
 
     While the large model checks guesses, a thread guesses what follows each likely outcome of the check. ``ahead``: how
-    many other tokens at each position count as likely; 0: no thread. ``tokens``: size of the small model's cache;
+    many other tokens at each position count as likely; 0: no thread. ``early_layer``: number of layers of the large
+    model after which these tokens are read; 0: the small model names them. ``tokens``: size of the small model's cache;
     longer texts get no guesses.
     """
 
     looks_ahead = True
 
+    #: Texts for which guesses were needed, and those of them whose guesses the thread had made already.
+    needed = 0
+    ready = 0
+
     def __init__(
-        self, model: Transformer, most: int = 4, ahead: int = 0, tokens: int = 2**16
+        self,
+        model: Transformer,
+        most: int = 4,
+        ahead: int = 0,
+        tokens: int = 2**16,
+        early_layer: int = 0,
     ) -> None:
         from weft.generate.engine import Engine
 
         self.most, self.ahead, self.tokens = most, ahead, tokens
+        self.early_layer = early_layer
         self.engine = Engine(model, tokens, size=4)
         self._thread = ThreadPoolExecutor(1, "draft")
-        self._ahead: Future[dict[Text, Guessed]] | None = None
+        self._ahead: Future[dict[Asked, Guessed]] | None = None
 
     @classmethod
     def open(
@@ -99,63 +115,84 @@ class DraftModel(Drafter):
 
     def propose(self, requests: Sequence[Generation]) -> None:
         guessed = self._ahead.result() if self._ahead is not None else {}
-        texts = {
-            generation: tuple(generation.ids)
+        self._ahead = None
+        needed = [
+            (generation, tuple(generation.ids))
             for generation in requests
             if len(generation.ids) + self.most < self.tokens
-        }
-        guessed |= self._guess(
-            [
-                (generation, text)
-                for generation, text in texts.items()
-                if text not in guessed
-            ]
-        )
-        for generation, text in texts.items():
-            generation.drafts, generation.odds = (
-                [guessed[text].path[: generation.most - len(text)]],
-                guessed[text].odds,
-            )
-        if self.ahead:
-            outcomes = [
-                (generation, each)
-                for generation, text in texts.items()
-                for each in self._outcomes(text, guessed[text])
-            ]
-            self._ahead = self._thread.submit(self._guess, outcomes)
+        ]
+        missing = [asked for asked in needed if asked not in guessed]
+        self.needed += len(needed)
+        self.ready += len(needed) - len(missing)
+        guessed |= self._guess(missing)
+        for asked in needed:
+            (generation, text), (path, odds, _) = asked, guessed[asked]
+            generation.drafts = [path[: generation.most - len(text)]]
+            generation.odds = odds
+        if self.ahead and not self.early_layer:
+            self._go_on([
+                outcome
+                for asked in needed
+                for outcome in self._outcomes(asked[0], *guessed[asked][::2])
+            ])  # fmt: skip
 
-    def _guess(self, texts: Sequence[tuple[Generation, Text]]) -> dict[Text, Guessed]:
+    def look_early(self, texts: Sequence[EarlyText], logits: torch.Tensor) -> None:
+        likeliest = logits.topk(min(self.ahead + 1, logits.shape[1])).indices.tolist()
+        self._go_on([
+            outcome
+            for request, path, first in texts
+            for generation in (request, *request.siblings)
+            if not generation.finished
+            for outcome in self._outcomes(generation, path, likeliest[first : first + len(path) + 1])
+        ])  # fmt: skip
+
+    def _go_on(self, outcomes: Sequence[Asked]) -> None:
+        """Guess, in the thread, behind texts that requests may come to have."""
+        self._ahead = self._thread.submit(self._guess, outcomes)
+
+    def _guess(self, texts: Sequence[Asked]) -> dict[Asked, Guessed]:
         """Return the small model's guesses behind texts, each of which a request has or may come to have."""
-        asked: dict[Text, Generation] = {}
-        for generation, text in texts:
+        submitted: dict[Asked, Generation] = {}
+        for asked in texts:
+            generation, text = asked
             # Not by the numbers by which the large model draws.
             seed = Random(f"draft {generation.how.seed} {len(text)}").getrandbits(62)
-            count, top = (
-                self.most + bool(self.ahead),
-                self.ahead + 1 if self.ahead else None,
+            names = bool(self.ahead and not self.early_layer)
+            (submitted[asked],) = self.engine.submit(
+                text,
+                self.most + names,
+                replace(generation.how, seed=seed),
+                top=self.ahead + 1 if names else None,
             )
-            (asked[text],) = self.engine.submit(
-                text, count, replace(generation.how, seed=seed), top=top
-            )
-            asked[text].chances = [] if generation.how.temperature else None
+            submitted[asked].chances = [] if generation.how.temperature else None
         self.engine.run()
         return {
-            text: Guessed(
-                generation.written[: self.most],
-                generation.chances or [],
-                [list(top) for _, top in generation.log_probabilities],
+            asked: Guessed(
+                guess.written[: self.most],
+                guess.chances or [],
+                [list(top) for _, top in guess.log_probabilities],
             )
-            for text, generation in asked.items()
+            for asked, guess in submitted.items()
         }
 
-    def _outcomes(self, text: Text, guessed: Guessed) -> list[Text]:
-        """What the text may be after the check: some of the path, and another token that is likely there."""
-        path = guessed.path
-        return [
-            (*text, *path[:right], token)
-            for right, likeliest in enumerate(guessed.likeliest)
-            for token in [i for i in likeliest if i not in path[right : right + 1]][
-                : self.ahead
-            ]
-            if len(text) + right + 1 + self.most < self.tokens
-        ]
+    def _outcomes(
+        self, generation: Generation, path: Sequence[int], likeliest: Sequence[list[int]]
+    ) -> list[Asked]:  # fmt: skip
+        """What a request's text may be after the check: some of the path, and another token that is likely there.
+
+        Only texts that go on and that the small model's cache can hold are of use.
+        """
+        text, outcomes = tuple(generation.ids), list[Asked]()
+        for right, tokens in enumerate(likeliest):
+            after = len(text) + right + 1
+            if after < generation.most and after + self.most < self.tokens:
+                others = [
+                    i
+                    for i in tokens
+                    if i not in path[right : right + 1] and i not in generation.stops
+                ]
+                outcomes += [
+                    (generation, (*text, *path[:right], token))
+                    for token in others[: self.ahead]
+                ]
+        return outcomes

@@ -1,0 +1,85 @@
+"""Early exits: what an early layer of the model thinks likely, shown before the later layers of the same pass run.
+
+The hidden states after an early layer are read by the model's final norm and output layer. A drafter can use these
+logits while the later layers compute the true ones (Mirror Speculative Decoding, 2510.13161).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from weft.errors import UsageError
+from weft.generate.request import Generation
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.models.transformer import Transformer
+
+    T = torch.Tensor
+
+
+class EarlyText(NamedTuple):
+    """A request in an early exit. The logits behind its text are row ``first``; one row for each token of its draft
+    ``path`` follows.
+    """
+
+    request: Generation
+    path: Sequence[int]
+    first: int
+
+
+class EarlyExit(NamedTuple):
+    """The number of layers after which a pass shows logits, and ``take``, which is called with these logits ``[rows,
+    vocab]``. The rows are those of the pass's own logits.
+    """
+
+    layer: int
+    take: Callable[[T], None]
+
+
+@contextmanager
+def exiting(model: Transformer, early: EarlyExit | None, wanted: T) -> Iterator[None]:
+    """Return a context in which a pass of ``model`` makes the exit ``early``. ``wanted``: indices of the pass's tokens
+    whose logits are computed.
+    """
+    if early is None:
+        yield
+        return
+
+    def show(_block: object, _inputs: object, hidden: T) -> None:
+        early.take(model.scores(model.norm(hidden), wanted)[0])
+
+    handle = model.blocks[str(early.layer - 1)].register_forward_hook(show)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def raise_for_ranks(layer: int) -> NoReturn:
+    """Raise the :class:`UsageError` of an early ``layer`` of a model that is cut over several ranks."""
+    raise UsageError(
+        f"--early-layer {layer} is for a model on one rank; leave out --layout, or --early-layer"
+    )
+
+
+def check_early_layer(model: Transformer, layer: int) -> None:
+    """Raise :class:`UsageError` if passes of ``model`` cannot show logits after ``layer`` layers."""
+    last = model.shape.layers - 1
+    if model.mesh.layout.world > 1:
+        raise_for_ranks(layer)
+    if model.shape.kind:
+        raise UsageError(
+            f"--early-layer {layer} is for Weft's own models, and this is a plugin's ({model.shape.kind}); leave it out"
+        )
+    if not last:
+        raise UsageError(
+            f"--early-layer {layer} is for models of several layers, and this has one; leave it out"
+        )
+    if not 1 <= layer <= last:
+        raise UsageError(
+            f"--early-layer {layer} is none of the layers before the last; give 1 to {last}"
+        )
