@@ -255,7 +255,10 @@ class Layout(Section):
 
     @property
     def axis_order(self) -> tuple[str, ...]:
-        """All axes from the slowest-varying to the fastest. Axes that ``order`` does not name come first."""
+        """All axes from the slowest-varying to the fastest in the numbering of ranks.
+
+        Axes that ``order`` does not name come first.
+        """
         named = self._named_axes
         return (*(axis for axis in AXES if axis not in named), *named)
 

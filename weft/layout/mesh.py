@@ -210,7 +210,10 @@ class Mesh:
 
     @property
     def data_ranks(self) -> list[int]:
-        """Ranks of all ``dp``, ``shard`` and ``cp`` coordinates at this rank's ``pp`` and ``tp``, ``dp`` slowest."""
+        """The ranks that have this rank's coordinates along ``pp`` and ``tp``.
+
+        They are ordered by their coordinates along ``dp``, ``shard`` and ``cp``, of which ``dp`` varies slowest.
+        """
         if self.device_mesh is None:
             return [0]
         here = self.device_mesh.mesh[self.rank("pp"), ..., self.rank("tp")]

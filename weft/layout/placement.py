@@ -69,7 +69,7 @@ class Place:
         return cls(layout, where | ExpertSizes(*folded)._asdict())
 
     def rank(self, axis: str) -> int:
-        """Return the coordinate along ``axis``, which may also be one of the four further names of :class:`Place`."""
+        """Return the coordinate along ``axis``, which may also be one of the four groups that :class:`Place` names."""
         return self.coordinates[axis]
 
     def along(self, *axes: str) -> int:

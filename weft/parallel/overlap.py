@@ -27,7 +27,10 @@ TURNS = {"passes": Beside.OTHER_PASS, "pairs": Beside.SAME_PASS}
 
 
 def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Cut ``stages`` into stages of one layer each; the first also holds the embedding, the last norm and head."""
+    """Cut ``stages`` into stages of one layer each.
+
+    The first of them also holds the embedding, and the last one the norm and head at the model's end.
+    """
     layers = [i for stage in stages for i in stage.layers]
     return tuple(
         Stage(range(i, i + 1), i == layers[0], i == layers[-1]) for i in layers

@@ -170,7 +170,10 @@ class PipelinePass:
         }
 
     def run(self) -> Executed:
-        """Execute the table on this rank; return the times of its actions. It leaves the losses in ``losses``."""
+        """Execute the table on this rank; return the times of its actions.
+
+        The attribute ``losses`` then has the loss of each microbatch that this rank computes.
+        """
         here = self.here
         self.tiers.restart()
         executed = execute(self.table, here.rank, self._ops(), here.wire)

@@ -89,7 +89,10 @@ class Stripes:
         return self._exchanged(copies, [self.count] * self.ranks, self.counts)
 
     def returned(self, x: T) -> T:
-        """Send results for all rows back to the rows' owners: ``[all rows, ...]`` to ``[ranks, own rows, ...]``."""
+        """Send results for all rows back to the rows' owners: ``[all rows, ...]`` to ``[ranks, own rows, ...]``.
+
+        Entry ``r`` of the result has what rank ``r`` has computed for this rank's rows.
+        """
         own = self._exchanged(x, self.counts, [self.count] * self.ranks)
         return own.unflatten(0, (self.ranks, self.count))
 

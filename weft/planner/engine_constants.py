@@ -53,7 +53,7 @@ class EngineConstants:
         ``remade``: number of such tensors of experts that backward computes again instead.
         ``stream``: bytes per token and unit of width of a block's input.
         ``products``: 1 if selective recomputation keeps every other product, 0 if it keeps attention alone.
-        ``undone``: bytes per token and unit of inner width that backward holds of the layer at which it is.
+        ``undone``: bytes per token and unit of inner width that backward holds of the layer that it computes.
         ``table``: bytes per entry of the output layer's gradient, which lives from loss to backward.
         ``single``: 1 if the gradients of a step with one pass are kept whole, 0 if each is reduced as soon as it is
             computed.

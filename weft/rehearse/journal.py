@@ -85,7 +85,10 @@ class Journal:
 
 
 class PendingMessage:
-    """A message under way, in place of PyTorch's work object. A call of :meth:`wait` is recorded as an event."""
+    """A message under way, in place of PyTorch's work object.
+
+    A call of :meth:`wait` is recorded in ``journal`` as an event. ``event``: the event of sending or receiving it.
+    """
 
     def __init__(self, journal: Journal, event: Event) -> None:
         self.journal, self.event = journal, event

@@ -96,7 +96,7 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
 
 
 def pipeline_ranks(layout: Layout) -> list[int]:
-    """Return one rank of every pipeline position, numbered in a run with at most two replicas along ``dp``."""
+    """Return one rank of every pipeline position, by the rank's number in a run with at most two replicas (``dp``)."""
     world = layout.model_copy(update={"dp": min(layout.dp, 2)}).world
     return [p * world // layout.pp for p in range(layout.pp)]
 

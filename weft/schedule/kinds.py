@@ -124,15 +124,16 @@ class Kind:
         ``name``: the name by which actions refer to the kind, such as ``F``.
         ``meaning``: a few words for legends.
         ``colour``: ``#rrggbb`` in pictures; "" takes a colour of the palette.
-        ``duty``: duties of a stage that the action does; after a weight gradient, gradients of parameters are reduced.
+        ``duty``: which of a stage's forward, input gradient and weight gradient the action does; after a weight
+            gradient, gradients of parameters are reduced.
         ``forward``: whether evaluation, which runs only the forward half of a table, runs the action.
         ``flow``: function from a visit of a stage to the values that are read and written; None if each action states
             them.
         ``cost``: function from an action and the model's times to the modelled time of the action.
         ``clock``: the stream on which the action runs.
         ``parameters``: whether the action uses its stage's parameters, which are then gathered before it.
-        ``inserted``: whether only lowering adds such actions; they take no time in the simulator, and an executor skips
-            those for which it has no operation.
+        ``inserted``: whether only :func:`weft.schedule.lower.lower` adds such actions (transfers, gathers, frees); they
+            take no time in the simulator, and an executor skips those for which it has no operation.
     """
 
     name: str

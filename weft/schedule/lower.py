@@ -34,7 +34,10 @@ REDUCE = _inserted(
 
 
 def links(lowered: Table) -> set[tuple[int, int]]:
-    """Return the ordered pairs ``(source, target)`` of ranks between which a lowered table sends values."""
+    """Return the ordered pairs ``(source, target)`` of ranks between which a table sends values.
+
+    ``lowered``: a table with sends and receives, as :func:`lower` returns it.
+    """
     return {(a.rank, a.peer) for a in lowered if a.kind == SEND}
 
 

@@ -101,7 +101,10 @@ class Code(ABC):
 
 @dataclass(frozen=True)
 class GradientCode(Code):
-    """Gradient coding: one job per round, known as soon as all but ``stragglers`` ranks have sent their sum."""
+    """Gradient coding: one job (a gradient that is wanted) per round.
+
+    A job is known as soon as all but ``stragglers`` ranks have sent their sum.
+    """
 
     @property
     def delay(self) -> int:

@@ -70,7 +70,10 @@ class Trip:
         return self.rows * self.lengths[block]
 
     def cut(self, x: T) -> dict[int, T]:
-        """Cut ``[rows, tokens held, ...]`` into this rank's blocks ``[rows * length, ...]``."""
+        """Cut ``[rows, tokens held, ...]`` into this rank's blocks ``[rows * length, ...]``, by index of the block.
+
+        ``length``: tokens of the block in a row.
+        """
         own = self.table.owners[self.index]
         parts = x.split([self.lengths[b] for b in own], dim=1)
         return {

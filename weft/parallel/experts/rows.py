@@ -70,9 +70,10 @@ def scattered(x: T, members: Members) -> Awaited:
 def start_exchange(
     rows: T, sent: list[int], received: list[int], members: Members, what: str
 ) -> Moving:
-    """Start an exchange of rows through which no gradient flows; for the arguments see :func:`exchanged`.
+    """Start an all-to-all of ``rows`` between ``members``, through which no gradient flows.
 
-    Returns the buffer of received rows, and the work to wait for.
+    ``sent[i]`` rows go to member ``i``, in order, and ``received[i]`` rows come from it. ``what``: the kind of data, by
+    which bytes are counted. Returns the buffer of received rows, and the work to wait for.
     """
     members.note(what, rows, sum(sent) - sent[members.rank])
     return exchanged_rows(rows, sent, received, members.group)
