@@ -141,9 +141,9 @@ def manifest_json(
 class Manifest:
     """Manifest of one data file: the tensors and blocks in that file.
 
-    ``data``: bytes of the manifest; ``name``: its name, for error messages; ``tensors``: descriptions of the file's
-    tensors, by name. Iterating yields every block; :class:`StoredBlock` objects are created on demand. Raises
-    :class:`DamagedCheckpoint` if ``data`` is no manifest.
+    ``data``: bytes of the manifest; ``name``: its name, for error messages. ``tensors`` (attribute): descriptions of
+    the file's tensors, by name. Iterating yields every block; :class:`StoredBlock` objects are created on demand.
+    Raises :class:`DamagedCheckpoint` if ``data`` is no manifest.
     """
 
     def __init__(self, data: bytes, name: str) -> None:

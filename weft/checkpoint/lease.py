@@ -92,7 +92,7 @@ class Lease:
     def check(self) -> None:
         """Raise :class:`WeftError` if another run has leased one of this run's storages in the meantime.
 
-        That can happen if this process was stopped for longer than ``patience`` seconds, so that its lease was not
+        That can happen if this process was stopped for longer than the lease's ``patience``, so that the lease was not
         renewed.
         """
         # stopped as a whole until now
