@@ -23,7 +23,7 @@ LENGTH_PENALTY = 0.2
 
 @dataclass(eq=False)
 class Beam(Request):
-    """An unfinished text of a beam search, with the sum of the log-probabilities of its tokens."""
+    """An unfinished text of a beam search. ``log_probability``: sum of the log-probabilities of its tokens."""
 
     log_probability: float = 0.0
 
@@ -82,11 +82,15 @@ class Search:
 
     @property
     def least(self) -> float:
-        """Least score of a text that is not pruned."""
+        """Least score that a text needs in order not to be pruned: that of the best ended text, less the search's
+        ``prune``.
+        """
         return max((ended.score for ended in self.ended), default=-inf) - self.prune
 
     def begin(self) -> None:
-        """Schedule the first beam. Call :meth:`advance` after each of the engine's following steps."""
+        """Schedule the first beam, which is the prompt. Call :meth:`advance` after each of the engine's following
+        steps.
+        """
         for beam in self.beams:
             self.engine.scheduler.add(beam)
 
@@ -97,8 +101,8 @@ class Search:
         self.beams.clear()
 
     def advance(self) -> None:
-        """Extend all beams by a token, if the logits of every beam have been computed. When the search has ended, the
-        list ``beams`` is empty.
+        """Extend all beams by a token, if the last step has computed the logits of every beam. When the search has
+        ended, the list ``beams`` is empty.
         """
         scheduler = self.engine.scheduler
         read = [beam for beam in self.beams if beam.logits is not None]
@@ -181,9 +185,10 @@ def vote(
     engine: Engine, prompt: Sequence[int], count: int, how: Sampling, n: int, answer: Callable[[list[int]], Hashable],
     stops: Collection[int] = (),
 ) -> tuple[Hashable, Counter[Hashable]]:  # fmt: skip
-    """Generate ``n`` texts and return the most frequent answer and a count of every answer (self-consistency; Wang et
-    al. 2022, 2203.11171).
+    """Generate ``n`` texts after ``prompt``, and return the most frequent answer and a count of every answer
+    (self-consistency; Wang et al. 2022, 2203.11171). The most frequent answer is None if no text has one.
 
+    ``count``: largest number of tokens of a text; ``how``: settings of sampling; ``stops``: ids that end a text.
     ``answer`` extracts the answer from the ids of a text, None if there is none. Texts that can no longer change the
     result are cancelled.
     """

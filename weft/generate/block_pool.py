@@ -56,7 +56,7 @@ class BlockPool:
         return block
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Add an owner to each of ``blocks``."""
+        """Add an owner to each of ``blocks``, which are block numbers."""
         for block in blocks:
             if block < 0:
                 self.lent[block] += 1
@@ -87,5 +87,7 @@ class BlockPool:
             self.known[key], self.keys[block] = block, key
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the cache blocks of the longest known prefix of ``keys``, the chained keys of a text's blocks."""
+        """Return the blocks whose keys are the longest known prefix of ``keys``. ``keys``: the chained keys of a text's
+        blocks (:func:`weft.generate.keys.chained_keys`).
+        """
         return [self.known[key] for key in takewhile(self.known.__contains__, keys)]

@@ -12,8 +12,8 @@ from weft.generate.request import Branch, Request
 def branch(
     pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]
 ) -> int:
-    """Turn a request's drafts into branches of at most ``left`` tokens in total. Return the number of tokens that they
-    take.
+    """Give the drafts of ``request`` cache blocks, as branches of at most ``left`` tokens in total. Return the number
+    of tokens of these branches.
 
     Pairs of blocks (from, to) that must be copied before the step are appended to ``copies``.
     """
@@ -42,7 +42,8 @@ def branch(
 def merge_branches(
     pool: BlockPool, request: Request, best: Branch | None, right: int
 ) -> None:
-    """Count the first ``right`` tokens of the branch ``best`` as computed, and free all other branches.
+    """Count the first ``right`` tokens of the branch ``best`` as computed tokens of ``request``, and free all other
+    branches. ``best`` is None if no drafted token was right.
 
     In a pool of recurrent states, a branch in blocks of its own is kept only if all of its tokens are right.
     """

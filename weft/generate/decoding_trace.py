@@ -1,4 +1,4 @@
-"""Records a trace of the steps in which many texts grow by one token each."""
+"""Records a profiler's trace of decoding steps, in which many texts grow by one token each."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from weft.observe.time_split import quiet_profile
 def trace_decoding(
     model: Transformer, batch: int, prompt: int, steps: int, folder: Path
 ) -> Path:
-    """Write a Chrome trace of ``steps`` decoding steps to ``folder``, for ``batch`` texts behind prompts of ``prompt``
-    tokens. The steps of the prompts and of the first tokens are left out.
+    """Write a Chrome trace of ``steps`` decoding steps to ``folder``, and return its file. ``batch`` texts are written,
+    after random prompts of ``prompt`` tokens. The steps of the prompts and of the first tokens are left out.
     """
     engine = Engine(model, budget=max(512, batch), limit=batch)
     texts = [

@@ -1,4 +1,4 @@
-"""Drafters guess the next tokens of requests; ``--draft`` names one by a word, or a small model."""
+"""Drafters guess the next tokens of requests. ``--draft`` names a drafter, or a small model that guesses."""
 
 from __future__ import annotations
 
@@ -37,17 +37,19 @@ class Drafter:
     def open(
         cls, word: str, model: Transformer, warn: Callable[[str], None], ahead: int
     ) -> Self:
-        """Build the drafter that ``--draft word`` names, for ``model``; ``warn`` shows the user a line.
+        """Build the drafter that ``--draft word`` names, for ``model``. ``warn`` shows the user a line; ``ahead``:
+        value of the option ``--ahead``.
 
         Raises :class:`UsageError` if the drafter cannot guess for this model.
         """
         return cls()
 
     def propose(self, requests: Sequence[Generation]) -> None:
-        """Set ``drafts``, a list of token paths, of each request in ``requests``. The next step computes one token of
-        each.
+        """Set ``drafts``, a list of token paths, of each request in ``requests``, of which the next step computes one
+        token each.
 
-        A path that was sampled must be the only one of its request; ``odds`` must then be set as well.
+        A path that was sampled must be the only one of its request. The request's ``odds`` must then be set to the
+        probabilities from which the path's tokens were sampled.
         """
         raise NotImplementedError
 
@@ -104,7 +106,7 @@ def drafter_for(
     ahead: int = 0,
     early_layer: int = 0,
 ) -> Drafter | None:
-    """Build the drafter that ``word`` names; return None for "".
+    """Build the drafter that ``word`` names, for ``model``; return None for "".
 
     A word that is no drafter's name names a small model. The small model needs the vocabulary of ``model`` and uses
     ``ahead``, and with ``early_layer`` the likely tokens of that layer of ``model``. Raises :class:`UsageError`.

@@ -101,7 +101,7 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars over the tokens of ``tokenizer``, for a model with ``vocab`` ids. Creating it takes a
+    """Compiles grammars over the tokens of ``tokenizer``, for a model with ``vocab`` ids. Making the compiler takes a
     second.
     """
 

@@ -20,8 +20,8 @@ from weft.models.paged import KeyValuePages
 
 
 def check_streams(engine: Engine, ids: Sequence[int]) -> None:
-    """Raise :class:`UsageError` if texts of this engine cannot attend to each other, or if the model cannot continue
-    ``ids``.
+    """Raise :class:`UsageError` if texts of ``engine`` cannot attend to each other, or if the model cannot continue the
+    prompt ``ids``.
     """
     check_prompt(engine.model, ids)
     if not all(isinstance(pages, KeyValuePages) for pages in engine.reader.pages):
@@ -52,9 +52,11 @@ def hogwild(
     engine: Engine, prompt: Sequence[int], openings: Sequence[Sequence[int]], count: int, how: Sampling,
     stops: Collection[int] = (),
 ) -> list[Generation]:  # fmt: skip
-    """Write one text per worker at the same time, each attending to all others (Hogwild inference).
+    """Write one text per worker at the same time, each attending to all others (Hogwild inference). Return the texts in
+    the order of ``openings``.
 
-    Each text begins with one of ``openings`` after the common ``prompt``, and has up to ``count`` further tokens.
+    Each text begins with one of ``openings``, token ids after the common ``prompt``, and has up to ``count`` further
+    tokens. ``how``: settings of sampling; ``stops``: ids that end a text.
     """
     for ids in (prompt, *openings):
         check_streams(engine, ids)
@@ -90,8 +92,12 @@ class Tags(NamedTuple):
 
 @dataclass
 class Thread:
-    """A text that can fork: a path, or the whole text. ``pieces`` follow each other; between two pieces the text forks
-    into paths, which join again.
+    """A text that can fork: a path, or the whole text.
+
+    Attributes:
+        ``pieces``: parts of the text, in order; between two parts the text forks into paths, which join again.
+        ``paths``: paths that are being written now.
+        ``done``: whether the text has ended.
     """
 
     pieces: list[Generation]
@@ -116,11 +122,11 @@ def multiverse(
     engine: Engine, prompt: Sequence[int], tags: Tags, count: int, how: Sampling, stops: Collection[int] = (),
     opening: Callable[[int, list[int]], list[int]] = lambda number, outline: outline,
 ) -> Thread:  # fmt: skip
-    """Generate a text behind ``prompt`` that forks into parallel paths where the model writes the tags ``tags``. Each
-    piece has up to ``count`` tokens.
+    """Generate a text after ``prompt`` that forks into parallel paths where the model writes the tags ``tags``. Each
+    piece of the text has up to ``count`` tokens.
 
-    ``opening(number, outline)``: returns the first tokens of path ``number`` after its tag, given the tokens of its
-    outline.
+    ``how``: settings of sampling; ``stops``: ids that end a text. ``opening(number, outline)``: returns the first
+    tokens of path ``number`` after its tag, given the tokens of its outline.
     """
     check_streams(engine, prompt)
     pieces: list[Generation] = []

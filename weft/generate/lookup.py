@@ -48,10 +48,8 @@ class NgramIndex:
             del ends[:-PLACES]
 
     def find(self, tail: Sequence[int], depth: int) -> tuple[int, list[int]]:
-        """Return the length of the longest suffix of ``tail`` that occurs in this text, at most ``depth``, and the
-        positions where these occurrences end.
-
-        The latest position comes first.
+        """Return the length of the longest suffix of ``tail``, of at most ``depth`` tokens, that occurs in this text,
+        and the positions where its occurrences end, the latest first.
         """
         longest, ends = 0, list[int]()
         for end in reversed(self._ends.get(tuple(tail[-self.least :]), ())):
@@ -94,8 +92,15 @@ class NgramIndex:
 
 @dataclass
 class Trust:
-    """Index of a request's text, and how well its recent drafts did. After wrong drafts the following drafts are fewer
-    and shorter.
+    """Index of a request's text, and how well the request's recent drafts did. After wrong drafts the following drafts
+    are fewer and shorter.
+
+    Attributes:
+        ``text``: index of the request's text.
+        ``most``: largest number of tokens of the next draft.
+        ``guessed``: number of tokens before the last draft, and the paths of that draft.
+        ``wrong``: number of drafts in a row of which no token was right.
+        ``pause``: number of further steps without a draft.
     """
 
     text: NgramIndex

@@ -61,15 +61,16 @@ def exact_fill(
     running: Sequence[Request], waiting: Sequence[Request], budget: int
 ) -> list[tuple[Request, int]]:
     """Give the step's ``budget`` of tokens to new tokens of ``running`` requests first, then to prompts, oldest first.
-    The last prompt is cut where the budget ends (Dynamic SplitFuse).
+    The last prompt is cut where the budget ends (Dynamic SplitFuse). Return the requests, each with the number of its
+    tokens.
     """
     order = sorted(running, key=lambda r: (r.wanted > 1, r.arrival))
     return [(r, r.wanted) for r in (*order, *waiting)]
 
 
 def policy_of(word: str) -> Policy:
-    """Return the policy that ``word`` names, such as ``exact-fill`` or ``chunked:64``. Raises :class:`UsageError` if
-    none does.
+    """Return the policy that ``word`` names, such as ``exact-fill`` or ``chunked:64``. Raises :class:`UsageError` for a
+    word that names none.
     """
     name, colon, argument = word.partition(":")
     if word == EXACT_FILL:

@@ -17,8 +17,8 @@ T = torch.Tensor
 
 
 class Branch(NamedTuple):
-    """A draft: the guessed tokens ``path`` behind a request's text, and the ``table`` of cache blocks in which they are
-    computed.
+    """A draft of a request, with cache blocks. ``path``: the guessed tokens after the request's text. ``table``: the
+    blocks in which their keys and values are computed.
     """
 
     path: Sequence[int]
@@ -26,8 +26,8 @@ class Branch(NamedTuple):
 
 
 class PrefixView(NamedTuple):
-    """The tokens of another ``request`` to which a text attends: the first ``tokens`` of them. None: all, including
-    those that the other request still adds.
+    """The beginning of another ``request``'s text, to which a text attends. ``tokens``: number of its tokens; None:
+    all, including those that the other request still adds.
     """
 
     request: "Request"
@@ -97,7 +97,7 @@ class Request:
 
 @dataclass(eq=False)
 class Generation(Request):
-    """A request for which tokens are sampled."""
+    """A request whose next tokens are sampled from the model's logits."""
 
     how: Sampling = field(default_factory=Sampling)
     stops: Collection[int] = ()
@@ -140,7 +140,9 @@ class Generation(Request):
 
     @property
     def may_guess(self) -> bool:
-        """Whether the next step computes only the last token, so that drafts can be checked with it."""
+        """Whether the next step computes only the last token of the text, so that drafts of further tokens can be
+        checked in the same step.
+        """
         return (
             self.wanted == 1
             and not (self.siblings or self.context or self.finished)

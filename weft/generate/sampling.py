@@ -22,7 +22,20 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling; by default tokens are sampled from the model's own probabilities."""
+    """Settings of sampling; by default tokens are sampled from the model's own probabilities.
+
+    Attributes:
+        ``temperature``: divisor of the logits; 0: always the likeliest token.
+        ``top_k``: sample from this many likeliest tokens; 0: from all.
+        ``top_p``: sample from the likeliest tokens that have this probability together.
+        ``min_p``: leave out tokens with less than this share of the likeliest token's probability.
+        ``repetition``: logits of tokens of the prompt and the text are divided by it, or multiplied if they are
+            negative.
+        ``presence``: subtracted from the logits of tokens that the text has.
+        ``frequency``: subtracted from a token's logit for each time that the text has the token.
+        ``bias``: added to logits, by token id.
+        ``seed``: seed of the random numbers.
+    """
 
     temperature: float = 1.0  # 0 always takes the likeliest token
     top_k: int = 0  # 0: all
@@ -81,8 +94,8 @@ def penalised(
 
 
 def candidate_tokens(row: T, how: Sampling) -> tuple[T, T]:
-    """Return the ids that can be sampled and their probabilities. ``row``: penalised logits ``[vocab]``. The likeliest
-    comes first, unless all ids can be sampled.
+    """Return the token ids that can be sampled by the settings ``how``, and their probabilities. ``row``: penalised
+    logits ``[vocab]``. The likeliest comes first, unless all ids can be sampled.
     """
     count = min(how.top_k or len(row), len(row))
     if how.top_p == 1 and not how.min_p and count == len(row):
@@ -102,8 +115,8 @@ def candidate_tokens(row: T, how: Sampling) -> tuple[T, T]:
 
 
 def draw(probabilities: T, number: float) -> int:
-    """Return the first index at which the cumulative sum of ``probabilities`` exceeds the random ``number`` from [0,
-    1).
+    """Return the index that ``number``, a random number in [0, 1), selects: the first at which the cumulative sum of
+    ``probabilities`` exceeds it.
     """
     ends = probabilities.double().cumsum(-1)
     place = int(torch.searchsorted(ends, number * ends[-1], right=True))
@@ -173,8 +186,8 @@ def odds(
 def token_log_probabilities(
     logits: T, chosen: int, top: int
 ) -> tuple[float, dict[int, float]]:
-    """Return the log-probability of the token ``chosen``, and those of the ``top`` likeliest tokens, before bias,
-    penalties and temperature.
+    """Return the log-probability of the token ``chosen``, and the log-probabilities of the ``top`` likeliest tokens by
+    id, before bias, penalties and temperature. ``logits``: ``[vocab]``.
     """
     row = logits.to(wide(logits.dtype)).log_softmax(-1)
     best, ids = row.topk(min(top, len(row)))

@@ -35,7 +35,9 @@ def launch_ranks(layout: Layout, checkpoint: str) -> int | None:
 
 @contextmanager
 def as_rank(layout: Layout, device: str) -> Iterator[str]:
-    """Make this process one of the ranks of ``layout`` in the context; yield its device."""
+    """Make this process one of the ranks of ``layout`` while the context lasts, and yield its own device. ``device``:
+    "cpu" or "cuda".
+    """
     if layout.world == 1:
         yield device
         return

@@ -20,7 +20,17 @@ TAGS = ("<Outline>", "</Goal>", "<Path>", "</Path>", "<Conclusion>")
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The options of ``weft generate`` that ask for something other than one sampled text."""
+    """The options of ``weft generate`` that ask for something other than one sampled text.
+
+    Attributes:
+        ``texts``: number of texts.
+        ``beams``: number of beams; 0: no beam search.
+        ``answer``: regular expression of the answer in a text, for a majority vote; None: no vote.
+        ``workers``: number of Hogwild's workers; 0: none.
+        ``paths``: whether the model forks its text (Multiverse).
+        ``length_penalty``: exponent of the length penalty of beam search; None: the default.
+        ``prune``: by how much a beam's score may be below the best one; 0: beams are not pruned.
+    """
 
     texts: int = 1
     beams: int = 0
@@ -82,8 +92,8 @@ class TextOptions:
         self, engine: Engine, tokenizer: Tokenizer, ids: Sequence[int], count: int, how: Sampling,
         until: Sequence[str],
     ) -> Iterator[tuple[str, str]]:  # fmt: skip
-        """Yield pairs of a heading and a text of up to ``count`` tokens behind ``ids``. Each text is cut at the first
-        of the strings ``until``.
+        """Generate what these options ask for after the prompt ``ids``. Yield pairs of a heading and a text of up to
+        ``count`` tokens, which is cut at the first of the strings ``until``. ``how``: settings of sampling.
         """
 
         def text_of(written: Sequence[int]) -> str:
@@ -168,7 +178,9 @@ def _compiled(answer: str) -> re.Pattern[str]:
 
 
 def tags_of(tokenizer: Tokenizer) -> Tags:
-    """Return the tokens with which the model of ``tokenizer`` forks its text."""
+    """Return the tokens by which the model of ``tokenizer`` marks how its text forks. Raises :class:`UsageError` if the
+    tokenizer lacks one.
+    """
     tags = {
         tag: None if tokenizer.model is None else tokenizer.model.token_to_id(tag)
         for tag in TAGS

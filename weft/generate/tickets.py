@@ -79,7 +79,9 @@ class TicketWriter:
 
 
 class TicketReader:
-    """Reads the messages of the first rank's :class:`TicketWriter`, which listens at ``address`` under ``name``."""
+    """Reads the messages of the first rank's :class:`TicketWriter` on the rank ``rank``. ``address``, ``name``,
+    ``secret``: the writer's ``place``, which says how to connect.
+    """
 
     def __init__(
         self, rank: int, address: Sequence[Any], name: str, secret: str

@@ -1,4 +1,4 @@
-"""AnswerEvents to one request, whole or streamed as the engine's tokens come: text, tool calls, finish reasons."""
+"""Answers to one request, whole or streamed as the engine's tokens arrive: text, tool calls and finish reasons."""
 
 import asyncio
 import json
@@ -25,8 +25,13 @@ T = TypeVar("T")
 
 
 class AnswerForm(NamedTuple):
-    """The parts that an answer may have beside text. ``calls``: how tool calls are written, at most ``most`` calls of
-    the tools ``names``; ``thoughts``: the tags of its reasoning.
+    """The parts that an answer may have beside text.
+
+    Attributes:
+        ``calls``: how the model writes tool calls; None if the answer has none.
+        ``names``: names of the tools that the model may call.
+        ``most``: largest number of calls; None: any number.
+        ``thoughts``: tags around the answer's reasoning; None if it has none.
     """
 
     calls: CallForm | None = None
@@ -40,8 +45,8 @@ PLAIN = AnswerForm()
 
 
 class AnswerReader:
-    """Converts the tokens of one answer to reasoning, text and tool calls. ``form``: which of these the answer may
-    have.
+    """Converts the tokens of one answer to reasoning, text and tool calls. ``asked``: the request, for its stop
+    strings. ``form``: which of these parts the answer may have.
     """
 
     def __init__(
@@ -57,8 +62,8 @@ class AnswerReader:
         self.count = self.thinking = 0  # tokens so far, and those of reasoning
 
     def read(self, event: TokenEvent) -> Answer:
-        """Return the part by which ``event`` makes the answer grow. Its ``finish`` is set once the answer has ended,
-        even if the engine still generates tokens.
+        """Return the part by which the token of ``event`` extends the answer. The part's ``finish`` is set once the
+        answer has ended, for example at a stop string, even if the engine still generates tokens.
         """
         if self.asked.most == 0:  # its token is drawn only to have the prompt read
             return Answer("", [], [], "length")
@@ -85,11 +90,11 @@ class AnswerReader:
 
 
 class Answering:
-    """Writes the answers to the request ``asked`` as JSON. ``prompt``: total tokens of the request's prompts, for the
-    usage.
+    """Writes the answers to the request ``asked`` as JSON. ``model``: the model's name in them. ``prompt``: total
+    tokens of the request's prompts, for the usage.
 
     ``form``: which parts beside text an answer may have. ``watch``: records the times of the answers' tokens.
-    ``echoes``: the token ids of prompts that are repeated before the answers.
+    ``echoes``: the token ids of the prompts if answers begin with their prompts, else empty.
     """
 
     def __init__(
@@ -113,8 +118,9 @@ class Answering:
         self.replies = replies_to(asked, model, tokenizer, prompt)
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
-        """Return the HTTP response with ``n`` answers to each prompt. ``context``: the context manager of
-        :meth:`Backend.answers` that yields them.
+        """Generate ``n`` answers to each prompt, and return the HTTP response. If the client asked for fewer than
+        ``n``, the response has those with the highest scores. ``context``: the context manager of
+        :meth:`Backend.answers`, which yields the answers.
         """
         self.n = n
         answers = await entered(
@@ -237,8 +243,8 @@ def replies_to(
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events, made of ``chunks``. When the stream ends or the client disconnects, the
-    asynchronous context manager ``context`` is exited.
+    """An HTTP response of server-sent events. ``chunks``: the text of the events. ``context``: the asynchronous context
+    manager of the answers, which is exited when the stream ends or the client disconnects.
     """
 
     def __init__(self, chunks: AsyncIterator[str], context: Any) -> None:

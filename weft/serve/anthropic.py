@@ -1,4 +1,6 @@
-"""``POST /v1/messages``: the interface of Anthropic. A question is one of a chat; answers and streams are of blocks."""
+"""``POST /v1/messages`` of Anthropic's API. A request is converted to a chat request; answers and streams are lists of
+content blocks (text, thinking or a tool call).
+"""
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -197,8 +199,8 @@ def error_of(refusal: Refusal) -> Schema:
 
 
 class MessageReplies:
-    """Builds the JSON of one answer: a whole message, or the events of a stream. ``prompt``: number of tokens of the
-    prompt.
+    """Builds the JSON of one answer: a whole message, or the events of a stream. ``model``: the model's name in it.
+    ``prompt``: number of tokens of the prompt.
     """
 
     last = ""
@@ -215,7 +217,9 @@ class MessageReplies:
         yield {"type": "message_start", "message": self.message | {"content": []}}
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
-        """Yield the events for ``new``, the part by which the answer has grown."""
+        """Yield the events for ``new``, the part by which the answer has grown. ``index`` and ``first`` are those of
+        :meth:`Replies.chunks`; a message has one answer, so that both are not used.
+        """
         if new.thought:
             yield from self._write(
                 "thinking", "thinking_delta", "thinking", new.thought, {"signature": ""}

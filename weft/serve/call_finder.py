@@ -12,8 +12,8 @@ class Call(NamedTuple):
 
 
 class CallPiece(NamedTuple):
-    """A streamed piece of a tool call: further text of its arguments, and in the first piece the name of the tool (else
-    None).
+    """A streamed piece of tool call number ``number`` (from 0): further text of its arguments, which are JSON.
+    ``name``: the name of the tool in the call's first piece, None in its other pieces.
     """
 
     number: int
@@ -22,7 +22,9 @@ class CallPiece(NamedTuple):
 
 
 class AnswerEnd(NamedTuple):
-    """The end of an answer: the rest of its text and of its tool calls, and the finish reason to report."""
+    """The end of an answer. ``text`` and ``calls``: the rest of its text and of its tool calls, which had been held
+    back; ``finish``: the finish reason to report.
+    """
 
     text: str
     calls: list[CallPiece]
@@ -30,10 +32,12 @@ class AnswerEnd(NamedTuple):
 
 
 class CallFinder:
-    """Finds calls in a text that comes in pieces. All text from the beginning of the first call on is held back.
+    """Finds tool calls in an answer whose text comes in pieces. All text from the beginning of the first call on is
+    held back. ``form``: how the model writes calls.
 
-    ``streams``: calls are returned in pieces as soon as their names are known, instead of when they are complete.
-    ``names``: allowed names (None: any); text with another name is no call. ``most``: largest number of calls.
+    ``streams``: the arguments of a call are returned in pieces as they come, from its name on; otherwise a call is
+    returned when it is complete. ``names``: allowed names (None: any); text with another name is no call. ``most``:
+    largest number of calls (None: any).
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class CallFinder:
         self._at = self._shown = 0
 
     def add(self, piece: str) -> tuple[str, list[CallPiece]]:
-        """Add a piece of text. Return the text that certainly belongs to no call, and the new pieces of calls."""
+        """Add a piece of the answer's text. Return the text that certainly belongs to no call, and the new pieces of
+        calls.
+        """
         self.kept += piece
         text = "" if self._reached else self._before()
         return text, list(self._news()) if self._reached and (
@@ -120,7 +126,9 @@ class CallFinder:
             self._at, self._shown = call.end, 0
 
     def end(self, finish: str) -> AnswerEnd:
-        """End the text for the finish reason ``finish``. Return the text and the calls that were held back."""
+        """End the answer, whose generation has ended for the reason ``finish``: "stop" or "length". Return the text and
+        the calls that were held back, and the reason to report: "tool_calls" if the answer ends with a complete call.
+        """
         pieces = list(self._news()) if self._reached else []
         if self.full:  # what stands behind the last call is left out
             return AnswerEnd("", pieces, "tool_calls")

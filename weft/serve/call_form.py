@@ -1,4 +1,6 @@
-"""Form of tool calls, as a model's own chat template writes them: derived from the template, read, and forced."""
+"""Form in which a model writes tool calls. It is derived from the model's chat template, and used to find calls in
+answers and to force answers to be calls.
+"""
 
 import json
 import re
@@ -26,8 +28,11 @@ _TOOL = {
 class WrittenCall(NamedTuple):
     """A tool call in a text that may end in the middle of the call.
 
-    ``so_far``: the text of the call's arguments, None if it is not certain where they begin. ``arguments``: the
-    complete arguments as JSON, None while they are incomplete. A complete call ends at index ``end`` of the text.
+    Attributes:
+        ``name``: name of the tool as the model has written it, which may be no text; None while it is incomplete.
+        ``so_far``: text of the call's arguments up to now; None if it is not certain where they begin.
+        ``arguments``: the complete arguments as JSON; None while they are incomplete.
+        ``end``: index of the text at which a complete call ends.
     """
 
     name: Any
@@ -73,8 +78,10 @@ class _Written:
 
 @dataclass(frozen=True)
 class ObjectCalls(_Written):
-    """Form of tool calls that are JSON objects with a name and arguments. Each object stands between the texts
-    ``opening`` and ``closing``.
+    """Form of tool calls that are JSON objects with a name and arguments, as Qwen, Llama and Mistral write them.
+
+    ``opening``, ``closing``: the texts before and after each object. ``name``, ``arguments``: the object's keys for the
+    name and the arguments.
     """
 
     opening: str
@@ -88,8 +95,8 @@ class ObjectCalls(_Written):
         return self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
-        """Return whether an answer starts with a tool call that has no opening text. ``text``: the beginning of the
-        answer. None: it is too short to decide.
+        """Return whether ``text``, the beginning of an answer, starts with a tool call, if calls have no opening text:
+        whether it starts with a brace. ``names``: as in :meth:`NamedCalls.begins`, and not used here.
         """
         return text.startswith("{")
 
@@ -102,8 +109,8 @@ class ObjectCalls(_Written):
         return match.end()
 
     def read(self, text: str, at: int) -> WrittenCall | None:
-        """Return the call that follows index ``at`` of ``text`` after separators, which may be incomplete; None if no
-        call follows.
+        """Return the call in ``text`` that follows the separators at index ``at``. The call may be incomplete. None if
+        no call follows.
         """
         start = self.skipped(text, at)
         if not text.startswith("{", start):
@@ -146,10 +153,15 @@ class ObjectCalls(_Written):
 
 @dataclass(frozen=True)
 class NamedCalls(_Written):
-    """Calls that are a name and a JSON object of arguments, each between texts of the template's own.
+    """Form of tool calls that are a name and a JSON object of arguments, with texts of the template around both.
+    DeepSeek's calls are of this form.
 
-    ``opening`` stands before the first name and ``again`` before others, ``middle`` between a name and its arguments,
-    ``closing`` behind each call and ``last`` behind all of them. DeepSeek's fenced arguments are of this form.
+    Attributes:
+        ``opening``: text before the first name.
+        ``again``: text before every further name.
+        ``middle``: text between a name and its arguments.
+        ``closing``: text after each call.
+        ``last``: text after all calls.
     """
 
     opening: str
@@ -254,8 +266,8 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def call_form(template: ChatTemplate) -> CallForm | None:
-    """Derive the form in which ``template`` writes tool calls. None if the template does not write arguments as JSON,
-    or does not show tools to the model.
+    """Derive the form in which ``template`` writes tool calls. Return None if the template does not write arguments as
+    JSON, or does not show tools to the model.
     """
     asked = {"role": "user", "content": "?"}
     try:

@@ -91,7 +91,8 @@ def check_head(lines: list[bytearray], size: int) -> None:
 
 
 class GuardedProtocol(H11Protocol):
-    """A connection of uvicorn's with time limits, one of ``most`` at a time.
+    """A connection of uvicorn's with time limits. ``most``: largest number of such connections at a time; ``given``,
+    ``more``: arguments of uvicorn's own class.
 
     ``waits`` says what the connection waits for: ``head`` or ``body`` of a request, ``rest`` of a body whose request
     has been answered, ``end`` of a client that has been refused, ``idle`` for a further request, or "" while a request
@@ -260,7 +261,7 @@ class GuardedProtocol(H11Protocol):
 
 
 def guarded(most: int) -> Callable[..., GuardedProtocol]:
-    """Return a factory of connections for a server with at most ``most`` at a time."""
+    """Return a function that makes the connections of a server, of which at most ``most`` are open at a time."""
 
     def protocol(*given: Any, **more: Any) -> GuardedProtocol:
         return GuardedProtocol(*given, most=most, **more)

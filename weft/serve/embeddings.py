@@ -1,4 +1,4 @@
-"""Embeddings as clients get them: lists of numbers, or base64."""
+"""Embedding vectors in the two forms that clients ask for: lists of numbers, or base64."""
 
 import base64
 
@@ -6,8 +6,8 @@ import torch
 
 
 def encoded_vector(vector: torch.Tensor, packed: bool) -> str | list[float]:
-    """Return the vector as a list of numbers. With ``packed``, return it as base64 of little-endian float32 values
-    instead.
+    """Return ``vector``, float32 of one dimension, as a list of numbers. With ``packed``, return it as base64 of
+    little-endian float32 values instead.
     """
     return (
         base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()

@@ -1,4 +1,4 @@
-"""The HTTP server before the engine: uvicorn with limits, that lets answers end when it is told to."""
+"""The HTTP server: uvicorn with limits on connections, which at shutdown gives unfinished answers time to end."""
 
 import asyncio
 import logging
@@ -24,8 +24,8 @@ LAST_S = 5
 
 
 class Front(uvicorn.Server):
-    """Runs ``server`` in uvicorn. At shutdown, unfinished answers continue for ``drain`` seconds; answers that are then
-    cut off are reported.
+    """Runs ``server`` in uvicorn with the settings ``config``. At shutdown, unfinished answers continue for ``drain``
+    seconds; how many answers are then cut off is reported through ``warn``.
     """
 
     def __init__(
@@ -77,8 +77,9 @@ def front_of(
     drain: float = 30,
     connections: int = 1024,
 ) -> Front:
-    """Return the front that serves ``server`` by ``rules``. ``drain``: seconds that answers may continue at shutdown;
-    ``connections``: the most at a time, see :func:`room_for`.
+    """Return the front that serves ``server`` to the requests that ``rules`` accept. ``warn``: called with warnings;
+    ``drain``: seconds that answers may continue at shutdown; ``connections``: largest number of connections at a time,
+    see :func:`room_for`.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     # Connections stay open longer than clients and proxies keep them, so that none closes on a question.

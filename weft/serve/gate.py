@@ -109,7 +109,9 @@ def is_loopback(name: str) -> bool:
 
 
 class Gate:
-    """ASGI application that checks every request by ``rules`` before it reaches the application ``app``."""
+    """ASGI application that checks the ``Host`` and ``Origin`` of every request by ``rules``, before the request
+    reaches the application ``app``.
+    """
 
     def __init__(self, app: Any, rules: GateRules) -> None:
         self.app, self.rules = app, rules
@@ -182,7 +184,9 @@ class Gate:
 
 
 def preflight(headers: dict[str, str]) -> Headers:
-    """Return the headers of the answer to a browser's preflight request."""
+    """Return the headers of the answer to a browser's preflight request, which asks whether a page of another site may
+    send a request. ``headers``: headers of the preflight request.
+    """
     answer: Headers = [
         (b"access-control-allow-methods", b"GET, POST"),
         (b"access-control-max-age", b"600"),

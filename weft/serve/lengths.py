@@ -47,7 +47,7 @@ def outside_strings(body: bytes) -> np.ndarray:
 
 
 class TokenLimit(NamedTuple):
-    """The largest number of tokens of a text, and what sets this limit."""
+    """The largest number of ``tokens`` of a text. ``whose``: what sets this limit, in the words of an error line."""
 
     tokens: int
     whose: str  # "the model's context"
@@ -72,8 +72,8 @@ class TooManyTokens(UsageError):
 
 
 class TextLengths:
-    """Checks whether texts have too many tokens. A text is tokenized in pieces, until it is certain that the text is
-    too long.
+    """Checks whether texts have too many tokens for a limit. A long text is tokenized in pieces, and no further than
+    needed to know that it is too long.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -33,7 +33,16 @@ class LoadRequest(NamedTuple):
 
 @dataclass
 class RequestOutcome:
-    """Times of one request, in seconds of one clock, and its numbers of tokens."""
+    """Times of one request of a load, in seconds of one clock, and its numbers of tokens.
+
+    Attributes:
+        ``began``: when the request was sent.
+        ``times``: when its tokens, or the events of its stream, arrived.
+        ``end``: when its answer was complete.
+        ``prompt``: number of tokens of the prompt.
+        ``written``: number of tokens of the answer.
+        ``error``: why the request failed; empty if it did not.
+    """
 
     began: float
     times: list[float] = field(default_factory=list)  # when events with text came
@@ -88,7 +97,9 @@ def random_requests(
 
 
 def sharegpt_requests(count: int, seed: int) -> list[LoadRequest]:
-    """Return requests of random ids with log-normal lengths, which have the means of ShareGPT's conversations."""
+    """Return ``count`` requests of random ids. The lengths of prompts and answers are log-normal with the means of
+    ShareGPT's conversations.
+    """
     random = Random(seed)
 
     def length(mean: float, spread: float) -> int:
@@ -105,8 +116,8 @@ def sharegpt_requests(count: int, seed: int) -> list[LoadRequest]:
 
 
 def read_requests(path: Path, count: int, answer: int) -> list[LoadRequest]:
-    """Read the first ``count`` requests of a file of JSON lines: objects with ``prompt`` and optionally
-    ``output_tokens``, by default ``answer``.
+    """Read the first ``count`` requests of a file of JSON lines. A line is an object with ``prompt`` and optionally
+    ``output_tokens``, the number of tokens to generate, which is ``answer`` if left out.
     """
     try:
         rows = [
@@ -150,7 +161,9 @@ def make_requests(
 
 
 def read_limits(words: Sequence[str]) -> dict[str, float]:
-    """Read limits in milliseconds by metric from words ``METRIC:MS``."""
+    """Read latency limits from ``words`` of the form ``METRIC:MS``, such as ``ttft:200``. Return the limits in
+    milliseconds by metric.
+    """
     try:
         limits = {
             name: float(limit) for name, limit in (word.split(":") for word in words)
@@ -201,7 +214,8 @@ def latency_statistics(
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return statistics of the requests' ``outcomes`` in a load that took ``seconds``, under vLLM's names, with times
-    in milliseconds. ``limits``: largest milliseconds by metric, for goodput.
+    in milliseconds. ``percentiles``: percentiles of each metric that are computed, from 0 to 100. ``limits``: largest
+    milliseconds by metric, for goodput.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
     prompt, written = (

@@ -1,8 +1,9 @@
-"""Simulate when requests would get their tokens: the engine's own scheduler, with step times from a fitted curve.
+"""Simulate when requests would get their tokens: the engine's own scheduler, with step times from a fitted linear
+function.
 
-The model is not run, so that policies, cache sizes and loads are compared within seconds. The curve is fitted to steps
-of a real engine. It is linear in a step's work: its tokens, its texts, the rows of logits, the keys that are read, and
-the products of queries and keys.
+The model is not run, so that policies, cache sizes and loads are compared within seconds. The function is fitted to
+steps of a real engine. It is linear in a step's work: its tokens, its texts, the rows of logits, the keys that are
+read, and the products of queries and keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +29,8 @@ class TimedRequest(NamedTuple):
 
 
 def work_of(step: ScheduledStep) -> list[float]:
-    """Return the features of an engine step in which its time is linear, such as its numbers of tokens, requests and
-    logit rows.
+    """Return the work of an engine step, in which its time is linear: the numbers of its tokens, requests, logit rows,
+    keys that are read, and products of queries and keys, after a constant 1.
     """
     ends = [
         (tokens, request.computed + tokens) for request, tokens in step.work.items()
@@ -47,8 +48,8 @@ def work_of(step: ScheduledStep) -> list[float]:
 
 
 class Curve:
-    """Predicts the seconds of an engine step as a linear function of :func:`work_of`. ``samples``: pairs of such
-    features and measured seconds, to which the function is fitted.
+    """Predicts the seconds of an engine step as a linear function of its work (:func:`work_of`). ``samples``: pairs of
+    a step's work and its measured seconds, to which the function is fitted.
     """
 
     def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
@@ -104,8 +105,8 @@ def simulate_load(
     load: Sequence[TimedRequest],
     curve: Callable[[ScheduledStep], float],
 ) -> list[RequestOutcome]:
-    """Simulate ``load`` on an engine with this scheduler, without a model. ``curve``: returns the seconds of a step.
-    Return the outcome of each request.
+    """Simulate ``load`` on an engine with this ``scheduler``, without a model. ``curve``: returns the seconds of a
+    step. Return the outcome of each request, in simulated seconds.
     """
     numbers: dict[Request, int] = {}
 
@@ -135,9 +136,10 @@ def measure_load(
     load: Sequence[TimedRequest],
     clock: Callable[[], float] = perf_counter,
 ) -> tuple[list[RequestOutcome], list[tuple[list[float], float]]]:
-    """Run ``load`` on a real engine. Return the outcome of each request, and samples of steps for a :class:`Curve`.
+    """Run ``load`` on a real engine. Return the outcome of each request, and for each step the pair of its work and its
+    seconds, to which a :class:`Curve` is fitted.
 
-    ``clock`` times the steps; ``time.thread_time`` leaves out other programs and threads.
+    ``clock`` times the steps; with ``time.thread_time``, other programs and threads do not count.
     """
     numbers: dict[Request, int] = {}
     samples: list[tuple[list[float], float]] = []

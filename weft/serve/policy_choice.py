@@ -39,10 +39,11 @@ def split_load(
     open_tokenizer: Callable[[], Tokenizer],
     first: int,
 ) -> tuple[list[TimedRequest], list[TimedRequest]]:
-    """Split a load into the ``first`` requests, which are to be timed, and the other requests, whose arrival times are
-    shifted to begin at 0.
+    """Split the load ``asked`` into its first ``first`` requests, which are to be timed, and the other requests, whose
+    arrival times are shifted to begin at 0.
 
-    ``waits``: seconds before each request. The tokenizer is opened only if a prompt is text.
+    ``waits``: seconds before each request. ``open_tokenizer`` returns the tokenizer, and is called only if a prompt is
+    text.
     """
     opened = cache(open_tokenizer)
     prompts = [
@@ -58,8 +59,8 @@ def split_load(
 
 
 def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
-    """Measure the step times of an engine from ``build`` on ``load`` and fit a curve to them. The requests run one by
-    one, all at once, and all at once in small chunks.
+    """Measure the step times of an engine on ``load``, and fit a curve to them. The requests run one by one, all at
+    once, and all at once in small chunks. ``build``: makes the engine of a policy and a budget.
     """
     # in small chunks, where there is such a policy
     small = [*compared_policies(), EXACT_FILL][1]
@@ -80,8 +81,9 @@ def play_candidate(
     build: Build, policy: str, budget: int, load: Sequence[TimedRequest], curve: Curve, percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> Candidate:  # fmt: skip
-    """Simulate ``load`` with a scheduling ``policy`` and a token ``budget`` per step. ``limits``: largest milliseconds
-    by metric.
+    """Simulate ``load`` with a scheduling ``policy`` and a token ``budget`` per step, and return their statistics.
+    ``build``: makes an engine of both; ``curve``: predicts step times; ``percentiles``, ``limits``: as in
+    :func:`latency_statistics`.
     """
     outcomes = simulate_load(build(policy, budget).scheduler, load, curve)
     return Candidate(
@@ -100,11 +102,11 @@ def compare_policies(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> list[Candidate]:
-    """Simulate ``load`` with every candidate, a policy with a budget, and return the candidates, best first. They are
-    ordered by requests per second within all limits, then by the mean time of an answer.
+    """Simulate ``load`` with every candidate, a policy with a token budget, and return the candidates, best first. They
+    are ordered by requests per second within all limits, then by the mean time of an answer.
 
-    Of candidates with equal results only that with the smallest budget is kept. ``limits``: largest milliseconds by
-    metric.
+    Of candidates with equal results only that with the smallest budget is kept. ``build``, ``curve``, ``percentiles``,
+    ``limits``: as in :func:`play_candidate`.
     """
     candidates: list[Candidate] = []
     for policy, budget in product(compared_policies(), BUDGETS):
@@ -129,8 +131,9 @@ def highest_rate(
     curve: Curve,
     limits: Mapping[str, float],
 ) -> float:
-    """Return the highest rate in requests per second, to 3 %, at which a share :data:`SHARE` of the requests meets all
-    ``limits``. ``best``: the policy and budget to simulate.
+    """Return the highest rate, in requests per second and to within 3 %, at which a share :data:`SHARE` of the requests
+    of ``load`` meets all ``limits``. ``best``: the policy and budget to simulate. ``build``, ``curve``: as in
+    :func:`play_candidate`.
 
     The rate is 0 if a single request does not meet the limits, and infinity if all of ``load`` may arrive at once.
     Requests keep their order and their relative pauses.

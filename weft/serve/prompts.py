@@ -1,4 +1,6 @@
-"""Turns requests into ids and grammars, in threads: long texts take seconds, and the event loop must go on."""
+"""Turns requests into token ids and grammars in threads of their own: long texts take seconds, during which the event
+loop must go on.
+"""
 
 import asyncio
 import json
@@ -30,9 +32,12 @@ LARGEST_FORM = 2**18
 
 
 class ChatPrompt(NamedTuple):
-    """The token ids of a conversation to be continued, and the reasoning tags if the answer may begin with reasoning.
+    """The prompt of a conversation.
 
-    ``idle``: names of template variables in the request that the chat template does not read.
+    Attributes:
+        ``ids``: token ids of the conversation up to where the answer begins.
+        ``thoughts``: tags of the reasoning with which the answer may begin; None if the chat template has none.
+        ``idle``: names of template variables in the request that the chat template does not read.
     """
 
     ids: list[int]
@@ -42,7 +47,7 @@ class ChatPrompt(NamedTuple):
 
 class PromptEncoder:
     """Encodes prompts in a thread of its own, as tokenizers are not thread-safe. ``name``: the model's name in error
-    messages.
+    messages. ``copied``: whether to work on a copy of ``tokenizer``, as another encoder uses it.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str, copied: bool = False) -> None:
@@ -120,8 +125,8 @@ class Prompts:
         limit: TokenLimit | None = None,
         size: int = 0,
     ) -> ChatPrompt:
-        """Return the prompt of a conversation. ``size``: bytes of the request, by which it is encoded in the thread of
-        long or of short prompts.
+        """Return the prompt of the conversation ``asked``. ``tools``: tools that the model may call. ``size``: bytes of
+        the request, by which it is encoded in the thread of long or of short prompts.
 
         Raises :class:`TooManyTokens` for a conversation with more tokens than ``limit`` allows, and errors of the chat
         template.
@@ -229,8 +234,8 @@ def copied(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def as_written(message: Message, form: CallForm | None) -> Message:
-    """Convert tool calls with cut arguments to the text that the model had written, and append it to the message's
-    content. Complete calls stay calls. ``form``: the form in which the model writes calls.
+    """Replace tool calls with cut arguments in ``message`` by the text that the model had written, which is appended to
+    the message's content. Complete calls stay calls. ``form``: the form in which the model writes calls.
     """
     calls = message.get("tool_calls", [])
     whole = [call for call in calls if isinstance(call["function"]["arguments"], dict)]
@@ -252,8 +257,8 @@ def continued(
     tools: Sequence[Message],
     variables: Mapping[str, Any],
 ) -> Marked:
-    """Render the conversation ``talk`` up to the end of its last message, which the model is to continue.
-    ``variables``: further variables of the chat template.
+    """Render the conversation ``talk`` up to the end of its last message, which the model is to continue. ``tools``:
+    tools that the model may call; ``variables``: further variables of the chat template.
 
     Raises :class:`UsageError` if the last message is not a message of the assistant's with text.
     """

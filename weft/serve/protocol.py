@@ -24,8 +24,8 @@ LONGEST_JOB = 7 * 86_400_000
 
 
 class Refusal(Exception):
-    """An error that a client gets as JSON, with an HTTP status. ``code``: error code for programs; ``param``: the wrong
-    field of the request.
+    """An error that a client gets as JSON, with an HTTP status. ``code``: error code for programs (None: none);
+    ``param``: the wrong field of the request (None: none).
     """
 
     def __init__(
@@ -51,7 +51,9 @@ class Refusal(Exception):
 
 
 def read_texts(given: Any) -> Texts:
-    """Return the texts and lists of ids in ``given``, which is one or a list of either. Raises ValueError."""
+    """Return the prompts in ``given``, which is a text, a list of token ids, or a list of either. Raises ValueError for
+    anything else.
+    """
     if isinstance(given, str):
         return [given]
     if _are_ids(given):
@@ -75,7 +77,9 @@ def _are_ids(given: Any) -> bool:
 
 
 def read_stops(given: Any) -> list[str]:
-    """Return the stop strings in ``given``, which is one or a list of them. Raises ValueError."""
+    """Return the stop strings in ``given``, which is one or a list of them. Raises ValueError for too many, too long,
+    and anything else.
+    """
     stops = [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError(f"give a text, or a list of texts, not {shown_json(given)}")
@@ -328,7 +332,9 @@ class Tool(RequestFields):
 
 
 class ToolChoice(NamedTuple):
-    """Whether the answer may or must call tools, and the names of the allowed ones (None: any)."""
+    """Which tools an answer calls. ``mode``: whether it may ("auto"), must ("required") or cannot ("none") call tools;
+    ``names``: names of the allowed tools (None: any).
+    """
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] | None = None
@@ -457,7 +463,9 @@ class ChatRequest(SamplingRequest, Conversing):
 
 
 class EmbeddingRequest(Modelled):
-    """``POST /v1/embeddings``. ``pooling``: the mean of the vectors of a text's tokens, or the last token's vector."""
+    """``POST /v1/embeddings``. ``pooling``: whether a text's vector is the mean of its tokens' vectors, or the last
+    token's vector. ``dimensions``: number of values of a vector that are kept, from the first one on.
+    """
 
     IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": True}
 

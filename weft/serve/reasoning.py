@@ -1,4 +1,4 @@
-"""Parts a thinking model's text into its reasoning and its answer, as the text comes."""
+"""Separates a thinking model's text into its reasoning and its answer, as the text comes."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ TAGS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/T
 
 
 class Thoughts(NamedTuple):
-    """Tags before and after the reasoning in an answer. The first tag may be the end of the prompt instead of a part of
-    the answer.
+    """The tags before and after the reasoning in an answer. ``begun``: whether the prompt ends with the first tag, so
+    that the answer begins inside its reasoning.
     """
 
     opening: str
@@ -23,7 +23,7 @@ def thoughts_of(template: str) -> Thoughts | None:
 
 def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> bool:
     """Return whether an answer after ``prompt`` begins inside its reasoning. ``thoughts``: the tags of reasoning.
-    ``continued``: the first words of the answer, with which the prompt already ends.
+    ``continued``: the beginning of the answer, if the prompt ends with it already.
     """
     if continued:
         return continued.rfind(thoughts.opening) > continued.rfind(thoughts.closing)
@@ -31,8 +31,8 @@ def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> boo
 
 
 class ReasoningFinder:
-    """Separates the reasoning, between the tags ``thoughts`` at the beginning of an answer, from the rest. The answer's
-    text comes in pieces.
+    """Separates the reasoning at the beginning of an answer from the rest, as the answer's text comes in pieces.
+    ``thoughts``: the tags around the reasoning.
     """
 
     def __init__(self, thoughts: Thoughts) -> None:
@@ -52,7 +52,9 @@ class ReasoningFinder:
         return thought, self._release(len(self._kept)) if self.over else ""
 
     def end(self) -> tuple[str, str]:
-        """End the text. Return the text that was held back, as the rest of the reasoning and the rest of the answer."""
+        """End the text. Return the text that was held back as a pair: the rest of the reasoning, and the rest of the
+        answer.
+        """
         rest, self._kept = self._kept, ""
         return (rest.rstrip(), "") if self.inside else ("", rest)
 

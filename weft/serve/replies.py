@@ -18,7 +18,17 @@ Usage = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """A whole answer, or in a stream the part by which the answer has grown."""
+    """A whole answer, or in a stream the part by which the answer has grown.
+
+    Attributes:
+        ``text``: text of the answer, without reasoning and tool calls.
+        ``events``: tokens of the answer with their log-probabilities.
+        ``calls``: tool calls, or pieces of them.
+        ``finish``: finish reason, "" if the answer goes on.
+        ``thought``: reasoning before the text.
+        ``echo``: tokens of the prompt, if the text begins with the prompt.
+        ``stop``: stop string that ended the answer, None if none did.
+    """
 
     text: str
     events: Sequence[TokenEvent]
@@ -29,7 +39,7 @@ class Answer(NamedTuple):
     stop: str | None = None  # the stop string that has ended it
 
     def joined(self, new: "Answer") -> "Answer":
-        """Return this answer with a new part appended."""
+        """Return this answer extended by ``new``, the next part of the same answer."""
         events, calls = (
             cast(list[TokenEvent], self.events),
             cast(list[CallPiece], self.calls),
@@ -48,7 +58,9 @@ class Answer(NamedTuple):
 
 
 class Replies:
-    """Builds the JSON of the answers to one request: one body with all answers, or the chunks of a stream."""
+    """Builds the JSON of the answers to the request ``question``: one body with all answers, or the chunks of a stream.
+    ``model``: the model's name in it.
+    """
 
     last = "data: [DONE]\n\n"  # of a stream
 
@@ -71,12 +83,12 @@ class Replies:
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
 
     def begun(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream that come before the first token."""
+        """Yield the events with which a stream begins before the first token: none in this API."""
         yield from ()
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[dict[str, Any]]:
-        """Yield the stream chunks for ``new``, the part by which answer number ``index`` has grown. ``first``: it is
-        that answer's first part.
+        """Yield the stream chunks for ``new``, the part by which answer number ``index`` has grown. ``first``: whether
+        ``new`` is the first part of that answer.
         """
         choice: dict[str, Any] = {
             "index": index,
@@ -183,7 +195,9 @@ class Replies:
 
 
 class TextOffsets:
-    """Counts at which character of a text each of its tokens begins."""
+    """Counts at which character of an answer's text each of its tokens begins, for the log-probabilities of
+    completions.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.writer, self.at = TextDecoder(tokenizer), 0
@@ -216,7 +230,7 @@ def usage_of(prompt: int, written: int, hits: int = 0, thinking: int = 0) -> Usa
 
 
 def call_fields(piece: CallPiece) -> dict[str, Any]:
-    """Build the JSON of a tool call, or of its new part in a stream."""
+    """Build the JSON of a tool call of which ``piece`` is all, or in a stream the new part."""
     if piece.name is None:
         return {"function": {"arguments": piece.arguments}}
     said = {"name": piece.name, "arguments": piece.arguments}

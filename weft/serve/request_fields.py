@@ -71,7 +71,7 @@ class RequestFields(BaseModel):
 
     @classmethod
     def fields(cls) -> frozenset[str]:
-        """Return the names of the declared fields, as requests have them."""
+        """Return the names of the declared fields, as they are spelt in requests."""
         return frozenset(
             field.alias or name for name, field in cls.model_fields.items()
         )
@@ -80,11 +80,11 @@ class RequestFields(BaseModel):
 def take_idle(
     given: Mapping[str, Any], declared: Collection[str], more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Split the fields of ``given``: return those to be read, and the names of fields that change no answer.
-    ``declared``: names of the fields that a request may have.
+    """Split the fields of a request ``given`` in two: return the fields to be read, and the names of fields that do not
+    change the answer. ``declared``: names of the fields that a request may have.
 
-    ``more``: further fields, with the values that change no answer. Raises ValueError for another value of such a
-    field. Unknown fields stay among those to be read, and are refused with them.
+    ``more``: further fields, with the values under which they do not change the answer. Raises ValueError for another
+    value of such a field. Unknown fields stay among those to be read, and are refused with them.
     """
     rest, idle = dict[str, Any](), list[str]()
     known = HARMLESS | IDLE.keys() | more.keys()
@@ -113,8 +113,8 @@ def take_idle(
 def explained(
     error: ValidationError, given: Any, declared: Collection[str]
 ) -> tuple[str, str]:
-    """Return the path of the wrong field of ``given``, with dots, and the reason. ``declared``: names of the fields
-    that a request may have.
+    """Return the path of the wrong field in the request ``given``, with dots between keys, and the reason why ``error``
+    refuses it. ``declared``: names of the fields that a request may have.
     """
     first = error.errors(include_url=False)[0]
     path, why = _path(first["loc"], given), _why(first)

@@ -16,13 +16,15 @@ log = logging.getLogger("weft.serve")
 
 
 class RequestReader:
-    """Reads requests, and logs each field without effect once."""
+    """Reads the JSON of requests, and logs the name of each field that has no effect once."""
 
     def __init__(self) -> None:
         self.logged: set[str] = set()
 
     def read(self, kind: type[Q], body: bytes) -> Q:
-        """Parse ``body`` as a request of the class ``kind``. Raises :class:`Refusal`, which names the wrong field."""
+        """Parse ``body`` as a request of the class ``kind``. Raises :class:`Refusal` for an invalid request, which
+        names the wrong field.
+        """
         try:
             given = from_json(body, allow_inf_nan=False)
         except ValueError as error:

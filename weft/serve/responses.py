@@ -1,6 +1,7 @@
-"""``POST /v1/responses``: OpenAI's newer interface. A request becomes a chat; answers are items, streams are events.
+"""``POST /v1/responses``: OpenAI's newer interface. A request is converted to a chat request; answers are lists of
+items, streams are events.
 
-Nothing is kept between questions: whoever goes on with a conversation sends all of it.
+Nothing is kept between requests: a client that continues a conversation sends all of it.
 """
 
 import time
@@ -76,7 +77,9 @@ def _included(asked: Schema) -> list[Any]:
 
 
 def nested(tool: Any) -> Any:
-    """Convert a tool to the nested form of chat requests."""
+    """Convert a tool, whose name stands beside its type here, to the form of chat requests, where it stands in
+    ``function``.
+    """
     if not isinstance(tool, dict):
         return tool
     function = {
@@ -88,7 +91,7 @@ def nested(tool: Any) -> Any:
 
 
 def messages_of_input(asked: Schema) -> list[Schema]:
-    """Convert instructions and input items to chat messages."""
+    """Convert the instructions and input items of a body ``asked`` to chat messages."""
     said = list[Schema]()
     if asked.get("instructions"):
         said.append({"role": "system", "content": asked["instructions"]})
@@ -131,7 +134,9 @@ def messages_of_input(asked: Schema) -> list[Schema]:
 
 
 class ResponseReplies:
-    """Builds the JSON of one answer: a whole response, or the events of a stream."""
+    """Builds the JSON of one answer to ``asked``: a whole response, or the events of a stream. ``model``: the model's
+    name in it.
+    """
 
     last = ""
 
@@ -161,7 +166,9 @@ class ResponseReplies:
             yield self._event(kind, response=self.response)
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
-        """Yield the events for ``new``, the part by which the answer has grown."""
+        """Yield the events for ``new``, the part by which the answer has grown. ``index`` and ``first`` are those of
+        :meth:`Replies.chunks`; a response has one answer, so that both are not used.
+        """
         if new.thought:
             if not self.output:
                 thought: Schema = {"type": "reasoning_text", "text": ""}

@@ -98,8 +98,8 @@ class ServerMetrics:
 
 
 class AnswerTimer:
-    """Records the times of the answers to one request, which arrived at ``began`` (in seconds of
-    ``time.perf_counter``).
+    """Records the times of the answers to one request in ``metrics``. ``prompt``: number of the request's prompt
+    tokens; ``began``: time of its arrival in seconds of ``time.perf_counter``.
     """
 
     def __init__(self, metrics: ServerMetrics, prompt: int, began: float) -> None:

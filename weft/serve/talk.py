@@ -27,8 +27,9 @@ PATIENCE_S = 600.0
 
 
 def talk(speaker: Speaker, system: str = "") -> None:
-    """Hold a conversation: read the user's messages line by line, and print the answers of ``speaker`` as they are
-    written. The conversation ends with the input or with ``/quit``. ``system``: the system message.
+    """Hold a conversation: read the user's messages line by line, and print the assistant's answers as they are
+    written. ``speaker``: writes the answer to a conversation, piece by piece; ``system``: the system message. The
+    conversation ends with the input or with ``/quit``.
 
     In a terminal Ctrl-C stops an answer, whose beginning stays in the conversation, and an invalid line is reported and
     skipped. In a pipe both end the command.
@@ -196,9 +197,15 @@ def model_speaker(
     ema: bool,
     warn: Callable[[str], None],
 ) -> Speaker:
-    """Return a speaker that runs the model of ``checkpoint`` in this process. ``tokens``: the most tokens of an answer;
-    ``how``: settings of sampling; ``weights``: the number format of the weights; ``ema``: use the moving averages of
-    the parameters. The cache keeps earlier turns of a conversation.
+    """Return a speaker that runs the model of ``checkpoint`` in this process. Its cache keeps the earlier turns of a
+    conversation.
+
+    Args:
+        ``tokens``: largest number of tokens of an answer.
+        ``how``: settings of sampling.
+        ``weights``: number format of the weights.
+        ``ema``: use the moving averages of the parameters.
+        ``warn``: called with warnings.
     """
     import torch
 

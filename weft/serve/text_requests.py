@@ -1,4 +1,4 @@
-"""Complete texts for many prompts, generated together; among them a model's answers to a recipe's prompts."""
+"""Write texts after many prompts together, among them the texts that a recipe asks for at the end of a run."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -14,8 +14,14 @@ from weft.recipe import Generate
 
 
 class TextRequest(NamedTuple):
-    """A text to write after the tokens ``ids``. It ends after ``most`` tokens, at one of the ids ``stops``, or at one
-    of the strings ``until``.
+    """A text to generate after the token ids ``ids``.
+
+    Attributes:
+        ``ids``: token ids of the prompt.
+        ``most``: largest number of tokens of the text.
+        ``how``: settings of sampling.
+        ``stops``: token ids that end the text.
+        ``until``: strings that end the text.
     """
 
     ids: Sequence[int]
@@ -31,7 +37,9 @@ def write_texts(
     asks: Sequence[TextRequest],
     done: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """Write the texts of all ``asks`` and return them in order; ``done`` is called as each of them ends."""
+    """Write the texts that ``asks`` describe, together, and return them in the same order. ``done``: called as each
+    text ends.
+    """
     writers = {
         engine.submit(a.ids, a.most, a.how, a.stops)[0]: TextDecoder(tokenizer, a.until)
         for a in asks
