@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "weft"
 #: Every room may import those before it.
 ORDER = (
     "recipe", "shapes", "net", "layout", "models", "schedule", "data", "memory", "parallel", "peers",
-    "checkpoint", "sync", "run", "train", "prove", "resilience", "rehearse", "generate", "serve",
+    "checkpoint", "sync", "run", "train", "prove", "resilience", "rehearse", "generate", "cluster", "serve",
     "rl", "techniques", "cli",
 )  # fmt: skip
 #: What the two rooms beside that order may import; the planner simulates the tables that training executes.

@@ -84,6 +84,7 @@ KINDS: dict[str, TechniqueKind] = {
     "moments": TechniqueKind("storage of moments", "optimizer.state", ("settings", "ranks"), "moments", ("float32",)),
     "schedule": TechniqueKind("pipeline schedule", "layout.schedule", (), "schedules"),
     "policy": TechniqueKind("scheduling policy", "--policy", (), "policies", ("exact-fill",)),
+    "dispatch-policy": TechniqueKind("dispatch policy", "--dispatch", (), "dispatch_policies", ("load",)),
     "format": TechniqueKind("source format", "--from", (), "formats", ("weft",)),
     "drafter": TechniqueKind("drafter", "--draft", (), "drafters"),
     "context": TechniqueKind("attention scheme", "layout.context", (), "context", ("ulysses",)),

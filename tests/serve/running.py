@@ -15,6 +15,7 @@ import httpx
 
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
+from weft.generate.open_engine import add_adapters
 from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
@@ -22,7 +23,7 @@ from weft.recipe import ModelShape, Train
 from weft.serve.front import front_of
 from weft.serve.gate import GateRules, gate_rules
 from weft.serve.server import Server
-from weft.serve.service import Service, add_adapters
+from weft.serve.service import Service
 
 JSON = {"content-type": "application/json"}
 

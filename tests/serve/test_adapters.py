@@ -15,8 +15,8 @@ from weft.checkpoint.convert.peft import read_adapter
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
 from weft.generate.engine import Engine
+from weft.generate.open_engine import add_adapters
 from weft.generate.sampling import GREEDY
-from weft.serve.service import add_adapters
 from weft.serve.text_requests import TextRequest, write_texts
 
 

@@ -18,10 +18,10 @@ from weft.checkpoint.model_family import ModelFamily, model_folders
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
 from weft.generate.engine import Engine
+from weft.generate.many_models import add_models
 from weft.generate.sampling import GREEDY
 from weft.models.hugging_face import export
 from weft.models.transformer import Transformer
-from weft.serve.many_models import add_models
 from weft.serve.text_requests import TextRequest, write_texts
 
 BYTES = load_tokenizer("bytes")

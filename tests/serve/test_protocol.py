@@ -113,15 +113,15 @@ def test_what_changes_nothing_is_logged_once(caplog: pytest.LogCaptureFixture) -
     reader = RequestReader()
     with caplog.at_level(logging.WARNING, "weft.serve"):
         for extra in (
-            {"store": True, "user": "x"},
-            {"user": "y"},
+            {"store": True, "request_id": "x"},
+            {"request_id": "y", "user": "u"},
             {"metadata": {"a": "b"}, "store": None},
         ):
             reader.read(ChatRequest, json.dumps({"messages": TALK} | extra).encode())
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         f"requests have fields that change nothing here: {names}"
-        for names in ("store, user", "metadata")
+        for names in ("request_id, store", "metadata")
     ]
 
 

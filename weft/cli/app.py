@@ -11,6 +11,7 @@ import weft
 from weft.cli.bench import app as bench
 from weft.cli.chat import chat_command
 from weft.cli.checkpoint import app as checkpoint
+from weft.cli.cluster_engine import engine_command
 from weft.cli.data import app as data
 from weft.cli.doctor import doctor_command
 from weft.cli.eval import eval_command
@@ -82,6 +83,7 @@ for command in (
     generate_command,
     chat_command,
     serve_command,
+    engine_command,
     eval_command,
     report_command,
     doctor_command,

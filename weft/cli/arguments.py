@@ -1,6 +1,7 @@
 """Arguments and options that several commands take."""
 
 import glob
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -112,6 +113,73 @@ _spread = 'Ranks for models and texts that are too large for one: "tp=2", "cp=4"
 Spread = Annotated[str | None, typer.Option("--layout", help=_spread)]
 
 
+#: Options of commands that hold an engine.
+Requests = Annotated[
+    int,
+    typer.Option(
+        "--requests", min=1, help="Most answers that are written at the same time."
+    ),
+]
+Waiting = Annotated[
+    int,
+    typer.Option(
+        "--waiting",
+        min=0,
+        help="Most answers that may wait; further requests are refused with 429.",
+    ),
+]
+Budget = Annotated[
+    int,
+    typer.Option(
+        "--budget",
+        min=1,
+        help="Most tokens per step; longer prompts are read in pieces.",
+    ),
+]
+_policy = (
+    "Which tokens a step computes first. exact-fill: new tokens, then "
+    "prompts, cut where the budget ends; chunked:N: new tokens and at most N "
+    "of one prompt; prompts-first: prompts, then new tokens; urgency: the "
+    "requests whose workflow has least time left."
+)
+PolicyWord = Annotated[
+    str,
+    typer.Option(
+        "--policy", metavar="exact-fill|chunked:N|prompts-first|urgency", help=_policy
+    ),
+]
+CacheTokens = Annotated[
+    int,
+    typer.Option("--cache", min=0, help="Tokens in the cache; 0: by the free memory."),
+]
+_adapters = (
+    "A folder of adapters in PEFT's format; each is served as a model with "
+    "its folder's name."
+)
+Adapters = Annotated[
+    Path | None, typer.Option("--adapters", metavar="FOLDER", help=_adapters)
+]
+_models = (
+    "A folder of models of the same shape and tokenizer, such as fine-tunes; "
+    "each is served by its folder's name. Weights that are equal are in "
+    "memory once."
+)
+Models = Annotated[
+    Path | None, typer.Option("--models", metavar="FOLDER", help=_models)
+]
+_invariant = (
+    "Make log-probabilities independent of other requests, to the last bit; slower."
+)
+Invariant = Annotated[bool, typer.Option("--invariant", help=_invariant)]
+_secret = (
+    "A file with the secret that a router and its engines share; else the "
+    "variable WEFT_SECRET."
+)
+SecretFile = Annotated[
+    Path | None, typer.Option("--secret", metavar="FILE", help=_secret)
+]
+
+
 def import_plugins(modules: Sequence[str] | None) -> None:
     """Import the modules that the option ``--plugin`` names. ``modules``: None if the option is not given.
 
@@ -141,3 +209,30 @@ def read_keys(file: Path) -> list[str]:
     if not keys:
         raise UsageError(f"--api-key {file} has no key; write one per line")
     return keys
+
+
+def set_secret(file: Path | None, command: str) -> None:
+    """Put the secret of ``file`` into the variable ``WEFT_SECRET``, from which all keys are derived.
+
+    Raises :class:`UsageError` if there is no secret; ``command``: who asks for it.
+    """
+    if file is not None:
+        try:
+            secret = file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--secret {file} cannot be read: {error}") from None
+        if not secret:
+            raise UsageError(f"--secret {file} is empty; write a secret into it")
+        os.environ["WEFT_SECRET"] = secret
+    if not os.environ.get("WEFT_SECRET"):
+        raise UsageError(
+            f"{command} needs the secret that router and engines share: set WEFT_SECRET, or give --secret FILE"
+        )
+
+
+def read_address(text: str, option: str) -> tuple[str, int]:
+    """Return the host and port of ``HOST:PORT``, the value of ``option``; raises :class:`UsageError`."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{option} {text} is no address; give HOST:PORT")
+    return host.strip("[]"), int(port)

@@ -1,26 +1,39 @@
 """``weft serve``: a model over HTTP, as OpenAI's clients ask for it."""
 
 import os
+import secrets
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from weft.cli.arguments import (
+    Adapters,
     Ahead,
+    Budget,
+    CacheTokens,
     Draft,
     EarlyLayer,
     Ema,
+    Invariant,
     ModelName,
+    Models,
     PluginModules,
+    PolicyWord,
+    Requests,
+    SecretFile,
     Spread,
+    Waiting,
     Weights,
     import_plugins,
+    read_address,
     read_keys,
+    set_secret,
 )
 from weft.cli.console import warn
 from weft.errors import UsageError
@@ -29,6 +42,10 @@ from weft.net.sockets import Socket, listen
 if TYPE_CHECKING:
     import uvicorn
 
+    from weft.cluster.cluster_settings import ClusterSettings
+    from weft.cluster.engine_router import EngineRouter
+    from weft.generate.backend import Backend
+    from weft.generate.open_engine import EngineOptions
     from weft.serve.service import Service
 
 _hosts = (
@@ -48,15 +65,6 @@ _connections = (
     "Most connections at a time; the connection that is idle longest makes "
     "way for a new one."
 )
-_adapters = (
-    "A folder of adapters in PEFT's format; each is served as a model with "
-    "its folder's name."
-)
-_models = (
-    "A folder of models of the same shape and tokenizer, such as fine-tunes; "
-    "each is served by its folder's name. Weights that are equal are in "
-    "memory once."
-)
 _keys = (
     "A file with one API key per line; requests without a key are refused. "
     "Cached prefixes are shared only among requests with the same key."
@@ -65,18 +73,13 @@ _template = (
     "A Jinja file with the chat template, instead of the model's own. Tools "
     "need a template that shows them to the model."
 )
-_policy = (
-    "Which tokens a step computes first. exact-fill: new tokens, then "
-    "prompts, cut where the budget ends; chunked:N: new tokens and at most N "
-    "of one prompt; prompts-first: prompts, then new tokens; urgency: the "
-    "requests whose workflow has least time left."
-)
-_invariant = (
-    "Make log-probabilities independent of other requests, to the last bit; slower."
-)
 
-#: The share of the free memory that the cache may fill.
-SHARE = 0.4
+_engines = "Start this many engines on this host, each in its own process; a router spreads the requests over them."
+_cluster = "A file with a section [cluster]: engines here and on other hosts, which join by weft engine --join."
+_dispatch = (
+    "With --engines: which engine a request goes to. load: the one with most free memory per request; "
+    "cached-prefix: the one that has most of its prompt; session: always the same for a user or conversation."
+)
 
 
 def serve_command(
@@ -95,31 +98,11 @@ def serve_command(
             help="The model's name for clients; by default the model's own name."
         ),
     ] = None,
-    requests: Annotated[
-        int, typer.Option(min=1, help="Most answers that are written at the same time.")
-    ] = 64,
-    waiting: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Most answers that may wait; further requests are refused with 429.",
-        ),
-    ] = 960,
-    budget: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Most tokens per step; longer prompts are read in pieces."
-        ),
-    ] = 512,
-    policy: Annotated[
-        str,
-        typer.Option(
-            metavar="exact-fill|chunked:N|prompts-first|urgency", help=_policy
-        ),
-    ] = "exact-fill",
-    cache: Annotated[
-        int, typer.Option(min=0, help="Tokens in the cache; 0: by the free memory.")
-    ] = 0,
+    requests: Requests = 64,
+    waiting: Waiting = 960,
+    budget: Budget = 512,
+    policy: PolicyWord = "exact-fill",
+    cache: CacheTokens = 0,
     tokens: Annotated[
         int,
         typer.Option(
@@ -129,10 +112,8 @@ def serve_command(
     drain: Annotated[
         int, typer.Option(min=0, help="Seconds for answers to finish after Ctrl-C.")
     ] = 30,
-    adapters: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help=_adapters)
-    ] = None,
-    models: Annotated[Path | None, typer.Option(metavar="FOLDER", help=_models)] = None,
+    adapters: Adapters = None,
+    models: Models = None,
     max_model_len: Annotated[int, typer.Option(min=0, help=_context)] = 0,
     chat_template: Annotated[str, typer.Option(metavar="FILE", help=_template)] = "",
     allowed_hosts: Annotated[
@@ -144,106 +125,61 @@ def serve_command(
     connections: Annotated[int, typer.Option(min=1, help=_connections)] = 2048,
     ema: Ema = False,
     weights: Weights = "float",
-    invariant: Annotated[bool, typer.Option("--invariant", help=_invariant)] = False,
+    invariant: Invariant = False,
     draft: Draft = "",
     ahead: Ahead = 0,
     early_layer: EarlyLayer = 0,
     plugin: PluginModules = None,
     layout: Spread = None,
+    engines: Annotated[int, typer.Option(min=0, metavar="N", help=_engines)] = 0,
+    cluster: Annotated[Path | None, typer.Option(metavar="FILE", help=_cluster)] = None,
+    dispatch: Annotated[str, typer.Option(metavar="NAME", help=_dispatch)] = "load",
+    secret: SecretFile = None,
 ) -> int:
     """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page."""
-    import psutil
     import torch
 
-    from weft.checkpoint.model import open_model, tokenizer_of
-    from weft.checkpoint.model_family import ModelFamily, model_folders
+    from weft.checkpoint.model import tokenizer_of
     from weft.data.chat.chat_template import template_text
-    from weft.generate.drafter import check_ahead, drafter_for
-    from weft.generate.engine import Engine, check_prompt
-    from weft.generate.leader import follow_leader, mesh_of_rank
-    from weft.generate.policies import policy_of
+    from weft.generate.open_engine import EngineOptions, open_engine
     from weft.generate.start import as_rank, launch_ranks, leads
-    from weft.layout.layout import Layout
-    from weft.models.products import read_only
     from weft.shapes.carried_files import context_length
 
     try:
-        from weft.serve.front import front_of, room_for
+        from weft.serve.front import Front, front_of, room_for
         from weft.serve.gate import gate_rules
-        from weft.serve.many_models import add_models
         from weft.serve.server import Server
-        from weft.serve.service import Service, add_adapters
+        from weft.serve.service import Service
     except ImportError as error:
         raise UsageError(
             f"serving needs the package {error.name}: pip install 'weft[serve]'"
         ) from None
     keys = read_keys(api_key) if api_key else []
-    spread, device = (
-        Layout.parse(layout or ""),
-        "cuda" if torch.cuda.is_available() else "cpu",
-    )
-    if invariant and spread.world > 1:
-        raise UsageError("--invariant is for a model on one rank; leave out --layout")
-    if models and (spread.world > 1 or invariant):
-        raise UsageError(
-            "--models is for one rank, without --invariant; leave these out"
-        )
-    folders = model_folders(models, warn) if models else []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     import_plugins(plugin)
-    check_ahead(draft, ahead, early_layer, spread.world)
-    order = policy_of(policy)
+    options = EngineOptions(
+        checkpoint, requests, waiting, budget, policy, cache, adapters, models, ema, weights, invariant, draft,
+        ahead, early_layer, tuple(plugin or ()), layout or "",
+    )  # fmt: skip
+    options.check()
     template = chat_template and template_text(chat_template, "--chat-template")
     # mistakes are said before anything is read
     gate_rules(host, allowed_hosts or (), cors or ())
-    if (code := launch_ranks(spread, checkpoint)) is not None:
-        return code
-    with as_rank(spread, device) as device:
-        listening = _listen(host, port) if leads() else None
-        model, files, _ = open_model(
-            checkpoint, device, warn, ema, mesh_of_rank(spread, device)
-        )
-        check_prompt(model, [0])
-        family = ModelFamily(model, weights) if models else None
-        model = family.base if family else model
-        read_only(model, weights)
-        if listening is None:
-            follow_leader(model)
-            return 0
-        drafter = drafter_for(draft, model, warn, ahead, early_layer)
-        engine = Engine(
-            model,
-            cache or None,
-            budget,
-            requests,
-            order,
-            drafter=drafter,
-            invariant=invariant,
-            ranks=spread.world > 1,
-        )
-        name = name or checkpoint.rstrip("/").split("/")[-1]
+    name = name or checkpoint.rstrip("/").split("/")[-1]
+
+    def front_for(
+        backend: "Backend",
+        files: dict[str, bytes],
+        adapted: list[str],
+        listening: Socket,
+        about: str,
+    ) -> Front:
+        """Build the HTTP server in front of ``backend``, and say where it is. ``about``: what is said of the cache."""
         tokenizer = tokenizer_of(files, checkpoint, warn)
-        served = list[str]()
-        if family:
-            served += add_models(engine, family, folders, tokenizer, name, warn)
-        if not cache:
-            here = psutil.virtual_memory().available // int(
-                os.environ.get("LOCAL_WORLD_SIZE", "1")
-            )
-            free = here if device == "cpu" else torch.cuda.mem_get_info()[0]
-            cache = engine.fit(int(SHARE * free))
-        served += add_adapters(engine, adapters, name) if adapters else []
-        service = Service(engine, requests + waiting)
         if template:
             tokenizer = replace(tokenizer, chat_template=template, named_templates={})
-        server = Server(
-            service,
-            tokenizer,
-            name,
-            keys,
-            tokens,
-            served,
-            max_model_len or context_length(files),
-        )
+        context = max_model_len or context_length(files)
+        server = Server(backend, tokenizer, name, keys, tokens, adapted, context)
         rules = gate_rules(listening.getsockname()[0], allowed_hosts or (), cors or ())
         if (room := room_for(connections)) < connections:
             warn(
@@ -255,25 +191,124 @@ def serve_command(
             warn(
                 f"whoever can reach {host} can ask; give --api-key FILE to ask for a key"
             )
-        print(
-            f"{name} at {where}/v1, with a cache of {cache:,} tokens; Ctrl-C ends it",
-            flush=True,
-        )
+        print(f"{name} at {where}/v1, with {about}; Ctrl-C ends it", flush=True)
         if not keys and "*" in rules.origins:
             warn(
                 "with --cors '*' every page that a browser here visits can ask; give --api-key FILE to ask for a key"
             )
-        if spread.world > 1:
+        return front
+
+    if engines or cluster:
+        settings = _settings(engines, cluster, dispatch, secret)
+        listening = _listen(host, port)
+        with _routed(settings, options, name) as routed:
+            front = front_for(
+                routed.router, routed.files, routed.adapters, listening, routed.about
+            )
+            with suppress(KeyboardInterrupt):
+                front.run(sockets=[listening])
+        return 0
+    if (code := launch_ranks(options.spread, checkpoint)) is not None:
+        return code
+    with as_rank(options.spread, device) as device:
+        opened_socket = _listen(host, port) if leads() else None
+        opened = open_engine(options, device, name, warn)
+        if opened is None or opened_socket is None:
+            return 0
+        service = Service(opened.engine, options.most)
+        about = f"a cache of {opened.cache:,} tokens"
+        front = front_for(service, opened.files, opened.others, opened_socket, about)
+        if options.spread.world > 1:
             threading.Thread(
                 target=_end_with, args=(service, front), daemon=True
             ).start()
         with suppress(KeyboardInterrupt):  # which comes again after the last answer
-            front.run(sockets=[listening])
+            front.run(sockets=[opened_socket])
         service.close()
-        if service.failure is not None and spread.world > 1:
+        if service.failure is not None and options.spread.world > 1:
             raise service.failure
-        engine.close()
+        opened.engine.close()
     return 0
+
+
+def _settings(
+    engines: int, cluster: Path | None, dispatch: str, secret: Path | None
+) -> "ClusterSettings":
+    """Return the settings of the cluster, and see to its secret: that of the user, or one for this session."""
+    from weft.cluster.cluster_settings import ClusterSettings, read_cluster
+    from weft.cluster.dispatch_policy import dispatch_policy
+
+    if cluster is not None:
+        if engines:
+            raise UsageError(
+                "--engines and --cluster are two ways to say the same; set engines in the file, and leave out --engines"
+            )
+        settings = read_cluster(cluster)
+        read_address(settings.listen, "cluster.listen")
+        dispatch_policy(settings.policy, "cluster.policy")
+    else:
+        settings = ClusterSettings(engines=engines, policy=dispatch)
+        dispatch_policy(dispatch)
+    if cluster is None and secret is None and not os.environ.get("WEFT_SECRET"):
+        os.environ["WEFT_SECRET"] = secrets.token_hex(32)
+    set_secret(secret, "--cluster")
+    return settings
+
+
+class _Routed(NamedTuple):
+    """A router with its engines. ``files``: those beside the model's weights; ``adapters``: names of the adapters;
+    ``about``: what is said of engines and cache.
+    """
+
+    router: "EngineRouter"
+    files: dict[str, bytes]
+    adapters: list[str]
+    about: str
+
+
+@contextmanager
+def _routed(
+    settings: "ClusterSettings", options: "EngineOptions", name: str
+) -> Iterator[_Routed]:
+    """Run a router and the engines that it starts itself, which end with the context."""
+    from weft.cluster.dispatch_policy import dispatch_policy
+    from weft.cluster.engine_processes import EngineProcesses
+    from weft.cluster.engine_router import EngineRouter, RouterModel
+    from weft.generate.fingerprint import open_for_reading, weights_fingerprint
+    from weft.generate.open_engine import SHARE, adapter_digests, model_digests
+    from weft.net.endpoint import process_endpoint
+
+    model = open_for_reading(options.checkpoint, options.ema)
+    digests = adapter_digests(options.adapters, name) | model_digests(options.models)
+    endpoint = process_endpoint(*read_address(settings.listen, "cluster.listen"))
+    address = "{}:{}".format(*endpoint.address)
+    processes = None
+    if settings.engines:
+        words = [*options.words(), f"--model-name={name}"]
+        processes = EngineProcesses(settings.engines, address, words, SHARE, warn)
+    router = None
+    try:
+        expected = RouterModel(
+            weights_fingerprint(model, options.weights),
+            model.shape.vocab,
+            model.shape.embed,
+            digests,
+        )
+        policy = dispatch_policy(settings.policy)
+        patience = settings.limits.patience
+        router = EngineRouter(endpoint, "", expected, warn, policy, patience)
+        about = f"engines that join at {address}"
+        if processes is not None:
+            processes.await_joined(lambda: len(router.links))
+            cache = sum(link.about.cache for link in router.links.values())
+            about = f"{settings.engines} engines and {cache:,} tokens in their caches"
+        yield _Routed(router, dict(model.files), [*digests], about)
+    finally:
+        if router is not None:
+            router.close()
+        if processes is not None:
+            processes.close()
+        endpoint.close()
 
 
 def _end_with(service: "Service", front: "uvicorn.Server") -> None:

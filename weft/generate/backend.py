@@ -14,7 +14,9 @@ from weft.generate.workflow import Workflow
 
 
 class AnswerRequest(NamedTuple):
-    """One prompt with the arguments of :meth:`Engine.submit`, in their order."""
+    """One prompt with the arguments of :meth:`Engine.submit`, in their order. ``written``: tokens after the prompt that
+    another engine has written.
+    """
 
     ids: Sequence[int]
     most: int
@@ -70,6 +72,10 @@ class Busy(WeftError):
 
 class ServerEnding(WeftError):
     """Error of an answer that is cut off because the server shuts down."""
+
+
+class NoEngine(WeftError):
+    """Error of a request while no engine of the service can answer."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +134,11 @@ class AnswerEvents(Protocol):
 
 
 class Backend(Protocol):
-    """Generates tokens for the requests of clients. All coroutines run in the event loop of the HTTP server.
+    """Generates tokens for the requests of clients. All coroutines run in the event loop of the HTTP server."""
 
-    ``most``: the largest number of answers at a time.
-    """
-
-    most: int
+    @property
+    def most(self) -> int:
+        """The largest number of answers at a time."""
 
     @property
     def facts(self) -> BackendFacts:
@@ -144,9 +149,10 @@ class Backend(Protocol):
         """Why no request can be answered any more, or None."""
 
     def answers(
-        self, requests: Sequence[AnswerRequest]
+        self, requests: Sequence[AnswerRequest], session: str = ""
     ) -> AbstractAsyncContextManager[AnswerEvents]:
-        """Submit ``requests``; unfinished answers are cancelled at the end of the context.
+        """Submit ``requests``; unfinished answers are cancelled at the end of the context. ``session``: requests of
+        the same session may be answered faster by the same engine.
 
         Raises :class:`Busy`, :class:`ServerEnding`, and the errors of :meth:`Engine.submit` for any of the requests.
         """

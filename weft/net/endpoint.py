@@ -34,6 +34,7 @@ from weft.net.wire import (
     SealedConnection,
     Session,
     WireBroken,
+    WireForged,
     encrypts,
     greet,
     introduce,
@@ -108,6 +109,8 @@ class Endpoint:
         if dialler is not None:
             self.address = (dialler.expose(self.address[1]), self.address[1])
         self.encrypt, self.dialler = encrypt, dialler
+        # is called with the host of whoever connects without belonging to a channel, and the cause
+        self.refused: Callable[[str, str], None] = lambda host, why: None
         self._channels: dict[str, Channel] = {}
         self._lock, self.closed = threading.Lock(), False
         self._strangers: dict[_Stranger, None] = {}  # the oldest one first
@@ -218,7 +221,11 @@ class Endpoint:
         try:
             if not stranger.incoming.take(stranger.socket):
                 return
-        # what strangers send may be anything; who it was does not matter
+        # what strangers send may be anything
+        except WireForged as error:
+            with suppress(OSError):
+                self.refused(stranger.socket.getpeername()[0], str(error))
+            return self._part_with(stranger)
         except OSError:
             return self._part_with(stranger)
         assert stranger.incoming.result is not None

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from weft.data.detokenizer import TextDecoder
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
-from weft.generate.backend import AnswerEvents, Busy, ServerEnding, TokenEvent
+from weft.generate.backend import AnswerEvents, Busy, NoEngine, ServerEnding, TokenEvent
 from weft.serve.anthropic import MessageReplies, MessagesRequest
 from weft.serve.call_finder import CallFinder, CallPiece
 from weft.serve.call_form import CallForm
@@ -22,6 +22,9 @@ from weft.serve.responses import ResponseReplies, ResponsesRequest
 from weft.serve.server_metrics import AnswerTimer
 
 T = TypeVar("T")
+
+#: Code of the refusal of a request that no engine can answer at the moment.
+NO_ENGINE = "no_engine"
 
 
 class AnswerForm(NamedTuple):
@@ -287,6 +290,8 @@ def refusal_of(error: Exception) -> Refusal:
         return Refusal(429, str(error), "busy")
     if isinstance(error, ServerEnding):
         return Refusal(503, str(error), "server_ends")
+    if isinstance(error, NoEngine):
+        return Refusal(503, str(error), NO_ENGINE)
     if isinstance(error, WeftError):
         return Refusal(400 if error.exit_code == 2 else 500, str(error))
     return Refusal(500, f"{type(error).__name__}: {error}")

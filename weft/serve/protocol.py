@@ -42,7 +42,7 @@ class Refusal(Exception):
             500: "server_error",
             503: "server_error",
         }
-        self.status = status
+        self.status, self.code = status, code
         self.body = {
             "error": {
                 "message": message, "type": kinds.get(status, "invalid_request_error"), "param": param, "code": code,
@@ -215,6 +215,9 @@ class SamplingRequest(Modelled):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     workflow: WorkflowStage | None = None
+    # they change no answer, and may be anything
+    prompt_cache_key: Any = None
+    user: Any = None
 
     @model_validator(mode="after")
     def _can_end(self) -> "SamplingRequest":
@@ -239,6 +242,11 @@ class SamplingRequest(Modelled):
             return None
         asked = self.response_format.json_schema
         return Language("json", asked.schema_ if asked else {"type": "object"})
+
+    @property
+    def session(self) -> str:
+        """Name of the conversation or user that the request belongs to, or an empty string."""
+        return str(self.prompt_cache_key or self.user or "")
 
     @property
     def form_field(self) -> str:

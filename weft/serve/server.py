@@ -22,6 +22,7 @@ from weft.generate.embedding import LONGEST
 from weft.generate.engine import check_ids
 from weft.pages import render
 from weft.serve.answering import (
+    NO_ENGINE,
     PLAIN,
     AnswerForm,
     Answering,
@@ -569,7 +570,14 @@ class Server:
             watch,
             prompts if echo else (),
         )
-        return await answering.respond(request, self.backend.answers(requests), n)
+        return await answering.respond(
+            request, self.backend.answers(requests, session_of(request, asked)), n
+        )
+
+
+def session_of(request: Request, asked: SamplingRequest) -> str:
+    """Return the name of the conversation or user that a request belongs to, or an empty string."""
+    return request.headers.get("x-session-id", "") or asked.session
 
 
 def refused_for(asked: Modelled, field: str, why: str) -> Refusal:
@@ -581,7 +589,8 @@ def refused_for(asked: Modelled, field: str, why: str) -> Refusal:
 async def refused(request: Request, error: Exception) -> Response:
     """Answer with an error; for an unexpected error the server also logs the traceback."""
     refusal = refusal_of(error)
-    headers = {"retry-after": "1"} if refusal.status == 429 else {}
+    again = refusal.status == 429 or refusal.code == NO_ENGINE
+    headers = {"retry-after": "1"} if again else {}
     return JSONResponse(body_of(request, refusal), refusal.status, headers)
 
 

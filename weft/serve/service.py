@@ -4,12 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from weft.checkpoint.convert.peft import is_adapter, read_adapter
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import (
     AnswerRequest,
@@ -25,27 +23,6 @@ from weft.generate.engine import Engine
 from weft.generate.engine_thread import EngineThread
 from weft.generate.leader import Leader
 from weft.generate.request import Generation, Written
-
-
-def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
-    """Add every adapter that is a folder in ``folder``; returns their names, none of which may be ``model``.
-
-    Raises :class:`UsageError` for a folder without adapters, and for adapters of other models.
-    """
-    if not folder.is_dir():
-        raise UsageError(f"--adapters {folder} is no folder")
-    folders = sorted(path for path in folder.iterdir() if is_adapter(path))
-    if not folders:
-        raise UsageError(
-            f"--adapters {folder} has no folder with an adapter as PEFT or `weft export` writes it"
-        )
-    for path in folders:
-        if path.name == model:
-            raise UsageError(
-                f"the adapter {path} is named like the model; rename it, or give --name"
-            )
-        engine.add_adapter(path.name, read_adapter(path, engine.model))
-    return [path.name for path in folders]
 
 
 def engine_facts(engine: Engine) -> BackendFacts:
@@ -80,7 +57,7 @@ class Service:
 
     @asynccontextmanager
     async def answers(
-        self, requests: Sequence[AnswerRequest]
+        self, requests: Sequence[AnswerRequest], session: str = ""
     ) -> AsyncIterator["Answers"]:
         if self._cut:
             raise ServerEnding("the server ends; ask again later")

@@ -1,0 +1,198 @@
+"""A router and engines of one tiny random model in threads of one test process, joined over the real endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from uuid import uuid4
+
+from weft.cluster.cluster_messages import EngineAbout
+from weft.cluster.dispatch_policy import DispatchPolicy, freest
+from weft.cluster.engine_member import EngineMember
+from weft.cluster.engine_router import EngineRouter, RouterModel
+from weft.generate.backend import AnswerRequest, TokenEvent
+from weft.generate.engine import Engine
+from weft.generate.request import Generation
+from weft.generate.sampling import GREEDY, Sampling
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.net.endpoint import Endpoint
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
+from weft.version import VERSION
+
+VOCAB = 97
+MODEL = RouterModel("the model", VOCAB, 32, {})
+SECRET = "a secret"
+
+
+def build() -> Transformer:
+    shape = ModelShape(
+        vocab=VOCAB, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5
+    )
+    return parallelize(shape, Mesh.single(), Train(seed=2))[0]
+
+
+def until(come: Callable[[], Any], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not come():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.005)
+
+
+def asked(
+    ids: Sequence[int], most: int = 12, how: Sampling = GREEDY, **more: Any
+) -> AnswerRequest:
+    values = {"stops": (), "answers": 1, "top": None, "tenant": "", "grammar": None}
+    return AnswerRequest(ids=ids, most=most, how=how, **values | more)
+
+
+def alone(request: AnswerRequest) -> list[Generation]:
+    """What one engine generates for the request when it has nothing else to do."""
+    engine = Engine(build(), 4096, size=4)
+    generations = engine.submit(*request)
+    engine.run()
+    return generations
+
+
+class InThread:
+    """An engine in threads of the test's, which joins a router. ``slow``: seconds that each step takes longer."""
+
+    def __init__(
+        self,
+        router: Endpoint,
+        name: str,
+        about: dict[str, Any] | None = None,
+        secret: str = SECRET,
+        redial: float = 5.0,
+        grammars: Any = None,
+        most: int = 64,
+        slow: float = 0.0,
+        **engine: Any,
+    ) -> None:
+        self.engine = Engine(build(), **{"tokens": 4096, "size": 4} | engine)
+        if slow:
+            step = self.engine.step
+            self.engine.step = lambda: (time.sleep(slow), step())[1]  # type: ignore[method-assign]
+        self.said: list[str] = []
+        self.error: Exception | None = None
+        values = {
+            "name": name,
+            "instance": uuid4().hex,
+            "version": VERSION,
+            "fingerprint": MODEL.fingerprint,
+            "vocab": VOCAB,
+            "embed": 32,
+            "cache": self.engine.scheduler.pool.blocks * self.engine.reader.size,
+            "block": self.engine.reader.size,
+            "most": most,
+            "searches": True,
+            "adapters": {},
+        }
+        self.member = EngineMember(
+            self.engine,
+            EngineAbout(**values | (about or {})),
+            self.said.append,
+            grammars,
+        )
+        self.endpoint = Endpoint("127.0.0.1")
+        self.paused = threading.Event()
+        self._run = (router.address, secret, redial)
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        try:
+            self.member.run(self.endpoint, *self._run)
+        except Exception as error:
+            self.error = error
+
+    def kill(self) -> None:
+        """End as a killed process does: the connection ends, and nothing more comes."""
+        self.member._ended.set()
+        current = self.member._current
+        if current is not None:
+            current.outbox.connection.close()
+        self.close()
+
+    def cut(self) -> None:
+        """End the connection alone; the engine joins anew."""
+        current = self.member._current
+        if current is not None:
+            current.outbox.connection.close()
+
+    def freeze(self) -> threading.Event:
+        """Stop all sending, as a stopped process does, until the event that is returned is set."""
+        thaw, current = threading.Event(), self.member._current
+        assert current is not None
+        connection = current.outbox.connection
+        send, receive = connection.send, connection.receive
+        connection.send = lambda *frame: (thaw.wait(60), send(*frame))[1]  # type: ignore[method-assign]
+        connection.receive = lambda **limit: (thaw.wait(60), receive(**limit))[1]  # type: ignore[method-assign]
+        return thaw
+
+    def close(self) -> None:
+        self.member.close()
+        self.endpoint.close()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def empty(self) -> bool:
+        scheduler = self.engine.scheduler
+        return not (scheduler.running or scheduler.waiting or scheduler.pool.owners)
+
+
+class Cluster:
+    """A router with ``engines`` engines, for a ``with`` statement."""
+
+    def __init__(
+        self,
+        engines: int = 2,
+        policy: DispatchPolicy = freest,
+        patience: float = 20,
+        **engine: Any,
+    ) -> None:
+        self.said: list[str] = []
+        self.endpoint = Endpoint("127.0.0.1")
+        self.router = EngineRouter(
+            self.endpoint, SECRET, MODEL, self.said.append, policy, patience
+        )
+        self._engine = engine
+        self.engines = [self.add(f"e{i}") for i in range(engines)]
+        until(lambda: len(self.router.links) == engines)
+
+    def add(self, name: str, **engine: Any) -> InThread:
+        return InThread(self.endpoint, name, **self._engine | engine)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.router.close()
+        self.endpoint.close()
+        for engine in self.engines:
+            engine.member._ended.set()
+            engine.close()
+
+
+async def written_by(
+    router: EngineRouter,
+    requests: Sequence[AnswerRequest],
+    seen: Callable[[TokenEvent], None] = lambda event: None,
+) -> list[list[int]]:
+    """The tokens of each answer. ``seen`` is called with every event."""
+    async with router.answers(requests) as answers:
+        tokens: list[list[int]] = [[] for _ in answers.generations]
+        left = set(range(len(tokens)))
+        while left:
+            event = await asyncio.wait_for(answers.next(), 60)
+            assert event.number in left
+            if event.token is not None:
+                tokens[event.number].append(event.token)
+            seen(event)
+            if event.finished:
+                left.discard(event.number)
+    return tokens

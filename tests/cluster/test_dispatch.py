@@ -1,0 +1,106 @@
+"""Dispatch policies: which engine a request goes to."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.cluster.inprocess import Cluster, asked, until, written_by
+from weft.cluster.dispatch_policy import (
+    DispatchRequest,
+    EngineView,
+    dispatch_policy,
+    freest,
+)
+from weft.errors import UsageError
+from weft.registry import declared
+
+
+def view(name: str, usage: float, answers: int = 1, known: int = 0) -> EngineView:
+    return EngineView(name, 100, usage, answers, known, 4)
+
+
+def test_load_is_free_memory_for_each_answer() -> None:
+    request = DispatchRequest(10, "", 0)
+    assert freest([view("a", 50, 5), view("b", 50, 4)], request) == "b"
+    assert freest([view("a", 10, 5), view("b", 80, 4)], request) == "a"
+    # a queue that exceeds the memory
+    assert freest([view("a", 180, 9), view("b", 120, 9)], request) == "b"
+    assert freest([view("b", 0, 0), view("a", 0, 0)], request) == "a"
+
+
+def test_a_known_prefix_is_worth_its_blocks() -> None:
+    choose = dispatch_policy("cached-prefix")
+    request = DispatchRequest(40, "", 0)
+    assert choose([view("a", 10), view("b", 15, known=36)], request) == "b"
+    assert choose([view("a", 10), view("b", 25, known=36)], request) == "a"
+    assert choose([view("b", 9), view("a", 9)], request) == "a"
+
+
+def test_a_session_stays_and_a_new_engine_moves_only_what_it_gets() -> None:
+    choose = dispatch_policy("session")
+    engines = [view(f"e{i}", i) for i in range(4)]
+
+    def chosen(count: int) -> list[str]:
+        return [
+            choose(engines[:count], DispatchRequest(1, str(i), 0)) for i in range(400)
+        ]
+
+    before, after = chosen(3), chosen(4)
+    assert {a for a, b in zip(after, before, strict=True) if a != b} == {"e3"}
+    assert all(60 < after.count(f"e{i}") < 140 for i in range(4))
+    assert choose(engines, DispatchRequest(1, "", 0)) == "e0"
+
+
+def test_unknown_policies_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"--dispatch cannot be .sessions.; .*session"):
+        dispatch_policy("sessions")
+    assert {t.name for t in declared("dispatch-policy")} == {"cached-prefix", "session"}
+
+
+def test_requests_with_a_prefix_go_where_it_is() -> None:
+    prefixes = [[i] * 40 for i in range(1, 5)]
+    with Cluster(2, dispatch_policy("cached-prefix")) as cluster:
+
+        async def main() -> list[int]:
+            for prefix in prefixes:
+                await written_by(cluster.router, [asked(prefix, 4)])
+                until(
+                    lambda: all(not e.engine.scheduler.running for e in cluster.engines)
+                )
+            hits = []
+            for prefix in prefixes * 2:
+                async with cluster.router.answers([asked([*prefix, 9], 4)]) as answers:
+                    while not (await answers.next()).finished:
+                        pass
+                    hits.append(answers.generations[0].hits)
+            return hits
+
+        assert asyncio.run(main()) == [40] * 8
+
+
+def test_a_session_goes_to_its_engine() -> None:
+    with Cluster(3, dispatch_policy("session")) as cluster:
+
+        async def engine_of(session: str) -> str:
+            async with cluster.router.answers([asked([1], 2)], session) as answers:
+                return answers.generations[0].engine
+
+        async def main() -> None:
+            for session in ("a", "b", "c", "d"):
+                first = await engine_of(session)
+                assert first == await engine_of(session) != ""
+
+        asyncio.run(main())
+
+
+def test_waiting_requests_count_as_memory() -> None:
+    """What has been sent to an engine counts at once, before the engine's next sign of life."""
+    with Cluster(2) as cluster:
+
+        async def main() -> set[int]:
+            async with cluster.router.answers([asked([1] * 20, 50)] * 8):
+                return {len(link.flights) for link in cluster.router.links.values()}
+
+        assert asyncio.run(main()) == {4}

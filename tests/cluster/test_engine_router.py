@@ -1,0 +1,345 @@
+"""A router over engines: the tokens of one request alone, whatever engines come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cluster.inprocess import (
+    MODEL,
+    SECRET,
+    Cluster,
+    alone,
+    asked,
+    build,
+    until,
+    written_by,
+)
+from weft.cluster.engine_router import EngineRouter
+from weft.errors import UsageError, WeftError
+from weft.generate.backend import (
+    Busy,
+    NoEngine,
+    SearchRequest,
+    ServerEnding,
+    TokenEvent,
+)
+from weft.generate.beam_search import LENGTH_PENALTY, Search
+from weft.generate.embedding import embed
+from weft.generate.engine import Engine
+from weft.generate.sampling import GREEDY, Sampling
+from weft.net.endpoint import Endpoint
+
+Scores = Sequence[tuple[float, dict[int, float]]]
+
+
+def close(scores: Scores, plain: Scores) -> None:
+    """Of other batches, whose sums differ in their last bits."""
+    assert len(scores) == len(plain)
+    for (chosen, likeliest), (other, others) in zip(scores, plain, strict=True):
+        assert chosen == pytest.approx(other, abs=1e-4)
+        assert likeliest == pytest.approx(others, abs=1e-4)
+
+
+def test_answers_are_those_of_one_engine() -> None:
+    requests = [
+        asked([3, 1, 4, 1, 5], 10),
+        asked([2, 7], 8, Sampling(1.0, seed=5), answers=3, top=2),
+        asked([1] * 30, 5, scored=True, top=0),
+    ]
+    plain = [generation for request in requests for generation in alone(request)]
+    with Cluster(2) as cluster:
+
+        async def main() -> None:
+            async with cluster.router.answers(requests) as answers:
+                left = len(answers.generations)
+                while left:
+                    left -= bool((await answers.next()).finished)
+            for flight, generation in zip(answers.generations, plain, strict=True):
+                assert flight.tokens == generation.written
+                close(flight.log_probabilities, generation.log_probabilities)
+                close(flight.prompt_scores, generation.prompt_scores)
+                assert flight.score == pytest.approx(generation.score, abs=1e-4)
+
+        asyncio.run(main())
+        assert all(link.submitted for link in cluster.router.links.values())
+        until(lambda: all(engine.empty() for engine in cluster.engines))
+
+
+@pytest.mark.slow(3)
+def test_killed_at_any_token_the_text_goes_on() -> None:
+    """Engines are killed one after the other at drawn tokens, greedy and sampled, and new ones join."""
+    draw = Random(0)
+    for case in range(3):
+        how = GREEDY if case % 2 else Sampling(1.0, seed=case)
+        requests = [
+            asked([draw.randrange(97) for _ in range(draw.randrange(1, 20))], 14, how)
+            for _ in range(4)
+        ]
+        plain = [alone(request)[0].written for request in requests]
+        with Cluster(2, slow=0.02) as cluster:
+            left = draw.sample(range(1, 50), 3)
+
+            def seen(
+                event: TokenEvent, cluster: Cluster = cluster, left: Any = left
+            ) -> None:
+                left[:] = [events - 1 for events in left]
+                if 0 in left:
+                    cluster.engines.append(cluster.add(f"new{len(cluster.said)}"))
+                    cluster.engines.pop(0).kill()
+
+            assert asyncio.run(written_by(cluster.router, requests, seen)) == plain
+            assert cluster.router.moves
+
+
+@pytest.mark.slow(3)
+def test_frozen_is_noticed_within_two_seconds_and_joins_anew() -> None:
+    request = asked([5, 6, 7], 300)
+    plain = alone(request)[0].written
+    with Cluster(1, slow=0.005) as cluster:
+        frozen, times, thaw = cluster.engines[0], list[float](), threading.Event()
+
+        def seen(event: TokenEvent) -> None:
+            nonlocal thaw
+            times.append(time.monotonic())
+            if len(times) == 20:
+                cluster.engines.append(cluster.add("e1"))
+                until(lambda: len(cluster.router.links) == 2)
+                thaw = frozen.freeze()
+
+        written = asyncio.run(written_by(cluster.router, [request], seen))
+        assert written == [plain]
+        assert max(b - a for a, b in pairwise(times[20:])) < 2.0
+        assert any("no sign of life for 1.5 s" in line for line in cluster.said)
+        thaw.set()
+        until(lambda: len(cluster.router.links) == 2)
+        assert any("it was given up: no sign of life" in line for line in frozen.said)
+        until(lambda: all(engine.empty() for engine in cluster.engines))
+
+
+def test_a_cut_engine_keeps_its_blocks_and_joins_anew() -> None:
+    request = asked(list(range(40)), 30)
+    plain = alone(request)[0].written
+    with Cluster(1, slow=0.005) as cluster:
+        events = 0
+
+        def seen(event: TokenEvent) -> None:
+            nonlocal events
+            events += 1
+            if events == 10:
+                cluster.engines[0].cut()
+
+        async def main() -> None:
+            assert await written_by(cluster.router, [request], seen) == [plain]
+            async with cluster.router.answers([request]) as answers:
+                await answers.next()
+                assert answers.generations[0].hits >= 36
+
+        asyncio.run(main())
+        assert cluster.router.moves == 1
+
+
+def test_who_may_not_join_is_told_why() -> None:
+    with Cluster(1) as cluster:
+        wrong = {
+            "its model has other weights": {"fingerprint": "another"},
+            "it runs Weft 9.9": {"version": "9.9"},
+            "an engine named 'e0' has joined already": {"name": "e0"},
+        }
+        for said, about in wrong.items():
+            engine = cluster.add("x", about=about)
+            until(lambda engine=engine: engine.error)
+            assert said in str(engine.error)
+            until(lambda said=said: any(said in line for line in cluster.said))
+            engine.close()
+        stranger = cluster.add("stranger", secret="no secret")
+        until(lambda: stranger.error)
+        assert "it has another secret" in str(stranger.error)
+        until(lambda: any("from 127.0.0.1 is refused" in line for line in cluster.said))
+        stranger.close()
+        assert [*cluster.router.links] == ["e0"]
+
+
+def test_drained_engines_end_and_nothing_new_comes_to_them() -> None:
+    request, long = asked([1, 2, 3], 6), asked([9, 8], 200)
+    plain, whole = alone(request)[0].written, alone(long)[0].written
+    with Cluster(2, slow=0.005) as cluster:
+        first, second = cluster.engines
+
+        async def main() -> None:
+            async with cluster.router.answers([long]) as answers:
+                await answers.next()
+                (at,) = [
+                    engine
+                    for engine in cluster.engines
+                    if cluster.router.links[engine.member.about.name].flights
+                ]
+                at.member.drain()
+                until(lambda: at.member.about.name in draining(cluster))
+                for _ in range(4):
+                    assert await written_by(cluster.router, [request]) == [plain]
+                assert at.thread.is_alive()
+                at.member.drain(move=True)
+                until(lambda: not at.thread.is_alive())
+                assert at.error is None and at.empty()
+                while not (await answers.next()).finished:
+                    pass
+                assert answers.generations[0].tokens == whole
+
+        asyncio.run(main())
+        assert first.thread.is_alive() != second.thread.is_alive()
+        assert any(line.endswith("has left") for line in cluster.said)
+
+
+def draining(cluster: Cluster) -> list[str]:
+    return [name for name, link in cluster.router.links.items() if link.draining]
+
+
+def test_without_engines_requests_are_refused_until_an_engine_joins() -> None:
+    request = asked([1, 2, 3], 200)
+    plain = alone(request)[0].written
+    with Cluster(1, slow=0.005) as cluster:
+
+        async def main() -> None:
+            async with cluster.router.answers([request]) as answers:
+                for _ in range(10):
+                    await answers.next()
+                cluster.engines.pop().kill()
+                until(lambda: not cluster.router.links)
+                assert isinstance(cluster.router.failure, NoEngine)
+                with pytest.raises(NoEngine):
+                    await written_by(cluster.router, [request])
+                cluster.engines.append(cluster.add("later"))
+                while not (await asyncio.wait_for(answers.next(), 20)).finished:
+                    pass
+                assert answers.generations[0].tokens == plain
+            assert await written_by(cluster.router, [request]) == [plain]
+
+        asyncio.run(main())
+
+
+def test_an_answer_does_not_wait_for_ever() -> None:
+    with Cluster(1, patience=0.3, slow=0.005) as cluster:
+
+        async def main() -> None:
+            async with cluster.router.answers([asked([1], 500)]) as answers:
+                await answers.next()
+                cluster.engines.pop().kill()
+                with pytest.raises(NoEngine, match=r"for 0\.3 s"):
+                    while True:
+                        await asyncio.wait_for(answers.next(), 20)
+
+        asyncio.run(main())
+
+
+def test_a_request_that_ends_every_engine_ends_itself() -> None:
+    with Cluster(4) as cluster:
+        for engine in cluster.engines:
+            plain = engine.engine.step
+
+            def step(plain: Any = plain, engine: Any = engine) -> Any:
+                running = engine.engine.scheduler.waiting
+                if any(request.ids[0] == 13 for request in running):
+                    raise RuntimeError("poison")
+                return plain()
+
+            engine.engine.step = step  # type: ignore[method-assign]
+        with pytest.raises(WeftError, match="3 engines were lost in a row"):
+            asyncio.run(written_by(cluster.router, [asked([13], 5)]))
+        assert len(cluster.router.links) == 1
+        until(lambda: sum(engine.error is not None for engine in cluster.engines) == 3)
+        assert "the engine has failed: poison" in str(
+            next(filter(None, (engine.error for engine in cluster.engines)))
+        )
+        assert asyncio.run(written_by(cluster.router, [asked([1], 5)]))
+
+
+def test_a_router_that_starts_again_gets_its_engines_back() -> None:
+    request = asked(list(range(40)), 4)
+    with Cluster(2) as cluster:
+        before = asyncio.run(written_by(cluster.router, [request] * 2))
+        cluster.router.close()
+        cluster.endpoint.close()
+        cluster.endpoint = Endpoint(*cluster.endpoint.address)
+        cluster.router = EngineRouter(
+            cluster.endpoint, SECRET, MODEL, cluster.said.append
+        )
+        until(lambda: len(cluster.router.links) == 2)
+
+        async def main() -> None:
+            async with cluster.router.answers([request] * 2) as answers:
+                for _ in range(2):
+                    await answers.next()
+                assert [flight.hits for flight in answers.generations] == [36, 36]
+
+        asyncio.run(main())
+        assert asyncio.run(written_by(cluster.router, [request] * 2)) == before
+
+
+def test_too_much_is_refused_and_what_nobody_wants_is_cancelled() -> None:
+    with Cluster(1, most=3, tokens=256) as cluster:
+        until(cluster.router._able)
+
+        async def main() -> None:
+            async with cluster.router.answers([asked([1], 100)] * 3):
+                with pytest.raises(Busy):
+                    await written_by(cluster.router, [asked([1], 5)])
+            until(cluster.engines[0].empty)
+            with pytest.raises(UsageError, match="do not fit into a cache of 256"):
+                await written_by(cluster.router, [asked([1], 500)])
+            with pytest.raises(UsageError, match="the most is 3"):
+                await written_by(cluster.router, [asked([1], 5, answers=4)])
+            with pytest.raises(UsageError, match="below the model's 97"):
+                await written_by(cluster.router, [asked([400], 5)])
+            with pytest.raises(NoEngine, match="no engine has the adapter 'a'"):
+                await written_by(cluster.router, [asked([1], 5, adapter="a")])
+            async with cluster.router.answers([asked([1], 200)]) as answers:
+                await answers.next()
+                assert cluster.router.cut_answers() == 1
+                with pytest.raises(ServerEnding):
+                    while True:
+                        await answers.next()
+            with pytest.raises(ServerEnding):
+                await written_by(cluster.router, [asked([1], 5)])
+
+        asyncio.run(main())
+        until(cluster.engines[0].empty)
+
+
+def test_searches_and_vectors_go_on_elsewhere() -> None:
+    engine = Engine(build(), 4096, size=4)
+    search = SearchRequest([1, 2], 30, 3, (), LENGTH_PENALTY)
+    best = Search(engine, [1, 2], 30, 3, (), LENGTH_PENALTY).run()
+    vector = embed(engine, [1, 2, 3], "mean", 16)
+    with Cluster(2, slow=0.01) as cluster:
+
+        async def main() -> None:
+            assert torch.equal(
+                await cluster.router.embed([1, 2, 3], "mean", 16), vector
+            )
+            with pytest.raises(UsageError):
+                await cluster.router.embed([1000], "mean", None)
+            searching = asyncio.ensure_future(cluster.router.search(search))
+            while not any(link.calls for link in cluster.router.links.values()):
+                await asyncio.sleep(0.001)
+            for engine in cluster.engines:
+                if cluster.router.links[engine.member.about.name].calls:
+                    engine.cut()
+            assert [h.ids for h in await searching] == [h.ids for h in best]
+            leaving = asyncio.ensure_future(
+                cluster.router.search(search._replace(most=2000))
+            )
+            await asyncio.sleep(0.1)
+            leaving.cancel()
+            await asyncio.wait([leaving])
+
+        asyncio.run(main())
+        until(lambda: all(engine.empty() for engine in cluster.engines))

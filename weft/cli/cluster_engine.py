@@ -1,0 +1,155 @@
+"""``weft engine``: an engine in a process of its own, which works for a router on this host or another."""
+
+import os
+import platform
+import signal
+import threading
+from typing import Annotated
+from uuid import uuid4
+
+import typer
+
+from weft.cli.arguments import (
+    Adapters,
+    Ahead,
+    Budget,
+    CacheTokens,
+    Draft,
+    EarlyLayer,
+    Ema,
+    Invariant,
+    ModelName,
+    Models,
+    PluginModules,
+    PolicyWord,
+    Requests,
+    SecretFile,
+    Spread,
+    Waiting,
+    Weights,
+    import_plugins,
+    read_address,
+    set_secret,
+)
+from weft.cli.console import warn
+
+_join = "The address of the router: the one that weft serve --cluster has printed."
+_name = "The engine's name for the router and in metrics; by default host and process."
+_redial = (
+    "Seconds for which the engine tries to join again when its router is "
+    "gone; its cache is kept meanwhile."
+)
+_drain = (
+    "Seconds for answers to finish after SIGTERM or Ctrl-C, before other "
+    "engines go on with them."
+)
+_share = "Part of the free memory for the cache, if --cache gives no tokens."
+_model_name = (
+    "The model's name for clients, which no adapter may have; by default the "
+    "model's own name."
+)
+
+
+def engine_command(
+    checkpoint: Annotated[str, ModelName],
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help=_join)],
+    name: Annotated[str, typer.Option(help=_name)] = "",
+    secret: SecretFile = None,
+    redial: Annotated[float, typer.Option(min=0, help=_redial)] = 60,
+    drain: Annotated[float, typer.Option(min=0, help=_drain)] = 30,
+    requests: Requests = 64,
+    waiting: Waiting = 960,
+    budget: Budget = 512,
+    policy: PolicyWord = "exact-fill",
+    cache: CacheTokens = 0,
+    share: Annotated[float, typer.Option(min=0.01, max=0.95, help=_share)] = 0.4,
+    adapters: Adapters = None,
+    models: Models = None,
+    model_name: Annotated[str, typer.Option(help=_model_name)] = "",
+    ema: Ema = False,
+    weights: Weights = "float",
+    invariant: Invariant = False,
+    draft: Draft = "",
+    ahead: Ahead = 0,
+    early_layer: EarlyLayer = 0,
+    plugin: PluginModules = None,
+    layout: Spread = None,
+) -> int:
+    """Run an engine that answers the requests of a router (weft serve --cluster FILE), until the router lets it go."""
+    import torch
+
+    from weft.checkpoint.model import tokenizer_of
+    from weft.cluster.cluster_messages import EngineAbout
+    from weft.cluster.engine_member import EngineMember
+    from weft.generate.fingerprint import open_for_reading, weights_fingerprint
+    from weft.generate.grammar import Grammars
+    from weft.generate.open_engine import (
+        EngineOptions,
+        adapter_digests,
+        model_digests,
+        open_engine,
+    )
+    from weft.generate.start import as_rank, launch_ranks
+    from weft.net.endpoint import process_endpoint
+    from weft.net.sockets import own_address
+    from weft.version import VERSION
+
+    router = read_address(join, "--join")
+    set_secret(secret, "weft engine")
+    import_plugins(plugin)
+    options = EngineOptions(
+        checkpoint, requests, waiting, budget, policy, cache, adapters, models, ema, weights, invariant, draft,
+        ahead, early_layer, tuple(plugin or ()), layout or "",
+    )  # fmt: skip
+    options.check()
+    if (code := launch_ranks(options.spread, checkpoint)) is not None:
+        return code
+    called = model_name or checkpoint.rstrip("/").split("/")[-1]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with as_rank(options.spread, device) as device:
+        opened = open_engine(options, device, called, warn, share)
+        if opened is None:
+            return 0
+        engine, files = opened.engine, opened.files
+        model = open_for_reading(checkpoint, ema)
+        about = EngineAbout(
+            name=name or f"{platform.node()}-{os.getpid()}",
+            instance=uuid4().hex,
+            version=VERSION,
+            fingerprint=weights_fingerprint(model, weights),
+            vocab=engine.model.shape.vocab,
+            embed=engine.model.shape.embed,
+            cache=opened.cache // engine.reader.size * engine.reader.size,
+            block=engine.reader.size,
+            most=options.most,
+            searches=options.spread.world == 1 and engine.drafter is None,
+            adapters=adapter_digests(adapters, called) | model_digests(models),
+        )
+
+        def grammars() -> Grammars:
+            return Grammars(tokenizer_of(files, checkpoint), about.vocab)
+
+        member = EngineMember(engine, about, warn, grammars)
+
+        def ask_to_end(number: int, frame: object) -> None:
+            """Drain at the first signal, and leave at once at a second one."""
+            if member.draining:
+                member.drain(move=True)
+            else:
+                member.drain()
+                timer.start()
+
+        timer = threading.Timer(drain, member.drain, (True,))
+        timer.daemon = True
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, ask_to_end)
+        endpoint = process_endpoint(own_address(router[0]))
+        try:
+            member.run(endpoint, router, "", redial)
+        finally:
+            timer.cancel()
+            member.close()
+            endpoint.close()
+            engine.close()
+        warn(f"engine {about.name} ends")
+    return 0

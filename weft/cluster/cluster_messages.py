@@ -1,0 +1,236 @@
+"""What a router and its engines say to each other: frames of a head in JSON and, for prompts and vectors, raw numbers.
+
+The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``beat``, ``leave`` and ``end``; an engine sends
+``about`` when it connects, then ``taken``, ``refused``, ``tokens``, ``result``, ``beat``, ``drain`` and ``failed``.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.errors import UsageError, WeftError
+from weft.generate.backend import (
+    AnswerRequest,
+    Busy,
+    EngineLoad,
+    Hypothesis,
+    SearchRequest,
+)
+from weft.generate.grammar import GrammarSource
+from weft.generate.sampling import Sampling
+from weft.generate.workflow import Workflow
+from weft.net.wire import Frame, Head
+
+#: The name of the channel between a router and its engines.
+CHANNEL = "cluster"
+
+#: Seconds between two signs of life, and without any sign until an engine is given up. An engine must be given up
+#: within two seconds of its last step.
+BEAT_S, SILENT_S = 0.25, 1.5
+
+#: Seconds without any sign of life after which an engine gives its router up: longer, as the router has more to do.
+ROUTER_SILENT_S = 6.0
+
+Message = tuple[Head, list[memoryview]]
+LogProbability = tuple[float, dict[int, float]]
+
+
+class EngineAbout(NamedTuple):
+    """What an engine says of itself when it joins.
+
+    Attributes:
+        ``name``: how router and metrics call the engine.
+        ``instance``: random text that no other process has.
+        ``version``: version of Weft.
+        ``fingerprint``: hash of the model's configuration and weights.
+        ``vocab``: token ids of the model.
+        ``embed``: elements of an embedding.
+        ``cache``: tokens that the cache holds.
+        ``block``: tokens of a cache block.
+        ``most``: largest number of answers at a time.
+        ``searches``: whether beam searches are possible.
+        ``adapters``: hash of each adapter, by name.
+    """
+
+    name: str
+    instance: str
+    version: str
+    fingerprint: str
+    vocab: int
+    embed: int
+    cache: int
+    block: int
+    most: int
+    searches: bool
+    adapters: dict[str, str]
+
+
+class EngineBeat(NamedTuple):
+    """A sign of life of an engine. ``demand``: cache blocks that the waiting answers will need; ``taken``: how
+    many submissions the engine has received, so that the router knows which answers are counted in.
+    """
+
+    load: EngineLoad
+    demand: int
+    taken: int
+
+
+class TokenMessage(NamedTuple):
+    """A token of the answer ``answer``: ``place`` is its index among the written tokens. The other fields are those of
+    :class:`TokenEvent`.
+    """
+
+    answer: int
+    place: int
+    token: int | None
+    log_probability: LogProbability | None
+    finished: str
+
+
+def submit_message(
+    answer: int, request: AnswerRequest, written: Sequence[int]
+) -> Message:
+    """Return the message that submits ``request``. ``answer``: number of its first answer, which the others follow;
+    ``written``: the tokens of the answer that have been passed on already.
+    """
+    grammar, workflow = request.grammar, request.workflow
+    head = {
+        "kind": "submit",
+        "answer": answer,
+        "prompt": len(request.ids),
+        "most": request.most,
+        "how": sampling_values(request.how),
+        "stops": list(request.stops),
+        "answers": request.answers,
+        "top": request.top,
+        "tenant": request.tenant,
+        "grammar": None if grammar is None else list(grammar.source),
+        "adapter": request.adapter,
+        "least": request.least,
+        "scored": request.scored,
+        "workflow": None if workflow is None else workflow.frame(time.monotonic()),
+    }
+    return head, [packed_ids([*request.ids, *written])]
+
+
+def read_submit(frame: Frame) -> AnswerRequest:
+    """Return the request of a ``submit`` message, without its grammar, which takes time to compile."""
+    head, ids = frame.head, unpacked_ids(frame.payload)
+    workflow = head["workflow"]
+    return AnswerRequest(
+        ids[: head["prompt"]],
+        head["most"],
+        read_sampling(head["how"]),
+        head["stops"],
+        head["answers"],
+        head["top"],
+        head["tenant"],
+        None,
+        head["adapter"],
+        head["least"],
+        head["scored"],
+        ids[head["prompt"] :],
+        None if workflow is None else Workflow.of_frame(workflow, time.monotonic()),
+    )
+
+
+def grammar_source(head: Head) -> GrammarSource | None:
+    """Return what the grammar of a ``submit`` message is compiled from, None if it has no grammar."""
+    return None if head["grammar"] is None else GrammarSource(*head["grammar"])
+
+
+def sampling_values(how: Sampling) -> dict[str, Any]:
+    """Return the settings of sampling as JSON has them: the biases are pairs of an id and a number."""
+    return asdict(how) | {"bias": [*how.bias.items()]}
+
+
+def read_sampling(values: dict[str, Any]) -> Sampling:
+    """Return the settings of sampling from their JSON values."""
+    return Sampling(**values | {"bias": {int(i): bias for i, bias in values["bias"]}})
+
+
+def search_message(call: int, request: SearchRequest) -> Message:
+    """Return the message that asks for the beam search number ``call``."""
+    about = request._asdict()
+    ids = about.pop("ids")
+    return {"kind": "search", "call": call, **about, "stops": list(request.stops)}, [
+        packed_ids(ids)
+    ]
+
+
+def read_search(frame: Frame) -> SearchRequest:
+    """Return the request of a ``search`` message."""
+    values = {name: frame.head[name] for name in SearchRequest._fields if name != "ids"}
+    return SearchRequest(ids=unpacked_ids(frame.payload), **values)
+
+
+def read_hypotheses(values: Sequence[Sequence[Any]]) -> list[Hypothesis]:
+    """Return the texts that a search has ended with, from their JSON values."""
+    return [Hypothesis(*each) for each in values]
+
+
+def token_values(message: TokenMessage) -> list[Any]:
+    """Return a token as JSON has it: likeliest tokens are pairs of an id and a log-probability."""
+    said = message.log_probability
+    return [
+        message.answer,
+        message.place,
+        message.token,
+        None if said is None else score_values(said),
+        message.finished,
+    ]
+
+
+def read_token(values: Sequence[Any]) -> TokenMessage:
+    """Return a token from its JSON values."""
+    answer, index, token, said, finished = values
+    return TokenMessage(
+        answer, index, token, None if said is None else read_score(said), finished
+    )
+
+
+def score_values(said: LogProbability) -> list[Any]:
+    """Return log-probabilities as JSON has them."""
+    return [said[0], [*said[1].items()]]
+
+
+def read_score(values: Sequence[Any]) -> LogProbability:
+    """Return the log-probability of a token, and those of the likeliest tokens, from their JSON values."""
+    chosen, likeliest = values
+    return chosen, {int(i): value for i, value in likeliest}
+
+
+def read_beat(head: Head) -> EngineBeat:
+    """Return the sign of life in a ``beat`` message."""
+    return EngineBeat(EngineLoad(*head["load"]), head["demand"], head["taken"])
+
+
+def refusal_values(error: BaseException) -> dict[str, str]:
+    """Return why an engine does not answer, so that :func:`read_refusal` raises the same kind of error elsewhere."""
+    kind = "failed"
+    if isinstance(error, Busy):
+        kind = "busy"
+    elif isinstance(error, UsageError):
+        kind = "usage"
+    said = str(error) if isinstance(error, WeftError) else repr(error)
+    return {"why": said, "error": kind}
+
+
+def read_refusal(head: Head) -> WeftError:
+    """Return the error that an engine has described."""
+    kinds: dict[str, type[WeftError]] = {"busy": Busy, "usage": UsageError}
+    return kinds.get(head["error"], WeftError)(head["why"])
+
+
+def packed_ids(ids: Sequence[int]) -> memoryview:
+    """Return token ids as little-endian 32-bit numbers."""
+    return memoryview(np.asarray(ids, "<i4").tobytes())
+
+
+def unpacked_ids(payload: memoryview) -> list[int]:
+    """Return the token ids of a payload."""
+    ids: list[int] = np.frombuffer(payload, "<i4").tolist()
+    return ids

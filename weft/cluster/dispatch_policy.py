@@ -1,0 +1,78 @@
+"""Dispatch policies: which engine of a cluster a request goes to.
+
+``load`` is the core's own; the others are techniques, and say what is different from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from weft.errors import UsageError, nearest
+from weft.registry import find, names
+
+#: The policy of the core.
+LOAD = "load"
+
+
+class EngineView(NamedTuple):
+    """What a dispatch policy knows of an engine that can take the request.
+
+    Attributes:
+        ``name``: the engine's name.
+        ``blocks``: cache blocks of the engine.
+        ``usage``: virtual usage of its cache, in blocks: those that requests own, those that waiting requests will
+            need, and headroom for requests of high priority.
+        ``answers``: answers that it writes or that wait there.
+        ``known``: tokens of the request's prompt that its cache probably holds.
+        ``size``: tokens of a cache block.
+    """
+
+    name: str
+    blocks: int
+    usage: float
+    answers: int
+    known: int
+    size: int
+
+    @property
+    def freeness(self) -> float:
+        """Free cache blocks for each answer under way (Llumnix); negative if requests will have to wait."""
+        return (self.blocks - self.usage) / max(1, self.answers)
+
+
+class DispatchRequest(NamedTuple):
+    """What a dispatch policy knows of a request. ``tokens``: length of its text so far; ``session``: name of the
+    conversation or user that it belongs to, which may be empty; ``priority``: smaller is more urgent.
+    """
+
+    tokens: int
+    session: str
+    priority: int
+
+
+#: Takes the engines that can take a request, and the request; returns the name of one of them.
+DispatchPolicy = Callable[[Sequence[EngineView], DispatchRequest], str]
+
+
+def freest(engines: Sequence[EngineView], request: DispatchRequest) -> str:
+    """Choose the engine with the most free cache blocks per answer, by virtual usage (Llumnix, Sun et al. 2024,
+    2406.03243). Of equals, the engine with the fewest answers is chosen, then the first by name.
+    """
+    return min(engines, key=lambda e: (-e.freeness, e.answers, e.name)).name
+
+
+def dispatch_policy(name: str, setting: str = "--dispatch") -> DispatchPolicy:
+    """Return the dispatch policy called ``name``. Raises :class:`UsageError`, which names the ``setting``, if there is
+    none.
+    """
+    if name == LOAD:
+        return freest
+    known = names("dispatch-policy")
+    if name not in known:
+        raise UsageError(
+            f"{setting} cannot be {name!r}; {nearest(name, [LOAD, *known])}"
+        )
+    policy: Any = find("dispatch-policy", name).implementation
+    chosen: DispatchPolicy = policy()
+    return chosen

@@ -1,0 +1,131 @@
+"""The router's end of the connection to an engine, and what the router knows of that engine."""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from weft.cluster.cluster_messages import EngineAbout, EngineBeat, submit_message
+from weft.cluster.dispatch_policy import EngineView
+from weft.cluster.flight import Flight, RemoteCall
+from weft.cluster.outbox import Outbox
+from weft.generate.backend import AnswerRequest, EngineLoad
+from weft.generate.keys import chained_keys, root_key
+
+
+@dataclass(eq=False)
+class EngineLink:
+    """An engine that has joined.
+
+    Attributes:
+        ``about``: what the engine has said of itself.
+        ``outbox``: sends to the engine.
+        ``beat``: its last sign of life.
+        ``flights``: answers that it writes, by number.
+        ``calls``: searches and embeddings that it computes, by number.
+        ``submitted``: how many submissions were sent to it.
+        ``recent``: numbers and cache blocks of those submissions that ``beat`` does not count yet.
+        ``prefixes``: keys of the cache blocks that the engine probably holds, the oldest first.
+        ``draining``: it takes no new requests.
+        ``released``: it may end, as it has nothing left to do.
+        ``tokens``: tokens that it has written.
+    """
+
+    about: EngineAbout
+    outbox: Outbox
+    beat: EngineBeat = field(
+        default_factory=lambda: EngineBeat(EngineLoad(0, 0, 0, 0, 0), 0, 0)
+    )
+    flights: dict[int, Flight] = field(default_factory=dict)
+    calls: dict[int, RemoteCall] = field(default_factory=dict)
+    submitted: int = 0
+    recent: deque[tuple[int, int]] = field(default_factory=deque)
+    prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    draining: bool = False
+    released: bool = False
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.about.name
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has anything to do for this router."""
+        return bool(self.flights or self.calls)
+
+    @property
+    def blocks(self) -> int:
+        """Cache blocks of the engine."""
+        return self.about.cache // self.about.block
+
+    def takes(self, adapter: str, tokens: int, answers: int) -> bool:
+        """Return whether the engine can take so many more ``answers`` with ``adapter``, of at most ``tokens`` tokens
+        with their prompt.
+        """
+        return (
+            not self.draining
+            and (not adapter or adapter in self.about.adapters)
+            and tokens <= self.about.cache
+            and len(self.flights) + answers <= self.about.most
+        )
+
+    def view(self, request: AnswerRequest) -> EngineView:
+        """Return what a dispatch policy knows of the engine, for ``request``."""
+        load, size = self.beat.load, self.about.block
+        usage = load.used + self.beat.demand + sum(blocks for _, blocks in self.recent)
+        return EngineView(
+            self.name,
+            self.blocks,
+            usage,
+            len(self.flights),
+            self._known(request) * size,
+            size,
+        )
+
+    def submit(
+        self, number: int, request: AnswerRequest, flights: Sequence[Flight]
+    ) -> None:
+        """Send ``request``, whose answers are ``flights`` and have numbers from ``number`` on."""
+        self.submitted += 1
+        length = len(request.ids) + len(request.written)
+        self.recent.append((self.submitted, -(-length // self.about.block)))
+        for flight in flights:
+            flight.engine = self.name
+            self.flights[flight.number] = flight
+        self.remember(request, request.written)
+        self.outbox.put(*submit_message(number, request, request.written))
+
+    def start_call(self, call: RemoteCall) -> None:
+        """Send the request for a search or an embedding."""
+        call.engine = self.name
+        self.calls[call.number] = call
+        self.outbox.put(*call.message(call.number))
+
+    def note_beat(self, beat: EngineBeat) -> None:
+        """Take in a sign of life: from now on the engine itself counts the submissions that it has received."""
+        self.beat = beat
+        while self.recent and self.recent[0][0] <= beat.taken:
+            self.recent.popleft()
+
+    def remember(self, request: AnswerRequest, written: Sequence[int]) -> None:
+        """Note that the engine's cache will hold the prompt of ``request`` with the tokens ``written`` after it."""
+        for key in self._keys(request, [*request.ids, *written]):
+            self.prefixes[key] = None
+            self.prefixes.move_to_end(key)
+        while len(self.prefixes) > self.blocks:
+            self.prefixes.popitem(last=False)
+
+    def _known(self, request: AnswerRequest) -> int:
+        """Return how many full blocks of a prompt the engine's cache probably holds."""
+        if not self.prefixes:
+            return 0
+        blocks = 0
+        for key in self._keys(request, [*request.ids, *request.written]):
+            if key not in self.prefixes:
+                break
+            blocks += 1
+        return blocks
+
+    def _keys(self, request: AnswerRequest, ids: Sequence[int]) -> Sequence[bytes]:
+        root = root_key(0, request.adapter, request.tenant)
+        return [*chained_keys(root, ids, self.about.block)]

@@ -1,0 +1,403 @@
+"""An engine as a member of a cluster: it joins a router, answers the router's requests, and joins anew when it must."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from weft.cluster.cluster_messages import (
+    BEAT_S,
+    CHANNEL,
+    ROUTER_SILENT_S,
+    EngineAbout,
+    TokenMessage,
+    grammar_source,
+    read_search,
+    read_submit,
+    refusal_values,
+    score_values,
+    token_values,
+    unpacked_ids,
+)
+from weft.cluster.outbox import Outbox, ending_of
+from weft.errors import UsageError, WeftError
+from weft.generate.backend import AnswerRequest, Hypothesis, SearchRequest
+from weft.generate.beam_search import Search
+from weft.generate.embedding import embed
+from weft.generate.engine import Engine
+from weft.generate.engine_thread import EngineThread, RunningSearch
+from weft.generate.grammar import Grammars, GrammarSource
+from weft.generate.request import Generation, Written
+from weft.net.endpoint import Address, Channel, Endpoint
+from weft.net.wire import Frame, Head, SealedConnection, WireBroken, WireForged
+
+#: Seconds that a connection attempt may take, and between two attempts; attempts that a listener ends without a word
+#: until it counts as a router that does not know the secret.
+DIAL_S, AGAIN_S, MUTE = 5.0, 0.25, 3
+
+#: What the router says first, or an engine of a request.
+JOINED, REFUSED = "joined", "refused"
+
+
+class RouterRefusal(WeftError):
+    """Error of an engine that its router does not take."""
+
+
+@dataclass
+class RouterWork:
+    """What an engine does for one connection to its router.
+
+    Attributes:
+        ``outbox``: sends to the router.
+        ``taken``: how many submissions have been received.
+        ``counts``: tokens of each answer under way, those of other engines included.
+        ``generations``: answers under way, by number.
+        ``fresh``: numbers of those answers of which the router has no event yet.
+        ``searches``: beam searches under way, by number.
+        ``preparing``: numbers of answers whose grammar is being compiled.
+        ``cancelled``: those of them that nobody wants any more.
+        ``tokens``: events of the current step, as JSON has them.
+        ``begun``: for each answer whose first event this step brings: number, cached prompt tokens, prompt scores.
+        ``failures``: for each answer that cannot go on: number and cause.
+        ``over``: the connection has ended, and nothing of it may begin.
+    """
+
+    outbox: Outbox
+    taken: int = 0
+    counts: dict[int, int] = field(default_factory=dict)
+    generations: dict[int, Generation] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
+    searches: dict[int, Search] = field(default_factory=dict)
+    preparing: set[int] = field(default_factory=set)
+    cancelled: set[int] = field(default_factory=set)
+    tokens: list[list[Any]] = field(default_factory=list)
+    begun: list[list[Any]] = field(default_factory=list)
+    failures: list[list[Any]] = field(default_factory=list)
+    over: bool = False
+
+
+class EngineMember:
+    """Lets ``engine`` work for a router. ``about``: what the router learns of it; ``say`` prints a line.
+
+    ``grammars`` builds the compiler of grammars; None: requests with a grammar are refused. Create a member, then call
+    :meth:`run` in the thread that is to wait for the router.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        about: EngineAbout,
+        say: Callable[[str], None],
+        grammars: Callable[[], Grammars] | None = None,
+    ) -> None:
+        self.about, self.say, self._grammars = about, say, grammars
+        self.engine = engine
+        self.thread = EngineThread(engine, about.most, self._flush)
+        self._compiler = ThreadPoolExecutor(1, "weft-grammar")
+        self._compiled: Grammars | None = None
+        self._current: RouterWork | None = None
+        self._draining, self._ended = threading.Event(), threading.Event()
+
+    def run(
+        self, endpoint: Endpoint, router: Address, secret: str, redial: float
+    ) -> None:
+        """Join the router and answer its requests, until it lets this engine go.
+
+        When the connection ends, requests are cancelled, their blocks stay in the cache, and the engine joins anew, for
+        which it tries ``redial`` seconds, but at least once. Raises :class:`WeftError` if the router refuses this
+        engine or cannot be reached, or if the engine has failed.
+        """
+        channel = endpoint.join(CHANNEL, secret)
+        place, deadline, mute = f"{router[0]}:{router[1]}", _after(redial), 0
+        while not self._ended.is_set():
+            try:
+                connection = self._dial(channel, router)
+            except OSError as error:
+                mute = mute + 1 if isinstance(error, WireBroken) else 0
+                if isinstance(error, WireForged) or mute == MUTE:
+                    raise RouterRefusal(
+                        f"{place} does not take this engine: it has another secret, or is no router of Weft's; "
+                        "give both the same WEFT_SECRET or --secret"
+                    ) from None
+                if time.monotonic() >= deadline:
+                    raise WeftError(
+                        f"the router at {place} cannot be reached: {error.strerror or error}; "
+                        "start it, or name another with --join"
+                    ) from None
+                self._ended.wait(AGAIN_S)
+                continue
+            mute = 0
+            try:
+                if self._serve(connection, redial):
+                    return
+            except (OSError, KeyError, ValueError, TypeError) as error:
+                if self.thread.failure is not None:
+                    raise self._failure() from self.thread.failure
+                if self._draining.is_set():
+                    return
+                why = ending_of(error) if isinstance(error, OSError) else repr(error)
+                self.say(f"{place}: {why}; joining anew")
+            deadline = _after(redial)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the router has been asked for no further requests."""
+        return self._draining.is_set()
+
+    def drain(self, move: bool = False) -> None:
+        """Ask the router for no further requests, and to let this engine go when it has answered the others.
+
+        ``move``: the router continues the others on other engines at once.
+        """
+        self._draining.set()
+        if self._current is None:
+            self._ended.set()
+        else:
+            self._current.outbox.put({"kind": "drain", "move": move})
+
+    def close(self) -> None:
+        """End the engine's thread; :meth:`run` returns or raises."""
+        self._ended.set()
+        if self._current is not None:
+            self._current.outbox.close()
+        self.thread.close()
+        self._compiler.shutdown(cancel_futures=True)
+
+    def _failure(self) -> WeftError:
+        return WeftError(f"the engine has failed: {self.thread.failure}")
+
+    def _dial(self, channel: Channel, router: Address) -> SealedConnection:
+        """Connect with the router and be taken. Raises OSError, and :class:`RouterRefusal`."""
+        hello = {"name": self.about.name}
+        connection = channel.dial(router, hello, DIAL_S, ROUTER_SILENT_S)
+        try:
+            connection.send({"kind": "about", **self.about._asdict()})
+            answer = connection.receive(limit=DIAL_S).head
+        except BaseException:
+            connection.close()
+            raise
+        if answer["kind"] == REFUSED:
+            connection.close()
+            raise RouterRefusal(
+                f"{router[0]}:{router[1]} does not take this engine: {answer['why']}"
+            )
+        if answer["again"]:
+            self.say(f"it was given up: {answer['again']}; joins anew")
+        self.say(f"joined {router[0]}:{router[1]} as {self.about.name}")
+        return connection
+
+    def _serve(self, connection: SealedConnection, redial: float) -> bool:
+        """Do what the router asks for over ``connection``; return whether the engine may end.
+
+        Raises OSError when the connection ends.
+        """
+
+        def beat() -> Head:
+            scheduler = self.engine.scheduler
+            size, waiting = scheduler.pool.size, list(scheduler.waiting)
+            demand = sum(-(-len(request.ids) // size) for request in waiting)
+            load, taken = self.thread.load(), current.taken
+            return {"load": load, "demand": demand, "taken": taken}
+
+        current = self._current = RouterWork(Outbox(connection, beat, BEAT_S))
+        current.outbox.start()
+        if self._draining.is_set():
+            self.drain()
+        try:
+            while True:
+                try:
+                    frame = connection.receive(limit=ROUTER_SILENT_S)
+                except TimeoutError:
+                    raise WireBroken(
+                        f"no sign of life for {ROUTER_SILENT_S:g} s"
+                    ) from None
+                kind = frame.head["kind"]
+                if kind == "leave":
+                    return True
+                if kind == "end":
+                    if redial <= 0:
+                        return True
+                    raise WireBroken("the router ends")
+                self._take(current, kind, frame)
+        finally:
+            current.over = True
+            self._current = None
+            current.outbox.close()
+            if not self.thread.ended:
+                self.thread.call(partial(self._stop, current))
+
+    def _take(self, current: RouterWork, kind: str, frame: Frame) -> None:
+        """Act on a message of the router."""
+        head = frame.head
+        if kind == "submit":
+            answer, source = head["answer"], grammar_source(head)
+            request = read_submit(frame)
+            if source is None:
+                self._call(partial(self._begin, current, answer, request))
+            else:
+                current.preparing |= {*range(answer, answer + request.answers)}
+                self._compiler.submit(self._prepare, current, answer, request, source)
+        elif kind == "cancel":
+            self._call(partial(self._cancel, current, head["answers"], head["calls"]))
+        elif kind == "embed":
+            ids = unpacked_ids(frame.payload)
+            self._call(partial(self._embed, current, head, ids))
+        elif kind == "search":
+            search = read_search(frame)
+            self._call(partial(self._search, current, head["call"], search))
+
+    def _call(self, action: Callable[[], None]) -> None:
+        if not self.thread.ended:
+            self.thread.call(action)
+
+    def _prepare(
+        self,
+        current: RouterWork,
+        answer: int,
+        request: AnswerRequest,
+        source: GrammarSource,
+    ) -> None:
+        """Compile the grammar of a request, then begin the request. Called in a thread of its own."""
+        try:
+            if self._grammars is None:
+                raise UsageError("this engine has no tokenizer for texts with a form")
+            self._compiled = self._compiled or self._grammars()
+            grammar = self._compiled.compile(*source)
+        except Exception as error:
+            self._refuse(current, answer, request.answers, error)
+            return
+        request = request._replace(grammar=grammar)
+        self._call(partial(self._begin, current, answer, request))
+
+    def _refuse(
+        self, current: RouterWork, answer: int, answers: int, error: Exception
+    ) -> None:
+        refused = {"answer": answer, "answers": answers}
+        current.outbox.put({"kind": REFUSED, **refused, **refusal_values(error)})
+
+    # Called in the engine's thread.
+
+    def _begin(self, current: RouterWork, answer: int, request: AnswerRequest) -> None:
+        numbers = range(answer, answer + request.answers)
+        current.preparing -= {*numbers}
+        current.taken += 1
+        if current.over:
+            return
+        generations = list[Generation]()
+
+        def tell_of(index: int) -> Callable[[Written | None], None]:
+            return partial(self._note, current, answer + index)
+
+        try:
+            self.thread.submit([request], tell_of, generations)
+        except Exception as error:  # of this request alone
+            self.thread.end(generations)
+            self._refuse(current, answer, request.answers, error)
+            return
+        current.generations |= dict(zip(numbers, generations, strict=True))
+        current.fresh |= {*numbers}
+        current.counts |= dict.fromkeys(numbers, len(request.written))
+        current.outbox.put(
+            {"kind": "taken", "answer": answer, "answers": request.answers}
+        )
+        if unwanted := current.cancelled & {*numbers}:
+            current.cancelled -= unwanted
+            self._cancel(current, sorted(unwanted), [])
+
+    def _cancel(
+        self, current: RouterWork, answers: list[int], calls: list[int]
+    ) -> None:
+        for answer in answers:
+            if answer in current.preparing:
+                current.cancelled.add(answer)
+            elif generation := current.generations.pop(answer, None):
+                del current.counts[answer]
+                self.thread.end([generation])
+        for call in calls:
+            if search := current.searches.pop(call, None):
+                self.thread.end_search(search)
+
+    def _search(self, current: RouterWork, call: int, request: SearchRequest) -> None:
+        if current.over:
+            return
+        try:
+            running: RunningSearch = self.thread.begin_search(request)
+        except Exception as error:  # of this request alone
+            self._reply(current, call, refusal_values(error))
+            return
+        current.searches[call] = running.search
+
+        def ended(best: Future[list[Hypothesis]]) -> None:
+            current.searches.pop(call, None)
+            if (error := best.exception()) is not None:
+                self._reply(current, call, refusal_values(error))
+            else:
+                self._reply(current, call, {"best": best.result()})
+
+        running.best.add_done_callback(ended)
+
+    def _embed(self, current: RouterWork, head: Head, ids: list[int]) -> None:
+        if current.over:
+            return
+        try:
+            vector = embed(self.engine, ids, head["pooling"], head["size"])
+        except Exception as error:  # of this request alone
+            self._reply(current, head["call"], refusal_values(error))
+            return
+        numbers = memoryview(vector.float().numpy().tobytes())
+        self._reply(current, head["call"], {}, [numbers])
+
+    @staticmethod
+    def _reply(
+        current: RouterWork,
+        call: int,
+        values: Head,
+        payload: list[memoryview] | None = None,
+    ) -> None:
+        current.outbox.put({"kind": "result", "call": call, **values}, payload)
+
+    def _stop(self, current: RouterWork) -> None:
+        self._cancel(current, [*current.generations], [*current.searches])
+
+    def _note(self, current: RouterWork, answer: int, written: Written | None) -> None:
+        """Note the result of a step for the answer, to be sent at the end of the step."""
+        if written is None or answer not in current.counts:
+            return
+        generation, index = written.request, current.counts[answer]
+        if answer in current.fresh:
+            current.fresh.discard(answer)
+            scores = [score_values(said) for said in generation.prompt_scores]
+            current.begun.append([answer, generation.hits, scores])
+        if written.finished == "error":
+            failure = generation.grammar.failure if generation.grammar else ""
+            current.failures.append([answer, failure])
+        message = TokenMessage(answer, index, *written[1:])
+        current.tokens.append(token_values(message))
+        current.counts[answer] += written.token is not None
+        if written.finished:
+            del current.generations[answer], current.counts[answer]
+
+    def _flush(self) -> None:
+        current = self._current
+        if current is None:
+            return
+        if self.thread.failure is not None:
+            current.outbox.put({"kind": "failed", "why": str(self.thread.failure)})
+            current.outbox.close(DIAL_S)
+        elif current.tokens:
+            message = {
+                "kind": "tokens",
+                "tokens": current.tokens,
+                "begun": current.begun,
+                "failures": current.failures,
+            }
+            current.outbox.put(message)
+            current.tokens, current.begun, current.failures = [], [], []
+
+
+def _after(seconds: float) -> float:
+    """Return the time on the monotonic clock in so many ``seconds``."""
+    return time.monotonic() + seconds

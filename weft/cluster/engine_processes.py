@@ -1,0 +1,98 @@
+"""Engines as processes of this host, which a server starts and ends."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from weft.errors import WeftError
+
+#: Seconds between two looks at the processes, until one that has ended is started again, and to end by themselves.
+LOOK_S, AGAIN_S, END_S = 0.2, 1.0, 10.0
+
+
+class EngineProcesses:
+    """Runs ``count`` processes of ``weft engine`` with the options ``words``, which join the router at ``address``.
+
+    Each gets its share of the processor's cores and of the cache's part of the memory, ``share``. A process that ends
+    by a fault is started again, unless it has ended before it joined. ``say`` prints a line. The processes inherit the
+    variable ``WEFT_SECRET``.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        address: str,
+        words: Sequence[str],
+        share: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.say, self.failure = say, ""
+        threads = max(1, (os.cpu_count() or 1) // count)
+        self._environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
+        own = ["--redial=0", f"--share={share / count}"]
+        command = [sys.executable, "-m", "weft", "engine", f"--join={address}"]
+        self._commands = {
+            f"engine-{i}": [*command, f"--name=engine-{i}", *own, *words]
+            for i in range(count)
+        }
+        self._ended = threading.Event()
+        self._running = {name: self._start(name) for name in self._commands}
+        self._thread = threading.Thread(
+            target=self._watch, name="weft-engines", daemon=True
+        )
+
+    def _start(self, name: str) -> "subprocess.Popen[bytes]":
+        # signals for the server are for the server alone, which lets its answers end
+        return subprocess.Popen(
+            self._commands[name],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            start_new_session=True,
+        )
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process numbers by the engines' names."""
+        return {name: process.pid for name, process in self._running.items()}
+
+    def await_joined(self, joined: Callable[[], int]) -> None:
+        """Wait until all engines have joined, of which ``joined`` returns the number; then begin to start again those
+        that end. Raises :class:`WeftError` if an engine ends before.
+        """
+        while joined() < len(self._commands):
+            for name, process in self._running.items():
+                if (code := process.poll()) is not None:
+                    raise WeftError(
+                        f"{name} has ended with exit code {code} before it joined; its own lines say why"
+                    )
+            time.sleep(0.05)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_S):
+            for name, process in self._running.items():
+                code = process.poll()
+                if code:  # with 0 it was asked to end
+                    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                    self.say(f"{name} has ended with {how}; it is started again")
+                    if self._ended.wait(AGAIN_S):
+                        return
+                    self._running[name] = self._start(name)
+
+    def close(self) -> None:
+        """End all processes: they get some seconds, then they are killed."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        deadline = time.monotonic() + END_S
+        for process in self._running.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.poll() is None:
+                process.kill()
+                process.wait()

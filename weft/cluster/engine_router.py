@@ -1,0 +1,626 @@
+"""The backend with many engines: it dispatches requests, and continues them elsewhere when an engine is lost."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from weft.cluster.cluster_messages import (
+    BEAT_S,
+    CHANNEL,
+    SILENT_S,
+    EngineAbout,
+    Message,
+    TokenMessage,
+    packed_ids,
+    read_beat,
+    read_hypotheses,
+    read_refusal,
+    read_score,
+    read_token,
+    search_message,
+)
+from weft.cluster.dispatch_policy import DispatchPolicy, DispatchRequest, freest
+from weft.cluster.engine_link import EngineLink
+from weft.cluster.engine_member import JOINED, REFUSED
+from weft.cluster.flight import LOSSES, Flight, RemoteCall
+from weft.cluster.outbox import Outbox, ending_of
+from weft.errors import UsageError, WeftError
+from weft.generate.backend import (
+    AnswerRequest,
+    BackendFacts,
+    Busy,
+    EngineLoad,
+    Hypothesis,
+    NoEngine,
+    SearchRequest,
+    ServerEnding,
+    TokenEvent,
+)
+from weft.net.endpoint import Endpoint
+from weft.net.wire import Frame, Head, SealedConnection
+from weft.version import VERSION
+
+#: Seconds within which who connects must have said what it is, and between two looks at requests that wait.
+ABOUT_S, LOOK_S = 10.0, 0.1
+
+#: Seconds between two lines about the same stranger.
+STRANGER_S = 60.0
+
+#: The size of the cache while no engine has joined: no request is refused for its length then.
+UNKNOWN = 2**31
+
+ENDING = "the server ends, and this answer was not at its end; ask again later"
+NO_ENGINE = "no engine is there to answer; ask again later"
+
+
+@dataclass(frozen=True)
+class RouterModel:
+    """The model that all engines of a router must have.
+
+    ``adapters``: hash of each adapter, by name. The other fields: as in :class:`EngineAbout`.
+    """
+
+    fingerprint: str
+    vocab: int
+    embed: int
+    adapters: Mapping[str, str]
+
+
+class EngineRouter:
+    """Backend over the engines that join at ``endpoint`` and know ``secret``.
+
+    ``model``: what every engine must have. ``policy`` chooses the engine for each request. ``say`` prints a line.
+    ``patience``: seconds that an answer waits for an engine when it has lost its own.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        secret: str,
+        model: RouterModel,
+        say: Callable[[str], None],
+        policy: DispatchPolicy = freest,
+        patience: float = 60.0,
+    ) -> None:
+        self.endpoint, self.model, self.say = endpoint, model, say
+        self.policy, self.patience = policy, patience
+        self.links: dict[str, EngineLink] = {}
+        self.moves = 0  # answers that were continued on another engine
+        self._lock = threading.RLock()
+        self._flights: dict[int, Flight] = {}
+        self._waiting: list[Flight | RemoteCall] = []  # in the order of their numbers
+        self._owners: dict[Flight, RoutedAnswers] = {}
+        self._open: set[RoutedAnswers] = set()
+        self._numbers = count()
+        self._lost: dict[str, str] = {}  # why engines were given up, by instance
+        self._strangers: dict[str, float] = {}
+        self._cut, self._closed = False, threading.Event()
+        endpoint.refused = self._note_stranger
+        self._channel = endpoint.open(CHANNEL, secret, self._serve)
+        self._watcher = threading.Thread(
+            target=self._watch, name="weft-router", daemon=True
+        )
+        self._watcher.start()
+
+    # What HTTP needs, in the event loop.
+
+    @property
+    def failure(self) -> Exception | None:
+        return None if self._able() else NoEngine(NO_ENGINE)
+
+    @property
+    def most(self) -> int:
+        """Largest number of answers at a time; while no engine has joined, no number is too large."""
+        with self._lock:
+            return sum(link.about.most for link in self._able()) or UNKNOWN
+
+    @property
+    def facts(self) -> BackendFacts:
+        with self._lock:
+            able = self._able()
+            cache = max((link.about.cache for link in able), default=UNKNOWN)
+            searches = any(link.about.searches for link in able) or not able
+        return BackendFacts(self.model.vocab, self.model.embed, cache, searches)
+
+    @asynccontextmanager
+    async def answers(
+        self, requests: Sequence[AnswerRequest], session: str = ""
+    ) -> AsyncIterator["RoutedAnswers"]:
+        if self._cut:
+            raise ServerEnding("the server ends; ask again later")
+        answers = RoutedAnswers(self, asyncio.get_running_loop())
+        self._open.add(answers)
+        try:
+            self._begin(answers, requests, session)
+            for flight in answers.generations:
+                await asyncio.wrap_future(flight.accepted)
+            yield answers
+        finally:
+            self._open.discard(answers)
+            self._drop(answers.generations)
+
+    async def search(self, request: SearchRequest) -> list[Hypothesis]:
+        frame = await self._called(partial(_asked_search, request), searches=True)
+        return read_hypotheses(frame.head["best"])
+
+    async def embed(
+        self, ids: Sequence[int], pooling: Literal["mean", "last"], size: int | None
+    ) -> torch.Tensor:
+        head: Head = {"kind": "embed", "pooling": pooling, "size": size}
+        frame = await self._called(partial(_asked_vector, head, ids))
+        return torch.from_numpy(np.frombuffer(frame.payload, "<f4").copy())
+
+    def loads(self) -> Mapping[str, EngineLoad]:
+        with self._lock:
+            return {name: link.beat.load for name, link in sorted(self.links.items())}
+
+    def cut_answers(self) -> int:
+        self._cut = True
+        cut = 0
+        for answers in self._open:
+            cut += sum(not flight.finished for flight in answers.generations)
+            answers.end_early()
+        with self._lock:
+            calls = [
+                call for link in self.links.values() for call in link.calls.values()
+            ]
+            calls += [call for call in self._waiting if isinstance(call, RemoteCall)]
+        for call in calls:
+            _fail(call.result, ServerEnding(ENDING))
+        return cut + len(calls)
+
+    def close(self) -> None:
+        """Tell the engines that the router ends, and close their connections."""
+        self._closed.set()
+        self._channel.shut()
+        with self._lock:
+            links = [*self.links.values()]
+        for link in links:
+            link.outbox.put({"kind": "end"})
+        for link in links:
+            link.outbox.close(1.0)
+        self._channel.close()
+        self._watcher.join()
+
+    def _able(self) -> list[EngineLink]:
+        """Return the engines that take requests."""
+        with self._lock:
+            return [link for link in self.links.values() if not link.draining]
+
+    def _begin(
+        self, answers: "RoutedAnswers", requests: Sequence[AnswerRequest], session: str
+    ) -> None:
+        """Submit all requests. Raises :class:`NoEngine`, :class:`Busy` and :class:`UsageError`."""
+        with self._lock:
+            for request in requests:
+                link = self._choose(request, session)
+                flights = [
+                    Flight(
+                        next(self._numbers),
+                        request._replace(
+                            answers=1,
+                            how=replace(request.how, seed=request.how.seed + i),
+                        ),
+                        len(answers.generations) + i,
+                        session,
+                    )
+                    for i in range(request.answers)
+                ]
+                answers.generations += flights
+                for flight in flights:
+                    self._flights[flight.number] = flight
+                    self._owners[flight] = answers
+                if flights:
+                    link.submit(flights[0].number, request, flights)
+
+    def _choose(self, request: AnswerRequest, session: str) -> EngineLink:
+        """Return the engine for ``request``. Raises :class:`NoEngine` if there is none, :class:`Busy` if all have too
+        many answers, and :class:`UsageError` if none can ever answer it.
+        """
+        able = self._able()
+        if not able:
+            raise NoEngine(NO_ENGINE)
+        tokens = len(request.ids) + request.most - 1
+        fitting = [
+            link
+            for link in able
+            if link.takes(request.adapter, tokens, request.answers)
+        ]
+        if not fitting:
+            if request.adapter and not any(
+                request.adapter in link.about.adapters for link in able
+            ):
+                raise NoEngine(f"no engine has the adapter {request.adapter!r}")
+            largest = max(link.about.cache for link in able)
+            if tokens > largest:
+                raise UsageError(
+                    f"{tokens} tokens of prompt and answer do not fit into a cache of {largest}; ask for fewer"
+                )
+            widest = max(link.about.most for link in able)
+            if request.answers > widest:
+                raise UsageError(
+                    f"{request.answers} answers are asked for at once; the most is {widest}"
+                )
+            written = sum(len(link.flights) for link in able)
+            raise Busy(
+                f"{written} answers are being written and no more are taken on; try again later"
+            )
+        length = len(request.ids) + len(request.written)
+        about = DispatchRequest(length, session, 0)
+        views = [link.view(request) for link in fitting]
+        return self.links[self.policy(views, about)]
+
+    async def _called(
+        self, message: Callable[[int], Message], searches: bool = False
+    ) -> Frame:
+        """Have an engine compute what ``message`` asks for, and return its reply. Raises the engine's error."""
+        if self._cut:
+            raise ServerEnding("the server ends; ask again later")
+        call = RemoteCall(next(self._numbers), message)
+        call.result.set_running_or_notify_cancel()
+        with self._lock:
+            if not self._able():
+                raise NoEngine(NO_ENGINE)
+            self._start_call(call)
+        try:
+            return await asyncio.wrap_future(call.result)
+        finally:
+            with self._lock:
+                self._forget_call(call)
+
+    # Work of all threads; the lock is held.
+
+    def _start_call(self, call: RemoteCall) -> None:
+        able = self._able()
+        if not able:
+            call.since = time.monotonic()
+            self._waiting.append(call)
+            return
+        least = min(able, key=lambda link: len(link.flights) + 8 * len(link.calls))
+        least.start_call(call)
+
+    def _forget_call(self, call: RemoteCall) -> None:
+        if call in self._waiting:
+            self._waiting.remove(call)
+        link = self.links.get(call.engine)
+        if link and link.calls.pop(call.number, None):
+            link.outbox.put({"kind": "cancel", "answers": [], "calls": [call.number]})
+            self._release(link)
+
+    def _release(self, link: EngineLink) -> None:
+        """Let a draining engine go once it has nothing left to do."""
+        if link.draining and not link.busy and not link.released:
+            link.released = True
+            link.outbox.put({"kind": "leave"})
+
+    def _drop(self, flights: Sequence[Flight]) -> None:
+        """Cancel those of ``flights`` that have not ended, as nobody waits for them."""
+        with self._lock:
+            by_engine: dict[str, list[int]] = {}
+            for flight in flights:
+                self._owners.pop(flight, None)
+                self._flights.pop(flight.number, None)
+                flight.finished = flight.finished or "stop"
+                if flight in self._waiting:
+                    self._waiting.remove(flight)
+                link = self.links.get(flight.engine)
+                if link and link.flights.pop(flight.number, None):
+                    by_engine.setdefault(link.name, []).append(flight.number)
+            for name, answers in by_engine.items():
+                self.links[name].outbox.put(
+                    {"kind": "cancel", "answers": answers, "calls": []}
+                )
+                self._release(self.links[name])
+
+    def _orphan(self, link: EngineLink, lost: bool) -> None:
+        """Have what ``link`` works on wait for another engine. ``lost``: the engine is gone."""
+        orphans: list[Flight | RemoteCall] = [*link.flights.values()]
+        for orphan in [*orphans, *link.calls.values()]:
+            orphan.engine, orphan.since = "", time.monotonic()
+            orphan.losses += lost
+            if orphan.losses < LOSSES:
+                self._waiting.append(orphan)
+                continue
+            error = WeftError(
+                f"{LOSSES} engines were lost in a row with this request; it is not tried again"
+            )
+            if isinstance(orphan, Flight):
+                self._end_flight(orphan, error)
+            else:
+                _fail(orphan.result, error)
+        link.flights.clear()
+        link.calls.clear()
+
+    def _continue_waiting(self) -> None:
+        """Give answers that wait for an engine to one that can take them."""
+        waiting, self._waiting = self._waiting, []
+        for each in sorted(waiting, key=lambda w: w.number):
+            if isinstance(each, RemoteCall):
+                self._start_call(each)
+                continue
+            request = each.continued()
+            try:
+                link = self._choose(request, each.session)
+            except (NoEngine, Busy):
+                self._waiting.append(each)
+                continue
+            except UsageError as error:  # the engines that are left are too small
+                self._end_flight(each, error)
+                continue
+            self.moves += 1
+            link.submit(each.number, request, [each])
+
+    def _end_flight(self, flight: Flight, error: WeftError) -> None:
+        """End an answer with ``error``."""
+        self._flights.pop(flight.number, None)
+        flight.error, flight.finished = error, "error"
+        if not flight.accepted.done():
+            flight.accepted.set_exception(error)
+        if answers := self._owners.pop(flight, None):
+            answers.deliver([TokenEvent(flight.index, None, None, "error")])
+
+    # A thread for each connection.
+
+    def _serve(self, connection: SealedConnection) -> None:
+        """Take in the engine that has dialled, and read what it sends until it is lost."""
+        try:
+            frame = connection.receive(limit=ABOUT_S)
+            head = {key: value for key, value in frame.head.items() if key != "kind"}
+            about = EngineAbout(**head)
+            link = self._join(connection, about)
+        except (OSError, TypeError, ValueError):
+            connection.close()
+            return
+        if link is None:
+            return
+        why = "the connection has ended"
+        try:
+            while True:
+                self._take(link, connection.receive(limit=SILENT_S))
+        except TimeoutError:
+            why = f"no sign of life for {SILENT_S:g} s"
+        except OSError as error:
+            why = ending_of(error)
+        except (KeyError, ValueError, TypeError) as error:
+            why = f"a message that cannot be read ({error!r})"
+        finally:
+            self._lose(link, why)
+
+    def _join(
+        self, connection: SealedConnection, about: EngineAbout
+    ) -> EngineLink | None:
+        """Take an engine in, or refuse it with a line on both sides and return None. Raises OSError."""
+        with self._lock:
+            if why := self._refusal(about):
+                self.say(f"engine {about.name} is refused: {why}")
+                connection.send({"kind": REFUSED, "why": why})
+                connection.close()
+                return None
+            if (older := self.links.get(about.name)) is not None:
+                self._lose(older, "it has joined anew")
+            again = self._lost.pop(about.instance, "")
+            outbox = Outbox(connection, dict, BEAT_S)
+            outbox.put({"kind": JOINED, "again": again})
+            outbox.start()
+            link = self.links[about.name] = EngineLink(about, outbox)
+            self.say(f"engine {about.name} has joined{' again' if again else ''}")
+            self._continue_waiting()
+        return link
+
+    def _refusal(self, about: EngineAbout) -> str:
+        """Return why an engine cannot join, or an empty string."""
+        if about.version != VERSION:
+            return f"it runs Weft {about.version}, and the router {VERSION}; install the same version"
+        if about.fingerprint != self.model.fingerprint:
+            return "its model has other weights or another configuration than the router's; give both the same"
+        for name, digest in about.adapters.items():
+            if self.model.adapters.get(name, digest) != digest:
+                return f"its adapter {name!r} has other weights than the router's; give both the same"
+        older = self.links.get(about.name)
+        if older is not None and older.about.instance != about.instance:
+            return f"an engine named {about.name!r} has joined already; give another --name"
+        return ""
+
+    def _lose(self, link: EngineLink, why: str) -> None:
+        """Give an engine up: what it works on is continued elsewhere."""
+        link.outbox.close()
+        with self._lock:
+            if self.links.get(link.name) is not link:
+                return
+            del self.links[link.name]
+            if link.released:
+                self.say(f"engine {link.name} has left")
+                return
+            if self._closed.is_set():
+                return
+            self._lost[link.about.instance] = why
+            while len(self._lost) > 1000:
+                del self._lost[next(iter(self._lost))]
+            moved = (
+                f"; {len(link.flights)} answers go on elsewhere" if link.flights else ""
+            )
+            self.say(f"engine {link.name} is given up: {why}{moved}")
+            self._orphan(link, lost=True)
+            self._continue_waiting()
+
+    def _take(self, link: EngineLink, frame: Frame) -> None:
+        """Act on a message of an engine."""
+        head, kind = frame.head, frame.head["kind"]
+        with self._lock:
+            if self.links.get(link.name) is not link:
+                raise OSError("it was given up")
+            if kind == "beat":
+                link.note_beat(read_beat(head))
+            elif kind == "tokens":
+                self._take_tokens(link, head)
+            elif kind == "taken":
+                for number in range(head["answer"], head["answer"] + head["answers"]):
+                    if flight := link.flights.get(number):
+                        _accept(flight)
+            elif kind == REFUSED:
+                self._take_refusal(link, head)
+            elif kind == "result":
+                if call := link.calls.pop(head["call"], None):
+                    if "error" in head:
+                        _fail(call.result, read_refusal(head))
+                    elif not call.result.done():
+                        call.result.set_result(frame)
+                    self._release(link)
+            elif kind == "drain":
+                self._drain(link, head["move"])
+            elif kind == "failed":
+                raise OSError(f"its engine has failed: {head['why']}")
+
+    def _take_tokens(self, link: EngineLink, head: Head) -> None:
+        """Pass on the tokens of a step; each is passed on once, in order."""
+        events: dict[RoutedAnswers, list[TokenEvent]] = {}
+        for answer, hits, scores in head["begun"]:
+            if (flight := link.flights.get(answer)) and not flight.tokens:
+                flight.hits = hits
+                flight.prompt_scores = [read_score(said) for said in scores]
+        for answer, why in head["failures"]:
+            if flight := link.flights.get(answer):
+                flight.error = UsageError(
+                    f"the text's form has become too complex; ask for a simpler one: {why}"
+                )
+        for message in map(read_token, head["tokens"]):
+            flight = link.flights.get(message.answer)
+            if flight is None or message.place != len(flight.tokens):
+                continue
+            owner = self._owners[flight]
+            events.setdefault(owner, []).append(self._note(link, flight, message))
+        for answers, batch in events.items():
+            answers.deliver(batch)
+        self._release(link)
+
+    def _note(
+        self, link: EngineLink, flight: Flight, message: TokenMessage
+    ) -> TokenEvent:
+        """Note a token, or the end of an answer; return the event for the client."""
+        _accept(flight)
+        if message.token is not None:
+            flight.tokens.append(message.token)
+            flight.losses, link.tokens = 0, link.tokens + 1
+            if message.log_probability is not None:
+                flight.log_probabilities.append(message.log_probability)
+        if message.finished:
+            flight.finished = message.finished
+            del link.flights[flight.number], self._flights[flight.number]
+            self._owners.pop(flight)
+            link.remember(flight.request, flight.tokens)
+        return TokenEvent(
+            flight.index, message.token, message.log_probability, message.finished
+        )
+
+    def _take_refusal(self, link: EngineLink, head: Head) -> None:
+        """An engine does not begin answers: those that came too many at once wait, the others end."""
+        error = read_refusal(head)
+        for number in range(head["answer"], head["answer"] + head["answers"]):
+            if (flight := link.flights.pop(number, None)) is None:
+                continue
+            flight.engine, flight.since = "", time.monotonic()
+            if isinstance(error, Busy):
+                self._waiting.append(flight)
+            else:
+                self._end_flight(flight, error)
+        self._release(link)
+
+    def _drain(self, link: EngineLink, move: bool) -> None:
+        """Send no new requests to an engine. ``move``: others continue those that it has, if there are others."""
+        if not link.draining:
+            self.say(f"engine {link.name} drains")
+        link.draining = True
+        if move and link.busy and self._able():
+            numbers = {"answers": [*link.flights], "calls": [*link.calls]}
+            link.outbox.put({"kind": "cancel", **numbers})
+            self._orphan(link, lost=False)
+            self._continue_waiting()
+        self._release(link)
+
+    def _note_stranger(self, host: str, why: str) -> None:
+        now = time.monotonic()
+        if now - self._strangers.get(host, -STRANGER_S) >= STRANGER_S:
+            self._strangers[host] = now
+            self.say(f"whoever connects from {host} is refused: {why}")
+
+    def _watch(self) -> None:
+        """Give waiting answers to engines that have become able, and end those that have waited too long."""
+        while not self._closed.wait(LOOK_S):
+            with self._lock:
+                if not self._waiting:
+                    continue
+                self._continue_waiting()
+                late = time.monotonic() - self.patience
+                for each in [w for w in self._waiting if w.since < late]:
+                    self._waiting.remove(each)
+                    error = NoEngine(
+                        f"no engine could go on with this answer for {self.patience:g} s; ask again later"
+                    )
+                    if isinstance(each, Flight):
+                        self._end_flight(each, error)
+                    else:
+                        _fail(each.result, error)
+
+
+class RoutedAnswers:
+    """The answers to requests that were submitted together to a router, and the events of their tokens."""
+
+    def __init__(self, router: EngineRouter, loop: asyncio.AbstractEventLoop) -> None:
+        self.router, self.loop = router, loop
+        self.generations: list[Flight] = []
+        self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+
+    def deliver(self, events: Sequence[TokenEvent]) -> None:
+        """Pass events on to who waits for them. Called in any thread."""
+        with suppress(RuntimeError):  # the loop has ended, and who waited in it
+            self.loop.call_soon_threadsafe(self._put, events)
+
+    def _put(self, events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            self._events.put_nowait(event)
+
+    def end_early(self) -> None:
+        """Make :meth:`next` raise :class:`ServerEnding`, and who waits for an engine too."""
+        for flight in self.generations:
+            _fail(flight.accepted, ServerEnding(ENDING))
+        self._events.put_nowait(TokenEvent(0, None, None, "ended"))
+
+    async def cancel(self, index: int) -> None:
+        self.router._drop([self.generations[index]])
+
+    async def next(self) -> TokenEvent:
+        event = await self._events.get()
+        if event.finished == "ended":
+            raise ServerEnding(ENDING)
+        if event.finished == "error":
+            error = self.generations[event.number].error
+            raise error or WeftError("the answer cannot go on")
+        return event
+
+
+def _asked_search(request: SearchRequest, call: int) -> Message:
+    return search_message(call, request)
+
+
+def _asked_vector(head: Head, ids: Sequence[int], call: int) -> Message:
+    return head | {"call": call}, [packed_ids(ids)]
+
+
+def _accept(flight: Flight) -> None:
+    if not flight.accepted.done():
+        flight.accepted.set_result(None)
+
+
+def _fail(future: "Future[Any]", error: WeftError) -> None:
+    if not future.done():
+        future.set_exception(error)

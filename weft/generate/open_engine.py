@@ -1,0 +1,227 @@
+"""Opens a model and builds the engine that a command asks for, on one rank or on several."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from weft.checkpoint.convert.peft import is_adapter, read_adapter
+from weft.checkpoint.model import open_model, tokenizer_of
+from weft.checkpoint.model_family import ModelFamily, model_folders
+from weft.errors import UsageError
+from weft.generate.drafter import check_ahead, drafter_for
+from weft.generate.engine import Engine, check_prompt
+from weft.generate.fingerprint import open_for_reading, weights_fingerprint
+from weft.generate.leader import follow_leader, mesh_of_rank
+from weft.generate.many_models import add_models
+from weft.generate.policies import policy_of
+from weft.generate.start import leads
+from weft.layout.layout import Layout
+from weft.models.products import read_only
+
+#: The share of the free memory that the cache may fill.
+SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of the commands that hold an engine, as they are given.
+
+    Attributes:
+        ``checkpoint``: the model's name.
+        ``requests``: most answers that are written at the same time.
+        ``waiting``: most answers that may wait.
+        ``budget``: most tokens of a step.
+        ``policy``: word of the scheduling policy.
+        ``cache``: tokens of the cache, 0: by the free memory.
+        ``adapters``: folder of adapters, or None.
+        ``models``: folder of further models of the same shape, or None.
+        ``ema``: whether the averages of the parameters are loaded.
+        ``weights``: type of the weights.
+        ``invariant``: whether log-probabilities do not depend on other requests.
+        ``draft``: word of the drafter.
+        ``ahead``: likely tokens from which a small model continues while drafts are checked.
+        ``early_layer``: layer of the model from which such tokens are taken, 0: from the small model.
+        ``plugins``: modules that register techniques.
+        ``layout``: text of the layout.
+    """
+
+    checkpoint: str
+    requests: int
+    waiting: int
+    budget: int
+    policy: str
+    cache: int
+    adapters: Path | None
+    models: Path | None
+    ema: bool
+    weights: str
+    invariant: bool
+    draft: str
+    ahead: int
+    early_layer: int
+    plugins: tuple[str, ...]
+    layout: str
+
+    @property
+    def spread(self) -> Layout:
+        """The ranks of the engine."""
+        return Layout.parse(self.layout)
+
+    @property
+    def most(self) -> int:
+        """Most answers at a time."""
+        return self.requests + self.waiting
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` for options that are wrong by themselves."""
+        if self.invariant and self.spread.world > 1:
+            raise UsageError(
+                "--invariant is for a model on one rank; leave out --layout"
+            )
+        if self.models and (self.spread.world > 1 or self.invariant):
+            raise UsageError(
+                "--models is for one rank, without --invariant; leave these out"
+            )
+        if self.models:
+            model_folders(self.models, lambda line: None)
+        check_ahead(self.draft, self.ahead, self.early_layer, self.spread.world)
+        policy_of(self.policy)
+
+    def words(self) -> list[str]:
+        """Return these options as words of a command line."""
+        values = {
+            "checkpoint": self.checkpoint,
+            "requests": self.requests,
+            "waiting": self.waiting,
+            "budget": self.budget,
+            "policy": self.policy,
+            "cache": self.cache,
+            "adapters": self.adapters,
+            "models": self.models,
+            "weights": self.weights,
+            "draft": self.draft,
+            "ahead": self.ahead,
+            "early-layer": self.early_layer,
+            "layout": self.layout,
+        }
+        words = [f"--{name}={value}" for name, value in values.items() if value]
+        words += ["--ema"] * self.ema + ["--invariant"] * self.invariant
+        return [*words, *(f"--plugin={module}" for module in self.plugins)]
+
+
+class OpenedEngine(NamedTuple):
+    """An engine with the ``files`` beside its model's weights. ``cache``: tokens that its cache holds; ``others``:
+    names of its other models and adapters.
+    """
+
+    engine: Engine
+    files: dict[str, bytes]
+    cache: int
+    others: list[str]
+
+
+def open_engine(
+    options: EngineOptions,
+    device: str,
+    name: str,
+    warn: Callable[[str], None],
+    share: float = SHARE,
+) -> OpenedEngine | None:
+    """Open the model of ``options`` on ``device`` and build its engine. On other ranks than the first, follow the first
+    rank until it ends, and return None.
+
+    ``name``: the model's name, which no adapter may have. ``share``: part of the free memory for the cache, if its size
+    is not given. ``warn`` prints a line.
+    """
+    import psutil
+    import torch
+
+    spread = options.spread
+    mesh = mesh_of_rank(spread, device)
+    model, files, _ = open_model(options.checkpoint, device, warn, options.ema, mesh)
+    check_prompt(model, [0])
+    family = ModelFamily(model, options.weights) if options.models else None
+    model = family.base if family else model
+    read_only(model, options.weights)
+    if not leads():
+        follow_leader(model)
+        return None
+    engine = Engine(
+        model,
+        options.cache or None,
+        options.budget,
+        options.requests,
+        policy_of(options.policy),
+        drafter=drafter_for(
+            options.draft, model, warn, options.ahead, options.early_layer
+        ),
+        invariant=options.invariant,
+        ranks=spread.world > 1,
+    )
+    others = list[str]()
+    if family and options.models:
+        folders = model_folders(options.models, warn)
+        tokenizer = tokenizer_of(files, options.checkpoint)
+        others += add_models(engine, family, folders, tokenizer, name, warn)
+    cache = options.cache
+    if not cache:
+        here = psutil.virtual_memory().available // int(
+            os.environ.get("LOCAL_WORLD_SIZE", "1")
+        )
+        free = here if device == "cpu" else torch.cuda.mem_get_info()[0]
+        cache = engine.fit(int(share * free))
+    if options.adapters:
+        others += add_adapters(engine, options.adapters, name)
+    return OpenedEngine(engine, files, cache, others)
+
+
+def adapter_folders(folder: Path, model: str) -> list[Path]:
+    """Return the folders in ``folder`` that hold adapters, none of which may be named like the ``model``.
+
+    Raises :class:`UsageError` for a folder without adapters.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--adapters {folder} is no folder")
+    folders = sorted(path for path in folder.iterdir() if is_adapter(path))
+    if not folders:
+        raise UsageError(
+            f"--adapters {folder} has no folder with an adapter as PEFT or `weft export` writes it"
+        )
+    for path in folders:
+        if path.name == model:
+            raise UsageError(
+                f"the adapter {path} is named like the model; rename it, or give --name"
+            )
+    return folders
+
+
+def adapter_digests(folder: Path | None, model: str) -> dict[str, str]:
+    """Return a hash of the files of each adapter in ``folder``, by the adapter's name; empty without a folder."""
+    digests = {}
+    for path in adapter_folders(folder, model) if folder else ():
+        digest = blake2b(digest_size=16)
+        for file in sorted(path.iterdir()):
+            if file.suffix in (".safetensors", ".json"):
+                digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        digests[path.name] = digest.hexdigest()
+    return digests
+
+
+def model_digests(folder: Path | None) -> dict[str, str]:
+    """Return the fingerprint of each model in ``folder``, by the model's name; empty without a folder."""
+    folders = model_folders(folder, lambda line: None) if folder else []
+    return {path.name: weights_fingerprint(open_for_reading(path)) for path in folders}
+
+
+def add_adapters(engine: Engine, folder: Path, model: str) -> list[str]:
+    """Add every adapter that is a folder in ``folder``; returns their names, none of which may be ``model``.
+
+    Raises :class:`UsageError` for a folder without adapters, and for adapters of other models.
+    """
+    folders = adapter_folders(folder, model)
+    for path in folders:
+        engine.add_adapter(path.name, read_adapter(path, engine.model))
+    return [path.name for path in folders]

@@ -1,0 +1,1 @@
+"""Dispatch policies of a cluster, one file each."""

@@ -1,0 +1,32 @@
+"""Dispatch by prefix: a request goes where most of its prompt is in the cache, unless that engine is too busy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.cluster.dispatch_policy import DispatchRequest, EngineView
+from weft.registry import register
+
+
+@register(
+    "dispatch-policy",
+    "cached-prefix",
+    title="Requests go to the engine that has their prefix in its cache",
+    paper="Srivatsa et al. 2024 (Preble); NVIDIA Dynamo's KV router",
+    recipe="weft serve --checkpoint RUN --engines 2 --dispatch cached-prefix",
+    proof="tests/cluster/test_dispatch.py, tests/cluster/test_engine_router.py",
+    figure="prompts of a shared prefix are computed by the engine that has it",
+)
+class ByPrefix:
+    """Chooses the engine with the smallest cost: cache blocks of the prompt to be computed, and the blocks by which its
+    virtual usage exceeds the smallest one.
+    """
+
+    def __call__(self, engines: Sequence[EngineView], request: DispatchRequest) -> str:
+        least = min(engine.usage for engine in engines)
+
+        def cost(engine: EngineView) -> float:
+            computed = (request.tokens - engine.known) / engine.size
+            return computed + engine.usage - least
+
+        return min(engines, key=lambda e: (cost(e), e.answers, e.name)).name

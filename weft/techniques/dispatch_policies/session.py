@@ -1,0 +1,34 @@
+"""Dispatch by session: requests of the same conversation or user go to the same engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from weft.cluster.dispatch_policy import DispatchRequest, EngineView, freest
+from weft.registry import register
+
+
+@register(
+    "dispatch-policy",
+    "session",
+    title="Requests of a session go to the same engine",
+    paper="Thaler and Ravishankar 1998 (rendezvous hashing)",
+    recipe="weft serve --checkpoint RUN --engines 2 --dispatch session",
+    proof="tests/cluster/test_dispatch.py, tests/cluster/test_engine_router.py",
+    figure="an engine that leaves moves its own sessions alone",
+)
+class BySession:
+    """Chooses the engine with the largest hash of the session's and the engine's names, so that an engine that joins or
+    leaves moves no sessions between the others. Requests without a session go where most is free.
+    """
+
+    def __call__(self, engines: Sequence[EngineView], request: DispatchRequest) -> str:
+        if not request.session:
+            return freest(engines, request)
+
+        def weight(engine: EngineView) -> bytes:
+            names = f"{request.session}\0{engine.name}"
+            return blake2b(names.encode(), digest_size=8).digest()
+
+        return max(engines, key=weight).name
