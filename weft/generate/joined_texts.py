@@ -111,7 +111,9 @@ class Thread:
 
     @property
     def seen(self) -> list[PrefixView]:
-        """Views of all tokens of this text, to which a text that follows attends."""
+        """What a text that follows this one attends to: all tokens of this text, and all that its last piece attends
+        to.
+        """
         return [
             *self.pieces[-1].context,
             PrefixView(self.pieces[-1], len(self.pieces[-1].ids)),

@@ -37,7 +37,31 @@ class PrefixView(NamedTuple):
 @dataclass(eq=False)
 class Request:
     """A text that grows: its token ids, how many of them are computed, and the cache blocks that hold their keys and
-    values.
+    values. The engine makes a request for each answer; the scheduler plans its steps.
+
+    Attributes:
+        ``ids``: token ids of the prompt and of what has been written.
+        ``most``: largest number of tokens of both.
+        ``adapter``: name of the adapter with which it is computed; "": the model alone.
+        ``tenant``: whose cached prefixes it may use.
+        ``arrival``: number by which requests are ordered; earlier requests have smaller ones.
+        ``computed``: number of leading tokens whose keys and values are in the cache.
+        ``table``: numbers of the cache blocks of these tokens, in order.
+        ``keys``: the root key and the keys of its full blocks (:mod:`weft.generate.keys`).
+        ``shelf``: numbers of the blocks that hold its adapter.
+        ``hits``: number of tokens that the cache had when the request last began.
+        ``drafts``: guessed continuations, to be computed beside its next token.
+        ``branches``: those drafts that are computed in the present step.
+        ``context``: beginnings of other requests' texts to which it attends, as if they stood before its own tokens.
+        ``offset``: position of its first token.
+        ``turned``: whether the texts of its context count as one text, though each was computed from position 0 on.
+        ``scored``: whether the logits behind each token of its prompt are wanted, so that none may come from the cache.
+        ``kept``: whether it keeps its blocks when it ends, as others attend to it.
+        ``pinned``: whether it never gives blocks back, as its tokens depend on others that grow with it.
+        ``least_blocks``: number of blocks that must be free here, or can be borrowed, before it begins again.
+        ``logits``: logits behind its last token, ``[vocab]``, if something other than the sampler chooses its tokens.
+        ``workflow``: the workflow of which it is a stage; None: of none.
+        ``asked_at``: time of its arrival in seconds of ``time.monotonic``.
     """
 
     ids: list[int]
@@ -97,7 +121,26 @@ class Request:
 
 @dataclass(eq=False)
 class Generation(Request):
-    """A request whose next tokens are sampled from the model's logits."""
+    """A request whose next tokens are sampled from the model's logits.
+
+    Attributes:
+        ``how``: settings of sampling.
+        ``stops``: token ids that end the text.
+        ``prompt``: number of tokens of the prompt.
+        ``resumed``: number of tokens after the prompt that another engine has written.
+        ``least``: number of tokens that are written before a stop counts.
+        ``top``: number of likeliest tokens whose log-probabilities are kept; 0: only that of the written token; None:
+            none.
+        ``grammar``: state of the grammar that constrains the text; None: no constraint.
+        ``stopped``: the token id of ``stops`` that ended the text; None if none did.
+        ``finished``: why the text ended: "stop", "length" or "error" (the grammar could not go on); "" if it goes on.
+        ``log_probabilities``: of each written token, and of the likeliest tokens in its place by id.
+        ``prompt_scores``: the same of the prompt's tokens, from the second one on.
+        ``odds``: probabilities ``[vocab]`` with which each token of its first draft was drawn; empty if it was not
+            drawn.
+        ``chances``: probabilities ``[vocab]`` with which each written token was drawn; None: they are not kept.
+        ``siblings``: requests that go on from the same prompt once it is computed.
+    """
 
     how: Sampling = field(default_factory=Sampling)
     stops: Collection[int] = ()
@@ -158,7 +201,14 @@ class Generation(Request):
 
 
 class Written(NamedTuple):
-    """Result of an engine step for one request: its next token, or None if the text ended without a further token."""
+    """Result of an engine step for one request.
+
+    Attributes:
+        ``request``: the request.
+        ``token``: its next token; None if the text ended without a further token.
+        ``log_probability``: of the token, and of the likeliest tokens by id; None if they were not asked for.
+        ``finished``: why the text ended: "stop", "length" or "error"; "" if it goes on.
+    """
 
     request: Generation
     token: int | None

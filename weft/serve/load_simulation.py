@@ -21,7 +21,9 @@ from weft.serve.load_requests import RequestOutcome
 
 
 class TimedRequest(NamedTuple):
-    """A request of a load that arrives at ``time`` seconds and asks for ``tokens`` tokens after ``prompt``."""
+    """A request of a load. ``time``: when it arrives, in seconds from the load's beginning; ``prompt``: its token ids;
+    ``tokens``: number of tokens to generate.
+    """
 
     time: float
     prompt: Sequence[int]

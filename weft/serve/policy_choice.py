@@ -24,8 +24,8 @@ Build = Callable[[str, int], Engine]
 
 
 class Candidate(NamedTuple):
-    """A scheduling policy and a token budget, with the simulated statistics of a load under the names of ``vllm bench
-    serve``.
+    """A scheduling ``policy``, a word of ``--policy``, with a token ``budget`` per step. ``figures``: the simulated
+    statistics of a load under both, under the names of ``vllm bench serve``.
     """
 
     policy: str

@@ -149,7 +149,9 @@ class StructuredOutputs(RequestFields):
 
 
 class Language(NamedTuple):
-    """A constraint on a generated text: the arguments of :meth:`weft.generate.grammar.Grammars.compile`."""
+    """A constraint on a generated text. ``kind``: what ``text`` is: a JSON schema, a regular expression, or a grammar
+    in Lark's notation. These are the arguments of :meth:`weft.generate.grammar.Grammars.compile`.
+    """
 
     kind: Literal["json", "regex", "lark"]
     text: str | Schema
@@ -158,8 +160,8 @@ class Language(NamedTuple):
 class Modelled(RequestFields):
     """A request to a model by its name, or without a name to the server's only model.
 
-    ``NAMES``: the client's own names of fields, by the field names used here. ``IDLE``: further accepted fields, with
-    the values under which they change nothing.
+    ``NAMES``: the client's own names of fields, by the field names used here. ``PROMPT``: name of the field that the
+    model reads. ``IDLE``: further accepted fields, with the values under which they change nothing.
     """
 
     NAMES: ClassVar[dict[str, str]] = {}
@@ -170,7 +172,7 @@ class Modelled(RequestFields):
 
     @classmethod
     def prepared(cls, given: Schema) -> Schema:
-        """Convert a request body to the declared fields."""
+        """Convert the request body ``given`` to the fields that the class declares; by default it is left as it is."""
         return given
 
 
@@ -192,7 +194,9 @@ class WorkflowStage(RequestFields):
 
 
 class SamplingRequest(Modelled):
-    """Common fields of requests for completions and chats; names and ranges are OpenAI's, and some of vLLM's."""
+    """Common fields of requests for completions and chats. Names and ranges are OpenAI's, and for fields that OpenAI
+    does not have, vLLM's.
+    """
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -382,7 +386,7 @@ def _name_of(tool: Any) -> str:
 
 
 class Conversing(Modelled):
-    """Fields of requests about a conversation and its chat template; names are OpenAI's and vLLM's."""
+    """Fields of requests about a conversation and its chat template. Names are OpenAI's and vLLM's."""
 
     PROMPT: ClassVar[str] = "messages"
 
