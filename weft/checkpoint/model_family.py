@@ -26,15 +26,15 @@ from weft.parallel.build import connect, whole_model
 class FamilyMember:
     """A model that rests in its files: its ``name``, the folder ``where`` it is, and the ``files`` beside its weights.
 
-    ``digests``: hashes of the weights, known once the model has been opened. ``own``: bytes of the weights that no
-    other open model had when the model was opened last.
+    ``digests``: hashes of the weights, known once the model has been opened. ``own``: bytes of the weights that the
+    base does not have; as many as the base has until the model has been opened.
     """
 
     name: str
     where: Path
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     digests: Digests | None = field(default=None, repr=False)
-    own: int | None = None
+    own: int = 0
 
 
 class ModelFamily:
@@ -53,7 +53,9 @@ class ModelFamily:
         self.dtype = base.norm.scale.dtype
         self.shared = SharedWeights(form)
         self.base = self._empty()
-        self.shared.fill(self.base, values_in(merged_parameters(base)))
+        weights = merged_parameters(base)
+        self.digests = self.shared.fill(self.base, values_in(weights))
+        self.sizes = {name: weights[name].nbytes for name in self.digests}
         #: Bytes of the base model alone.
         self.nbytes = self.shared.nbytes
 
@@ -74,20 +76,23 @@ class ModelFamily:
                 raise UsageError(
                     f"{where} has another tokenizer than the base; serve it alone"
                 )
-        return FamilyMember(where.name, where, files)
+        return FamilyMember(where.name, where, files, own=self.nbytes)
 
     def open(self, member: FamilyMember) -> Transformer:
         """Open ``member``: read those of its weights that are not in memory, and all of them the first time.
 
         Raises :class:`WeftError` if its files have changed since the first time.
         """
-        before, model = self.shared.nbytes, self._empty()
+        model = self._empty()
         try:
             values = self._values(member.where)
             member.digests = self.shared.fill(model, values, member.digests)
         except WeftError as error:
             raise WeftError(f"{member.where}: {error}") from None
-        member.own = max(0, self.shared.nbytes - before)
+        # weights in fewer bits are smaller than those that are read
+        share = self.nbytes / sum(self.sizes.values())
+        apart = [n for n, d in member.digests.items() if d != self.digests[n]]
+        member.own = round(share * sum(self.sizes[name] for name in apart))
         return model
 
     def _values(self, where: Path) -> Values:

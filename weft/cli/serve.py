@@ -65,6 +65,16 @@ _connections = (
     "Most connections at a time; the connection that is idle longest makes "
     "way for a new one."
 )
+_resident = (
+    "Of the models of --models, have only N in memory beside the base, or as "
+    "many as fit into BYTES with it, such as 8GB; others are read when they "
+    "are asked for. Left out: all."
+)
+_model_wait = (
+    "Seconds within which a request to a model that is not in memory should "
+    "begin; more let each model serve more requests before another takes its "
+    "place."
+)
 _keys = (
     "A file with one API key per line; requests without a key are refused. "
     "Cached prefixes are shared only among requests with the same key."
@@ -114,6 +124,8 @@ def serve_command(
     ] = 30,
     adapters: Adapters = None,
     models: Models = None,
+    resident: Annotated[str, typer.Option(metavar="N|BYTES", help=_resident)] = "",
+    model_wait: Annotated[float, typer.Option(min=0, help=_model_wait)] = 30,
     max_model_len: Annotated[int, typer.Option(min=0, help=_context)] = 0,
     chat_template: Annotated[str, typer.Option(metavar="FILE", help=_template)] = "",
     allowed_hosts: Annotated[
@@ -141,6 +153,7 @@ def serve_command(
 
     from weft.checkpoint.model import tokenizer_of
     from weft.data.chat.chat_template import template_text
+    from weft.generate.many_models import Room
     from weft.generate.open_engine import EngineOptions, open_engine
     from weft.generate.start import as_rank, launch_ranks, leads
     from weft.shapes.carried_files import context_length
@@ -148,6 +161,7 @@ def serve_command(
     try:
         from weft.serve.front import Front, front_of, room_for
         from weft.serve.gate import gate_rules
+        from weft.serve.resident_models import resident_models
         from weft.serve.server import Server
         from weft.serve.service import Service
     except ImportError as error:
@@ -159,9 +173,13 @@ def serve_command(
     import_plugins(plugin)
     options = EngineOptions(
         checkpoint, requests, waiting, budget, policy, cache, adapters, models, ema, weights, invariant, draft,
-        ahead, early_layer, tuple(plugin or ()), layout or "",
+        ahead, early_layer, tuple(plugin or ()), layout or "", resident,
     )  # fmt: skip
     options.check()
+    if resident and (engines or cluster):
+        raise UsageError(
+            "--resident is for one engine; leave out --engines and --cluster"
+        )
     template = chat_template and template_text(chat_template, "--chat-template")
     # mistakes are said before anything is read
     gate_rules(host, allowed_hosts or (), cors or ())
@@ -216,6 +234,15 @@ def serve_command(
         if opened is None or opened_socket is None:
             return 0
         service = Service(opened.engine, options.most)
+        if opened.family and opened.resting:
+            service.resident = resident_models(
+                service.thread,
+                opened.family,
+                opened.resting,
+                Room.parse(resident),
+                model_wait,
+                waiting,
+            )
         about = f"a cache of {opened.cache:,} tokens"
         front = front_for(service, opened.files, opened.others, opened_socket, about)
         if options.spread.world > 1:

@@ -1,7 +1,9 @@
 """``weft serve --models``: a base model and other models of its shape, each under its folder's name."""
 
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from weft.checkpoint.model_family import FamilyMember, ModelFamily
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
@@ -32,15 +34,29 @@ def members_of(
 
 
 def add_models(
-    engine: Engine, family: ModelFamily, folders: Sequence[Path], tokenizer: Tokenizer, name: str,
-    warn: Callable[[str], None],
-) -> list[str]:  # fmt: skip
-    """Open the models in ``folders`` and add them to ``engine``; return their names. ``name``: that of the base.
-
-    Raises :class:`UsageError` as :func:`members_of` does.
-    """
-    taken = {name, *engine.scheduler.adapter_keys}
-    members = members_of(family, folders, tokenizer, taken, warn)
-    for member in members.values():
+    engine: Engine, family: ModelFamily, members: Iterable[FamilyMember]
+) -> None:
+    """Open ``members`` and add them to ``engine``, where they stay."""
+    for member in members:
         engine.add_model(member.name, family.open(member))
-    return [*members]
+
+
+class Room(NamedTuple):
+    """Room for models in memory: for ``models`` beside the base, or ``nbytes`` bytes with the base."""
+
+    models: int
+    nbytes: int | None
+
+    @classmethod
+    def parse(cls, word: str) -> "Room":
+        """Return the room that ``--resident word`` gives: a number of models, or bytes such as 800MB or 8GiB."""
+        parsed = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?B)?", word.strip())
+        if parsed is None or not float(parsed[1]) or ("." in word and not parsed[2]):
+            raise UsageError(
+                f"--resident {word!r} is neither a number of models nor bytes; give 4 or 8GB, say"
+            )
+        if parsed[2] is None:
+            return cls(int(parsed[1]), None)
+        power = "KMGT".index(parsed[2][0]) + 1
+        step = 1024 if parsed[2][1] == "i" else 1000
+        return cls(0, int(float(parsed[1]) * step**power))

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from weft.checkpoint.convert.peft import is_adapter, read_adapter
 from weft.checkpoint.model import open_model, tokenizer_of
-from weft.checkpoint.model_family import ModelFamily, model_folders
+from weft.checkpoint.model_family import FamilyMember, ModelFamily, model_folders
 from weft.errors import UsageError
 from weft.generate.drafter import check_ahead, drafter_for
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.fingerprint import open_for_reading, weights_fingerprint
 from weft.generate.leader import follow_leader, mesh_of_rank
-from weft.generate.many_models import add_models
+from weft.generate.many_models import Room, add_models, members_of
 from weft.generate.policies import policy_of
 from weft.generate.start import leads
 from weft.layout.layout import Layout
@@ -46,6 +46,7 @@ class EngineOptions:
         ``early_layer``: layer of the model from which such tokens are taken, 0: from the small model.
         ``plugins``: modules that register techniques.
         ``layout``: text of the layout.
+        ``resident``: room for the models in memory, as :meth:`Room.parse` reads it; "": all have room.
     """
 
     checkpoint: str
@@ -64,6 +65,7 @@ class EngineOptions:
     early_layer: int
     plugins: tuple[str, ...]
     layout: str
+    resident: str = ""
 
     @property
     def spread(self) -> Layout:
@@ -87,6 +89,12 @@ class EngineOptions:
             )
         if self.models:
             model_folders(self.models, lambda line: None)
+        if self.resident:
+            Room.parse(self.resident)
+            if not self.models:
+                raise UsageError(
+                    "--resident is for --models FOLDER; give both, or leave it out"
+                )
         check_ahead(self.draft, self.ahead, self.early_layer, self.spread.world)
         policy_of(self.policy)
 
@@ -114,13 +122,15 @@ class EngineOptions:
 
 class OpenedEngine(NamedTuple):
     """An engine with the ``files`` beside its model's weights. ``cache``: tokens that its cache holds; ``others``:
-    names of its other models and adapters.
+    names of its other models and adapters; ``family`` and ``resting``: models that the engine does not have yet.
     """
 
     engine: Engine
     files: dict[str, bytes]
     cache: int
     others: list[str]
+    family: ModelFamily | None
+    resting: dict[str, FamilyMember]
 
 
 def open_engine(
@@ -161,11 +171,14 @@ def open_engine(
         invariant=options.invariant,
         ranks=spread.world > 1,
     )
-    others = list[str]()
+    members = dict[str, FamilyMember]()
     if family and options.models:
         folders = model_folders(options.models, warn)
         tokenizer = tokenizer_of(files, options.checkpoint)
-        others += add_models(engine, family, folders, tokenizer, name, warn)
+        members = members_of(family, folders, tokenizer, {name}, warn)
+        if not options.resident:
+            add_models(engine, family, members.values())
+    others = [*members]
     cache = options.cache
     if not cache:
         here = psutil.virtual_memory().available // int(
@@ -175,7 +188,8 @@ def open_engine(
         cache = engine.fit(int(share * free))
     if options.adapters:
         others += add_adapters(engine, options.adapters, name)
-    return OpenedEngine(engine, files, cache, others)
+    resting = members if options.resident else {}
+    return OpenedEngine(engine, files, cache, others, family, resting)
 
 
 def adapter_folders(folder: Path, model: str) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -23,6 +23,7 @@ from weft.generate.engine import Engine
 from weft.generate.engine_thread import EngineThread
 from weft.generate.leader import Leader
 from weft.generate.request import Generation, Written
+from weft.serve.resident_models import ResidentModels
 
 
 def engine_facts(engine: Engine) -> BackendFacts:
@@ -44,6 +45,8 @@ class Service:
     def __init__(self, engine: Engine, most: int = 1024) -> None:
         self.engine, self.most = engine, most
         self.thread = EngineThread(engine, most)
+        #: Models that are read when requests name them; None if all are in memory.
+        self.resident: ResidentModels | None = None
         self._open: set[Answers] = set()  # those that somebody waits for
         self._cut = False  # nobody is to wait any more
 
@@ -61,6 +64,15 @@ class Service:
     ) -> AsyncIterator["Answers"]:
         if self._cut:
             raise ServerEnding("the server ends; ask again later")
+        name = requests[0].adapter if requests else ""
+        using = self.resident.using(name) if self.resident else nullcontext()
+        async with using, self._answers(requests) as answers:
+            yield answers
+
+    @asynccontextmanager
+    async def _answers(
+        self, requests: Sequence[AnswerRequest]
+    ) -> AsyncIterator["Answers"]:
         answers = Answers(self, asyncio.get_running_loop(), requests)
         begun = asyncio.ensure_future(self._called(answers.begin))
         self._open.add(answers)
@@ -98,6 +110,7 @@ class Service:
         for answers in self._open:
             answers.end_early()
         cut = sum(search.width for search in self.thread.searches)
+        cut += self.resident.end() if self.resident else 0
         if not self.thread.ended:
             self.thread.call(self._cut_searches)
         return cut + sum(
