@@ -104,6 +104,7 @@ class Request:
 
     @property
     def wanted(self) -> int:
+        """Number of tokens that are not computed yet."""
         return len(self.ids) - self.computed
 
     @property
@@ -167,6 +168,7 @@ class Generation(Request):
 
     @property
     def written(self) -> list[int]:
+        """The token ids after the prompt."""
         return self.ids[self.prompt :]
 
     @property

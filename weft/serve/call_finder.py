@@ -7,6 +7,8 @@ from weft.serve.call_form import CallForm
 
 
 class Call(NamedTuple):
+    """A complete tool call: the name of the tool, and its arguments as JSON."""
+
     name: str
     arguments: str  # JSON
 

@@ -56,18 +56,22 @@ class PromptEncoder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer of this encoder's thread."""
         return copied(self._given) if self.copied else self._given
 
     @cached_property
     def lengths(self) -> TextLengths:
+        """The check of texts against limits, by the tokenizer of this encoder."""
         return TextLengths(self.tokenizer)
 
     @cached_property
     def chat(self) -> ChatEncoder:
+        """The encoder of conversations by the model's chat template."""
         return own_encoder(self.tokenizer, self.name)
 
     @cached_property
     def form(self) -> CallForm | None:
+        """The form in which the chat template writes tool calls; None if none is known."""
         return call_form(self.chat.template)
 
     def text(self, text: str, limit: TokenLimit | None) -> list[int]:
@@ -212,6 +216,7 @@ class Prompts:
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the token ids ``ids``."""
         encoder = self._encoder_for(len(ids))
         return await _run(encoder, lambda: encoder.tokenizer.decode(ids))
 

@@ -108,6 +108,8 @@ def shown_json(value: Any) -> str:
 
 
 class StreamOptions(RequestFields):
+    """Options of a stream. ``include_usage``: whether it ends with the numbers of tokens."""
+
     include_usage: bool = False
     # padding against those who count bytes; a server of one's own needs none
     include_obfuscation: bool = False
@@ -115,6 +117,8 @@ class StreamOptions(RequestFields):
 
 
 class NamedSchema(RequestFields):
+    """A JSON schema with a name, in OpenAI's field ``response_format``."""
+
     name: str
     description: str | None = None
     schema_: Schema = Field({}, alias="schema")
@@ -122,6 +126,8 @@ class NamedSchema(RequestFields):
 
 
 class ResponseFormat(RequestFields):
+    """Form of an answer: any text, a JSON object, or JSON that meets a schema."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
@@ -259,6 +265,7 @@ class SamplingRequest(Modelled):
 
     @property
     def most(self) -> int | None:
+        """Largest number of tokens of an answer; None if the request does not set it."""
         return self.max_tokens
 
     @property
@@ -270,6 +277,7 @@ class SamplingRequest(Modelled):
 
     @property
     def sampling(self) -> Sampling:
+        """Settings of sampling, with a random seed if the request sets none."""
         seed = random.getrandbits(31) if self.seed is None else self.seed
         return Sampling(
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
@@ -332,6 +340,8 @@ class CompletionRequest(SamplingRequest):
 
 
 class Function(RequestFields):
+    """A function that the model may call. ``parameters``: JSON schema of its arguments; None: any object."""
+
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: Schema | None = None
@@ -339,6 +349,8 @@ class Function(RequestFields):
 
 
 class Tool(RequestFields):
+    """A tool that the model may call, which is always a function."""
+
     type: Literal["function"] = "function"
     function: Function
 

@@ -147,6 +147,7 @@ class Replies:
             yield {**self.head, "object": self.kind, "choices": [], "usage": usage}
 
     def failed(self, refusal: Refusal) -> dict[str, Any]:
+        """Return the event that ends a stream with an error."""
         return refusal.body
 
     def _logs(self, index: int, events: Sequence[TokenEvent]) -> dict[str, Any] | None:
@@ -203,6 +204,7 @@ class TextOffsets:
         self.writer, self.at = TextDecoder(tokenizer), 0
 
     def add(self, token: int) -> int:
+        """Append ``token`` to the text; return the index of the character at which it begins."""
         at = self.at
         self.at += len(self.writer.add(token))
         return at

@@ -77,6 +77,7 @@ class ServerMetrics:
         registry.register(LoadCollector(backend))
 
     def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def counting(self, app: Any) -> Any:
