@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.cluster.inprocess import Cluster, asked, until, written_by
+from tests.cluster.inprocess import Cluster, asked, build, until, written_by
 from weft.cluster.dispatch_policy import (
     DispatchRequest,
     EngineView,
@@ -14,6 +14,8 @@ from weft.cluster.dispatch_policy import (
     freest,
 )
 from weft.errors import UsageError
+from weft.generate.engine import Engine
+from weft.generate.sampling import GREEDY
 from weft.registry import declared
 
 
@@ -104,3 +106,22 @@ def test_waiting_requests_count_as_memory() -> None:
                 return {len(link.flights) for link in cluster.router.links.values()}
 
         assert asyncio.run(main()) == {4}
+
+
+def test_urgent_requests_begin_first_and_lose_their_blocks_last() -> None:
+    engine = Engine(build(), 64, limit=1, size=4)
+    later, urgent = (
+        engine.submit([1, 2], 5, GREEDY, priority=priority)[0] for priority in (0, -1)
+    )
+    plain = engine.submit([1, 2], 5, GREEDY, priority=1)[0]
+    order = []
+    while not (later.finished and urgent.finished and plain.finished):
+        order += [written.request for written in engine.step() if written.finished]
+    assert order == [urgent, later, plain]
+    tight = Engine(build(), 32, size=4)
+    low = tight.submit([1] * 8, 16, GREEDY, priority=1)[0]
+    tight.step()
+    high = tight.submit([2] * 8, 16, GREEDY, priority=-1)[0]
+    while not high.finished:
+        tight.step()
+    assert tight.scheduler.preemptions and not low.finished

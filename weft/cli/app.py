@@ -28,6 +28,7 @@ from weft.cli.report import report_command
 from weft.cli.schedule import schedule_command
 from weft.cli.serve import serve_command
 from weft.cli.techniques import techniques_command
+from weft.cli.top import top_command
 from weft.cli.train import train_command
 from weft.cli.verify import verify_command
 from weft.errors import Interrupted
@@ -84,6 +85,7 @@ for command in (
     chat_command,
     serve_command,
     engine_command,
+    top_command,
     eval_command,
     report_command,
     doctor_command,

@@ -111,6 +111,7 @@ def submit_message(
         "adapter": request.adapter,
         "least": request.least,
         "scored": request.scored,
+        "priority": request.priority,
         "workflow": None if workflow is None else workflow.frame(time.monotonic()),
     }
     return head, [packed_ids([*request.ids, *written])]
@@ -134,6 +135,7 @@ def read_submit(frame: Frame) -> AnswerRequest:
         head["scored"],
         ids[head["prompt"] :],
         None if workflow is None else Workflow.of_frame(workflow, time.monotonic()),
+        head["priority"],
     )
 
 

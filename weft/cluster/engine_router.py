@@ -162,7 +162,13 @@ class EngineRouter:
 
     def loads(self) -> Mapping[str, EngineLoad]:
         with self._lock:
-            return {name: link.beat.load for name, link in sorted(self.links.items())}
+            return {
+                name: link.beat.load._replace(draining=int(link.draining))
+                for name, link in sorted(self.links.items())
+            }
+
+    def counts(self) -> Mapping[str, int]:
+        return {"answers_continued": self.moves}
 
     def cut_answers(self) -> int:
         self._cut = True
@@ -256,7 +262,7 @@ class EngineRouter:
                 f"{written} answers are being written and no more are taken on; try again later"
             )
         length = len(request.ids) + len(request.written)
-        about = DispatchRequest(length, session, 0)
+        about = DispatchRequest(length, session, request.priority)
         views = [link.view(request) for link in fitting]
         return self.links[self.policy(views, about)]
 
@@ -344,7 +350,7 @@ class EngineRouter:
     def _continue_waiting(self) -> None:
         """Give answers that wait for an engine to one that can take them."""
         waiting, self._waiting = self._waiting, []
-        for each in sorted(waiting, key=lambda w: w.number):
+        for each in sorted(waiting, key=lambda w: (w.priority, w.number)):
             if isinstance(each, RemoteCall):
                 self._start_call(each)
                 continue

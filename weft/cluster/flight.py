@@ -50,6 +50,11 @@ class Flight:
     finished: str = ""
 
     @property
+    def priority(self) -> int:
+        """The smaller, the earlier another engine continues it."""
+        return self.request.priority
+
+    @property
     def length(self) -> int:
         """Tokens of the text so far."""
         return len(self.request.ids) + len(self.tokens)
@@ -70,8 +75,8 @@ class Flight:
 class RemoteCall:
     """A beam search or an embedding that some engine computes, or that waits for an engine.
 
-    ``message`` builds what is sent for its ``number``; ``result``: future of the engine's reply. ``engine``, ``losses``
-    and ``since``: as in :class:`Flight`.
+    ``message`` builds what is sent for its ``number``; ``result``: future of the engine's reply. The other
+    fields: as in :class:`Flight`.
     """
 
     number: int
@@ -80,3 +85,4 @@ class RemoteCall:
     engine: str = ""
     losses: int = 0
     since: float = 0.0
+    priority: int = 0

@@ -31,6 +31,7 @@ class AnswerRequest(NamedTuple):
     scored: bool = False
     written: Sequence[int] = ()
     workflow: Workflow | None = None
+    priority: int = 0
 
 
 class SearchRequest(NamedTuple):
@@ -94,7 +95,8 @@ class BackendFacts:
 
 class EngineLoad(NamedTuple):
     """Queues and cache of an engine at one moment. ``preemptions``: how often requests lost their blocks so far;
-    ``used``: cache blocks that requests own, of ``blocks``.
+    ``used``: cache blocks that requests own, of ``blocks``; ``tokens``: tokens written so far; ``draining``: 1 if it
+    takes no new requests, else 0.
     """
 
     running: int
@@ -102,6 +104,14 @@ class EngineLoad(NamedTuple):
     preemptions: int
     used: int
     blocks: int
+    tokens: int = 0
+    draining: int = 0
+
+
+#: Names of what a backend may count, with what is said of each.
+COUNTS = {
+    "answers_continued": "Answers that another engine has gone on with from the tokens passed on."
+}
 
 
 class AnswerState(Protocol):
@@ -167,6 +177,9 @@ class Backend(Protocol):
 
     def loads(self) -> Mapping[str, EngineLoad]:
         """Return the load of every engine by its name. A single engine of this process has the empty name."""
+
+    def counts(self) -> Mapping[str, int]:
+        """Return what has been counted beside the loads of engines, by the names of :data:`COUNTS`."""
 
     def cut_answers(self) -> int:
         """End all unfinished answers with :class:`ServerEnding`; return their number."""

@@ -135,6 +135,7 @@ class Engine:
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
         top: int | None = None, tenant: str = "", grammar: Grammar | None = None, adapter: str = "", least: int = 0,
         scored: bool = False, written: Sequence[int] = (), workflow: Workflow | None = None,
+        priority: int = 0,
     ) -> list[Generation]:  # fmt: skip
         """Request up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds. ``how``: settings of
         sampling.
@@ -145,7 +146,8 @@ class Engine:
         ``tenant``: requests of different tenants share no cache blocks. ``adapter``: name of an adapter, or "" for the
         model alone. ``written``: the first tokens of the text, which another engine has written already. ``count``,
         ``least``, penalties, the grammar and random numbers take them into account, so that the text goes on as it
-        would there. ``workflow``: the job of which the texts are a stage, for policies that heed deadlines. Raises
+        would there. ``workflow``: the job of which the texts are a stage, for policies that heed deadlines.
+        ``priority``: requests with a smaller one begin first and lose their cache blocks last. Raises
         :class:`UsageError` for ids that the model does not have, written tokens that the grammar does not allow, and
         prompts that the cache can never hold.
         """
@@ -171,7 +173,7 @@ class Engine:
             Generation([*ids, *written], len(ids) + count - 1, adapter, tenant, how=replace(how, seed=how.seed + i),
                        stops={*stops, *grammar.ends} if grammar else stops, prompt=len(ids), top=top,
                        grammar=grammar and grammar.copy(), least=least, finished="" if left else "length",
-                       resumed=len(written), workflow=workflow)
+                       resumed=len(written), workflow=workflow, priority=priority)
             for i in range(n)
         ]  # fmt: skip
         if left:

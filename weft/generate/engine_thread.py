@@ -49,7 +49,7 @@ class EngineThread:
         self.searches: dict[Search, Future[list[Hypothesis]]] = {}
         self._wake = threading.Condition()
         self._inbox: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._closed = False
+        self._closed, self._written = False, 0
         self.thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self.thread.start()
 
@@ -84,6 +84,7 @@ class EngineThread:
             scheduler.preemptions,
             len(pool.owners),
             pool.blocks,
+            self._written,
         )
 
     # Called in the engine's thread, through `call`.
@@ -194,6 +195,7 @@ class EngineThread:
     def _step(self) -> None:
         for written in self.engine.step():
             generation = written.request
+            self._written += written.token is not None
             if (
                 tell := self.tells.pop(generation, None)
                 if written.finished

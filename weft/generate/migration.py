@@ -35,6 +35,7 @@ FIELDS = (
     "most",
     "tenant",
     "adapter",
+    "priority",
     "prompt",
     "resumed",
     "top",

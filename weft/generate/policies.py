@@ -64,7 +64,7 @@ def exact_fill(
     The last prompt is cut where the budget ends (Dynamic SplitFuse). Return the requests, each with the number of its
     tokens.
     """
-    order = sorted(running, key=lambda r: (r.wanted > 1, r.arrival))
+    order = sorted(running, key=lambda r: (r.wanted > 1, r.turn))
     return [(r, r.wanted) for r in (*order, *waiting)]
 
 

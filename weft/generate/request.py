@@ -69,6 +69,9 @@ class Request:
     adapter: str = ""
     tenant: str = ""  # whose cached prefixes it may find
     arrival: int = field(default_factory=count().__next__)
+    priority: int = (
+        0  # the smaller, the earlier it is begun and the later it loses blocks
+    )
     computed: int = 0
     table: list[int] = field(default_factory=list)
     # of its full blocks; the first one is the root
@@ -101,6 +104,11 @@ class Request:
     def runs(self) -> bool:
         """Whether the request has been started, so that it has at least its root key."""
         return bool(self.keys)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Its place among others: first by priority, then by arrival."""
+        return self.priority, self.arrival
 
     @property
     def wanted(self) -> int:

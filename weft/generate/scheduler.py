@@ -63,7 +63,7 @@ class Scheduler:
         """Queue ``request``. If the request is running, it frees its cache blocks first and is computed again later."""
         self.check_size(request)
         self.remove(request)
-        insort(self.waiting, request, key=lambda r: r.arrival)
+        insort(self.waiting, request, key=lambda r: r.turn)
 
     def check_size(self, request: Request) -> None:
         """Raise :class:`UsageError` if the cache can never hold ``request``."""
@@ -188,8 +188,7 @@ class Scheduler:
                 full, last = (
                     True,
                     max(
-                        (r for r in self.running if not r.pinned),
-                        key=lambda r: r.arrival,
+                        (r for r in self.running if not r.pinned), key=lambda r: r.turn
                     ),
                 )
                 left += step.work.pop(last, 0) + sum(len(b.path) for b in last.branches)

@@ -225,6 +225,8 @@ class SamplingRequest(Modelled):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     workflow: WorkflowStage | None = None
+    # the smaller, the earlier; as vLLM has it
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
     # they change no answer, and may be anything
     prompt_cache_key: Any = None
     user: Any = None

@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails
 
 #: Fields of OpenAI's and vLLM's that change no answer here, whatever they say.
 HARMLESS = frozenset({
-    "client_metadata", "max_tool_calls", "metadata", "prediction", "priority", "prompt_cache_key",
+    "client_metadata", "max_tool_calls", "metadata", "prediction", "prompt_cache_key",
     "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store",
     "user",
 })  # fmt: skip

@@ -558,6 +558,7 @@ class Server:
                 asked.min_tokens,
                 scored,
                 workflow=workflow,
+                priority=asked.priority,
             )
             for ids in prompts
         ]

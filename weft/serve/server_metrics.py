@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from weft.generate.backend import AnswerState, Backend, TokenEvent
+from weft.generate.backend import COUNTS, AnswerState, Backend, TokenEvent
 
 #: Seconds to a first token, and between two tokens.
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -22,18 +22,20 @@ LOAD = (
     ("preemptions", "Answers that had to be computed again for want of blocks."),
     ("cache_blocks_used", "Blocks of the cache that requests own."),
     ("cache_blocks", "Blocks of the cache."),
+    ("engine_tokens", "Tokens that the engine has written."),
+    ("engine_draining", "1 if the engine takes no new requests."),
 )
 
 
 class LoadCollector:
-    """Prometheus gauges of the load of every engine of ``backend``. They have the label ``engine``, unless the engine
-    is in this process and has no name.
+    """Prometheus metrics of ``backend``: what it counts, and the load of every engine. Loads have the label ``engine``,
+    unless the engine is in this process and has no name.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         loads = self.backend.loads()
         for index, (name, said) in enumerate(LOAD):
             labels = [] if "" in loads else ["engine"]
@@ -41,6 +43,8 @@ class LoadCollector:
             for engine, load in loads.items():
                 gauge.add_metric([engine] if engine else [], load[index])
             yield gauge
+        for name, value in self.backend.counts().items():
+            yield CounterMetricFamily(f"weft_{name}", COUNTS[name], value)
 
 
 class ServerMetrics:

@@ -105,6 +105,9 @@ class Service:
     def loads(self) -> Mapping[str, EngineLoad]:
         return {"": self.thread.load()}
 
+    def counts(self) -> Mapping[str, int]:
+        return {}
+
     def cut_answers(self) -> int:
         self._cut = True
         for answers in self._open:

@@ -1,0 +1,124 @@
+"""What ``weft top`` shows: the engines of a server, their queues and caches, from the server's metrics."""
+
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from weft.errors import UsageError, WeftError
+
+#: Seconds that the server may take to answer.
+ANSWER_S = 5.0
+
+#: Columns of the table.
+COLUMNS = ("engine", "state", "writing", "waiting", "blocks", "tokens/s", "lost blocks")
+
+
+class EngineRow(NamedTuple):
+    """An engine at one moment. ``state``: "ready" or "draining"; ``running`` and ``waiting``: answers; ``used``: cache
+    blocks in use, of ``blocks``; ``tokens``: tokens written so far; ``preemptions``: how often requests lost blocks.
+    """
+
+    name: str
+    state: str
+    running: int
+    waiting: int
+    used: int
+    blocks: int
+    tokens: int
+    preemptions: int
+
+
+class Snapshot(NamedTuple):
+    """The engines of a server at ``time``, in seconds of ``time.monotonic``."""
+
+    time: float
+    engines: list[EngineRow]
+
+
+def read_engines(url: str) -> Snapshot:
+    """Read the metrics of the server at ``url``. Raises :class:`WeftError` if it does not answer, and
+    :class:`UsageError` if it is no server of Weft's.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url} is no address; give one such as http://127.0.0.1:8000")
+    place = url.rstrip("/").removesuffix("/v1")
+    try:
+        with urllib.request.urlopen(f"{place}/metrics", timeout=ANSWER_S) as answer:
+            text = answer.read().decode()
+    except (OSError, urllib.error.URLError, ValueError) as error:
+        raise WeftError(
+            f"{url} does not answer: {getattr(error, 'reason', error)}; is the server there?"
+        ) from None
+    values: dict[str, dict[str, float]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                engine = sample.labels.get("engine", "")
+                values.setdefault(sample.name, {})[engine] = sample.value
+    except ValueError:
+        values = {}
+    if "weft_generation_tokens_total" not in values:
+        raise UsageError(f"{url} is no server of weft serve; give its address")
+
+    def of(name: str, engine: str) -> int:
+        return int(values.get(f"weft_{name}", {}).get(engine, 0))
+
+    rows = [
+        EngineRow(
+            engine,
+            "draining" if of("engine_draining", engine) else "ready",
+            of("requests_running", engine),
+            of("requests_waiting", engine),
+            of("cache_blocks_used", engine),
+            of("cache_blocks", engine),
+            of("engine_tokens", engine),
+            of("preemptions", engine),
+        )
+        for engine in sorted(values.get("weft_cache_blocks", {}))
+    ]
+    return Snapshot(time.monotonic(), rows)
+
+
+def table_rows(now: Snapshot, before: Snapshot | None) -> list[Sequence[str]]:
+    """Return the cells of the table, a row for each engine and one for all. ``before``: an earlier moment, from which
+    tokens per second are counted; None: they are not known yet.
+    """
+    earlier = {row.name: row.tokens for row in before.engines} if before else {}
+    seconds = max(1e-9, now.time - before.time) if before else 1.0
+
+    def rate(rows: Sequence[EngineRow]) -> str:
+        known = [row for row in rows if row.name in earlier]
+        # an engine that began anew counts from 0
+        written = sum(max(0, row.tokens - earlier[row.name]) for row in known)
+        return f"{written / seconds:,.1f}" if known else "-"
+
+    cells: list[Sequence[str]] = [
+        (
+            row.name or "(this server)",
+            row.state,
+            f"{row.running:,}",
+            f"{row.waiting:,}",
+            f"{row.used:,} of {row.blocks:,}",
+            rate([row]),
+            f"{row.preemptions:,}",
+        )
+        for row in now.engines
+    ]
+    if len(now.engines) != 1:
+        rows = now.engines
+        cells.append(
+            (
+                "all",
+                "" if rows else "no engine",
+                f"{sum(row.running for row in rows):,}",
+                f"{sum(row.waiting for row in rows):,}",
+                f"{sum(row.used for row in rows):,} of {sum(row.blocks for row in rows):,}",
+                rate(rows),
+                f"{sum(row.preemptions for row in rows):,}",
+            )
+        )
+    return cells
