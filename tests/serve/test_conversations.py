@@ -26,6 +26,12 @@ from tests.serve.test_call_finder import (
     form_of,
 )
 from weft.data.chat.chat_template import ChatTemplate
+from weft.data.chat.reasoning import (
+    ReasoningFinder,
+    Thoughts,
+    begins_thinking,
+    thoughts_of,
+)
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.backend import TokenEvent
 from weft.serve.answering import AnswerForm, AnswerReader
@@ -33,7 +39,6 @@ from weft.serve.call_finder import CallFinder, CallPiece
 from weft.serve.messages import arguments_of, read_live
 from weft.serve.prompts import as_written, continued
 from weft.serve.protocol import ChatRequest
-from weft.serve.reasoning import ReasoningFinder, Thoughts, begins_thinking, thoughts_of
 
 #: A template that writes reasoning, and begins it where ``enable_thinking`` does not say otherwise.
 THINKING = (
@@ -274,6 +279,23 @@ def test_requests_tell_the_template_more() -> None:
         )
         assert prompt_of(served, **told).endswith("assistant: calm")
         assert prompt_of(served, reasoning_effort="none") == "user: ?\nassistant: "
+
+
+@pytest.mark.parametrize("opening", ["", "<think>"])
+def test_a_template_without_a_variable_has_its_reasoning_closed(
+    opening: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{{ messages[-1].content.split('</think>')[-1] }}\nassistant: " + opening
+    with serving(template) as served:
+        closed = "?\nassistant: <think>\n\n</think>\n\n"
+        assert prompt_of(served) == "?\nassistant: " + opening
+        assert prompt_of(served, reasoning_effort="none") == closed
+        off = {"chat_template_kwargs": {"enable_thinking": False}}
+        assert prompt_of(served, **off) == closed
+        with caplog.at_level(logging.WARNING, "weft.serve"):
+            answer = ask(served, **off)["message"]
+        assert not caplog.records and "reasoning_content" not in answer
+        assert prompt_of(served, reasoning_effort="low") == prompt_of(served)
 
 
 THOUGHT = Thoughts("<think>", "</think>")

@@ -60,6 +60,16 @@ _prune = (
 )
 Prune = Annotated[float, typer.Option(min=0, help=_prune)]
 Answer = Annotated[str | None, typer.Option(metavar="REGEX", help=_answer)]
+_think = (
+    "With --chat: none closes the template's reasoning block, so that the answer begins "
+    "at once. A number writes so many texts with reasoning and shows the best answer: by "
+    "--answer, by --verifier, or by its mean log-probability. With none, --texts says how many."
+)
+Think = Annotated[str, typer.Option("--think", metavar="none|N", help=_think)]
+_verifier = "With --chat and several texts: a reward model with a chat template, which chooses the answer."
+VerifierName = Annotated[
+    str, typer.Option("--verifier", metavar="MODEL", help=_verifier)
+]
 _workers = "Number of texts that are written together, each of which sees the others as they grow (Hogwild)."
 Workers = Annotated[int, typer.Option(min=0, help=_workers)]
 _paths = (
@@ -113,6 +123,8 @@ def generate_command(
     seed: Seed = 0,
     texts: Texts = 1,
     answer: Answer = None,
+    think: Think = "",
+    verifier: VerifierName = "",
     beams: Beams = 0,
     length_penalty: LengthPenalty = None,
     prune: Prune = 0.0,
@@ -134,8 +146,9 @@ def generate_command(
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
-    from weft.data.chat.encode import prompt_ids, read_messages
+    from weft.data.chat.encode import prompt_ids, read_messages, reasoning_prompt
     from weft.data.detokenizer import stream_text
+    from weft.generate.best_answer import Verifier
     from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import BUDGET, Engine
     from weft.generate.leader import follow_leader, mesh_of_rank
@@ -153,7 +166,10 @@ def generate_command(
         Layout.parse(layout or ""),
         "cuda" if torch.cuda.is_available() else "cpu",
     )
-    options = TextOptions(texts, beams, answer, workers, paths, length_penalty, prune)
+    options = TextOptions(
+        texts, beams, answer, workers, paths, length_penalty, prune, think, verifier
+    )
+    options.check_choice(chat)
     options.check(temperature, draft, spread)
     import_plugins(plugin)
     check_ahead(draft, ahead, early_layer, spread.world)
@@ -212,7 +228,19 @@ def generate_command(
             follow_leader(model)
             return 0
         tokenizer = tokenizer_of(files, checkpoint, warn)
-        ids = prompt_ids(tokenizer, messages if chat else text, chat, checkpoint, tools)
+        thoughts = verify = None
+        if think:
+            ids, thoughts = reasoning_prompt(
+                tokenizer, messages, options.reasons, checkpoint, tools
+            )
+        else:
+            ids = prompt_ids(
+                tokenizer, messages if chat else text, chat, checkpoint, tools
+            )
+        if verifier:
+            judge, files, _ = open_model(verifier, device, warn)
+            words = tokenizer_of(files, verifier, warn)
+            verify = Verifier(judge, words, verifier, messages, tools)
         budget = CHUNK * spread.cp if spread.cp > 1 else BUDGET
         drafter = drafter_for(draft, model, warn, ahead, early_layer)
         with closing(
@@ -220,7 +248,18 @@ def generate_command(
         ) as engine:
             clock = [time.perf_counter()]
             if options.asked:
-                _show(options.write(engine, tokenizer, ids, tokens, how, stop or ()))
+                _show(
+                    options.write(
+                        engine,
+                        tokenizer,
+                        ids,
+                        tokens,
+                        how,
+                        stop or (),
+                        thoughts,
+                        verify,
+                    )
+                )
             else:
                 fresh = _timed(
                     engine.stream(engine.submit(ids, tokens, how, tokenizer.stops)[0]),

@@ -2,12 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from weft.data.chat.reasoning import Thoughts
 from weft.data.tokenizer import Tokenizer
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.generate.beam_search import LENGTH_PENALTY, Search, vote
+from weft.generate.best_answer import RatedAnswer, answer_start, rated_answers
 from weft.generate.engine import Engine
 from weft.generate.joined_texts import Tags, hogwild, multiverse
 from weft.generate.sampling import Sampling
@@ -16,6 +18,10 @@ from weft.layout.layout import Layout
 #: The tokens by which a model parts its text, in the order of :class:`weft.generate.joined_texts.Tags`
 #: (Yang et al. 2025).
 TAGS = ("<Outline>", "</Goal>", "<Path>", "</Path>", "<Conclusion>")
+
+
+#: The word of ``--think`` for answers without reasoning.
+NO_REASONING = "none"
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class TextOptions:
         ``paths``: whether the model forks its text (Multiverse).
         ``length_penalty``: exponent of the length penalty of beam search; None: the default.
         ``prune``: by how much a beam's score may be below the best one; 0: beams are not pruned.
+        ``think``: :data:`NO_REASONING`, or a number of texts with reasoning; "": as the template has it.
+        ``verifier``: name of the reward model that chooses an answer; "": none.
     """
 
     texts: int = 1
@@ -39,11 +47,53 @@ class TextOptions:
     paths: bool = False
     length_penalty: float | None = None
     prune: float = 0.0
+    think: str = ""
+    verifier: str = ""
 
     @property
     def asked(self) -> bool:
-        """Whether any of these options is set."""
-        return self != TextOptions()
+        """Whether any of these options is set that asks for more than a prompt without reasoning."""
+        return self not in (TextOptions(), TextOptions(think=NO_REASONING))
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the texts begin with reasoning, of which ``--think`` gives the number."""
+        return self.think not in ("", NO_REASONING)
+
+    @property
+    def number(self) -> int:
+        """Number of sampled texts."""
+        return int(self.think) if self.reasons else self.texts
+
+    def check_choice(self, chat: bool) -> None:
+        """Raise :class:`UsageError` if ``--think`` or ``--verifier`` cannot be followed. ``chat``: whether the prompt
+        is a conversation.
+        """
+        if self.reasons and not (self.think.isdecimal() and int(self.think)):
+            raise UsageError(
+                f"--think {self.think} is no way to think; give {NO_REASONING}, or a number of texts such as 8"
+            )
+        for name, value in (("--think", self.think), ("--verifier", self.verifier)):
+            if value and not chat:
+                raise UsageError(
+                    f"{name} is for --chat, whose template says where answers begin"
+                )
+            if value and (self.beams or self.workers or self.paths):
+                raise UsageError(
+                    f"{name} is for sampled texts; leave out --beams, --workers and --paths"
+                )
+        if self.reasons and self.texts > 1:
+            raise UsageError(
+                f"--think {self.think} writes {self.think} texts; leave out --texts"
+            )
+        if self.verifier and self.answer is not None:
+            raise UsageError(
+                "--verifier and --answer are different ways to choose; give one of them"
+            )
+        if self.verifier and self.number == 1:
+            raise UsageError(
+                "--verifier chooses among several answers; give --texts or --think, for instance 8"
+            )
 
     def check(self, temperature: float, draft: str, spread: Layout) -> None:
         """Raise :class:`UsageError` if these options conflict with each other or with the sampling ``temperature``, the
@@ -62,7 +112,7 @@ class TextOptions:
             )
         if self.answer is not None:
             _compiled(self.answer)
-            if self.texts == 1:
+            if self.number == 1:
                 raise UsageError(
                     "--answer is what most of several texts say; give --texts, for instance 8"
                 )
@@ -79,7 +129,7 @@ class TextOptions:
             raise UsageError(
                 f"{name} is about beam search; give --beams, or leave it out"
             )
-        if self.texts > 1 and not self.beams and temperature == 0:
+        if self.number > 1 and not self.beams and temperature == 0:
             raise UsageError(
                 "with --temperature 0 all texts are the same; give another, or --beams for the likeliest"
             )
@@ -90,10 +140,13 @@ class TextOptions:
 
     def write(
         self, engine: Engine, tokenizer: Tokenizer, ids: Sequence[int], count: int, how: Sampling,
-        until: Sequence[str],
+        until: Sequence[str], thoughts: Thoughts | None = None, verify: Callable[[str], float] | None = None,
     ) -> Iterator[tuple[str, str]]:  # fmt: skip
         """Generate what these options ask for after the prompt ``ids``. Yield pairs of a heading and a text of up to
         ``count`` tokens, which is cut at the first of the strings ``until``. ``how``: settings of sampling.
+
+        ``thoughts``: the tags of reasoning, which is no part of an answer that is chosen. ``verify``: returns the score
+        of an answer.
         """
 
         def text_of(written: Sequence[int]) -> str:
@@ -105,9 +158,21 @@ class TextOptions:
                 )
             ]
 
+        def start_of(written: list[int]) -> int | None:
+            return answer_start(tokenizer, written, thoughts)
+
+        def words_of(written: list[int]) -> str | None:
+            start = start_of(written)
+            if not start:
+                return None if start is None else text_of(written)
+            return text_of(written[start:]).lstrip()
+
         def answer_of(written: list[int]) -> str | None:
             assert self.answer is not None
-            matches = list(_compiled(self.answer).finditer(text_of(written)))
+            words = words_of(written)
+            if words is None:
+                return None
+            matches = list(_compiled(self.answer).finditer(words))
             return (
                 None if not matches else matches[-1][1 if matches[-1].re.groups else 0]
             )
@@ -135,7 +200,7 @@ class TextOptions:
             )
         elif self.answer is not None:
             most, said = vote(
-                engine, ids, count, how, self.texts, answer_of, tokenizer.stops
+                engine, ids, count, how, self.number, answer_of, tokenizer.stops
             )
             yield (
                 "answers",
@@ -143,6 +208,11 @@ class TextOptions:
                 or "none",
             )
             yield "most say", "nothing that they ask for" if most is None else str(most)
+        elif self.think or self.verifier:
+            rated = rated_answers(
+                engine, ids, count, how, self.number, tokenizer.stops, words_of, start_of, verify
+            )  # fmt: skip
+            yield from shown_choice(rated, "verifier" if verify else "confidence")
         elif self.workers:
             names = [f"worker {i}" for i in range(1, self.workers + 1)]
             openings = [
@@ -166,6 +236,25 @@ class TextOptions:
             engine.run()
             for number, generation in enumerate(generations, 1):
                 yield f"text {number} of {self.texts}", text_of(generation.written)
+
+
+def shown_choice(rated: Sequence[RatedAnswer], judge: str) -> Iterator[tuple[str, str]]:
+    """Yield a heading with the scores of all answers, and one with the best answer. ``judge``: what the scores are of.
+
+    Raises :class:`WeftError` if no text has an answer.
+    """
+    scored = [(each.score, each) for each in rated if each.score is not None]
+    if not scored:
+        raise WeftError(
+            f"none of the {len(rated)} texts came to an answer; give them more --tokens"
+        )
+    lines = [
+        f"{each.number:>3}  {'no answer' if each.score is None else f'{each.score:.4f}'}"
+        for each in rated
+    ]
+    yield f"{judge} of the answers", "\n".join(lines)
+    _, best = max(scored, key=lambda pair: pair[0])
+    yield f"answer {best.number} of {len(rated)}", best.text
 
 
 def _compiled(answer: str) -> re.Pattern[str]:

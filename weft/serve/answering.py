@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from weft.data.chat.reasoning import ReasoningFinder, Thoughts
 from weft.data.detokenizer import TextDecoder
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
@@ -16,7 +17,6 @@ from weft.serve.anthropic import MessageReplies, MessagesRequest
 from weft.serve.call_finder import CallFinder, CallPiece
 from weft.serve.call_form import CallForm
 from weft.serve.protocol import Refusal, SamplingRequest
-from weft.serve.reasoning import ReasoningFinder, Thoughts
 from weft.serve.replies import Answer, Replies, Usage, usage_of
 from weft.serve.responses import ResponseReplies, ResponsesRequest
 from weft.serve.server_metrics import AnswerTimer

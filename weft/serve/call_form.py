@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from weft.data.chat.chat_template import ChatTemplate, TemplateError
 from weft.data.chat.edges import common_length
+from weft.data.chat.reasoning import thoughts_of
 from weft.generate.grammar import BLANKS
 from weft.serve.protocol import Language
-from weft.serve.reasoning import thoughts_of
 
 #: An example of a call, whose words no template has itself.
 _NAME, _ARGUMENTS = "weft_example", {"weft_key": "weft_value"}

@@ -16,6 +16,12 @@ from weft.data.chat.chat_template import ChatTemplate
 from weft.data.chat.conversation import Message
 from weft.data.chat.encode import ChatEncoder, own_encoder
 from weft.data.chat.marks import Marked, mark_words, without_marks
+from weft.data.chat.reasoning import (
+    Thoughts,
+    begins_thinking,
+    thoughts_of,
+    without_reasoning,
+)
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError
 from weft.generate.grammar import Grammar, Grammars
@@ -23,7 +29,6 @@ from weft.serve.call_form import CallForm, call_form, shows_tools
 from weft.serve.lengths import PIECE, TextLengths, TokenLimit, TooManyTokens
 from weft.serve.messages import read_live
 from weft.serve.protocol import Conversing, Language, Texts
-from weft.serve.reasoning import Thoughts, begins_thinking, thoughts_of
 
 R = TypeVar("R")
 
@@ -172,14 +177,19 @@ class Prompts:
         if limit is not None:
             encoder.lengths.check(shown.text, limit)
         thoughts = thoughts_of(template.source)
+        closed = thoughts and asked.opens and asked.thinks is False
+        if thoughts and closed:
+            text = without_reasoning(thoughts, template.source, shown.text)
+            shown = replace(shown, text=text)
         if thoughts:
             words = talk[-1]["content"] if asked.continue_final_message else ""
             thoughts = thoughts._replace(
                 begun=begins_thinking(thoughts, shown.text, words)
             )
         idle = [name for name in variables if name not in template.source]
-        if "enable_thinking" in variables and asked.reasoning_effort == "none":
-            idle = [name for name in idle if name != "reasoning_effort"]
+        if closed:
+            heeded = ("reasoning_effort", "enable_thinking")
+            idle = [name for name in idle if name not in heeded]
         return ChatPrompt(
             [int(i) for i in encoder.chat.tokens.encode(shown)[0]], thoughts, idle
         )

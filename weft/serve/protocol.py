@@ -423,6 +423,14 @@ class Conversing(Modelled):
         return self
 
     @property
+    def thinks(self) -> bool | None:
+        """Whether the answer may begin with reasoning; None if the request does not say."""
+        given = self.chat_template_kwargs.get("enable_thinking")
+        if isinstance(given, bool):
+            return given
+        return False if self.reasoning_effort == "none" else None
+
+    @property
     def opens(self) -> bool:
         """Whether the prompt opens the assistant's next turn."""
         return (

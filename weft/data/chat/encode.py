@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,6 +18,13 @@ from weft.data.chat.learned_spans import WeightedSpan, learned_spans
 from weft.data.chat.marks import Marked
 from weft.data.chat.notes import Facts, facts_of
 from weft.data.chat.question_split import split_at_questions
+from weft.data.chat.reasoning import (
+    THINKS,
+    Thoughts,
+    begins_thinking,
+    thoughts_of,
+    without_reasoning,
+)
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
 
@@ -163,6 +171,46 @@ def prompt_ids(
     return [
         int(i) for i in own_encoder(tokenizer, name).prompt(as_messages(prompt), tools)
     ]
+
+
+class ReasoningPrompt(NamedTuple):
+    """The token ids of a conversation to be continued, and the tags of the reasoning that may come first.
+
+    ``thoughts``: None if the prompt ends with a closed reasoning block.
+    """
+
+    ids: list[int]
+    thoughts: Thoughts | None
+
+
+def reasoning_prompt(
+    tokenizer: Tokenizer,
+    talk: Messages,
+    think: bool,
+    name: str,
+    tools: Messages | None = None,
+) -> ReasoningPrompt:
+    """Encode the conversation ``talk`` up to the assistant's answer. Without ``think`` its reasoning block is closed.
+
+    The template's variable ``enable_thinking`` is set if the template reads it. ``name``: what errors call the owner of
+    the chat template. ``tools``: tools that the assistant may call. Raises :class:`UsageError` for templates that know
+    no reasoning.
+    """
+    encoder = own_encoder(tokenizer, name)
+    template = encoder.template.of(tools)
+    thoughts = thoughts_of(template.source)
+    if thoughts is None:
+        raise UsageError(
+            f"the chat template of {name} knows no reasoning, such as <think>; leave out --think"
+        )
+    variables = {THINKS: think} if THINKS in template.source else {}
+    shown = template.render(as_messages(talk), tools, True, variables)
+    if not think:
+        text = without_reasoning(thoughts, template.source, shown.text)
+        shown = replace(shown, text=text)
+    ids = [int(i) for i in encoder.tokens.encode(shown)[0]]
+    begun = begins_thinking(thoughts, shown.text)
+    return ReasoningPrompt(ids, thoughts._replace(begun=begun) if think else None)
 
 
 def own_encoder(

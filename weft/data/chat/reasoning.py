@@ -6,6 +6,10 @@ from typing import NamedTuple
 TAGS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
 
 
+#: The template variable that says whether answers begin with reasoning.
+THINKS = "enable_thinking"
+
+
 class Thoughts(NamedTuple):
     """The tags before and after the reasoning in an answer. ``begun``: whether the prompt ends with the first tag, so
     that the answer begins inside its reasoning.
@@ -28,6 +32,20 @@ def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> boo
     if continued:
         return continued.rfind(thoughts.opening) > continued.rfind(thoughts.closing)
     return prompt.rstrip().endswith(thoughts.opening)
+
+
+def without_reasoning(thoughts: Thoughts, template: str, prompt: str) -> str:
+    """Return ``prompt`` with its reasoning block closed and empty, so that the answer begins at once.
+
+    ``template`` has written the prompt, with the variable ``enable_thinking`` set to false. If the template reads this
+    variable, the prompt changes only where a block is still open. ``thoughts``: the tags of reasoning.
+    """
+    begun = begins_thinking(thoughts, prompt)
+    closed = prompt.rstrip().endswith(thoughts.closing)
+    if closed or (THINKS in template and not begun):
+        return prompt
+    opened = prompt if begun else prompt + thoughts.opening
+    return f"{opened.rstrip()}\n\n{thoughts.closing}\n\n"
 
 
 class ReasoningFinder:

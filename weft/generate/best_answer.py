@@ -1,0 +1,116 @@
+"""Choice of the best of several answers to one prompt, by the model's confidence or by a verifier.
+
+A model that writes its reasoning first is judged by its answer alone. Without reasoning, many answers and a choice
+among them can be as good in less time (NoThinking, Ma et al. 2025, 2504.09858).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from weft.data.chat.conversation import as_messages
+from weft.data.chat.encode import ChatEncoder, Messages, own_encoder
+from weft.errors import UsageError
+from weft.generate.engine import check_ids
+
+if TYPE_CHECKING:
+    from weft.data.chat.reasoning import Thoughts
+    from weft.data.tokenizer import Tokenizer
+    from weft.generate.engine import Engine
+    from weft.generate.request import Generation
+    from weft.generate.sampling import Sampling
+    from weft.models.transformer import Transformer
+
+
+class RatedAnswer(NamedTuple):
+    """The answer in the text number ``number`` (from 1) of several, and its score. None: the text has no answer."""
+
+    number: int
+    text: str
+    score: float | None
+
+
+def answer_start(
+    tokenizer: Tokenizer, ids: Sequence[int], thoughts: Thoughts | None
+) -> int | None:
+    """Return the index in ``ids`` of the first token behind the reasoning of a text; None if the reasoning does not
+    end.
+
+    ``thoughts``: the tags of reasoning; None: the text has none.
+    """
+    if thoughts is None:
+        return 0
+    text = tokenizer.decode(ids)
+    if not thoughts.begun and not text.lstrip().startswith(thoughts.opening):
+        return 0
+    if thoughts.closing not in text:
+        return None
+    return bisect_left(
+        range(len(ids)),
+        True,
+        key=lambda end: thoughts.closing in tokenizer.decode(ids[:end]),
+    )
+
+
+def confidence(generation: Generation, start: int) -> float | None:
+    """Return the mean log-probability of the tokens from index ``start`` on of a text; None if there are none."""
+    chances = [p for p, _ in generation.log_probabilities[start:]]
+    return sum(chances) / len(chances) if chances else None
+
+
+def rated_answers(
+    engine: Engine, prompt: Sequence[int], count: int, how: Sampling, n: int, stops: Collection[int],
+    answer: Callable[[list[int]], str | None], start: Callable[[list[int]], int | None],
+    verify: Callable[[str], float] | None = None,
+) -> list[RatedAnswer]:  # fmt: skip
+    """Generate ``n`` texts of up to ``count`` tokens after ``prompt``, and rate the answer of each.
+
+    ``answer``: returns the answer in the ids of a text, None if there is none; ``start``: the index at which it begins.
+    ``verify``: returns the score of an answer; None: the score is the :func:`confidence`.
+    """
+    generations = engine.submit(prompt, count, how, stops, n, top=0)
+    engine.run()
+    rated = list[RatedAnswer]()
+    for number, generation in enumerate(generations, 1):
+        text, score = answer(generation.written), None
+        if text is not None and text.strip():
+            first = start(generation.written)
+            assert first is not None
+            score = verify(text) if verify else confidence(generation, first)
+        rated.append(RatedAnswer(number, text or "", score))
+    return rated
+
+
+class Verifier:
+    """Scores answers to the conversation ``talk`` by ``model``, a reward model with the tokenizer ``tokenizer``.
+
+    ``name``: what errors call the model. ``tools``: tools of the conversation. Raises :class:`UsageError` for models
+    that write texts.
+    """
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer, name: str, talk: Messages,
+        tools: Messages | None = None,
+    ) -> None:  # fmt: skip
+        if model.shape.output != "score":
+            raise UsageError(
+                f"{name} writes texts and scores none; --verifier is for a reward model (loss.kind = 'reward')"
+            )
+        self.model, self.talk, self.tools = model, talk, tools
+        self.encoder: ChatEncoder = own_encoder(tokenizer, name)
+
+    @torch.inference_mode()
+    def __call__(self, answer: str) -> float:
+        """Return the score at the last token of the conversation with ``answer``."""
+        talk = [*self.talk, {"role": "assistant", "content": answer}]
+        shown = self.encoder.template.render(as_messages(talk), self.tools)
+        ids = [int(i) for i in self.encoder.tokens.encode(shown)[0]]
+        check_ids(ids, self.model.shape.vocab)
+        row = torch.tensor([ids, range(len(ids))], device=self.model.mesh.device)
+        ends = torch.tensor([0, len(ids)], dtype=torch.int32)
+        last = slice(len(ids) - 1, None)
+        return float(self.model(row[:1], row[1:], ends, only=last).squeeze())
