@@ -639,11 +639,11 @@ def test_a_planted_fault_is_caught(property_: int, kind: type[Scheduler]) -> Non
 
 
 def test_what_comes_gives_way_to_those_who_wait() -> None:
-    """A pool of seven blocks, of which six are on their way to hold another request, and a prompt of three."""
-    prompt = tuple(i % VOCAB for i in range(12))
+    """A pool of seven blocks, of which four are for another request on its way, and a prompt of four."""
+    prompt = tuple(i % VOCAB for i in range(16))
     coming = ("announce", tuple(1 for _ in range(17)), 1, "", "", 40)
     world = World(4, 0, 40, 5, exact_fill, False, (
-        coming, ("round", 0), coming, ("round", 1), ("add", prompt, 2, "", ""), ("step",), ("land", 0), ("land", 0),
+        coming, ("round", 0), ("add", prompt, 2, "", ""), ("step",), ("land", 0),
     ))  # fmt: skip
     hold_properties(world)
     with pytest.raises(AssertionError, match="property 6: nobody goes on"):
