@@ -21,6 +21,7 @@ from weft.generate.block_contents import LayerPart
 from weft.generate.block_pool import BlockPool
 from weft.generate.drafter import Drafter, early_exit
 from weft.generate.early_exit import check_early_layer
+from weft.generate.fingerprints import adapter_digest
 from weft.generate.grammar import Grammar
 from weft.generate.keys import shelf_keys
 from weft.generate.leader import Leader
@@ -89,6 +90,19 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
         )
 
 
+class KeptBlocks(Protocol):
+    """Interface to blocks that are kept beyond an engine's cache (:mod:`weft.generate.outside_cache`)."""
+
+    def settle(self) -> None:
+        """Between two steps: keep blocks that have become full, and write those that have come."""
+
+    def pause(self) -> None:
+        """Wait a moment for blocks, as there is nothing to compute before they come."""
+
+    def close(self) -> None:
+        """Write what is still to be kept."""
+
+
 class Engine:
     """Generates tokens for many requests with ``model``.
 
@@ -130,6 +144,9 @@ class Engine:
         self.sent: deque[LaunchedPass] = deque()  # the oldest first
         # what lends blocks of this engine's texts to other engines, and what holds blocks of theirs
         self.loans: list[LoanParty] = []
+        self.outside: KeptBlocks | None = None  # beyond this engine's cache
+        # hashes of adapters by their names
+        self.adapter_digests = {"": b""}
 
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
@@ -197,6 +214,7 @@ class Engine:
         if not any(keys.values()):
             self.probe()
         keys[name] = shelf_keys(name, self.reader.add_adapter(name, adapter))
+        self.adapter_digests[name] = adapter_digest(adapter)
 
     def add_model(self, name: str, model: Transformer) -> None:
         """Let later requests name ``model`` in place of an adapter. Modules that the engine's own model has too are
@@ -288,6 +306,8 @@ class Engine:
         scheduler = self.scheduler
         for party in self.loans:
             party.settle()
+        if self.outside is not None:
+            self.outside.settle()
         if self.drafter is not None:
             others = (r for r in scheduler.running if r not in scheduler.due)
             self.drafter.propose(
@@ -306,6 +326,8 @@ class Engine:
                     party.give_up(lost.lender)
                 return True
             self.sent.append(LaunchedPass(set_out(scheduler, step), rows, logits))
+        elif self.outside is not None and not self.sent:
+            self.outside.pause()
         return bool(step.work)
 
     def _take_back(self, step: ScheduledStep) -> None:
@@ -429,7 +451,9 @@ class Engine:
             pass
 
     def close(self) -> None:
-        """End the other ranks, if there are any."""
+        """End the other ranks, if there are any, and keep what is to outlive the engine."""
+        if self.outside is not None:
+            self.outside.close()
         self.reader.close()
 
 

@@ -1,6 +1,7 @@
 """A request: the growing text, the scheduler's data about it, and its sampling settings."""
 
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from time import monotonic
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft.generate.block_source import Contents
 from weft.generate.grammar import Grammar
 from weft.generate.random_numbers import TokenNumbers
 from weft.generate.sampling import Sampling
@@ -32,6 +34,16 @@ class PrefixView(NamedTuple):
 
     request: "Request"
     tokens: int | None
+
+
+class BlockFetch(NamedTuple):
+    """Blocks on their way to a request. ``blocks``: gets the contents of the leading ones of ``count`` blocks;
+    ``deadline``: when the request goes on without them, in seconds of ``time.monotonic``.
+    """
+
+    blocks: Future[list[Contents]]
+    deadline: float
+    count: int
 
 
 @dataclass(eq=False)
@@ -95,6 +107,7 @@ class Request:
     pinned: bool = False
     # it begins again only once so many blocks are free here or can be borrowed
     least_blocks: int = 0
+    fetch: BlockFetch | None = None  # what it waits for
     # [vocab] behind its tokens, of a request that somebody else writes for
     logits: T | None = None
     workflow: Workflow | None = None  # of which it is a stage
@@ -117,8 +130,12 @@ class Request:
 
     @property
     def ready(self) -> bool:
-        """Whether all tokens of other requests to which this request attends have been computed."""
-        return all(view.request.computed >= (view.tokens or 0) for view in self.context)
+        """Whether all tokens of other requests to which this request attends have been computed, and no blocks of its
+        own are on their way.
+        """
+        return self.fetch is None and all(
+            view.request.computed >= (view.tokens or 0) for view in self.context
+        )
 
     def prompt_rows(self, tokens: int) -> int:
         """Return how many rows of the prompt's logits the request needs from a pass over its next ``tokens`` tokens.

@@ -12,7 +12,7 @@ Drafts (:mod:`weft.generate.lookup`) are further tokens of a request, if a step 
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from weft.errors import UsageError
 from weft.generate import branches
@@ -34,6 +34,21 @@ class ScheduledStep(NamedTuple):
     loads: Sequence[tuple[str, list[int]]] = ()
 
 
+class OutsideBlocks(Protocol):
+    """Interface to blocks that are kept beyond the pool (:mod:`weft.generate.outside_cache`)."""
+
+    def find(self, request: Request, keys: Sequence[bytes]) -> int:
+        """Return how many of the blocks with the leading ``keys`` are kept."""
+
+    def fetch(self, request: Request, keys: Sequence[bytes]) -> None:
+        """Start to read these blocks; ``request.fetch`` says what the request waits for, until
+        :meth:`Scheduler.arrived`.
+        """
+
+    def note_full(self, request: Request, key: bytes, block: int) -> None:
+        """Remember that ``block`` has become full, so that it is kept."""
+
+
 class Scheduler:
     """Plans steps of at most ``budget`` tokens from at most ``limit`` requests. ``policy``: shares the budget among
     requests. ``version``: number of the weights, which :meth:`renew` changes.
@@ -52,6 +67,7 @@ class Scheduler:
         # of the blocks of an adapter, by its name
         self.adapter_keys: dict[str, list[bytes]] = {"": []}
         self._loads: list[tuple[str, list[int]]] = []
+        self.outside: OutsideBlocks | None = None
         self.preemptions = 0  # times that a request gave its blocks back
         # called in turn before a request is preempted; each returns whether it has freed a block
         self.relief: list[Callable[[], bool]] = []
@@ -139,6 +155,14 @@ class Scheduler:
         branches.release(self.pool, request)
         self.pool.release([*request.shelf, *request.table])
         request.shelf, request.table, request.keys, request.computed = [], [], [], 0
+        request.fetch = None
+
+    def arrived(self, request: Request, blocks: int) -> None:
+        """Let ``request`` go on behind so many blocks that it has waited for; it computes all others itself."""
+        request.fetch = None
+        request.computed += blocks * self.pool.size
+        request.hits += blocks * self.pool.size
+        self._remember(request)
 
     def renew(self) -> None:
         """Recompute all running requests, as the weights have changed; cached blocks of the old weights stay unused."""
@@ -173,7 +197,8 @@ class Scheduler:
                     or len(self.running) == self.limit
                     or not self._begin(request)
                 )
-            if not left or not request.runs or not request.wanted:
+            waits = not request.runs or not request.wanted or not request.ready
+            if not left or waits:
                 continue
             tokens = min(tokens, request.wanted, left)
             while request.runs and not self._reserve(request, tokens, step):
@@ -248,8 +273,11 @@ class Scheduler:
         for key in chained_keys(
             request.keys[-1], request.ids[first * size : end * size], size
         ):
-            self.pool.remember(request.table[len(request.keys) - 1], key)
+            block = request.table[len(request.keys) - 1]
+            self.pool.remember(block, key)
             request.keys.append(key)
+            if self.outside is not None:
+                self.outside.note_full(request, key, block)
 
     def _begin(self, request: Request) -> bool:
         """Start a request after the part of its text that is in the cache; return False if there is no room."""
@@ -262,11 +290,15 @@ class Scheduler:
         # one token is computed in any case
         keys = [root, *chained_keys(root, request.ids[:last], pool.size)]
         blocks = [] if request.scored else pool.find(keys[1:])
-        known = len(blocks) * pool.size
+        known, away = len(blocks) * pool.size, keys[len(blocks) + 1 :]
+        if self.outside is None or request.scored or request.pinned:
+            away = []
+        else:
+            away = away[: self.outside.find(request, away)]
         most = (
             request.most + 1
             if request.pinned
-            else min(len(request.ids), known + self.budget)
+            else min(len(request.ids), known + len(away) * pool.size + self.budget)
         )
         beside, shelf = (
             self.adapter_keys[request.adapter],
@@ -295,6 +327,9 @@ class Scheduler:
             )
         self.waiting.remove(request)
         self.running.append(request)
+        if away and self.outside is not None:
+            request.table.extend(pool.take() for _ in away)
+            self.outside.fetch(request, away)
         return True
 
     def _shelf(self, adapter: str) -> list[int] | None:

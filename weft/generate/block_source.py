@@ -1,0 +1,142 @@
+"""Where cache blocks outlive the cache: host memory, files, or another engine.
+
+A block is found by a key that stands for the model, the adapter and the whole text up to the block's end, so equal keys
+mean equal contents. Contents are bytes in the order of :mod:`weft.generate.block_contents`.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
+from typing import Protocol
+
+#: The contents of a block.
+Contents = bytes | bytearray | memoryview
+
+
+class BlockSource(Protocol):
+    """Interface of whatever keeps blocks. Its methods can be called in any thread, and none of them waits long."""
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading ``keys`` the source has."""
+
+    def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
+        """Start to read the blocks of ``keys``. The result has the contents of the leading ones: fewer than there are
+        keys if a block is gone or damaged.
+        """
+
+    def store(self, key: bytes, contents: Contents) -> None:
+        """Keep a block, as far as there is room: a later :meth:`find` may or may not see it."""
+
+    def close(self) -> None:
+        """Write what is still to be written, within a limit of time, and free what the source holds."""
+
+
+def done(contents: list[Contents]) -> Future[list[Contents]]:
+    """Return a future that has its result already."""
+    future: Future[list[Contents]] = Future()
+    future.set_result(contents)
+    return future
+
+
+class HostBlocks:
+    """Keeps blocks in this process's memory: at most ``most`` bytes; those used longest ago make way."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.bytes = most, 0
+        self._blocks: OrderedDict[bytes, Contents] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading ``keys`` are in memory."""
+        with self._lock:
+            return sum(1 for _ in takewhile(self._blocks.__contains__, keys))
+
+    def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
+        """Return the contents of the leading ``keys``, without waiting."""
+        with self._lock:
+            there = list(takewhile(self._blocks.__contains__, keys))
+            # a text's first block is needed by all that follow it: it goes last
+            for key in reversed(there):
+                self._blocks.move_to_end(key)
+            return done([self._blocks[key] for key in there])
+
+    def store(self, key: bytes, contents: Contents) -> None:
+        """Keep a block in memory."""
+        size = len(contents)
+        with self._lock:
+            if key in self._blocks or size > self.most:
+                return
+            self._blocks[key] = contents
+            self.bytes += size
+            while self.bytes > self.most:
+                _, gone = self._blocks.popitem(last=False)
+                self.bytes -= len(gone)
+
+    def close(self) -> None:
+        """Free the memory."""
+        with self._lock:
+            self._blocks.clear()
+            self.bytes = 0
+
+
+class TieredBlocks:
+    """Keeps blocks in several sources, the fastest one first. What is read from a slower one is kept in those before.
+
+    ``sources``: at least one.
+    """
+
+    def __init__(self, sources: Sequence[BlockSource]) -> None:
+        self.sources = list(sources)
+        self._reader = ThreadPoolExecutor(2, "blocks")
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading ``keys`` any of the sources has."""
+        count = 0
+        while count < len(keys):
+            more = max(source.find(keys[count:]) for source in self.sources)
+            if not more:
+                break
+            count += more
+        return count
+
+    def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
+        """Start to read the leading ``keys``, each from the first source that has it."""
+        if self.sources[0].find(keys) == len(keys):
+            return self.sources[0].fetch(keys)
+        return self._reader.submit(self._collect, keys)
+
+    def store(self, key: bytes, contents: Contents) -> None:
+        """Keep a block in every source."""
+        for source in self.sources:
+            source.store(key, contents)
+
+    def close(self) -> None:
+        """Close all sources."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        for source in self.sources:
+            source.close()
+
+    def _collect(self, keys: Sequence[bytes]) -> list[Contents]:
+        collected: list[Contents] = []
+        while len(collected) < len(keys):
+            rest = keys[len(collected) :]
+            more = self._next_run(rest)
+            if not more:
+                break
+            collected += more
+        return collected
+
+    def _next_run(self, keys: Sequence[bytes]) -> list[Contents]:
+        """The contents of the first of ``keys`` and of those behind it that the same source has."""
+        for number, source in enumerate(self.sources):
+            count = source.find(keys)
+            contents = source.fetch(keys[:count]).result() if count else []
+            if not contents:
+                continue
+            for key, each in zip(keys, contents, strict=False):
+                for faster in self.sources[:number]:
+                    faster.store(key, each)
+            return contents
+        return []

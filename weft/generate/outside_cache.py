@@ -1,0 +1,159 @@
+"""An engine's cache beyond its own blocks: full blocks are kept in a source, and found there by later texts.
+
+A request whose first blocks are in the source gets blocks for them here and waits until they are read, while other
+requests compute. If that takes too long, or a block turns out to be gone, the rest is computed as usual.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from hashlib import blake2b
+
+import torch
+
+from weft.generate.block_contents import bytes_of
+from weft.generate.block_source import BlockSource, Contents
+from weft.generate.engine import Engine
+from weft.generate.request import BlockFetch, Request
+
+#: Seconds that a request waits for its blocks before it computes them.
+FETCH_S = 5.0
+#: Seconds that a step waits for blocks if nothing else is to be computed.
+IDLE_S = 0.005
+#: Blocks that may wait to be kept while steps are under way whose end would have to be waited for.
+DEFERRED = 64
+
+
+class OutsideCache:
+    """Keeps the full blocks of ``engine`` in ``source``, and gives them to requests.
+
+    ``name``: fingerprint of the model, which the keys of all blocks include. ``seconds``: how long a request waits for
+    its blocks. ``warn`` shows the user a line.
+
+    Attributes:
+        ``fetched``: blocks that were read from the source so far.
+        ``late``: how often a request has computed what did not come in time.
+    """
+
+    def __init__(
+        self, engine: Engine, source: BlockSource, name: str, seconds: float = FETCH_S,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:  # fmt: skip
+        self.engine, self.source, self.name, self.seconds = engine, source, name, seconds  # fmt: skip
+        self.warn, self._failed = warn, False
+        self.fetched = self.late = 0
+        self._fetching: list[Request] = []
+        self._full: list[tuple[Request, bytes, int]] = []
+        self._size = bytes_of(engine.block_form(), engine.reader.size)
+        engine.outside = engine.scheduler.outside = self
+
+    # Called by the scheduler.
+
+    def find(self, request: Request, keys: Sequence[bytes]) -> int:
+        """Return how many of the blocks with the leading ``keys``, which the engine lacks, the source has."""
+        if not self._knows(request) or not keys:
+            return 0
+        try:
+            return self.source.find(self._outside_keys(request, keys))
+        except Exception as error:
+            self._give_up(error)
+            return 0
+
+    def fetch(self, request: Request, keys: Sequence[bytes]) -> None:
+        """Start to read the blocks of ``keys`` for ``request``, which waits for them."""
+        try:
+            future = self.source.fetch(self._outside_keys(request, keys))
+        except Exception as error:
+            return self._give_up(error)
+        request.fetch = BlockFetch(future, time.monotonic() + self.seconds, len(keys))
+        self._fetching.append(request)
+
+    def note_full(self, request: Request, key: bytes, block: int) -> None:
+        """Remember that ``block`` is full, so that it is kept before it can be overwritten."""
+        if self._knows(request) and block >= 0:
+            self._full.append((request, key, block))
+
+    # Called by the engine, between steps.
+
+    def settle(self) -> None:
+        """Keep the blocks that have become full, and write those that have come for requests."""
+        if self._full and (not self.engine.sent or len(self._full) > DEFERRED):
+            full, self._full = self._full, []
+            self._keep(full)
+        for request in [*self._fetching]:
+            fetch = request.fetch
+            if fetch is None:  # it has lost its blocks, or has ended
+                self._fetching.remove(request)
+            elif fetch.blocks.done():
+                self._fetching.remove(request)
+                self._write(request, fetch)
+            elif time.monotonic() > fetch.deadline:
+                self._fetching.remove(request)
+                fetch.blocks.cancel()
+                self.late += 1
+                self.engine.scheduler.arrived(request, 0)
+
+    def pause(self) -> None:
+        """Wait a moment for blocks, as there is nothing to compute before they come."""
+        futures = [r.fetch.blocks for r in self._fetching if r.fetch is not None]
+        if futures:
+            wait(futures, IDLE_S, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """Keep what is full, and close the source."""
+        self._keep(self._full)
+        self._full = []
+        self.source.close()
+
+    def _knows(self, request: Request) -> bool:
+        """Whether equal keys of such a request mean equal blocks for every engine."""
+        scheduler = self.engine.scheduler
+        return (
+            not scheduler.version
+            and not request.context
+            and request.adapter in self.engine.adapter_digests
+        )
+
+    def _outside_keys(self, request: Request, keys: Iterable[bytes]) -> list[bytes]:
+        about = self.name.encode() + self.engine.adapter_digests[request.adapter]
+        return [blake2b(about + key, digest_size=16).digest() for key in keys]
+
+    def _keep(self, full: Sequence[tuple[Request, bytes, int]]) -> None:
+        pool, reader = self.engine.scheduler.pool, self.engine.reader
+        for request, key, block in full:
+            # else somebody else has the block now
+            if pool.known.get(key) != block or not self._knows(request):
+                continue
+            (outside,) = self._outside_keys(request, [key])
+            try:
+                if not self.source.find([outside]):
+                    rows = reader.read_blocks([block], reader.size)
+                    self.source.store(outside, rows.flatten().numpy().data)
+            except Exception as error:
+                return self._give_up(error)
+
+    def _write(self, request: Request, fetch: BlockFetch) -> None:
+        """Write what has come to the blocks of ``request``, which then computes the rest."""
+        try:
+            contents = fetch.blocks.result()
+        except Exception as error:
+            self._give_up(error)
+            contents = list[Contents]()
+        blocks = 0
+        while blocks < len(contents) and len(contents[blocks]) == self._size:
+            blocks += 1
+        reader = self.engine.reader
+        first = request.computed // reader.size
+        if blocks:
+            joined = bytearray().join(contents[:blocks])
+            rows = torch.frombuffer(joined, dtype=torch.uint8).view(blocks, -1)
+            table = request.table[first : first + blocks]
+            reader.write_blocks(table, reader.size, rows)
+        self.fetched += blocks
+        self.engine.scheduler.arrived(request, blocks)
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without blocks from the source, of which the user hears once."""
+        if not self._failed:
+            self._failed = True
+            self.warn(f"kept cache blocks cannot be used ({error}); texts are computed")
