@@ -167,6 +167,27 @@ _models = (
 Models = Annotated[
     Path | None, typer.Option("--models", metavar="FOLDER", help=_models)
 ]
+_host_cache = (
+    "Keep cached prefixes in so many GB of each engine's host memory too, for when "
+    "the cache needs their room."
+)
+HostCache = Annotated[
+    float, typer.Option("--host-cache", min=0, metavar="GB", help=_host_cache)
+]
+_cache_folder = (
+    "Keep cached prefixes in files of this folder, which all engines on this machine "
+    "and the next start use too. Who can read the files can learn users' texts."
+)
+CacheFolder = Annotated[
+    Path | None, typer.Option("--cache-folder", metavar="FOLDER", help=_cache_folder)
+]
+_cache_files = (
+    "Most GB of these files, 20 if left out; those read longest ago are removed first."
+)
+CacheFolderSize = Annotated[
+    float | None,
+    typer.Option("--cache-folder-size", min=0, metavar="GB", help=_cache_files),
+]
 _invariant = (
     "Make log-probabilities independent of other requests, to the last bit; slower."
 )

@@ -13,10 +13,13 @@ from weft.cli.arguments import (
     Adapters,
     Ahead,
     Budget,
+    CacheFolder,
+    CacheFolderSize,
     CacheTokens,
     Draft,
     EarlyLayer,
     Ema,
+    HostCache,
     Invariant,
     ModelName,
     Models,
@@ -62,6 +65,9 @@ def engine_command(
     budget: Budget = 512,
     policy: PolicyWord = "exact-fill",
     cache: CacheTokens = 0,
+    host_cache: HostCache = 0,
+    cache_folder: CacheFolder = None,
+    cache_folder_size: CacheFolderSize = None,
     share: Annotated[float, typer.Option(min=0.01, max=0.95, help=_share)] = 0.4,
     adapters: Adapters = None,
     models: Models = None,
@@ -99,7 +105,7 @@ def engine_command(
     import_plugins(plugin)
     options = EngineOptions(
         checkpoint, requests, waiting, budget, policy, cache, adapters, models, ema, weights, invariant, draft,
-        ahead, early_layer, tuple(plugin or ()), layout or "",
+        ahead, early_layer, tuple(plugin or ()), layout or "", "", host_cache, cache_folder, cache_folder_size,
     )  # fmt: skip
     options.check()
     if (code := launch_ranks(options.spread, checkpoint)) is not None:

@@ -16,10 +16,13 @@ from weft.cli.arguments import (
     Adapters,
     Ahead,
     Budget,
+    CacheFolder,
+    CacheFolderSize,
     CacheTokens,
     Draft,
     EarlyLayer,
     Ema,
+    HostCache,
     Invariant,
     ModelName,
     Models,
@@ -113,6 +116,9 @@ def serve_command(
     budget: Budget = 512,
     policy: PolicyWord = "exact-fill",
     cache: CacheTokens = 0,
+    host_cache: HostCache = 0,
+    cache_folder: CacheFolder = None,
+    cache_folder_size: CacheFolderSize = None,
     tokens: Annotated[
         int,
         typer.Option(
@@ -173,7 +179,7 @@ def serve_command(
     import_plugins(plugin)
     options = EngineOptions(
         checkpoint, requests, waiting, budget, policy, cache, adapters, models, ema, weights, invariant, draft,
-        ahead, early_layer, tuple(plugin or ()), layout or "", resident,
+        ahead, early_layer, tuple(plugin or ()), layout or "", resident, host_cache, cache_folder, cache_folder_size,
     )  # fmt: skip
     options.check()
     if resident and (engines or cluster):

@@ -21,7 +21,6 @@ from weft.generate.block_contents import LayerPart
 from weft.generate.block_pool import BlockPool
 from weft.generate.drafter import Drafter, early_exit
 from weft.generate.early_exit import check_early_layer
-from weft.generate.fingerprints import adapter_digest
 from weft.generate.grammar import Grammar
 from weft.generate.keys import shelf_keys
 from weft.generate.leader import Leader
@@ -214,7 +213,7 @@ class Engine:
         if not any(keys.values()):
             self.probe()
         keys[name] = shelf_keys(name, self.reader.add_adapter(name, adapter))
-        self.adapter_digests[name] = adapter_digest(adapter)
+        self.adapter_digests[name] = adapter.digest
 
     def add_model(self, name: str, model: Transformer) -> None:
         """Let later requests name ``model`` in place of an adapter. Modules that the engine's own model has too are

@@ -16,6 +16,7 @@ from weft.generate.engine import Engine, check_prompt
 from weft.generate.fingerprint import open_for_reading, weights_fingerprint
 from weft.generate.leader import follow_leader, mesh_of_rank
 from weft.generate.many_models import Room, add_models, members_of
+from weft.generate.outside_cache import keep_blocks
 from weft.generate.policies import policy_of
 from weft.generate.start import leads
 from weft.layout.layout import Layout
@@ -23,6 +24,8 @@ from weft.models.products import read_only
 
 #: The share of the free memory that the cache may fill.
 SHARE = 0.4
+#: GB of the files in which cache blocks are kept, if nothing else is said.
+FOLDER_GB = 20.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class EngineOptions:
         ``plugins``: modules that register techniques.
         ``layout``: text of the layout.
         ``resident``: room for the models in memory, as :meth:`Room.parse` reads it; "": all have room.
+        ``host_cache``: GB of host memory in which cache blocks are kept.
+        ``cache_folder``: folder in whose files cache blocks are kept, or None.
+        ``cache_folder_size``: most GB of these files; None: :data:`FOLDER_GB`.
     """
 
     checkpoint: str
@@ -66,6 +72,9 @@ class EngineOptions:
     plugins: tuple[str, ...]
     layout: str
     resident: str = ""
+    host_cache: float = 0.0
+    cache_folder: Path | None = None
+    cache_folder_size: float | None = None
 
     @property
     def spread(self) -> Layout:
@@ -95,6 +104,10 @@ class EngineOptions:
                 raise UsageError(
                     "--resident is for --models FOLDER; give both, or leave it out"
                 )
+        if self.cache_folder_size is not None and self.cache_folder is None:
+            raise UsageError(
+                "--cache-folder-size is about a folder; give --cache-folder FOLDER too"
+            )
         check_ahead(self.draft, self.ahead, self.early_layer, self.spread.world)
         policy_of(self.policy)
 
@@ -114,8 +127,12 @@ class EngineOptions:
             "ahead": self.ahead,
             "early-layer": self.early_layer,
             "layout": self.layout,
+            "host-cache": self.host_cache,
+            "cache-folder": self.cache_folder,
         }
         words = [f"--{name}={value}" for name, value in values.items() if value]
+        if self.cache_folder_size is not None:
+            words.append(f"--cache-folder-size={self.cache_folder_size}")
         words += ["--ema"] * self.ema + ["--invariant"] * self.invariant
         return [*words, *(f"--plugin={module}" for module in self.plugins)]
 
@@ -188,8 +205,28 @@ def open_engine(
         cache = engine.fit(int(share * free))
     if options.adapters:
         others += add_adapters(engine, options.adapters, name)
+    if options.host_cache or options.cache_folder:
+        keep_opened(engine, options, warn)
     resting = members if options.resident else {}
     return OpenedEngine(engine, files, cache, others, family, resting)
+
+
+def keep_opened(
+    engine: Engine, options: EngineOptions, warn: Callable[[str], None]
+) -> None:
+    """Keep the cache blocks of ``engine`` in host memory or files, as ``options`` say."""
+    opened = open_for_reading(options.checkpoint, options.ema)
+    weights = weights_fingerprint(opened, options.weights)
+    size = options.cache_folder_size
+    most = FOLDER_GB if size is None else size
+    keep_blocks(
+        engine,
+        f"{weights} {options.invariant}",
+        int(options.host_cache * 1e9),
+        options.cache_folder,
+        int(most * 1e9),
+        warn,
+    )
 
 
 def adapter_folders(folder: Path, model: str) -> list[Path]:

@@ -4,15 +4,19 @@ A request whose first blocks are in the source gets blocks for them here and wai
 requests compute. If that takes too long, or a block turns out to be gone, the rest is computed as usual.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from hashlib import blake2b
+from pathlib import Path
 
 import torch
 
+from weft.errors import UsageError
 from weft.generate.block_contents import bytes_of
-from weft.generate.block_source import BlockSource, Contents
+from weft.generate.block_files import BlockFiles
+from weft.generate.block_source import BlockSource, Contents, HostBlocks, TieredBlocks
 from weft.generate.engine import Engine
 from weft.generate.request import BlockFetch, Request
 
@@ -45,6 +49,10 @@ class OutsideCache:
         self._fetching: list[Request] = []
         self._full: list[tuple[Request, bytes, int]] = []
         self._size = bytes_of(engine.block_form(), engine.reader.size)
+        if not self._size:
+            raise UsageError(
+                "a plugin's model remembers nothing that could be kept; leave out --host-cache and --cache-folder"
+            )
         engine.outside = engine.scheduler.outside = self
 
     # Called by the scheduler.
@@ -65,7 +73,7 @@ class OutsideCache:
             future = self.source.fetch(self._outside_keys(request, keys))
         except Exception as error:
             return self._give_up(error)
-        request.fetch = BlockFetch(future, time.monotonic() + self.seconds, len(keys))
+        request.fetch = BlockFetch(future, time.monotonic() + self.seconds)
         self._fetching.append(request)
 
     def note_full(self, request: Request, key: bytes, block: int) -> None:
@@ -157,3 +165,30 @@ class OutsideCache:
         if not self._failed:
             self._failed = True
             self.warn(f"kept cache blocks cannot be used ({error}); texts are computed")
+
+
+def cache_name(engine: Engine, weights: str) -> str:
+    """Return a name for what the contents of ``engine``'s blocks depend on: the model's fingerprint ``weights``, the
+    form of a block, and its tokens.
+    """
+    form = [each.form for each in engine.block_form()]
+    text = json.dumps([weights, engine.reader.size, form])
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def keep_blocks(
+    engine: Engine, weights: str, memory: int, folder: Path | None, most: int, warn: Callable[[str], None]
+) -> OutsideCache:  # fmt: skip
+    """Keep the blocks of ``engine`` in ``memory`` bytes of host memory, in the files of ``folder``, or in both.
+
+    ``weights``: fingerprint of the model; ``most``: bytes that all files may take; ``warn`` shows the user a line.
+    Raises :class:`UsageError` if the folder cannot be made, or there is nothing to keep.
+    """
+    name = cache_name(engine, weights)
+    sources = list[BlockSource]()
+    if memory:
+        sources.append(HostBlocks(memory))
+    if folder is not None:
+        sources.append(BlockFiles(folder, name, most, warn))
+    source = TieredBlocks(sources) if len(sources) > 1 else sources[0]
+    return OutsideCache(engine, source, name, warn=warn)

@@ -37,13 +37,12 @@ class PrefixView(NamedTuple):
 
 
 class BlockFetch(NamedTuple):
-    """Blocks on their way to a request. ``blocks``: gets the contents of the leading ones of ``count`` blocks;
-    ``deadline``: when the request goes on without them, in seconds of ``time.monotonic``.
+    """Blocks on their way to a request. ``blocks``: gets the contents of the leading ones; ``deadline``: when the
+    request goes on without them, in seconds of ``time.monotonic``.
     """
 
     blocks: Future[list[Contents]]
     deadline: float
-    count: int
 
 
 @dataclass(eq=False)
