@@ -29,7 +29,7 @@ NEW, SIZE = 10, 4
 
 def name_of(model: Transformer) -> str:
     """A name that differs where weights do."""
-    return f"{sum(float(p.double().sum()) for p in model.parameters())}"
+    return f"{sum(float(p.detach().double().sum()) for p in model.parameters())}"
 
 
 def engine_with(

@@ -1,6 +1,6 @@
 """Cache blocks in files, which other engines and the next start of a service read too.
 
-A folder has one folder for each model (:func:`weft.generate.fingerprint.weights_fingerprint`), and in it a file for each
+A folder has one folder for each model (:func:`weft.generate.outside_cache.cache_name`), and in it a file for each
 block, named by the block's key. A file is a header, with the key and a hash of the contents, and the contents. It
 appears under its name only when it is whole. What does not match its header is removed and never used, so that a
 damaged file, an alien one, or one of which a crash has left a part costs the time to compute the block again. When the
