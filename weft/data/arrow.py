@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield pairs of row number (from 1) and row of a ``.parquet`` or ``.arrow`` file.
 
-    A row is a dictionary by column name, without the keys that are null.
+    A row is a dictionary by column name, without the columns whose value is null.
     """
     import pyarrow
 

@@ -32,10 +32,10 @@ Plan = tuple[tuple[Pass, ...], ...]
 class PassGroup:
     """Data ranks that share a pass of a balanced step (:mod:`weft.parallel.document_balance`).
 
-    The tokens of the pass are cut into blocks. The attention table says which rank computes the attention between each
-    two blocks. ``peers``: the ranks, in the order in which the attention table numbers them. ``index``: position of
-    this rank among ``peers``. ``lengths``: number of tokens in every block. ``plan``: checksum of the step's plan,
-    which must be equal on all ranks.
+    The tokens of the pass are cut into blocks. An attention table says which rank computes the attention between each
+    two blocks. ``peers``: global numbers of the ranks, in the order in which the attention table numbers them.
+    ``index``: position of this rank among ``peers``. ``lengths``: number of tokens in every block. ``plan``: checksum
+    of the division of the step's documents among ranks, by which ranks check that they have made the same division.
     """
 
     plan: int
@@ -135,7 +135,7 @@ class Batch:
     def label_weight(self) -> float:
         """Sum of the weights of this batch's labels, or of the weights of its pairs if rows hold pairs.
 
-        The mean loss is divided by the total of these sums over all batches of a step.
+        The summed loss of a step is divided by the total of these sums over all batches of the step.
         """
         if self.paired is not None:
             return float(self.paired.pairs.weight.sum()) * self.paired.counted

@@ -53,9 +53,9 @@ def _plugin(source: Source) -> Iterator[str]:
 
 
 def unread_files(source: Source) -> tuple[str, ...]:
-    """Return one line for the user that names the files in a source's folder that are not read.
+    """Return a tuple with one line for the user, which names the files in a source's folder that are not read.
 
-    It is in a tuple, which is empty if all files are read.
+    The tuple is empty if all files are read.
     """
     if source.kind not in SOURCES or source.kind in ("huggingface", "tokens"):
         return ()

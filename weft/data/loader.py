@@ -194,8 +194,9 @@ class Loader:
         ``rows``: number of rows of this rank in a pass.
         ``passes``: number of passes in a step.
         ``seq_len``: number of tokens of a row.
-        ``plan``: function that distributes a step's documents by their lengths in a balanced step
-            (:mod:`weft.parallel.document_balance`); None for equal passes.
+        ``plan``: function that distributes a step's documents among ranks in a balanced step, by the documents' lengths
+            and by the most tokens of a rank in a pass (:mod:`weft.parallel.document_balance`); None if all ranks make
+            ``passes`` passes of ``rows`` rows.
         ``ends``: whether only the last token of each document has a label, which is where a reward model's score is
             read.
         ``joined``: whether the rows of a pass are joined into one row, padded to the longest such row of any rank. This

@@ -18,10 +18,11 @@ _SPLIT, _DOCUMENTS, _ROWS, _BLOCK = range(4)
 
 
 def hash_keys(*keys: int | np.ndarray) -> np.ndarray:
-    """Hash ``keys`` to 64 pseudo-random bits per element of the last key, as uint64 ``[elements]``.
+    """Hash ``keys`` to 64 pseudo-random bits per element, as a uint64 array.
 
-    A key is an integer or an array of integers; arrays are broadcast against each other. The function is SplitMix64
-    (Steele et al. 2014), applied to each key in turn.
+    A key is an integer or an array of integers. Keys are broadcast against each other, and the result has the shape of
+    the broadcast, ``[1]`` if all keys are integers. The function is SplitMix64 (Steele et al. 2014), applied to each
+    key in turn.
     """
     state = np.zeros(1, np.uint64)
     for key in keys:

@@ -77,7 +77,10 @@ def check_kind(source: Source) -> None:
 
 
 def right_kind(file: Path) -> str:
-    """Return the settings of ``[data]`` that read ``file``, a file of records."""
+    """Return the settings that read ``file``, a file of records, as text such as ``data.kind = 'chat'``.
+
+    The first record decides. For texts in a column that is not called ``text``, ``data.field`` is given, too.
+    """
     from weft.data.chat.forms import read_record
     from weft.data.chat.pairs import read_pair
 

@@ -146,8 +146,9 @@ def question_texts(
 ) -> tuple[Text, ...]:
     """Return the token ids of the question's prompt with each of its answers.
 
-    Without ``encoder`` they are tokenized as plain text. With ``encoder``, which must learn the last turn, the prompt
-    is a turn of the user, and each answer is a turn of the assistant up to the token that ends it.
+    Without ``encoder`` they are tokenized as plain text. With ``encoder``, which must have been built with
+    ``learn="last"``, the prompt is a turn of the user, and each answer is a turn of the assistant up to the token that
+    ends the turn. Raises :class:`WeftError`, which names the question, if an answer has no token of its own.
     """
     try:
         texts = tuple(

@@ -50,8 +50,9 @@ PROFILED = 3
 class HostRoom:
     """Room (stretch of memory) on the host for the storages that a block saves for backward.
 
-    It has the methods of :class:`Region` that rooms need. ``size``: bytes; ``pinned``: whether the memory is pinned for
-    copies to and from a GPU; ``threads``: threads that copy.
+    Like a region of a file, it has ``store`` and ``load``, which copy bytes, and ``run``, which runs such copies in
+    threads. ``size``: bytes; ``pinned``: whether the memory is pinned for copies to and from a GPU; ``threads``:
+    threads that copy.
     """
 
     def __init__(self, size: int, pinned: bool, threads: Threads) -> None:
@@ -169,7 +170,8 @@ class BlockRun:
         ``coming``: transfer back to the device.
         ``wanted``: whether backward has reached this run.
         ``timing``: times and sizes of the run.
-        ``leaves``: whether the storages are moved, while the first passes are profiled.
+        ``leaves``: whether the storages are moved in this pass. It counts only in the first passes, which are profiled
+            in turns with and without moves.
     """
 
     def __init__(self, before: "BlockRun | None") -> None:

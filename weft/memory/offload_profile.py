@@ -19,8 +19,8 @@ def most_leaving(index: int, away: int, length: int) -> int:
     """Return how many earlier blocks may still be in transfer off the device when forward begins a block.
 
     ``index``: number of the block that begins; ``away``: number of first blocks whose activations are moved;
-    ``length``: number of blocks. Blocks that stay and have not run yet lend their memory to blocks in transfer, so that
-    a slow disk has the whole forward pass.
+    ``length``: number of blocks. The memory that later blocks will fill with activations that stay on the device is
+    still free, and serves blocks in transfer until then, so that a slow disk has the whole forward pass.
     """
     return max(0, length - max(index, away)) + MOST_LEAVING - 1
 
@@ -121,7 +121,8 @@ class Profile:
     def most_hidden(self) -> int:
         """Return the largest number of first blocks whose activations can be moved while the pass hardly slows down.
 
-        The limit is :data:`HIDDEN`. The last block is never moved, because backward needs it at once.
+        The pass may take at most :data:`HIDDEN` times as long as without moves. The last block is never moved, because
+        backward needs its activations at once.
         """
         limit = HIDDEN * self.offloaded(0).seconds
         numbers = range(max(1, len(self.blocks)))

@@ -11,8 +11,9 @@ import torch
 class OnDevice:
     """Tiers (places of memory in which tensors rest) of a run that keeps all tensors on the device.
 
-    The subclass :class:`weft.memory.resting.Tiers` moves tensors to the host's memory or a file while they are not in
-    use. ``places``: where each kind of tensor rests; ``room``: bytes of weights that may stay in memory between uses.
+    Its methods move nothing and wait for nothing. The subclass :class:`weft.memory.resting.Tiers` moves tensors to the
+    host's memory or a file while they are not in use. ``places``: where each kind of tensor ("weights", "gradients" or
+    "moments") rests; ``room``: bytes of weights that may stay in memory between uses.
     """
 
     places: Mapping[str, str] = {}
@@ -44,22 +45,24 @@ class OnDevice:
         """
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:
-        """Begin to read the tensors of some kinds of one unit from where they rest, because they will soon be used.
+        """Announce that the tensors of some kinds of one unit will soon be used. Nothing is read here.
 
         ``owner``: the unit (parameters that are updated together); ``kinds``: of "weights", "gradients" and "moments".
         """
 
     def size(self, owner: Hashable, kind: str) -> int:
-        """Return the bytes that tensors of one ``kind`` of the unit ``owner`` take in a file.
+        """Return the bytes that some tensors take in a file: here 0, as all tensors are on the device.
 
-        The result is 0 if they are not in a file.
+        ``owner``: the unit (parameters that are updated together) whose tensors count; ``kind``: "weights", "gradients"
+        or "moments".
         """
         return 0
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        """Keep the tensors of one ``kind`` of the unit ``owner`` in memory between their next two uses.
+        """Keep some tensors in memory between their next two uses. Here they are there always.
 
-        A use is a context of :meth:`at_hand`.
+        ``owner``: the unit (parameters that are updated together) whose tensors are kept; ``kind``: "weights",
+        "gradients" or "moments". A use is a context of :meth:`at_hand`.
         """
 
     def at_hand(
@@ -70,9 +73,10 @@ class OnDevice:
         read: bool = True,
         apart: bool = False,
     ) -> AbstractContextManager[None]:
-        """Return a context in which the tensors of one ``kind`` of the unit ``owner`` can be used.
+        """Return a context in which some tensors can be used. Here they always can.
 
-        For the other arguments see :meth:`weft.memory.resting.Tiers.at_hand`; here they have no effect.
+        ``owner``: the unit (parameters that are updated together) whose tensors are used; ``kind``: "weights",
+        "gradients" or "moments". ``changes``, ``read`` and ``apart`` have no effect here.
         """
         return nullcontext()
 
@@ -85,7 +89,7 @@ class OnDevice:
     def trying(self, owner: Hashable) -> AbstractContextManager[None]:
         """Return a context in which the tensors of the unit ``owner`` may change on trial.
 
-        :meth:`undo` takes the changes back.
+        Unlike in :class:`weft.memory.resting.Tiers`, :meth:`undo` cannot take the changes back here.
         """
         return nullcontext()
 
@@ -95,19 +99,19 @@ class OnDevice:
         return None
 
     def stand(self) -> None:
-        """Make all changes that were made in :meth:`trying` permanent."""
+        """Make all changes that were made in :meth:`trying` permanent. Here they always are."""
 
     def undo(self) -> None:
-        """Take back all changes that were made in :meth:`trying` since the last :meth:`stand`."""
+        """Do nothing. In :class:`weft.memory.resting.Tiers` this takes back the changes made in :meth:`trying`."""
 
     def settle(self) -> None:
-        """Wait until all transfers of tensors have ended."""
+        """Wait until all transfers of tensors have ended. Here there are none."""
 
     def check(self) -> None:
-        """Compare all tensors in the file with the checksums of what was written."""
+        """Compare all tensors in the file with the checksums of what was written. Here there is no file."""
 
     def restart(self) -> None:
-        """Begin a new round of updates, so that the unit that is updated next is the first of a step."""
+        """Declare that the unit which is updated next is the first of a step. Here this changes nothing."""
 
     def forget_sums(self) -> None:
-        """Drop the checksums of all tensors in the file."""
+        """Drop the checksums of all tensors in the file. Here there is no file."""

@@ -303,17 +303,19 @@ class Tiers(OnDevice):
                 group.fetch()
 
     def size(self, owner: Hashable, kind: str) -> int:
-        """Return the bytes that tensors of one ``kind`` of the unit ``owner`` take in the file.
+        """Return the bytes that some tensors take in the file, 0 if they do not rest there.
 
-        The result is 0 if they are not in the file.
+        ``owner``: the unit (parameters that are updated together) whose tensors count; ``kind``: "weights", "gradients"
+        or "moments".
         """
         group = self._group(owner, kind)
         return 0 if group is None or group.region is None else group.region.size
 
     def keep(self, owner: Hashable, kind: str) -> None:
-        """Keep the tensors of one ``kind`` of the unit ``owner`` in memory between their next two uses.
+        """Keep some tensors in memory between their next two uses. A use is a context of :meth:`at_hand`.
 
-        A use is a context of :meth:`at_hand`.
+        ``owner``: the unit (parameters that are updated together) whose tensors are kept; ``kind``: "weights",
+        "gradients" or "moments".
         """
         if group := self._group(owner, kind):
             group.kept = True
@@ -327,12 +329,13 @@ class Tiers(OnDevice):
         read: bool = True,
         apart: bool = False,
     ) -> Iterator[None]:
-        """Return a context in which the tensors of one ``kind`` of the unit ``owner`` are where they are used.
+        """Return a context in which some tensors are in the memory where they are used.
 
-        ``changes``: whether they may change in the context; ``read``: whether their values are needed (without it they
-        are undefined at first); ``apart``: write the change as a second version, so that :meth:`undo` can take it back.
-        An error in the context leaves the resting tensors unchanged. Inside another such context for the same tensors
-        nothing is done.
+        ``owner``: the unit (parameters that are updated together) whose tensors are used; ``kind``: "weights",
+        "gradients" or "moments". ``changes``: whether they may change in the context. ``read``: whether their values
+        are needed; without it their values are undefined at first. ``apart``: whether changed values are written as a
+        second version, so that :meth:`undo` can take the change back. An error in the context leaves the values at rest
+        unchanged. Such a context inside another for the same tensors does nothing.
         """
         group = self._group(owner, kind)
         if group is None or group.in_use:
@@ -428,7 +431,10 @@ class Tiers(OnDevice):
             group.settle()
 
     def restart(self) -> None:
-        """Begin a new round of updates, so that the unit that is updated next is the first of a step."""
+        """Declare that the unit which is updated next is the first of a step.
+
+        Reads ahead follow the order of the units in the last step.
+        """
         self.order.last = self.trials.last = None
 
     def forget_sums(self) -> None:

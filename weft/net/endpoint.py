@@ -84,9 +84,10 @@ class _Stranger:
 class Endpoint:
     """Listener of this process at one address, shared by all channels (named conversations with other processes).
 
-    ``host`` and ``port``: where it listens, at any free port for 0; ``encrypt``: which connections are encrypted, see
-    :func:`weft.net.wire.encrypts`; ``dialler``: if given, gives the endpoint its address, and connects it with other
-    endpoints. Raises :class:`UsageError` if it cannot listen there.
+    ``host`` and ``port``: where it listens, at any free port for 0; ``encrypt``: which connections are encrypted:
+    "auto" (those that leave this machine and the private network), "always" or "never"; ``dialler``: if given, gives
+    the endpoint its address, and connects it with other endpoints. Raises :class:`UsageError` if it cannot listen
+    there.
     """
 
     def __init__(
@@ -267,7 +268,7 @@ class Channel:
 
         ``hello``: what this end says about itself; ``limit``: seconds that this may take; ``stall``: seconds that each
         MiB of a message may take later; ``name``: the channel's name at the other endpoint, by default the name of this
-        channel. Raises OSError.
+        channel. Raises OSError if nobody listens there, the handshake fails, or the time is over.
         """
         sock = self._socket(address)
         deadline = time.monotonic() + limit
@@ -386,8 +387,9 @@ def process_endpoint(
 ) -> Endpoint:
     """Return the endpoint of this process. The first call creates it; later calls ignore the arguments.
 
-    ``host`` and ``port``: where it listens, by default at :func:`own_address` and any free port; ``encrypt`` and
-    ``dialler``: see :class:`Endpoint`.
+    ``host`` and ``port``: where it listens, by default at :func:`own_address` and any free port; ``encrypt``: which
+    connections are encrypted: "auto" (those that leave this machine and the private network), "always" or "never";
+    ``dialler``: if given, gives the endpoint its address, and connects it with other endpoints.
     """
     pid = os.getpid()
     if pid not in _own or _own[pid].closed:

@@ -24,7 +24,10 @@ def listen(host: str, port: int = 0, backlog: int | None = None) -> socket.socke
 
 
 def connect_socket(host: str, port: int) -> Socket:
-    """Return a socket that is connected to ``port`` of the IPv4 or IPv6 address ``host``. Raises OSError."""
+    """Return a socket that is connected to ``port`` of the IPv4 or IPv6 address ``host``.
+
+    Raises OSError if the connection cannot be made.
+    """
     sock = socket.socket(family_of(host))
     try:
         sock.connect((host, port))

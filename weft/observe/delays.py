@@ -30,10 +30,12 @@ def periods(records: list[Record]) -> list[tuple[str, str]]:
 
 
 def card(records: list[Record]) -> Record:
-    """Return the values for the report's card about slow ranks; empty if no rank was slow.
+    """Return the values that the report's card about slow ranks shows, by name; empty if no rank was slow.
 
-    ``records``: the records of kind ``delays``. ``compute`` and ``wait`` of a rank are percentages of the longest step.
-    Heats of links are from 0 to 100.
+    ``periods``: the verdicts with their steps. ``step``: the last step with a verdict. ``rows``: for each rank whether
+    a verdict names it, and the percentages of the longest step in which it computes and waits. ``matrix``: milliseconds
+    and heat (0 to 100) of the links between ranks. ``kib``: size of the messages that measured the links. The argument
+    ``records`` are the records of kind ``delays``.
     """
     telling = [record for record in records if record.get("verdicts")]
     if not telling:

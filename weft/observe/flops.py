@@ -22,9 +22,8 @@ PEAKS: dict[str, tuple[float, float]] = {
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the dense peak of one device in flop/s for products of type ``dtype``, from :data:`PEAKS`.
 
-    For a GPU that the table lacks, the peak is measured by a matrix product. Returns None for a CPU, because its clock
-    and cores are shared, so that a measurement says nothing about the next moment: shares of such a peak were measured
-    as 101 %, 0.9 % and 15.9 % at the same speed. Tokens per second tell more there.
+    For a GPU that the table lacks, the peak is measured by a matrix product. Returns None for a CPU, whose measured
+    peak changes from one moment to the next with the load of the machine.
     """
     if device.type != "cuda":
         return None

@@ -457,7 +457,11 @@ class DelayWatch:
         self.probe_s += time.perf_counter() - begun
 
     def record(self) -> dict[str, Any]:
-        """Return the last judgement, for the run's metrics and its report."""
+        """Return the last judgement as JSON, for the run's metrics and its report.
+
+        It has the verdicts, the seconds in which each rank computes and waits, and the seconds of probe messages
+        between ranks.
+        """
         rows = [
             {
                 "rank": d.rank,

@@ -55,9 +55,10 @@ class PeerDialler:
 def meet_over_peers(encrypt: Encryption = "auto", port: int = 0) -> None:
     """Make this rank a peer, so that ranks meet and connect over peers.
 
-    Afterwards ``MASTER_ADDR`` and ``MASTER_PORT`` lead to the key-value store of the first rank as usual. ``encrypt``
-    and ``port``: as in :func:`process_endpoint`. Raises :class:`PeerError` if the relay cannot be reached or the first
-    rank does not come.
+    Afterwards ``MASTER_ADDR`` and ``MASTER_PORT`` lead to the key-value store of the first rank as usual. ``encrypt``:
+    which connections between ranks are encrypted: "auto" (those that leave the private network), "always" or "never".
+    ``port``: port of this process's endpoint, 0 for any free port. Raises :class:`PeerError` if the relay cannot be
+    reached or the first rank does not come.
     """
     name, rank = os.environ["MASTER_ADDR"].removeprefix(SCHEME), os.environ["RANK"]
     if not name:
@@ -80,8 +81,9 @@ def meet_over_peers(encrypt: Encryption = "auto", port: int = 0) -> None:
 def join_peers(encrypt: Encryption = "auto", port: int = 0, name: str = "") -> Peer:
     """Make this process a peer until it ends, and let its endpoint be reached over peers. Returns the peer.
 
-    ``encrypt`` and ``port``: as in :func:`process_endpoint`; ``name``: name by which others may address this peer, by
-    default that of the host and the process.
+    ``encrypt``: which connections are encrypted: "auto" (those that leave the private network), "always" or "never".
+    ``port``: port of this process's endpoint, 0 for any free port. ``name``: name by which others may address this
+    peer, by default the name of the host and the process number.
     """
     peer = Peer(read_invitation(), name or f"{platform.node()}-{os.getpid()}")
     peer.__enter__()

@@ -114,7 +114,7 @@ async def send(
     """Send a message on ``stream``: the length of its head, the head as JSON, and the body.
 
     ``head``: JSON values by name, to which the size of the body is added; ``body``: raw bytes. Raises
-    :class:`PeerError`.
+    :class:`PeerError` if sending fails or takes too long.
     """
     text = json.dumps(head | {"size": len(body)}).encode()
     whole = memoryview(struct.pack("!I", len(text)) + text + body)

@@ -195,9 +195,9 @@ def compare_with_one_device(
     """Compare every rank's trace with a run on one device. Collective; other ranks than the first get None.
 
     ``trace``: the results of this rank; ``job``: the prepared recipe. One device computes its own gradients in every
-    step, and then updates with the layout's gradients: Adam would turn the rounding noise of gradients that are zero
-    into steps of full size. So both runs start each step from the same state, and the parameters at the end show the
-    same gradients in one device's optimizer.
+    step, which are compared, and then updates its parameters with the layout's gradients. Otherwise the rounding noise
+    of a gradient that is zero would become an update of full size in Adam, and the runs would part. The parameters at
+    the end thus compare the optimizers alone.
     """
     traces = [trace] * mesh.layout.world
     if mesh.layout.world > 1:
@@ -320,11 +320,12 @@ def difference(
 ) -> Difference:
     """Compare all ranks' traces with that of one device, ``reference``, relative to the norm of each tensor.
 
-    ``dtype``: type of the computation, on which the tolerance depends. A gradient that is zero in exact arithmetic (of
-    keys' adapters where queries see one key, for example) consists of rounding noise. So gradients count relative to at
-    least the smallest slope that shows above the rounding of the loss, over a distance as large as the norm of the
-    parameters that learn. ``apart``: that distance, where gradients are estimated from losses at two points. Parameters
-    and slots need no such allowance, as both runs update with the same gradients.
+    ``dtype``: type of the computation, on which the tolerance depends. ``apart``: distance of the two points, if
+    gradients are estimated from losses at two points.
+
+    A gradient that is zero in exact arithmetic consists of rounding noise, so that its relative difference says
+    nothing. Differences of gradients are therefore divided by at least a least norm: the slope at which the loss
+    changes by no more than its own rounding, over the distance ``apart`` or over the norm of the trained parameters.
     """
 
     def relative(a: float, b: float) -> float:

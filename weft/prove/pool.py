@@ -82,7 +82,11 @@ class Worker:
 
 
 class ProcessPool:
-    """A pool of at most :data:`MAX_WORLD` processes, started when first needed and replaced when they die."""
+    """A pool of at most :data:`MAX_WORLD` processes that run functions as the ranks of process groups.
+
+    Processes are started when first needed, used again, and replaced when they die. ``preload``: names of modules that
+    they import beforehand, besides PyTorch's and Weft's.
+    """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         """Prepare the pool; processes start when :meth:`run` needs them.

@@ -30,8 +30,9 @@ def agree(
     """Change the parameters of all islands as the sync method of ``how`` does after ``step`` (counted from 1).
 
     ``states``: the state of each island, by its number; ``how``: the recipe's section ``[sync]``; ``past``: a
-    dictionary that every call gets, in which methods keep values for later. ``members(number, i)``: the islands that
-    exchange ``number`` joins with island ``i``, where islands come and go; by default all islands take part.
+    dictionary that every call gets, in which methods keep values for later. ``members(number, i)``: if islands come and
+    go, the islands with which island ``i`` averages in the exchange with this number, itself included; None if all
+    islands take part.
     """
     method: SyncMethod = how.method
     for held in zip(*(state.learning for state in states.values()), strict=True):

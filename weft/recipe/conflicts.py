@@ -55,7 +55,8 @@ class AskedRecipe(AskedStep):
     def widths(self) -> list[int]:
         """Hidden widths of the feed-forwards that ``tp`` cuts.
 
-        These are the width of dense layers, and that of experts unless ``ep`` includes ``tp``.
+        These are the width of dense layers and that of experts. The width of experts is left out if there are none, or
+        if experts are spread over the ranks of ``tp`` instead (``layout.folds_tp``).
         """
         of_experts = (
             self.shape.expert_ffn
@@ -70,9 +71,11 @@ class AskedRecipe(AskedStep):
 
     @property
     def narrowest_expert(self) -> int:
-        """The fewest hidden units that a rank holds of an expert.
+        """The fewest hidden units of an expert that a rank holds, or 1 without experts.
 
-        It is 0 if some layer has fewer experts than ``ep`` and their number does not divide ``ep``.
+        Only cuts in layers with fewer experts than ``ep`` count: there each expert is cut in ``ep / experts`` pieces,
+        and the pieces by ``tp``. The number is 0 if such a layer's experts do not divide ``ep``. Where ``tp`` alone
+        cuts experts, the whole width counts.
         """
         widths = [self.shape.expert_ffn or 0] if self.shape.mixtures else [1]
         for count in self.shape.mixtures.values():
@@ -84,7 +87,10 @@ class AskedRecipe(AskedStep):
 
     @property
     def odd_width(self) -> int | None:
-        """The first hidden width in :attr:`widths` that ``tp`` cuts at an odd column; None if all cuts are even."""
+        """The first hidden width in :attr:`widths` of which ``tp`` gives some rank a part that begins at an odd column.
+
+        None if all parts begin at even columns, as storing two numbers in a byte requires.
+        """
         tp = self.layout.tp
         odd = (w for w in self.widths for i in range(tp) if part(w, tp, i)[0] % 2)
         return next(odd, None)

@@ -201,8 +201,8 @@ class Data(Section):
         gt=0,
         lt=2**31,
         description=(
-            "Tokens in one training sequence. Longer documents are cut, shorter ones are packed "
-            "together."
+            "Tokens in one training sequence. A longer text goes on in the next sequence, shorter "
+            "ones are packed together. data.chat.truncation says what happens to longer conversations."
         ),
     )
     seed: int = Field(0, description="Seed of the random order of the data.")
@@ -241,8 +241,10 @@ class Data(Section):
 
     @classmethod
     def user_path(cls, path: list[str], given: Any) -> list[str]:
-        """Return the path of a source's value without ``sources`` and the number, if the user wrote the value in the
-        section itself. ``given``: the user's values of the section.
+        """Return the path of a value in this section as the user wrote it, for error lines.
+
+        ``path``: where validation has met the value, as ``["sources", number, key]`` for a value of a source; the
+        result is ``[key]`` if the user wrote it in ``[data]`` itself. ``given``: the user's values of the section.
         """
         if path[:1] != ["sources"] or not isinstance(given, dict):
             return path

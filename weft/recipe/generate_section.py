@@ -15,8 +15,9 @@ class Generate(Section):
     from_data: bool = Field(
         False,
         description=(
-            "Instead of 'prompt' and 'prompts' take the first two questions of the conversations "
-            "that are learned, or the first words of the texts. --data sets it."
+            "Instead of 'prompt' and 'prompts' take the first two short questions of the conversations "
+            "that are learned, or the first five words of each of the first two texts. "
+            "weft train --data sets it, unless --set gives prompts."
         ),
     )
     chat: bool = Field(

@@ -31,16 +31,16 @@ RUNS = Path("runs")
 
 
 class Use(Section):
-    """A plugin's technique: its ``name``, and the ``settings`` with which the technique is called.
+    """A plugin's callback or phase: its ``name``, and the ``settings`` with which it is called.
 
     In a recipe a plain text stands for a name without settings.
     """
 
     name: str = Field(
-        description="Name under which the plugin registered the callback."
+        description="Name under which the plugin registered the callback or phase."
     )
     settings: dict[str, Any] = Field(
-        {}, description="Keyword arguments for the callback."
+        {}, description="Keyword arguments for the callback or phase."
     )
 
     @model_validator(mode="before")

@@ -63,8 +63,8 @@ class Resilience(HostSection):
     code: str = Field(
         "",
         description=(
-            "Gradient code: ranks compute some samples twice, so that a step need not wait for "
-            "the slowest; empty: none."
+            "Gradient code: samples are computed by several ranks ('gradient': stragglers + 1 of "
+            "them), so that a step need not wait for the slowest; empty: none."
         ),
     )
     stragglers: int = Field(

@@ -42,7 +42,7 @@ class AskedTechnique(NamedTuple):
 def asked_techniques(asked: AskedStep) -> Iterator[AskedTechnique]:
     """Yield the techniques of the training step that the settings in ``asked`` ask for.
 
-    Settings that ``asked`` does not have yet ask for none.
+    Sections that are not known yet, and so are no attributes of ``asked``, ask for no technique.
     """
     known = vars(asked)
     for key, section in known.items():

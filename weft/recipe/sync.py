@@ -49,8 +49,8 @@ class Sync(HostSection):
         0,
         ge=0,
         description=(
-            "Steps between sending a fragment and applying the result, so that training goes on "
-            "meanwhile."
+            "Steps between sending a fragment and applying the islands' mean of it, so that training "
+            "goes on meanwhile."
         ),
     )
     compress: str = Field(

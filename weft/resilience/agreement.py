@@ -124,7 +124,11 @@ class Agreement:
 
     @property
     def held(self) -> bool:
-        """Whether this member delays a new proposal for a moment, so that :meth:`step` must be called again soon."""
+        """Whether this member waits for a moment before it proposes again, so that :meth:`step` must be called soon.
+
+        The wait has a random length. It begins when another member has refused a proposal, so that two proposing
+        members do not refuse each other for ever.
+        """
         return self._hold > self._clock()
 
     @property

@@ -116,7 +116,11 @@ class Attendance:
         self.got = -1
 
     def facts(self) -> Facts:
-        """Return what this rank tells the other ranks when they agree on the next view, as JSON."""
+        """Return what this rank tells the other ranks when they agree on the next view, as JSON.
+
+        It names the rank's island, its place there, the periods in which islands take part, and the numbers of the last
+        exchanges that have begun, are over, and gave the rank its state.
+        """
         island, life = self.start
         return {
             "island": island, "life": life, "place": self.place, "stays": [list(stay) for stay in self.stays],

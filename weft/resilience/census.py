@@ -62,7 +62,8 @@ class Census:
         ``lost``: losses of members of the present view, by address.
         ``leaving``: whether this member is about to leave the run.
         ``why``: reason why the present view can do no further step; "" while it can.
-        ``breaks``: reasons that the agent has not yet reported to the process.
+        ``breaks``: those reasons why a view can do no further step (each was ``why`` once) which the agent's thread has
+            not yet passed on to the training thread.
     """
 
     def __init__(self, me: Member) -> None:
@@ -141,10 +142,10 @@ class Census:
     ) -> None:
         """Record that the member at ``address`` is lost, for the reason ``why``.
 
-        ``proved``: whether the member is certainly gone, and not just silent. ``witnessed``: whether another member
-        reports the loss that had contact to the lost member up to its end. Without a witness the proof does not count
-        if this member or the lost member had considered the other lost before: the lost member may have gone on with
-        others, and died later.
+        ``proved``: whether the member is certainly gone, and not just silent. ``witnessed``: whether the loss is
+        reported by another member, which had contact to the lost member up to its end. Without such a witness the proof
+        does not count if either of the two members, this one and the lost one, had considered the other lost before.
+        The lost member may then have gone on in another view, and died only later.
         """
         peer, known = self.peers[address], self.lost.get(address)
         if known and (known.proved or not witnessed):

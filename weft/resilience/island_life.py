@@ -210,10 +210,11 @@ def _await_verdict(error: Exception, party: IslandParty) -> None:
 
 
 class IslandGuard(Watching):
-    """Hooks around the training steps of one rank of an island.
+    """Hooks that the training loop of one rank of an island calls, so that the run goes on when islands come and go.
 
-    ``party``: this rank's part in the views of the run; ``folder``: the run folder of the rank's island, or None for
-    the default; ``resume``: "auto", a run or a checkpoint to continue from, or None.
+    They open the run's folder, fill the state (from another island, if this one joins later), and tell which islands
+    take part. ``party``: this rank's part in the views (sets of members) of the run; ``folder``: the run folder of the
+    rank's island, or None for the default; ``resume``: "auto", a run or a checkpoint to continue from, or None.
     """
 
     def __init__(

@@ -28,7 +28,11 @@ ENDED = "the run has ended"
 
 
 class LifeMove(Enum):
-    """Next action of a rank in its life from view to view."""
+    """Next action of a rank in its life from view to view (set of members).
+
+    ``JOIN``: ask members of the run to be let in. ``AGREE``: agree with the others on the next view. ``STAY``: take
+    part in the present view. ``END``: end.
+    """
 
     JOIN = "ask members of the run to be let in"
     AGREE = "agree with the others on the next view"
@@ -175,7 +179,11 @@ class Party(Protocol[R_co]):
         """Return the seconds after which a member that is alive but has not asked for the next view is left out."""
 
     def enter(self, view: View) -> ViewEntry:
-        """Make ``view`` (a set of members) the present one. Returns whether this rank can take part in it."""
+        """Make ``view`` (a set of members) the present one.
+
+        Returns why this rank cannot take part in the view, if it cannot, and otherwise whether all members must agree
+        on one more view, because another member cannot take part.
+        """
 
     def stay(self) -> R_co:
         """Take part in the present view until the run ends. Returns the result of the run.

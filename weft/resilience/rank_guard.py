@@ -40,7 +40,9 @@ FROM_START = (
 
 
 class RankGuard(Watching):
-    """Hooks around the training steps of one rank, and the data that the rank keeps from view to view.
+    """Hooks that the training loop of one rank calls, so that the run goes on when ranks are lost, leave or join.
+
+    The object lives as long as the rank, and keeps data from view to view (set of members).
 
     Attributes:
         ``view``: present view.

@@ -151,7 +151,7 @@ class RankParty:
     Attributes:
         ``guard``: hooks around the training steps.
         ``membership``: agent that agrees on views with the other ranks.
-        ``limit``: time that a collective or an agreement may take.
+        ``limit``: time that a collective or an agreement may take (``timedelta``).
         ``device``: "cpu" or "cuda".
         ``store``: key-value store with which process groups of the first view are created; later the one that this rank
             offers for the next view.
@@ -267,7 +267,7 @@ class RankParty:
     def part(self, broken: bool) -> None:
         """Leave the process groups of the present view.
 
-        ``broken``: the view has failed, so that other ranks may never finish their collectives in these groups.
+        ``broken``: whether the view has failed, so that other ranks may never finish their collectives in these groups.
         """
         self.guard.since, self.guard.slow.rebalance = time.monotonic(), False
         hang_up, self._hang_up = self._hang_up, None

@@ -211,9 +211,9 @@ def is_quorum(
 
     ``view``: members of the view; ``kept``: addresses of those that would go on; ``excused``: addresses of members that
     are known not to go on anywhere; ``stopped``: addresses of members whose process is stopped. The kept members must
-    be more than half of those that are not excused, or exactly half if the lowest number is among them. A stopped
-    member may be continued, and then go on with others that are not kept. If there are no such others, stopped members
-    are excused, too.
+    be more than half of those that are not excused, or exactly half if the lowest number is among them. Stopped members
+    are excused, too, if all members are kept, excused or stopped. Otherwise a stopped member might be continued, and go
+    on with members that are not kept.
     """
     gone = {member.address for member in view}.intersection(excused)
     if all(

@@ -26,7 +26,11 @@ _PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|Connect
 
 
 class Grade(IntEnum):
-    """Grade of a failure by how well it explains the failures of other ranks. The lowest grade explains best."""
+    """Grade of a failure by how well it explains the failures of other ranks. The lowest grade explains best.
+
+    ``WEFT_ERROR``: an error that Weft has foreseen. ``UNEXPECTED``: any other error. ``NAMED``: the loss of another
+    rank, which the error names. ``LOST``: the loss of an unknown rank. ``ASKED``: the process was asked to stop.
+    """
 
     WEFT_ERROR = 0
     UNEXPECTED = 1

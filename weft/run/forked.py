@@ -38,8 +38,9 @@ GENERATING = ("weft.generate.leader", "torch._dynamo")
 class ForkedRank(psutil.Process):
     """Forked process that waits for its environment variables, and then becomes a rank.
 
-    It has the interface of :class:`psutil.Popen`. ``pid``: number of the process; ``environment``: file descriptor of
-    the pipe through which the process gets its environment variables.
+    Besides the methods of :class:`psutil.Process` it has ``poll``, and ``returncode``, which only ``poll`` sets: the
+    exit code, None before. ``pid``: number of the process; ``environment``: file descriptor of the pipe through which
+    the process gets its environment variables.
     """
 
     returncode: int | None = None

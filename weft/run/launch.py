@@ -72,9 +72,11 @@ def launch(
 ) -> int:  # fmt: skip
     """Run ``weft *argv`` as several processes of this machine. Prints why they failed, and returns the exit code.
 
-    ``ranks``: number of processes; ``command``: command to run instead of ``weft *argv``; ``shared``: modules that this
-    process imports before it forks the ranks (:mod:`weft.run.forked`). The other arguments are those of
-    :func:`run_ranks`. After a signal it also prints what the ranks could not print themselves.
+    ``argv``: the arguments of ``weft``. ``ranks``: number of processes. ``command``: command to run instead.
+    ``threads``: threads of each rank, 0 for an equal share of the cores. ``survive``: whether ranks survive others, so
+    that the loss of a rank is no failure. ``patience``: seconds after which a rank that is stopped (SIGSTOP) counts as
+    failed. ``shared``: modules that this process imports before it forks the ranks from itself; without any, ranks are
+    started anew. After a signal, lines that the ranks could not print themselves are printed here.
     """
     ended = run_ranks(
         command or [sys.executable, "-m", "weft", *argv],

@@ -122,8 +122,10 @@ def _calls(calls: Any, name: str) -> list[Message]:
 
 
 def arguments_of(given: Any) -> Any:
-    """Convert the arguments of a tool call to an object, also from JSON that is encoded twice. Arguments that are no
-    object stay unchanged.
+    """Convert the arguments of a tool call to an object (a dictionary), also from JSON text that is encoded twice.
+
+    Missing arguments (None, ``null`` or blank text) become an empty object. All other arguments that are no object are
+    returned unchanged.
     """
     value = given
     for _ in range(3):

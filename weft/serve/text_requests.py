@@ -37,8 +37,9 @@ def write_texts(
     asks: Sequence[TextRequest],
     done: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """Write the texts that ``asks`` describe, together, and return them in the same order. ``done``: called as each
-    text ends.
+    """Write the texts that ``asks`` describe, together, and return them in the same order.
+
+    ``done``: called as each text ends, but not for a text that ends without a step because no token is asked for.
     """
     writers = {
         engine.submit(a.ids, a.most, a.how, a.stops)[0]: TextDecoder(tokenizer, a.until)

@@ -59,7 +59,10 @@ class Evaluation:
         ]
 
     def missing(self, step: int) -> list[str]:
-        """Return the names of the evaluations that were not run after ``step`` in this process, validation included."""
+        """Return the names of the evaluations, ``validation`` and tasks, whose last run was not after ``step``.
+
+        Only runs in this process count.
+        """
         return [name for name in self._every if self._done.get(name) != step]
 
     def run(self, names: list[str], step: int) -> dict[str, float]:

@@ -100,13 +100,13 @@ class IslandExchange:
     ) -> Exchanged:
         """Exchange this rank's part of ``values``, and return its mean over the partner islands.
 
-        A thread may call it.
+        A thread may call it. ``f``: index of the fragment. ``number``: index of the exchange, from the beginning of the
+        run. ``values``: the fragment's elements, flat. ``step``: the number of steps so far. ``shared``: slots (tensors
+        kept for each parameter) that must be equal on all islands, flat by name.
 
-        ``f``: index of the fragment. ``number``: index of the exchange, from the beginning of the run. ``values``: the
-        fragment's elements, flat. ``step``: the number of steps so far. ``shared``: slots (tensors kept for each
-        parameter) that must be equal on all islands, flat by name. If this island's slots differ from the majority's,
-        the majority's replace them in the result, and the difference of the anchors is added to the values that this
-        island sends.
+        If this island's slots differ from the majority's, the majority's replace them in the result. What this island
+        sends is then corrected by the majority's ``anchor`` slot (the parameters at the beginning of the round) minus
+        its own.
         """
         held, here = self.fragments[f], self.replicas[f].part(values.numel())
         shared = {name: values[here] for name, values in shared.items()}

@@ -203,7 +203,8 @@ class Apart(PhaseFiller):
     def hand_over(self, island: int, tokens: int) -> None:
         """Send this rank's state to the island ``island``, which joins or comes back.
 
-        ``tokens``: number of tokens in the step results that are not yet counted by :attr:`presence`.
+        ``tokens``: number of tokens of the last steps, whose results the run's progress does not count yet. The new
+        island gets the sum of both.
         """
         self.keep_answers()
         counts = [

@@ -39,9 +39,17 @@ class Loop:
     were skipped, or when the validation loss no longer falls.
 
     Attributes:
+        ``job``: the checked recipe with its opened data.
+        ``mesh``: this rank's position among the ranks of the run.
+        ``step``: what turns batches into an update.
         ``progress``: steps, samples and tokens whose results are final.
         ``begun``: number of steps that have begun; a step's result may become final only in a later step.
-        ``signals``: signals received that ask the run to end.
+        ``recorder``: writes the run's records, and prints.
+        ``checkpoints``: saves the state.
+        ``evaluation``: runs the validation and the recipe's tasks.
+        ``callbacks``: the recipe's callbacks.
+        ``signals``: numbers of the received signals that ask the run to end.
+        ``lease``: keeps other runs from writing to this run's folders.
         ``guard``: object that is called at every step, to keep the run going when ranks are lost.
         ``lowest``: the lowest validation loss so far.
         ``again``: whether the run continues from the state in the ranks' memory, after ranks left or joined.
@@ -113,8 +121,8 @@ class Loop:
     def evaluate_and_save(self, names: list[str], levels: Sequence[LevelStore]) -> None:
         """Run the evaluations ``names``, save a checkpoint to ``levels``, and record the best validation.
 
-        ``names``: ``validation`` or names of tasks. ``levels``: the checkpoint levels that are due; nothing is saved to
-        them if the run ends now.
+        ``names``: ``validation`` or names of tasks. ``levels``: the checkpoint levels (places for checkpoints, each
+        with an interval of its own) that are due. Nothing is saved here if the run ends now, as :meth:`end` saves.
         """
         self.evaluate(names)
         if levels and not self.ending:
@@ -219,7 +227,10 @@ class Loop:
         self.callbacks.call("end")
 
     def complete(self) -> bool:
-        """Return whether callbacks, and no signal, asked the run to end, which then ends as if complete. Collective."""
+        """Return whether the run is to end as if complete, because a callback asked for its end. Collective.
+
+        Returns False if a rank has received a signal, too, or if no callback has asked.
+        """
         wishes = from_all(
             (bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group
         )

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 class Phase(Flag):
-    """A phase of a training step. The lower-case name of a phase is the name of the method that fills it."""
+    """A phase of a training step. The lower-case name of a phase is the name of the method that fills it.
+
+    ``GRADIENTS``: passes over the batches leave gradients on this rank. ``AGREE``: ranks combine their gradients, and
+    learn loss, norm and whether a rank wishes to stop. ``UPDATE``: parameters and optimizer state change. ``AFTER``:
+    something happens between this step and the next.
+    """
 
     #: Passes over the batches leave gradients on this rank.
     GRADIENTS = auto()
@@ -40,8 +45,9 @@ class GradientPhase(Protocol):
     def gradients(self, given: StepInput, agree: AgreePhase) -> torch.Tensor:
         """Run forward and backward over the batches ``given``, and leave the gradients on this rank.
 
-        ``agree``: the object that fills the next phase. Returns this rank's share of the step's mean loss, or a tensor
-        of other shares if ``agree`` sums those in place of the loss.
+        ``agree``: the object that fills the next phase. Returns this rank's share of the step's mean loss. A technique
+        that fills both phases may return other shares instead, such as the losses at two points of which its ``agree``
+        computes a slope.
         """
 
 

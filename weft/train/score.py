@@ -24,10 +24,11 @@ from weft.train.step import loss_sum, sum_over_passes
 
 @dataclass
 class Scorer:
-    """Replaces a model's loss during scoring, and adds up the scores of labels for each text in ``sums``.
+    """Function that replaces a model's loss during scoring, and adds up the scores of labels for each text.
 
-    The argument ``counts`` of a call identifies the text of each label, as an index from 1. The argument is called so
-    because :func:`pack_texts` passes these indices in the field of the label weights.
+    ``sums``: float64 ``[texts, 2]``, for each text the log-probability of its labels, and how many labels are the
+    likeliest token at their position. A call's ``counts``, which are label weights in other losses, hold here the
+    number (from 1) of the text of each label, as :func:`pack_texts` has packed them.
     """
 
     # float64 [texts, 2]: log-probability, and how many tokens are the likeliest

@@ -289,10 +289,10 @@ def build_for_training(
 def hooks_of(
     loss: Loss, vocab: int, passed: Callable[[int, int], None] | None = None
 ) -> Hooks:
-    """Return the functions that a model's passes call: the loss that ``loss.kind`` names, none for cross entropy.
+    """Return the functions that a model's passes call, with the loss that ``loss.kind`` names.
 
-    ``vocab``: size of the vocabulary. ``passed``: called after each forward and backward pass with the number of passes
-    done and of all passes.
+    For cross entropy no loss is set, so that passes use the model's own. ``vocab``: size of the vocabulary. ``passed``:
+    called after each forward and backward pass with the number of passes done and of all passes.
     """
     if loss.of_pairs:
         from weft.models.preference import objective

@@ -657,7 +657,11 @@ def loss_sum(
 
 
 def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """Turn ``numbers``, sums over this rank's forward passes, into this rank's share of the sums over all ranks."""
+    """Return this rank's share of ``numbers``, sums over its forward passes, such that all ranks' shares add up.
+
+    The shares add up to the sums over all data. Of ranks that have computed the same passes one counts, and of pipeline
+    ranks the one with the last stage, where losses are computed.
+    """
     # gathered copies are kept for a backward that did not come, and parameters may change
     if mesh.size("near"):
         state.release(drop=True)

@@ -61,7 +61,10 @@ class Outcome:
         return read_best(self.run)
 
     def metrics(self, kind: str = "train") -> list[dict[str, Any]]:
-        """Return the run's records of a ``kind`` (``train``, ``validation``, ...) in ``metrics.jsonl``, by step."""
+        """Return the run's records of one ``kind`` in ``metrics.jsonl``, in the order of steps.
+
+        ``kind``: ``run``, ``train``, ``validation``, ``event`` or another kind of record.
+        """
         return read_metrics(self.run).get(kind, [])
 
 

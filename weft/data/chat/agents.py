@@ -276,7 +276,7 @@ class _Atif(BaseModel):
 
 
 def from_atif(fields: Fields) -> tuple[list[Message], list[str]]:
-    """Convert the fields of a record, a trajectory of ATIF 1.x, to messages.
+    """Convert the fields of a record, a trajectory of ATIF 1.x (Agent Trajectory Interchange Format), to messages.
 
     Returns the messages, and the names of the fields of the trajectory's steps that are not used. Turns that were
     copied from another trajectory are not learned. Raises :class:`ConversationError` for a malformed trajectory.

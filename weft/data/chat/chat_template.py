@@ -230,12 +230,14 @@ class ChatTemplate:
         prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Marked:
-        """Render a conversation to text. With ``prompt`` the text ends where the assistant's next turn begins.
+        """Render a conversation to text. Returns the text, and the positions of marks that the messages contained.
 
-        ``messages``, ``tools``: the conversation in the form of chat templates; ``tools`` are those that the assistant
-        may call. ``variables``: variables for this conversation, beside those of the template. Tool calls are passed in
-        the form that the template takes (:mod:`weft.data.chat.calls`). Raises :class:`TemplateError` if the template
-        refuses the conversation, fails, or writes special tokens that the tokenizer lacks.
+        Marks are invisible characters that :mod:`weft.data.chat.marks` puts around words. ``messages``, ``tools``: the
+        conversation in the form of chat templates; ``tools`` are those that the assistant may call. ``prompt``: whether
+        the text ends with the words that begin the assistant's next turn. ``variables``: variables for this
+        conversation, beside those of the template. Tool calls are rewritten in the form that the template takes. Raises
+        :class:`TemplateError` if the template refuses the conversation, fails, or writes special tokens that the
+        tokenizer lacks.
         """
         template = self.of(tools)
         return template._write(

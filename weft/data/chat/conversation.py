@@ -34,8 +34,8 @@ class Conversation:
         ``tools``: the tools that the assistant may call, as JSON schemas; None without tools.
         ``weights``: loss weight that the data gives each message, 1 by default; 0: not learned.
         ``weight``: loss weight of the whole conversation, by which the weights of messages are multiplied.
-        ``masks``: ``(number, weight)`` of the messages that the data weights other than 1. The setting "all" of
-            ``data.chat.learn``, which learns every token, obeys them as well.
+        ``masks``: ``(number, weight)`` of the messages that have a mask or weight other than 1 in the data. If
+            ``data.chat.learn`` is "all", every token has weight 1 except the turns of these messages.
         ``variables``: variables that the record gives the template.
         ``unread``: names of the record's fields that Weft does not use. Such a field of a message is named
             ``messages[].name``, and the template gets it all the same.
@@ -121,9 +121,11 @@ def as_messages(given: Any, role: str = "user") -> Any:
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """Check a list of messages and return it in the form of chat templates. The last message may have any role.
+    """Check a list of messages, and return it in the form of chat templates.
 
-    Raises :class:`ConversationError` for malformed messages.
+    ``messages``: a list of objects with a role and content, or the JSON text of such a list. No turn of the assistant
+    is required. Raises :class:`ConversationError` for malformed messages, and for the answer of a tool that was not
+    called.
     """
     messages = from_text(messages)
     if not isinstance(messages, list) or not messages:

@@ -31,9 +31,10 @@ class Edges:
         self._closings: dict[str, str] = {}
 
     def words(self, i: int) -> list[int]:
-        """Return the text positions where runs of words of message ``i`` begin and end, in order.
+        """Return the positions in the text where the words of message ``i`` begin and end, in order.
 
-        Words of tool calls that the template repeats in a later turn are left out.
+        Words are what the message itself says: content, reasoning, and names and arguments of tool calls, without text
+        that the template adds. Words of tool calls that the template repeats in a later turn are left out.
         """
         words = self.followed.words(i)
         if not words or not self.followed.talk.messages[i].get("tool_calls"):

@@ -51,7 +51,10 @@ class Encoded(NamedTuple):
 
     @property
     def facts(self) -> Facts:
-        """Facts to report about the conversation: what the template left out, and whether a stop id is learned."""
+        """Facts to report about the conversation: what the template left out, and whether a stop id is learned.
+
+        A stop id is the id of a token at which generation ends.
+        """
         whole = any(span.number < 0 for span in self.spans)
         numbers = (
             range(len(self.followed.talk.messages))
@@ -81,7 +84,9 @@ class ChatEncoder:
     def samples(self, talk: Conversation) -> list[Conversation]:
         """Split a conversation into samples, so that each learned turn is learned in exactly one of them.
 
-        Raises :class:`TemplateError` if the template refuses the conversation.
+        Unless ``reasoning`` is "split", the whole conversation is the only sample. With "split", turns whose reasoning
+        the template would drop are learned in samples that end with these turns. Raises :class:`TemplateError` if the
+        template refuses the conversation.
         """
         if self.reasoning != "split" or self.learn == "all":
             return [talk]

@@ -49,14 +49,15 @@ class WordMark(NamedTuple):
 
 
 def mark_generated(text: str) -> str:
-    """Put marks around ``text`` that say that the model generates it."""
+    """Put marks, invisible characters that no text contains, around ``text`` to say that the model generates it."""
     return f"{_OPEN}{text}{_CLOSE}"
 
 
 def without_marks(value: Any) -> Any:
-    """Replace the characters that marks are made of, and lone surrogates, in all texts of a JSON value.
+    """Replace characters that Weft uses as marks, or that tokenizers cannot encode, in all texts of a JSON value.
 
-    Tokenizers cannot encode lone surrogates.
+    The characters of marks, Unicode's noncharacters U+FDD0 to U+FDEF, become U+FFFD. Lone surrogates become question
+    marks.
     """
     if isinstance(value, str):
         return encodable(re.sub("[\ufdd0-\ufdef]", "\ufffd", value))
@@ -93,7 +94,8 @@ def mark_words(
 ) -> dict[str, Any]:
     """Return a copy of ``message`` with marks, which carry the message's ``number``, around the words of its ``parts``.
 
-    The name of a tool is marked only if the arguments of its call have no words, as a template may compare names.
+    ``parts``: of "content", "reasoning", "arguments" and "name" (of a called tool). The name of a tool is marked only
+    if the arguments of its call have no words, because a template may compare names with others.
     """
 
     def mark(part: str) -> str:

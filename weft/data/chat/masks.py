@@ -84,9 +84,10 @@ def number_of(value: Any) -> float | None:
 
 
 def read_flag(value: Any, key: str, name: str) -> bool:
-    """Return a mask's value as true or false. Raises :class:`ConversationError` for any other value.
+    """Return a mask's value as a bool.
 
-    ``key``: name of the mask; ``name``: what the error calls the message.
+    ``value``: True, False, 1, 0, or a text of one of these in any case. ``key``: name of the mask; ``name``: what the
+    error calls the message. Raises :class:`ConversationError` for any other value.
     """
     known = {
         "true": True,

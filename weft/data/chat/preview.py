@@ -27,11 +27,11 @@ from weft.recipe import ANSWER_PAIRS, CONVERSATIONS, Data, Source
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Run of successive tokens that agree in weight, kind, cut and message, with their joined ``text``.
+    """Run of successive tokens that agree in all fields but ``text``, which joins their texts.
 
     ``weight``: loss weight, 0 if not learned. ``special``: whether the tokens are special tokens. ``cut``: whether they
-    are beyond the length of a row. ``message``: number of the message whose words or learned turn the tokens are, -1
-    for the template's own text.
+    are beyond the length of a row and so are left out of training. ``message``: number of the message whose words or
+    learned turn the tokens are, -1 for the template's own text.
     """
 
     text: str

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     figure="as Krum's, where 1 of 7 sends garbage",
 )
 class Bulyan(Aggregator):
-    """Selects gradients by repeated Krum, and takes in each coordinate the mean of those nearest to their median."""
+    """Selects gradients by repeated Krum, and takes in each coordinate the mean of those nearest to their median.
+
+    Of ``p`` gradients, ``faulty`` of which may be wrong, ``p - 2 faulty`` are selected, one after the other. The mean
+    leaves out ``2 faulty`` of these in each coordinate.
+    """
 
     each = 4
     more = 3

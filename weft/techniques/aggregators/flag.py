@@ -27,13 +27,12 @@ FLAG_TURNS, DIFFERENCES = 5, 1.0
 class Flag(Aggregator):
     """Takes the mean of the gradients' directions, projected onto a subspace on which most of them agree.
 
-    The subspace has about half as many dimensions as there are gradients. Repeated reweighting finds it: it minimises
-    the sum of the square roots of what the projection removes from each direction, and from each difference of two
-    directions. The basis of the subspace consists of sums of gradients, so that the gradients' inner products suffice.
+    The subspace has about half as many dimensions as there are gradients. It is the one from which the directions, and
+    the differences of each two directions, lie least far away (in the sum of distances). Iterations find it from the
+    gradients' inner products alone, because its basis consists of sums of gradients.
 
-    The authors' program ignores the gradients' lengths and divides by the number of dimensions, so that its result is
-    not a gradient. Here the result has the gradients' median length: equal gradients are returned unchanged, and a
-    gradient that is scaled up counts no more than the others.
+    The result has the gradients' median length, unlike in the program of the paper's authors: equal gradients are
+    returned unchanged, and a gradient that is scaled up counts no more than the others.
     """
 
     def weights(self, gram: torch.Tensor, faulty: int) -> torch.Tensor:
@@ -74,9 +73,10 @@ class Flag(Aggregator):
 def subspace(inner: torch.Tensor, spread: torch.Tensor, rank: int) -> torch.Tensor:
     """Return an orthonormal basis of the subspace of dimension ``rank`` on which most of the given vectors agree.
 
-    ``inner``: the vectors' inner products, ``[vectors, vectors]``. With the vectors as columns of ``X`` the basis is
-    the first ``rank`` left singular vectors of ``X C``, where ``spread`` is ``C C^T``. It is returned as coefficients
-    of the vectors, ``[vectors, rank]``.
+    ``inner``: the vectors' inner products, ``[vectors, vectors]``. ``spread``: weights of the vectors and of their
+    differences as a positive semidefinite matrix ``S``, ``[vectors, vectors]``. With the vectors as columns of ``X``
+    the basis consists of the first ``rank`` left singular vectors of ``X C``, where ``C C^T = S``. The basis is
+    returned as coefficients of the vectors, ``[vectors, rank]``, with fewer columns if ``X C`` has a smaller rank.
     """
     import torch
 

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     ),
 )
 class Krum(Aggregator):
-    """Takes the one gradient with the least sum of squared distances to its nearest neighbours."""
+    """Takes the one gradient with the least sum of squared distances to its nearest neighbours.
+
+    Of ``p`` gradients, ``faulty`` of which may be wrong, the ``p - faulty - 2`` nearest neighbours count.
+    """
 
     more = 3
 

@@ -33,13 +33,15 @@ SHORT_BURSTS = Rule(
 
 @dataclass(frozen=True)
 class Multiplexed(Code):
-    """M-SGC: each rank computes most of its parts of a job uncoded, and only the last parts coded.
+    """M-SGC: each rank computes most parts of a job alone (uncoded), and only the last parts in a gradient code.
 
-    A job is the gradient of some samples, computed in parts. In a round a rank computes a small task of each of
-    ``window - 1 + burst`` jobs. The first ``window - 1`` tasks of a job are the rank's own parts. In the last ``burst``
-    rounds of a job the rank repeats those of its own tasks whose results arrived late. If there are none, it sends its
-    sum over a group of coded parts; each of these rounds has its own group and code. ``burst``: number of rounds for
-    which a rank may be late in any ``window`` rounds.
+    A job is the gradient of some samples, computed in parts. It takes ``window - 1 + burst`` rounds, in each of which a
+    rank computes one task, a few parts. Successive jobs overlap, so that a rank works on so many jobs in each round.
+
+    In the first ``window - 1`` rounds of a job a rank computes parts that no other rank computes. In the last ``burst``
+    rounds it repeats those of these tasks whose results arrived late. If none is left to repeat, it computes a coded
+    task instead: parts that several ranks compute, of which it sends a weighted sum. ``burst``: number of rounds in
+    which a rank may be late among any ``window`` rounds.
     """
 
     burst: int = 1
@@ -60,7 +62,7 @@ class Multiplexed(Code):
 
     @cached_property
     def code(self) -> GradientCode:
-        """The gradient code that encodes each group of coded parts."""
+        """The gradient code of the coded tasks, by which their parts' sum follows although some ranks are late."""
         return GradientCode(self.ranks, self.stragglers)
 
     def own_task(self, rank: int, job: int, which: int) -> CodedTask:

@@ -41,9 +41,9 @@ ROUNDS, SHARE = 10, 0.2
 )
 @dataclass(frozen=True)
 class Cocktail(Compressor):
-    """Sends a random tenth of the elements, and of this tenth only the largest fifth, in 4 bits each.
+    """Sends the largest fifth of a random tenth of the elements, in 4 bits each.
 
-    The masks of ten successive seeds together contain every element.
+    The tenths of ten successive rounds together contain every element.
     """
 
     unbiased: bool = False

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     figure="critical path P/2; bytes as the formula",
 )
 class TokenRing(AttentionScheme):
-    """Sends queries around the ring instead of keys and values. Ranks own the same blocks as in :class:`Zigzag`."""
+    """Sends queries around the ring instead of keys and values. Each rank owns an early and a late block of tokens."""
 
     paired = True
 

@@ -52,13 +52,12 @@ class _Rank(NamedTuple):
 class Urgency(SchedulingPolicy):
     """Schedules new tokens first, then prompts; of both, the most urgent first.
 
-    Urgency is the estimated time of a request's stage minus the time that the stage has left. A stage gets a share of
-    what its workflow has left, in proportion to the estimated times of this and the remaining stages
-    (:meth:`Workflow.stage_deadline`). Requests without a deadline, or whose workflow is past its deadline, come
-    behind, by arrival. Whoever has waited longer than ``patience`` seconds goes before all that came later, so that no
-    request waits without end.
+    A workflow is a series of requests (stages) with one deadline. The time until the deadline is divided among this and
+    the remaining stages, in proportion to their estimated times. Urgency is the estimated time of a request minus the
+    time that its stage has left. The policy estimates times from the requests that it has seen.
 
-    The policy estimates times itself, from the requests that it has seen.
+    Among prompts, as among new tokens, requests without a deadline or past it come last, in the order of arrival.
+    Requests that came longer than ``patience`` seconds ago come first, so that no request waits without end.
     """
 
     example: ClassVar[str] = "urgency:30"

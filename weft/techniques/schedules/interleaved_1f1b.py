@@ -25,15 +25,12 @@ if TYPE_CHECKING:
 class Interleaved(ScheduleBuilder):
     """1F1B with several stages (chunks) per rank: rank ``r`` of ``P`` holds stages ``r``, ``r + P``, ``r + 2P``, ...
 
-    A microbatch passes all ranks once for each chunk, and microbatches go in groups of ``P``. Megatron requires whole
-    groups. Here the missing microbatches of the last group are left out, which cannot block: all other passes keep
-    their order and depend on nothing that was removed.
+    A microbatch passes all ranks once for each chunk, and microbatches go in groups of ``P``. The last group may be
+    smaller than ``P``, which Megatron does not allow: its missing microbatches are left out of the order.
 
-    With ``v`` chunks, messages add ``2 v P - 2`` times their duration to the critical path: a group of exactly ``P``
-    has no work to hide them behind when the last group's backward changes chunks. Where messages take time, one
-    backward of the group before is kept for that moment, which saves ``P`` messages and holds one chunk more. These are
-    the figures that 2401.10241 states for 1F1B-I (where a chunk is one layer: v = 3 for 1.5B, 4 for 6.2B on 8 ranks),
-    to four decimals.
+    With ``v`` chunks, messages between ranks add ``2 v P - 2`` times their duration to a step. If messages take time,
+    one backward is delayed to a moment at which a rank would otherwise wait for messages. This saves ``P`` of these
+    durations, and holds the activations of one more chunk.
     """
 
     about = "1F1B over v chunks per rank, depth first"

@@ -24,7 +24,10 @@ class StreamingSettings(OuterSettings):
         0.5,
         ge=0,
         le=1,
-        description="Share of an island's own parameters that stays when a result is mixed in.",
+        description=(
+            "Share of an island's own parameters that it keeps when it takes over the parameters "
+            "after an outer update; the rest is theirs."
+        ),
     )
 
 

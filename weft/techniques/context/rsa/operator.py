@@ -22,8 +22,9 @@ class Spot(NamedTuple):
     """A rectangle of attention scores, of one block of queries and one block of keys.
 
     ``q``, ``k``: the rectangle's tokens among the block's flattened queries and keys. ``at``: position of the rectangle
-    in the tensor of scores, ``[batch, heads, seq held, seq]``. ``causal`` and ``flipped``: see
-    :class:`weft.models.segments.Segment`.
+    in the tensor of scores, ``[batch, heads, seq held, seq]``. ``causal``: whether a query sees only the keys up to its
+    own position, instead of all. ``flipped``: whether a query of a causal rectangle sees instead the keys from its own
+    position on.
     """
 
     q: slice
@@ -109,8 +110,11 @@ def ring_self_attention(
 ) -> tuple[T, T]:
     """Compute attention of this rank's queries to the keys and values of all ranks, which hold contiguous blocks.
 
-    Arguments as of :func:`weft.parallel.context.tile_attention.tile_attention`. Returns ``out`` with the shape of
-    ``q``, and the softmax of the scores, ``[batch, heads, seq held, seq]``.
+    ``q``, ``k``, ``v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of this rank's block. ``cu_seqlens``:
+    boundaries of the documents in the flattened rows of all ranks. ``peers``: global ranks in the order of their
+    blocks. ``index``: this rank's position among them. ``lengths``: tokens of a row in every block, empty for equal
+    lengths. ``window``: number of tokens that a token sees, 0 for all. Returns ``out`` with the shape of ``q``, and the
+    softmax of the scores, ``[batch, heads, seq held, seq]``.
     """
     trip, high = (
         trip_of(q, cu_seqlens, "rsa", peers, index, lengths, window),

@@ -113,7 +113,11 @@ class Adaptive:
 
 
 def part_of(choice: Choice, joined: int) -> Choice:
-    """Return the routes of ``choice`` with those to ``joined`` neighbouring pieces of one expert merged into one."""
+    """Return ``choice`` for experts of which every ``joined`` neighbouring pieces are joined to one.
+
+    ``choice`` routes a token to all pieces of an expert that is cut over ranks. In the result, the routes of a token to
+    pieces that are joined are one route.
+    """
     return (
         choice
         if joined == 1

@@ -65,7 +65,10 @@ class GaLoreSettings(Section):
     ),
 )
 class GaLore(UpdateRule):
-    """Adam on gradients that are projected onto their first singular vectors (Zhao et al. 2024)."""
+    """Adam on gradients that are projected onto their first singular vectors (Zhao et al. 2024).
+
+    ``history``: number of past gradients for the Fisher matrix of Natural GaLore; 0: plain GaLore.
+    """
 
     for_matrices = True
     for_stacks = False

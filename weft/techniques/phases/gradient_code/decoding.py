@@ -37,10 +37,10 @@ ROUNDING = 1e-7
 class Coding(PhaseFiller):
     """Ends a step as soon as the step's gradient can be decoded from the sums of gradients that have arrived.
 
-    A step consists of jobs, and a job of parts, each computed by several ranks. ``batches`` of a step are those of all
-    parts that this rank may have to compute, job after job. Nothing in a step waits for all ranks: loss, tokens and
-    requests to stop come with the gradients. The step's gradient is the sum over its jobs, all computed with the same
-    parameters; the update waits until the last job is decoded.
+    A step is divided into jobs (``resilience.jobs``), and a job into parts, of which most are computed by several
+    ranks. A rank's batches in a step are those of all parts that the rank may have to compute, job after job. The
+    gradient of the step is the sum over its jobs, and the update waits until the last job is decoded. No other wait for
+    all ranks is needed, because loss, tokens and requests to stop are sent with the gradients.
     """
 
     def __init__(self, context: StepContext, resilience: Resilience) -> None:

@@ -47,9 +47,9 @@ ROWS_OF = 1 << 16
 class ZerothOrder(PhaseFiller):
     """Estimates the gradient, without backward, from two losses: of parameters moved along a direction and against it.
 
-    The gradient norm of a step's result is the magnitude of the slope; nothing is clipped. Parameters are copied before
-    they are perturbed, or their gathered copies are perturbed: adding and subtracting in place would let parameters
-    drift. The context's ``inspect`` gets the estimated gradients.
+    The step's result reports as gradient norm the magnitude of the slope between the two losses. Nothing is clipped.
+    The move is made on copies of the parameters, because adding and subtracting it in place would let parameters drift.
+    The context's ``inspect`` gets the estimated gradients.
     """
 
     def __init__(self, context: StepContext, settings: Optimizer) -> None:
