@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from weft.cluster.cluster_messages import EngineAbout
 from weft.cluster.dispatch_policy import DispatchPolicy, freest
+from weft.cluster.engine_loans import EngineLoans
 from weft.cluster.engine_member import EngineMember
 from weft.cluster.engine_router import EngineRouter, RouterModel
 from weft.generate.backend import AnswerRequest, TokenEvent
@@ -71,9 +72,12 @@ class InThread:
         grammars: Any = None,
         most: int = 64,
         slow: float = 0.0,
+        lend: bool = False,
         **engine: Any,
     ) -> None:
         self.engine = Engine(build(), **{"tokens": 4096, "size": 4} | engine)
+        self.endpoint = Endpoint("127.0.0.1")
+        self.loans = EngineLoans(self.engine, self.endpoint, SECRET) if lend else None
         if slow:
             step = self.engine.step
             self.engine.step = lambda: (time.sleep(slow), step())[1]  # type: ignore[method-assign]
@@ -91,14 +95,15 @@ class InThread:
             "most": most,
             "searches": True,
             "adapters": {},
+            "loans": self.endpoint.address if lend else (),
         }
         self.member = EngineMember(
             self.engine,
             EngineAbout(**values | (about or {})),
             self.said.append,
             grammars,
+            self.loans,
         )
-        self.endpoint = Endpoint("127.0.0.1")
         self.paused = threading.Event()
         self._run = (router.address, secret, redial)
         self.thread = threading.Thread(target=self._work, daemon=True)

@@ -192,6 +192,11 @@ _invariant = (
     "Make log-probabilities independent of other requests, to the last bit; slower."
 )
 Invariant = Annotated[bool, typer.Option("--invariant", help=_invariant)]
+_lend = (
+    "Let engines lend each other blocks of their caches: texts may be longer "
+    "than the cache of one engine."
+)
+Lend = Annotated[bool, typer.Option("--lend", help=_lend)]
 _secret = (
     "A file with the secret that a router and its engines share; else the "
     "variable WEFT_SECRET."

@@ -21,6 +21,7 @@ from weft.cli.arguments import (
     Ema,
     HostCache,
     Invariant,
+    Lend,
     ModelName,
     Models,
     PluginModules,
@@ -80,12 +81,14 @@ def engine_command(
     early_layer: EarlyLayer = 0,
     plugin: PluginModules = None,
     layout: Spread = None,
+    lend: Lend = False,
 ) -> int:
     """Run an engine that answers the requests of a router (weft serve --cluster FILE), until the router lets it go."""
     import torch
 
     from weft.checkpoint.model import tokenizer_of
     from weft.cluster.cluster_messages import EngineAbout
+    from weft.cluster.engine_loans import EngineLoans
     from weft.cluster.engine_member import EngineMember
     from weft.generate.fingerprint import open_for_reading, weights_fingerprint
     from weft.generate.grammar import Grammars
@@ -105,7 +108,7 @@ def engine_command(
     import_plugins(plugin)
     options = EngineOptions(
         checkpoint, requests, waiting, budget, policy, cache, adapters, models, ema, weights, invariant, draft,
-        ahead, early_layer, tuple(plugin or ()), layout or "", "", host_cache, cache_folder, cache_folder_size,
+        ahead, early_layer, tuple(plugin or ()), layout or "", "", host_cache, cache_folder, cache_folder_size, lend,
     )  # fmt: skip
     options.check()
     if (code := launch_ranks(options.spread, checkpoint)) is not None:
@@ -118,6 +121,8 @@ def engine_command(
             return 0
         engine, files = opened.engine, opened.files
         model = open_for_reading(checkpoint, ema)
+        endpoint = process_endpoint(own_address(router[0]))
+        loans = EngineLoans(engine, endpoint, "") if lend else None
         about = EngineAbout(
             name=name or f"{platform.node()}-{os.getpid()}",
             instance=uuid4().hex,
@@ -130,12 +135,13 @@ def engine_command(
             most=options.most,
             searches=options.spread.world == 1 and engine.drafter is None,
             adapters=adapter_digests(adapters, called) | model_digests(models),
+            loans=endpoint.address if lend else (),
         )
 
         def grammars() -> Grammars:
             return Grammars(tokenizer_of(files, checkpoint), about.vocab)
 
-        member = EngineMember(engine, about, warn, grammars)
+        member = EngineMember(engine, about, warn, grammars, loans)
 
         def ask_to_end(number: int, frame: object) -> None:
             """Drain at the first signal, and leave at once at a second one."""
@@ -149,7 +155,6 @@ def engine_command(
         timer.daemon = True
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, ask_to_end)
-        endpoint = process_endpoint(own_address(router[0]))
         try:
             member.run(endpoint, router, "", redial)
         finally:

@@ -24,6 +24,7 @@ from weft.cli.arguments import (
     Ema,
     HostCache,
     Invariant,
+    Lend,
     ModelName,
     Models,
     PluginModules,
@@ -153,6 +154,7 @@ def serve_command(
     cluster: Annotated[Path | None, typer.Option(metavar="FILE", help=_cluster)] = None,
     dispatch: Annotated[str, typer.Option(metavar="NAME", help=_dispatch)] = "load",
     secret: SecretFile = None,
+    lend: Lend = False,
 ) -> int:
     """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page."""
     import torch
@@ -180,11 +182,16 @@ def serve_command(
     options = EngineOptions(
         checkpoint, requests, waiting, budget, policy, cache, adapters, models, ema, weights, invariant, draft,
         ahead, early_layer, tuple(plugin or ()), layout or "", resident, host_cache, cache_folder, cache_folder_size,
+        lend,
     )  # fmt: skip
     options.check()
     if resident and (engines or cluster):
         raise UsageError(
             "--resident is for one engine; leave out --engines and --cluster"
+        )
+    if lend and not (engines or cluster):
+        raise UsageError(
+            "--lend is between engines; give --engines N or --cluster FILE"
         )
     template = chat_template and template_text(chat_template, "--chat-template")
     # mistakes are said before anything is read

@@ -1,7 +1,8 @@
 """What a router and its engines say to each other: frames of a head in JSON and, for prompts and vectors, raw numbers.
 
-The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``beat``, ``leave`` and ``end``; an engine sends
-``about`` when it connects, then ``taken``, ``refused``, ``tokens``, ``result``, ``beat``, ``drain`` and ``failed``.
+The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``lenders``, ``beat``, ``leave`` and ``end``; an engine
+sends ``about`` when it connects, then ``taken``, ``refused``, ``tokens``, ``result``, ``beat``, ``drain`` and
+``failed``.
 """
 
 import time
@@ -53,6 +54,7 @@ class EngineAbout(NamedTuple):
         ``most``: largest number of answers at a time.
         ``searches``: whether beam searches are possible.
         ``adapters``: hash of each adapter, by name.
+        ``loans``: host and port at which the engine takes blocks of other engines, empty if it lends none.
     """
 
     name: str
@@ -66,6 +68,7 @@ class EngineAbout(NamedTuple):
     most: int
     searches: bool
     adapters: dict[str, str]
+    loans: Sequence[Any] = ()
 
 
 class EngineBeat(NamedTuple):

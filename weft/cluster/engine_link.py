@@ -28,6 +28,7 @@ class EngineLink:
         ``draining``: it takes no new requests.
         ``released``: it may end, as it has nothing left to do.
         ``tokens``: tokens that it has written.
+        ``borrowable``: tokens for which it may borrow blocks of other engines, at most.
     """
 
     about: EngineAbout
@@ -43,6 +44,7 @@ class EngineLink:
     draining: bool = False
     released: bool = False
     tokens: int = 0
+    borrowable: int = 0
 
     @property
     def name(self) -> str:
@@ -58,6 +60,11 @@ class EngineLink:
         """Cache blocks of the engine."""
         return self.about.cache // self.about.block
 
+    @property
+    def room(self) -> int:
+        """Largest number of tokens of a text that the engine can write."""
+        return self.about.cache + self.borrowable
+
     def takes(self, adapter: str, tokens: int, answers: int) -> bool:
         """Return whether the engine can take so many more ``answers`` with ``adapter``, of at most ``tokens`` tokens
         with their prompt.
@@ -65,7 +72,7 @@ class EngineLink:
         return (
             not self.draining
             and (not adapter or adapter in self.about.adapters)
-            and tokens <= self.about.cache
+            and tokens <= self.room
             and len(self.flights) + answers <= self.about.most
         )
 

@@ -22,9 +22,10 @@ from weft.cluster.cluster_messages import (
     token_values,
     unpacked_ids,
 )
+from weft.cluster.engine_loans import EngineLoans, LenderAddress
 from weft.cluster.outbox import Outbox, ending_of
 from weft.errors import UsageError, WeftError
-from weft.generate.backend import AnswerRequest, Hypothesis, SearchRequest
+from weft.generate.backend import AnswerRequest, Busy, Hypothesis, SearchRequest
 from weft.generate.beam_search import Search
 from weft.generate.embedding import embed
 from weft.generate.engine import Engine
@@ -82,7 +83,8 @@ class RouterWork:
 class EngineMember:
     """Lets ``engine`` work for a router. ``about``: what the router learns of it; ``say`` prints a line.
 
-    ``grammars`` builds the compiler of grammars; None: requests with a grammar are refused. Create a member, then call
+    ``grammars`` builds the compiler of grammars; None: requests with a grammar are refused. ``loans``: lends blocks to
+    other engines and borrows from them; None: it does neither. Create a member, then call
     :meth:`run` in the thread that is to wait for the router.
     """
 
@@ -92,9 +94,10 @@ class EngineMember:
         about: EngineAbout,
         say: Callable[[str], None],
         grammars: Callable[[], Grammars] | None = None,
+        loans: EngineLoans | None = None,
     ) -> None:
         self.about, self.say, self._grammars = about, say, grammars
-        self.engine = engine
+        self.engine, self.loans = engine, loans
         self.thread = EngineThread(engine, about.most, self._flush)
         self._compiler = ThreadPoolExecutor(1, "weft-grammar")
         self._compiled: Grammars | None = None
@@ -153,6 +156,8 @@ class EngineMember:
         ``move``: the router continues the others on other engines at once.
         """
         self._draining.set()
+        if self.loans is not None:
+            self.loans.recall_all()
         if self._current is None:
             self._ended.set()
         else:
@@ -163,6 +168,8 @@ class EngineMember:
         self._ended.set()
         if self._current is not None:
             self._current.outbox.close()
+        if self.loans is not None:
+            self.loans.close()
         self.thread.close()
         self._compiler.shutdown(cancel_futures=True)
 
@@ -245,6 +252,9 @@ class EngineMember:
         elif kind == "embed":
             ids = unpacked_ids(frame.payload)
             self._call(partial(self._embed, current, head, ids))
+        elif kind == "lenders" and self.loans is not None:
+            self.loans.meet([LenderAddress(*each) for each in head["lenders"]])
+            self._call(partial(self._refuse_too_long, current))
         elif kind == "search":
             search = read_search(frame)
             self._call(partial(self._search, current, head["call"], search))
@@ -319,6 +329,15 @@ class EngineMember:
         for call in calls:
             if search := current.searches.pop(call, None):
                 self.thread.end_search(search)
+
+    def _refuse_too_long(self, current: RouterWork) -> None:
+        """Hand back answers that neither the cache nor lenders, as they are now, have room for."""
+        for answer, generation in [*current.generations.items()]:
+            try:
+                self.engine.scheduler.check_size(generation)
+            except UsageError as error:
+                self._cancel(current, [answer], [])
+                self._refuse(current, answer, 1, Busy(str(error)))
 
     def _search(self, current: RouterWork, call: int, request: SearchRequest) -> None:
         if current.over:

@@ -31,6 +31,7 @@ from weft.cluster.cluster_messages import (
 )
 from weft.cluster.dispatch_policy import DispatchPolicy, DispatchRequest, freest
 from weft.cluster.engine_link import EngineLink
+from weft.cluster.engine_loans import lendable_blocks
 from weft.cluster.engine_member import JOINED, REFUSED
 from weft.cluster.flight import LOSSES, Flight, RemoteCall
 from weft.cluster.outbox import Outbox, ending_of
@@ -128,7 +129,7 @@ class EngineRouter:
     def facts(self) -> BackendFacts:
         with self._lock:
             able = self._able()
-            cache = max((link.about.cache for link in able), default=UNKNOWN)
+            cache = max((link.room for link in able), default=UNKNOWN)
             searches = any(link.about.searches for link in able) or not able
         return BackendFacts(self.model.vocab, self.model.embed, cache, searches)
 
@@ -247,7 +248,7 @@ class EngineRouter:
                 request.adapter in link.about.adapters for link in able
             ):
                 raise NoEngine(f"no engine has the adapter {request.adapter!r}")
-            largest = max(link.about.cache for link in able)
+            largest = max(link.room for link in able)
             if tokens > largest:
                 raise UsageError(
                     f"{tokens} tokens of prompt and answer do not fit into a cache of {largest}; ask for fewer"
@@ -302,6 +303,20 @@ class EngineRouter:
         if link and link.calls.pop(call.number, None):
             link.outbox.put({"kind": "cancel", "answers": [], "calls": [call.number]})
             self._release(link)
+
+    def _tell_lenders(self) -> None:
+        """Tell every engine that lends from which other engines it may borrow."""
+        able = [link for link in self.links.values() if link.about.loans]
+        lenders = {
+            link.name: [link.name, link.about.instance, *link.about.loans, link.blocks]
+            for link in able
+            if not link.draining
+        }
+        for link in able:
+            others = [each for name, each in lenders.items() if name != link.name]
+            blocks = sum(lendable_blocks(each[-1]) for each in others)
+            link.borrowable = blocks * link.about.block
+            link.outbox.put({"kind": "lenders", "lenders": others})
 
     def _release(self, link: EngineLink) -> None:
         """Let a draining engine go once it has nothing left to do."""
@@ -420,6 +435,7 @@ class EngineRouter:
             outbox.start()
             link = self.links[about.name] = EngineLink(about, outbox)
             self.say(f"engine {about.name} has joined{' again' if again else ''}")
+            self._tell_lenders()
             self._continue_waiting()
         return link
 
@@ -444,6 +460,7 @@ class EngineRouter:
             if self.links.get(link.name) is not link:
                 return
             del self.links[link.name]
+            self._tell_lenders()
             if link.released:
                 self.say(f"engine {link.name} has left")
                 return
@@ -546,6 +563,7 @@ class EngineRouter:
         if not link.draining:
             self.say(f"engine {link.name} drains")
         link.draining = True
+        self._tell_lenders()
         if move and link.busy and self._able():
             numbers = {"answers": [*link.flights], "calls": [*link.calls]}
             link.outbox.put({"kind": "cancel", **numbers})

@@ -96,7 +96,8 @@ class BackendFacts:
 class EngineLoad(NamedTuple):
     """Queues and cache of an engine at one moment. ``preemptions``: how often requests lost their blocks so far;
     ``used``: cache blocks that requests own, of ``blocks``; ``tokens``: tokens written so far; ``draining``: 1 if it
-    takes no new requests, else 0.
+    takes no new requests, else 0; ``borrowed``: blocks of its requests at other engines; ``lent``: its own blocks that
+    requests of other engines use.
     """
 
     running: int
@@ -106,6 +107,8 @@ class EngineLoad(NamedTuple):
     blocks: int
     tokens: int = 0
     draining: int = 0
+    borrowed: int = 0
+    lent: int = 0
 
 
 #: Names of what a backend may count, with what is said of each.

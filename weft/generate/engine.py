@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
+from time import sleep
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,6 +50,9 @@ BLOCK = 16
 #: Tokens of a step: so many that it is bound by compute, and not by reading the weights.
 BUDGET = 512
 
+#: Seconds between two looks at requests that wait for cache blocks, if there is nothing else to do.
+LOOK_S = 0.002
+
 
 class LaunchedPass(NamedTuple):
     """A forward pass under way. ``drawn``: the requests that get tokens; ``rows``: their rows of logits; ``logits``: a
@@ -58,6 +62,16 @@ class LaunchedPass(NamedTuple):
     drawn: ScheduledStep
     rows: list[WantedRows]
     logits: Callable[[], torch.Tensor]
+
+
+class LoanUsage(NamedTuple):
+    """Cache blocks in loans: ``borrowed``, blocks of this engine's texts at other engines; ``lent``, blocks of this
+    engine with texts of others; ``offered``, free blocks that this engine keeps for loans.
+    """
+
+    borrowed: int = 0
+    lent: int = 0
+    offered: int = 0
 
 
 class LoanParty(Protocol):
@@ -70,6 +84,9 @@ class LoanParty(Protocol):
 
     def give_up(self, lender: BlockLender) -> None:
         """Compute the texts again whose blocks were at ``lender``, which is lost."""
+
+    def usage(self) -> LoanUsage:
+        """Return how many cache blocks are in loans. May be called in any thread."""
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
@@ -298,13 +315,19 @@ class Engine:
         """
         while len(self.sent) < self.reader.depth and self._send():
             pass
+        if not self.sent and self.scheduler.waiting:
+            sleep(LOOK_S)  # nothing can begin until blocks come back
         return self._receive(self.sent.popleft()) if self.sent else []
+
+    def settle(self) -> None:
+        """Do what is due for loans of cache blocks between two steps."""
+        for party in self.loans:
+            party.settle()
 
     def _send(self) -> bool:
         """Launch the next forward pass; return whether there was anything to compute."""
         scheduler = self.scheduler
-        for party in self.loans:
-            party.settle()
+        self.settle()
         if self.outside is not None:
             self.outside.settle()
         if self.drafter is not None:

@@ -78,13 +78,17 @@ class EngineThread:
     def load(self) -> EngineLoad:
         """Return the engine's queues and cache; may be called in any thread."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
+        usages = [party.usage() for party in self.engine.loans]
+        lent = sum(usage.lent for usage in usages)
         return EngineLoad(
             len(scheduler.running),
             len(scheduler.waiting),
             scheduler.preemptions,
-            len(pool.owners),
+            len(pool.owners) - lent - sum(usage.offered for usage in usages),
             pool.blocks,
             self._written,
+            borrowed=sum(usage.borrowed for usage in usages),
+            lent=lent,
         )
 
     # Called in the engine's thread, through `call`.
@@ -191,6 +195,8 @@ class EngineThread:
                 self.stepped()
                 return
             self.stepped()
+            if not (self.tells or self.searches):
+                self.engine.settle()  # as no step does it soon
 
     def _step(self) -> None:
         for written in self.engine.step():

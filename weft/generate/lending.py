@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from weft.errors import UsageError, WeftError
-from weft.generate.engine import Engine
+from weft.generate.engine import Engine, LoanUsage
 from weft.generate.reader import PagedReader
 from weft.generate.request import Request
 from weft.models.borrowed_keys import (
@@ -30,6 +30,9 @@ from weft.models.paged import KeyValuePages
 from weft.models.spans import Span
 
 T = torch.Tensor
+
+#: The share of an engine's cache that it never lends.
+RESERVE = 0.1
 
 
 class NoRoom(WeftError):
@@ -87,7 +90,7 @@ class LoanOffice:
     other. ``reserve``: the share of the cache that is never offered.
     """
 
-    def __init__(self, engine: Engine, reserve: float = 0.1) -> None:
+    def __init__(self, engine: Engine, reserve: float = RESERVE) -> None:
         self.engine, self.reader = engine, check_lending(engine)
         self.reserve = reserve
         if any(pages.store is None for pages in self.reader.pages):
@@ -132,9 +135,20 @@ class LoanOffice:
 
     # In any thread.
 
+    def recall_all(self) -> None:
+        """Offer nothing any more, and ask for all loans back."""
+        with self._lock:
+            self.reserve = 1.0
+            self._recalled |= self.loans.keys()
+
     def room(self) -> int:
         """Return how many blocks can be lent now."""
         return len(self._offered)
+
+    def usage(self) -> LoanUsage:
+        with self._lock:
+            lent = sum(len(loan.table) for loan in self.loans.values())
+            return LoanUsage(lent=lent, offered=len(self._offered))
 
     def take(self, contents: T, borrower: str) -> int:
         """Keep blocks of ``borrower`` with these ``contents``, uint8 ``[blocks, bytes]``; return the loan's number.
@@ -318,12 +332,12 @@ class Borrower:
         if not aliens:
             return
         if len(aliens) > pool.free:
-            return scheduler.add(request)
+            return scheduler.requeue(request)
         loans = [*dict.fromkeys(lent[block] for block in aliens)]
         try:
             contents = torch.cat([_lending(loan).fetch(loan.loan) for loan in loans])
         except LenderLost:
-            return scheduler.add(request)
+            return scheduler.requeue(request)
         table = [pool.take() for _ in aliens]
         self.reader.write_blocks(table, pool.size, contents)
         request.table[: len(aliens)] = table
@@ -343,12 +357,15 @@ class Borrower:
         for loan in loans - {*lent.values()}:
             _lending(loan).drop(loan.loan)
 
+    def usage(self) -> LoanUsage:
+        return LoanUsage(borrowed=len(self.reader.lent))
+
     def give_up(self, lender: BlockLender) -> None:
         """Compute the texts again whose blocks were at ``lender``, which is lost."""
         for loan in {*self.reader.lent.values()}:
             if loan.lender is lender:
                 for request in self._users(loan):
-                    self.engine.scheduler.add(request)
+                    self.engine.scheduler.requeue(request)
 
     def _users(self, loan: LentBlock) -> list[Request]:
         """Return the requests whose text begins with blocks of ``loan``."""

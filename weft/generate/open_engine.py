@@ -53,6 +53,7 @@ class EngineOptions:
         ``host_cache``: GB of host memory in which cache blocks are kept.
         ``cache_folder``: folder in whose files cache blocks are kept, or None.
         ``cache_folder_size``: most GB of these files; None: :data:`FOLDER_GB`.
+        ``lend``: whether engines lend each other blocks of their caches.
     """
 
     checkpoint: str
@@ -75,6 +76,7 @@ class EngineOptions:
     host_cache: float = 0.0
     cache_folder: Path | None = None
     cache_folder_size: float | None = None
+    lend: bool = False
 
     @property
     def spread(self) -> Layout:
@@ -91,6 +93,10 @@ class EngineOptions:
         if self.invariant and self.spread.world > 1:
             raise UsageError(
                 "--invariant is for a model on one rank; leave out --layout"
+            )
+        if self.lend and (self.spread.world > 1 or self.invariant):
+            raise UsageError(
+                "--lend is for engines on one rank, without --invariant; leave these out"
             )
         if self.models and (self.spread.world > 1 or self.invariant):
             raise UsageError(
@@ -134,6 +140,7 @@ class EngineOptions:
         if self.cache_folder_size is not None:
             words.append(f"--cache-folder-size={self.cache_folder_size}")
         words += ["--ema"] * self.ema + ["--invariant"] * self.invariant
+        words += ["--lend"] * self.lend
         return [*words, *(f"--plugin={module}" for module in self.plugins)]
 
 

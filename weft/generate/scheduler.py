@@ -78,6 +78,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue ``request``. If the request is running, it frees its cache blocks first and is computed again later."""
         self.check_size(request)
+        self.requeue(request)
+
+    def requeue(self, request: Request) -> None:
+        """Free the cache blocks of ``request``, which is computed again later."""
         self.remove(request)
         insort(self.waiting, request, key=lambda r: r.turn)
 
@@ -226,7 +230,7 @@ class Scheduler:
                 ]
                 self.preemptions += 1
                 last.least_blocks = len(last.table) + 1 if last is request else 0
-                self.add(last)
+                self.requeue(last)
             if request.runs:
                 step.work[request] = tokens
                 left -= tokens
@@ -309,6 +313,8 @@ class Scheduler:
         # nobody else would give blocks back
         while lacks > pool.free and self.arriving and not self.running:
             self.give_up(self.arriving[-1])
+        if self.borrowable:  # the beginning of a text makes room for the rest of it
+            lacks = min(lacks, max(1, pool.blocks // 2))
         if lacks > pool.free:
             return False
         if request.least_blocks > pool.free + self.lendable():

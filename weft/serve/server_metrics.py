@@ -24,6 +24,8 @@ LOAD = (
     ("cache_blocks", "Blocks of the cache."),
     ("engine_tokens", "Tokens that the engine has written."),
     ("engine_draining", "1 if the engine takes no new requests."),
+    ("cache_blocks_borrowed", "Blocks of answers that lie in caches of other engines."),
+    ("cache_blocks_lent", "Blocks of the cache with answers of other engines."),
 )
 
 
