@@ -183,8 +183,8 @@ class Finished:
 def finish_run(recipe: Recipe, outcome: Outcome) -> Finished:
     """Write a run's report, add the run to the measured runs and, if the recipe asks for it, export a checkpoint.
 
-    The measured runs are a file from which the planner learns. The best checkpoint is exported if the run has marked
-    one, else the last. An interrupted run exports none.
+    ``outcome``: how the run ended. The measured runs are a file from which the planner learns. The best checkpoint is
+    exported if the run has marked one, else the last. An interrupted run exports none.
     """
     from weft.observe.measured import append
     from weft.observe.run_page import write_report

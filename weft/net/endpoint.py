@@ -147,7 +147,7 @@ class Endpoint:
     def join(self, name: str, secret: str) -> "Channel":
         """Return a channel by which this process connects to other endpoints, but accepts no connections.
 
-        ``name`` and ``secret``: as in :meth:`open` at the other endpoint.
+        ``name``: name of the channel at the other endpoint; ``secret``: what this process must know to connect.
         """
         return Channel(self, name, key_of(secret), SealedConnection.close)
 

@@ -282,9 +282,10 @@ def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Record:
-    """Return the Plotly layout of a chart with the lines ``traces``.
+    """Return the Plotly layout of a chart: title, axes and legend.
 
-    If there is one run, each step at which it was resumed is marked.
+    ``traces``: the chart's lines. ``runs``: the runs whose values the lines show. If there is one run, each step at
+    which it was resumed is marked.
     """
     ends = [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]
     mode = "normal" if chart.title == "Loss" else "tozero"

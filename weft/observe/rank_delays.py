@@ -301,8 +301,9 @@ def measure_links(
 ) -> np.ndarray[Any, Any]:
     """Measure the seconds of a message of :data:`PROBE` bytes from each rank (row) to each rank (column). Collective.
 
-    ``rounds``: the pairs of ranks to measure, see :func:`rounds_of`; other cells are ``nan``. ``parts``: for some
-    pairs, the factor by which their messages are larger; the time of such a pair is divided by its factor.
+    ``rounds``: the pairs ``(sender, receiver)`` to measure, of which those of a round send at the same time; the cells
+    of other pairs are ``nan``. ``parts``: for some pairs, the factor by which their messages are larger; the time of
+    such a pair is divided by its factor.
     """
     ranks, me = dist.get_process_group_ranks(group), group.rank()
     row = [float("nan")] * len(ranks)

@@ -79,7 +79,7 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
 
 
 def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
-    """Split the time of a step by purpose, from the begin to the end of the event ``weft:step``.
+    """Split the time of a step by purpose, from the begin to the end of the event ``weft:step`` among ``events``.
 
     On a CPU, communication counts as exposed while the main thread issues a collective or waits for it. On a GPU it
     counts as exposed while a NCCL kernel runs and no other kernel does; data counts while its phase lasts and no kernel

@@ -272,9 +272,10 @@ class CaseResult:
 
 @dataclass
 class Summary:
-    """The outcome of a campaign of random cases: the number of cases by kind of result, and the failed cases.
+    """The outcome of a campaign of random cases.
 
-    ``cases``: a dict for each failed case, which is shrunk to as few settings as possible.
+    ``counts``: number of cases by kind of result, such as "equal" or "wrong". ``cases``: a dictionary for each failed
+    case, which is shrunk to as few settings as possible.
     """
 
     counts: Counter[str] = field(default_factory=Counter)

@@ -74,7 +74,11 @@ def fork_server(preload: Sequence[str] = ()) -> Any:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker process, the connection to it, and the file to which it writes the stacks of its threads."""
+    """A worker process of a pool.
+
+    ``process``: the process; ``conn``: the connection to it; ``stacks``: the file to which it writes the stacks of its
+    threads when it hangs.
+    """
 
     process: multiprocessing.process.BaseProcess
     conn: Connection

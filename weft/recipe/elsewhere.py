@@ -15,7 +15,8 @@ class Equivalent:
     """A setting of Weft and the names of the same setting in other programs.
 
     ``weft``: the setting, as ``section.key``, a section, or an option of a command. ``trl``: the names in transformers,
-    PEFT and TRL, which share their arguments. ``note``: how Weft's setting differs.
+    PEFT and TRL, which share their arguments. ``llama_factory``, ``axolotl``, ``torchtitan``: the names in these
+    programs. ``note``: how Weft's setting differs.
     """
 
     weft: str

@@ -41,7 +41,7 @@ class Agreement:
     """State of one member in the protocol by which members agree on the next view (the set of members of the run).
 
     The caller passes every received message to :meth:`hear`, and calls :meth:`step` after each message and at regular
-    intervals.
+    intervals. ``me``: this member; ``clock``: function that returns seconds.
 
     Attributes:
         ``census``: what this member knows of the others.

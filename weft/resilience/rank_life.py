@@ -123,9 +123,10 @@ def rank_party(
 ) -> Iterator["RankParty"]:  # fmt: skip
     """Run this rank's agent, which watches the other ranks, while the context lasts. Yields its part in the views.
 
-    ``out`` and ``resume``: see :func:`start_rank`; ``received``: signals that have asked the process to stop; ``life``:
-    what the rank does next; ``token``: the run's secret; ``host``: address at which this process listens; ``number``:
-    this rank's number as a member, if it has one.
+    ``out``: the run folder, or None for the default; ``resume``: "auto", a run or a checkpoint to continue from, or
+    None; ``received``: signals that have asked the process to stop; ``life``: what the rank does next; ``token``: the
+    run's secret; ``host``: address at which this process listens; ``number``: this rank's number as a member, if it has
+    one.
     """
     party = RankParty(RankGuard(recipe, out, resume, received, life))
     resilience = recipe.resilience

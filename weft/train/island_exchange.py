@@ -256,7 +256,8 @@ class IslandExchange:
         """Return a compressor that compresses each parameter's elements in this rank's message separately.
 
         ``held``: the fragment's parameters. ``wanted``: the message, flat: the slice ``here`` of the concatenated
-        parameters. ``tag``, ``number`` and ``members`` are those of :meth:`allocation`.
+        parameters. ``tag``: prefix of the messages' names. ``number``: index of the round. ``members``: the islands
+        that take part, the first of which chooses the compressors.
         """
         parts: dict[str, T] = {}
         start = 0

@@ -36,17 +36,21 @@ def slots_of(how: Sync) -> tuple[str, ...]:
 
 
 def compressors(how: Sync) -> tuple[Compressor, Compressor]:
-    """Return two compressors: that of the messages that islands send, and that of the means that islands get back."""
+    """Return two compressors: that of the messages that islands send, and that of the means that islands get back.
+
+    ``how``: the recipe's section ``[sync]``.
+    """
     return build_compressor(how.compress), build_compressor(
         how.compress_back or how.compress
     )
 
 
 def add_slots(state: State, how: Sync) -> None:
-    """Add the slots of :func:`slots_of` to every trained parameter, in float32 or the parameter's type if wider.
+    """Add the slots that islands need (:func:`slots_of`) to every trained parameter.
 
-    The slot ``anchor`` starts as a copy of the parameter, all others as zeros. Nothing is added if islands exchange
-    gradients in place of parameters.
+    A slot is a tensor kept for each parameter, in float32 or the parameter's type if wider. The slot ``anchor`` starts
+    as a copy of the parameter, all others as zeros. Nothing is added if islands exchange gradients in place of
+    parameters. ``how``: the recipe's section ``[sync]``.
     """
     if how.of_gradients:
         return
@@ -113,9 +117,11 @@ def send_state(
     number: int,
     about: Sequence[int],
 ) -> None:
-    """Send the tensors of :func:`state_of` to this rank's counterpart on the island ``island``, without waiting.
+    """Send the state that a joining island needs to the rank of ``island`` with this rank's place, without waiting.
 
-    ``number``: index of the round that has ended. ``about``: integers to send with the state, such as counts of tokens.
+    The state is the tensors of :func:`state_of`. ``how``: the recipe's section ``[sync]``. ``streams``: the connections
+    to other islands. ``number``: index of the round that has ended. ``about``: integers to send with the state, such as
+    counts of tokens.
     """
     streams.send(island, f"state {number}", torch.tensor(about))
     for tag, h, slot in state_of(state, how, number):
@@ -128,10 +134,11 @@ def send_state(
 def take_state(
     state: State, how: Sync, streams: Streams, island: int, number: int
 ) -> list[int]:
-    """Receive the tensors of :func:`state_of` from this rank's counterpart on the island ``island`` into ``state``.
+    """Receive into ``state`` what the rank of ``island`` with this rank's place sends by :func:`send_state`.
 
-    Returns the integers that :func:`send_state` got as ``about``. Waits without limit for the sender to end the round
-    with index ``number``. Raises :class:`IslandLost` if the sender is lost.
+    Returns the integers that came with the state. Waits without limit for the sender to end the round with index
+    ``number``. ``how``: the recipe's section ``[sync]``. ``streams``: the connections to other islands. Raises
+    :class:`IslandLost` if the sender is lost.
     """
     about: list[int] = streams.receive(
         island, f"state {number}", torch.int64, limit=inf

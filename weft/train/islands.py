@@ -30,7 +30,7 @@ def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
     """Measure the links between islands, and order the islands in the fastest ring. Returns a line to report.
 
     Does nothing and returns an empty string with fewer than three islands, if the settings ``how`` use no ring or fix
-    its order, or if the islands share no store.
+    its order, or if the islands share no key-value store. ``streams``: the connections to other islands.
     """
     if (
         streams.islands < 3

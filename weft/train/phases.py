@@ -55,15 +55,15 @@ class AgreePhase(Protocol):
     """Interface of the second phase of a step: ranks sum their gradients, and learn the step's result."""
 
     def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
-        """Return the divisor of the summed loss, or None for the label weight of all ranks.
+        """Return the number by which the summed loss of a step is divided, for the plain gradient phase.
 
-        The plain gradient phase asks for it; see :meth:`weft.train.step.PhaseFiller.label_weight`.
+        None stands for the sum of the labels' weights over all ranks. ``batches``: this rank's batches of the step.
         """
 
     def beyond(self, number: torch.Tensor) -> torch.Tensor:
-        """Sum ``number`` over the islands that share one update; the plain gradient phase calls it.
+        """Return the sum of ``number``, a total over this island's ranks, over all islands that share one update.
 
-        See :meth:`weft.train.step.PhaseFiller.beyond`.
+        The plain gradient phase calls this method. Without islands ``number`` itself is returned.
         """
 
     def agree(self, given: StepInput, shares: torch.Tensor) -> Agreed:

@@ -120,7 +120,7 @@ class Recorder:
         self._display.passes(done, of)
 
     def task(self, name: str, answered: Answered) -> None:
-        """Record and print the results of the task ``name``."""
+        """Record and print the result ``answered`` of the task ``name``: accuracy, loss and number of questions."""
         self.log(
             f"task.{name}",
             accuracy=answered.accuracy,

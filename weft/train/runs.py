@@ -91,8 +91,8 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
 def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
     """Return ``recipe`` with the older defaults of the run to resume, where Weft's defaults have changed since.
 
-    ``out`` and ``resume`` are those of :func:`open_run`. Runs from before ``data.bos`` existed had a warm-up of 100
-    steps, and documents without a BOS token.
+    ``out``: the folder to create. ``resume``: the run or checkpoint to continue. Runs from before ``data.bos`` existed
+    had a warm-up of 100 steps, and documents without a BOS token.
     """
     if resume is None or (
         recipe.data.bos != "auto" and recipe.optimizer.warmup is not None

@@ -89,9 +89,10 @@ def scores(
 ) -> list[Score]:
     """Compute the log-probability of each text's continuation. Collective; the result is the same on all ranks.
 
-    ``state`` may be None on one device. ``rows``: rows of a rank in a forward pass. ``passes``: forward passes of a
-    rank in a step. ``room``: tokens in a row, raised to the length of the longest text. ``wanted`` is called on every
-    rank before every step; if it returns false on any rank, scoring stops and the list is empty.
+    ``texts``: prompts and continuations as token ids. ``state``: state of the model, None on one device. ``rows``: rows
+    of a rank in a forward pass. ``passes``: forward passes of a rank in a step. ``room``: tokens in a row, raised to
+    the length of the longest text. ``wanted`` is called on every rank before every step; if it returns false on any
+    rank, scoring stops and the list is empty.
     """
     if not texts:
         return []

@@ -75,7 +75,8 @@ def share_of_tokens(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
 def share_of_samples(batches: Sequence[Batch], mesh: Mesh) -> torch.Tensor:
     """Return this rank's shares of the number of samples in a step, and of the sum of their hashes. Float64 ``[2]``.
 
-    Hashes are those of :func:`~weft.data.order.sample_hashes`. The shares of all ranks add up to the totals.
+    The hash of a sample is 32 pseudo-random bits of its number, so that the sum proves which samples a step has seen.
+    The shares of all ranks add up to the totals.
     """
     seen = [sample for batch in batches for sample in batch.samples]
     return torch.stack(
@@ -436,11 +437,17 @@ class PhaseFiller:
     """
 
     def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
-        """Return the divisor of the summed loss, for the plain gradient phase; None: the label weight of all ranks."""
+        """Return the number by which the summed loss of a step is divided, for the plain gradient phase.
+
+        None stands for the sum of the labels' weights over all ranks. ``batches``: this rank's batches of the step.
+        """
         return None
 
     def beyond(self, number: torch.Tensor) -> torch.Tensor:
-        """Sum ``number``, a total over this island's ranks, over all islands that share one update."""
+        """Return the sum of ``number``, a total over this island's ranks, over all islands that share one update.
+
+        Unless a subclass sums over islands, ``number`` itself is returned.
+        """
         return number
 
     def finish(self) -> list[StepResult]:

@@ -11,8 +11,10 @@ THINKS = "enable_thinking"
 
 
 class Thoughts(NamedTuple):
-    """The tags before and after the reasoning in an answer. ``begun``: whether the prompt ends with the first tag, so
-    that the answer begins inside its reasoning.
+    """The tags that stand before and after the reasoning in an answer, such as ``<think>`` and ``</think>``.
+
+    ``opening``: the tag before the reasoning; ``closing``: the tag after it. ``begun``: whether the prompt ends with
+    the tag ``opening``, so that the answer begins inside its reasoning.
     """
 
     opening: str

@@ -43,7 +43,8 @@ ROUNDS, SHARE = 10, 0.2
 class Cocktail(Compressor):
     """Sends the largest fifth of a random tenth of the elements, in 4 bits each.
 
-    The tenths of ten successive rounds together contain every element.
+    The tenths of ten successive rounds together contain every element. ``unbiased``: whether the expected decoded
+    tensor is the tensor itself, which is false.
     """
 
     unbiased: bool = False

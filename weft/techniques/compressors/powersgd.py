@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 class PowerSGD(Compressor):
     """Sends a matrix as the product of two thin matrices of ``rank`` columns, by one iteration of the power method.
 
-    With ``M`` the matrix of a tensor ``[m, ...]`` the product is ``P (M^T P)^T``, where ``P`` is an orthonormal basis
-    of ``M Q``. ``Q`` is ``M^T P`` of the last round, or random in the first. The means over islands of ``M Q`` and
-    ``M^T P`` are those of the mean matrix, so that two sums of thin matrices around the ring suffice. A tensor that
-    would not become smaller (a vector) is sent unchanged. :meth:`error` assumes a random ``Q``, which is worse than the
-    last round's if the matrices of successive rounds are similar.
+    The matrix ``M`` is a tensor ``[m, n, k]`` seen as ``[m, n k]``. The product is ``P (M^T P)^T``, where ``P`` is an
+    orthonormal basis of ``M Q``, and ``Q`` is ``M^T P`` of the last round, or random in the first. Both ``M Q`` and
+    ``M^T P`` are linear in ``M``, so that islands need only sum these two thin matrices to get those of their mean. A
+    tensor that would not become smaller (a vector) is sent unchanged.
+
+    :meth:`error` is the error with a random ``Q``; that of the last round gives less, if the matrices of successive
+    rounds are similar. ``unbiased``: whether the expected decoded tensor is the tensor itself, which is false.
     """
 
     unbiased: bool = False

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 )
 @dataclass(frozen=True)
 class Sign(Compressor):
-    """Sends the sign of each element, and the mean magnitude of each block of 128 elements."""
+    """Sends the sign of each element, and the mean magnitude of each block of 128 elements.
+
+    ``unbiased``: whether the expected decoded tensor is the tensor itself, which is false.
+    """
 
     unbiased: bool = False
     linear = False

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 class TopK(KeptShare):
     """Sends the elements of largest magnitude and their positions.
 
-    Positions are indices, or one bit for each element of the tensor where that takes fewer bytes.
+    Positions are indices, or one bit for each element of the tensor where that takes fewer bytes. ``unbiased``: whether
+    the expected decoded tensor is the tensor itself, which is false.
     """
 
     unbiased: bool = False

@@ -25,7 +25,8 @@ class ProjectedAdam:
 
     With ``history`` above 0 the projected gradients are first multiplied by the inverse of an empirical Fisher matrix
     (Natural GaLore). This matrix is computed from the last ``history`` projected gradients, each of which takes as much
-    memory as a moment.
+    memory as a moment. ``betas`` and ``eps``: the decay rates of Adam's moments and the number added to its
+    denominator.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ class Voting(PhaseFiller):
     """Aggregates the replicas' gradients with one vote per replica, whatever its number of tokens.
 
     A replica's gradient is the mean over its own tokens. A replica without tokens, or whose gradient is not finite, is
-    left out of the step and of its loss. The losses of all other replicas are weighted by tokens.
+    left out of the step and of its loss. The losses of all other replicas are weighted by tokens. ``resilience``: the
+    section that names the rule of aggregation, and the number of replicas that may be faulty.
     """
 
     def __init__(self, context: StepContext, resilience: Resilience) -> None:
