@@ -70,11 +70,11 @@ def document_opening(tokenizer: Tokenizer, bos: Bos) -> list[int]:
 def begins_otherwise(
     ids: np.ndarray, starts: np.ndarray, opening: Sequence[int]
 ) -> bool:
-    """Return whether some of a sample of tokenized documents begin with another token than ``opening`` does.
+    """Return whether some tokenized documents begin with another token than the first of ``opening``.
 
     ``ids``: int ``[tokens]``, the token ids of all documents. ``starts``: int64 ``[documents]``, index of each
-    document's first token in ``ids``. ``opening``: the ids that should begin every document; empty for none. About
-    :data:`LOOKED_AT` documents are checked.
+    document's first token in ``ids``. ``opening``: the ids that should begin every document; if there are none, the
+    result is False. Only about :data:`LOOKED_AT` documents, evenly spaced, are checked.
     """
     seen = starts[:: max(1, len(starts) // LOOKED_AT)]
     return bool(opening) and bool((ids[seen] != opening[0]).any())

@@ -156,10 +156,11 @@ class Agent(Protocol):
 
 
 class Party(Protocol[R_co]):
-    """Interface of what takes part in views (sets of the run's members), one after another.
+    """Interface of a rank's part in a run whose members change: what the rank does in each view (set of members).
 
-    It is implemented by a rank of a run without islands (:class:`.rank_life.RankParty`), and by one rank's side of an
-    island (:class:`.island_party.IslandParty`).
+    :func:`live` calls the methods. There are two implementations: for runs without islands, where a rank trains while a
+    view lasts (:class:`.rank_life.RankParty`), and for the ranks of islands, where a thread follows the views beside
+    the training (:class:`.island_party.IslandParty`).
     """
 
     @property

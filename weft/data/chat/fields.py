@@ -163,10 +163,10 @@ def _is_turn(value: Any) -> bool:
 
 
 def turns_of(value: Any) -> Any:
-    """Return a conversation as a list of turns, as :func:`messages_of` does, from a value in any known form.
+    """Return a conversation as a list of turns, from a value in any form that :func:`messages_of` knows or in pairs.
 
-    If each element of the value holds a question and its answer, each becomes a turn of the user and one of the
-    assistant.
+    In a list of pairs each element is a dictionary of a question and its answer, which become a turn of the user and
+    one of the assistant. A value in an unknown form is returned unchanged.
     """
     pairs = from_text(value)
     if (

@@ -39,8 +39,9 @@ def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> boo
 def without_reasoning(thoughts: Thoughts, template: str, prompt: str) -> str:
     """Return ``prompt`` with its reasoning block closed and empty, so that the answer begins at once.
 
-    ``template`` has written the prompt, with the variable ``enable_thinking`` set to false. If the template reads this
-    variable, the prompt changes only where a block is still open. ``thoughts``: the tags of reasoning.
+    ``template``: text of the chat template that has written ``prompt``, with the variable ``enable_thinking`` set to
+    false. ``prompt`` is returned unchanged if it ends with a closed block, or if the template reads this variable and
+    has opened none. ``thoughts``: the tags of reasoning.
     """
     begun = begins_thinking(thoughts, prompt)
     closed = prompt.rstrip().endswith(thoughts.closing)

@@ -18,8 +18,11 @@ from weft.registry import register
     figure="prompts of a shared prefix are computed by the engine that has it",
 )
 class ByPrefix:
-    """Chooses the engine with the smallest cost: cache blocks of the prompt to be computed, and the blocks by which its
-    virtual usage exceeds the smallest one.
+    """Chooses the engine for which a request costs least, counted in cache blocks.
+
+    The cost is the number of blocks of the prompt that the engine does not hold, plus the blocks by which its virtual
+    usage exceeds that of the least used engine. Virtual usage counts the blocks that requests own, and those that
+    waiting requests will need.
     """
 
     def __call__(self, engines: Sequence[EngineView], request: DispatchRequest) -> str:

@@ -19,8 +19,10 @@ from weft.registry import register
     figure="an engine that leaves moves its own sessions alone",
 )
 class BySession:
-    """Chooses the engine with the largest hash of the session's and the engine's names, so that an engine that joins or
-    leaves moves no sessions between the others. Requests without a session go where most is free.
+    """Chooses always the same engine for a session (conversation or user): that with the largest hash of both names.
+
+    An engine that joins or leaves moves no sessions between the other engines. Requests without a session go to the
+    engine with the most free cache blocks per answer.
     """
 
     def __call__(self, engines: Sequence[EngineView], request: DispatchRequest) -> str:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     figure="within 0.0014 of the published bubbles, four of six below",
 )
 class ZeroBubble1P(ScheduleBuilder):
-    """Orders the passes by their times. A rank holds the activations of at most ``ranks`` microbatches, as in 1F1B."""
+    """Fills waits with weight gradients, by an order that is computed from the given times of the passes.
+
+    A rank holds the activations of at most ``ranks`` microbatches, as in 1F1B.
+    """
 
     about = "list-scheduled by the times, peak P"
     paper = "2401.10241"

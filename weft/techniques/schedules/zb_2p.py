@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     figure="within 0.0014 of the published bubbles, four of six below",
 )
 class ZeroBubble2P(ScheduleBuilder):
-    """Orders the passes by their times. It needs twice the activation memory of 1F1B, and leaves almost no bubble."""
+    """Fills waits with weight gradients, by an order that is computed from the given times of the passes.
+
+    It needs twice the activation memory of 1F1B, and leaves almost no bubble.
+    """
 
     about = "the same in the memory of 2P"
     paper = "2401.10241"

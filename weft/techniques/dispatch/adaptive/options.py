@@ -28,11 +28,13 @@ T = torch.Tensor
 
 
 class Option(NamedTuple):
-    """One way to bring tokens and experts together: a dispatcher, and a block of ranks that share expert weights.
+    """One way to bring tokens and experts together: a dispatcher, and blocks of ranks that share expert weights.
 
-    ``way``: the dispatcher. ``joined``: how many pieces of one expert the block holds together. ``weights``: number of
-    elements that all ranks send to share weights in a pass, forward and backward. ``stacks``: a function from a rank's
-    stacked weights to those of the block; None: no weights are shared.
+    In a block every rank gathers the weights of all experts of the block, so that tokens need not be sent within it.
+    ``way``: the dispatcher between blocks. ``joined``: number of pieces, into which one expert is cut over ranks, that
+    come together in a block. ``weights``: number of elements that all ranks send to share weights in a pass, forward
+    and backward. ``stacks``: a function from a rank's stacked weights to those of the block; None: no weights are
+    shared.
     """
 
     way: Dispatcher

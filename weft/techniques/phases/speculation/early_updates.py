@@ -42,9 +42,11 @@ T = torch.Tensor
 class Speculation(PhaseFiller):
     """Updates the units ``early`` during backward; the results equal those of the plain step.
 
-    Units kept in files are updated where the schedule completes their gradients. Other units are updated in a thread,
-    which copies them during forward so that their update can be undone. There is no thread if the update rule needs
-    other ranks (``elementwise`` is False). ``undone``: number of steps whose early updates were undone.
+    A unit is a group of parameters that are updated together, mostly a block of the model. Units that are kept in files
+    are updated by the training thread as soon as their gradients are complete. Other units are updated in a thread of
+    their own, which copies them during forward so that their update can be undone. ``elementwise``: whether the update
+    rule needs no other ranks; if not, several ranks use no such thread. ``undone``: number of steps whose early updates
+    were undone.
     """
 
     def __init__(
