@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from tests.cluster.inprocess import Cluster, InThread, alone, asked, until, written_by
+from weft.cluster.cluster_messages import EngineBeat
 from weft.errors import UsageError
-from weft.generate.backend import TokenEvent
+from weft.generate.backend import EngineLoad, TokenEvent
 
 #: A text of 190 tokens, where a cache holds 120.
 LONG = asked([(7 * i) % 97 for i in range(150)], 40)
@@ -78,3 +80,36 @@ def test_without_lenders_a_long_text_waits_and_is_refused_in_the_end() -> None:
         with pytest.raises(UsageError, match=r"189 tokens .* cache of 120"):
             asyncio.run(written_by(cluster.router, [LONG], seen))
         assert killed
+
+
+def test_texts_that_wait_begin_when_another_engine_joins() -> None:
+    """A long text fills an engine; part of it is lent, and nobody is preempted."""
+    requests = [asked([(7 * i) % 97 for i in range(88)], 30)]
+    requests += [asked([i, 5, 9] * 6, 12) for i in range(6)]
+    expected = [g.written for r in requests for g in alone(r)]
+    with Cluster(1, tokens=120, lend=True, slow=0.01) as cluster:
+        router = cluster.router
+
+        def seen(event: TokenEvent) -> None:
+            if len(cluster.engines) == 1:  # all requests are at the first engine
+                cluster.engines.append(cluster.add("e1"))
+
+        assert asyncio.run(written_by(router, requests, seen)) == expected
+        assert router.loads()["e0"].preemptions == 0
+
+
+def test_the_ledger_is_what_engines_say() -> None:
+    with Cluster(2, tokens=120, lend=True) as cluster:
+        router = cluster.router
+        link = router.links["e0"]
+        load = EngineLoad(3, 2, 0, 20, 30, lent=4)
+        link.note_beat(EngineBeat(load, 12, 0, 70, 15, (0.02, 0.001, 1e-6, 0.001)))
+        ledger = link.ledger()
+        assert (ledger.free, ledger.texts, ledger.waiting) == (3, 3, 2)
+        assert (ledger.blocks, ledger.longest, ledger.asked) == (6, 15, 16)
+        messages: list[Any] = []
+        link.outbox.put = lambda head, payload=None: messages.append(head)  # type: ignore[method-assign]
+        with router._lock:
+            link.note_beat(EngineBeat(load, 12, 0, 70, 15, (0.02, 0.001, 1e-6, 0.001)))
+            router._choose_loans()
+        assert [m["to"] for m in messages if m["kind"] == "lend"] == ["e1"]

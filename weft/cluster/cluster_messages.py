@@ -74,11 +74,17 @@ class EngineAbout(NamedTuple):
 class EngineBeat(NamedTuple):
     """A sign of life of an engine. ``demand``: cache blocks that the waiting answers will need; ``taken``: how
     many submissions the engine has received, so that the router knows which answers are counted in.
+
+    Of an engine that lends also: ``keys``, cached tokens of the answers that it writes; ``longest``, blocks of its
+    longest answer that it could lend; ``seconds``, the fields of :class:`StepSeconds`, as far as they are known.
     """
 
     load: EngineLoad
     demand: int
     taken: int
+    keys: int = 0
+    longest: int = 0
+    seconds: Sequence[float] = ()
 
 
 class TokenMessage(NamedTuple):
@@ -210,7 +216,8 @@ def read_score(values: Sequence[Any]) -> LogProbability:
 
 def read_beat(head: Head) -> EngineBeat:
     """Return the sign of life in a ``beat`` message."""
-    return EngineBeat(EngineLoad(*head["load"]), head["demand"], head["taken"])
+    values = {name: head[name] for name in EngineBeat._fields if name in head}
+    return EngineBeat(**values | {"load": EngineLoad(*head["load"])})
 
 
 def refusal_values(error: BaseException) -> dict[str, str]:

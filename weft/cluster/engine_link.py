@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from weft.cluster.cluster_messages import EngineAbout, EngineBeat, submit_message
 from weft.cluster.dispatch_policy import EngineView
+from weft.cluster.engine_loans import lendable_blocks
 from weft.cluster.flight import Flight, RemoteCall
+from weft.cluster.loan_choice import EngineLedger
 from weft.cluster.outbox import Outbox
 from weft.generate.backend import AnswerRequest, EngineLoad
 from weft.generate.keys import chained_keys, root_key
@@ -87,6 +89,22 @@ class EngineLink:
             len(self.flights),
             self._known(request) * size,
             size,
+        )
+
+    def ledger(self) -> EngineLedger:
+        """Return what the ledger of loans holds of the engine."""
+        load = self.beat.load
+        free = lendable_blocks(self.blocks) - load.used - load.lent
+        return EngineLedger(
+            self.name,
+            max(0, free),
+            load.running,
+            self.beat.keys,
+            load.waiting,
+            max(1, self.beat.demand // max(1, load.waiting)),
+            self.beat.longest,
+            load.lent * self.about.block,
+            load.borrowed > 0,
         )
 
     def submit(

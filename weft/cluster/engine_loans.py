@@ -1,13 +1,21 @@
 """The loans of an engine in a cluster: it lends blocks to the engines that its router names, and borrows from them."""
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
 
 from weft.generate.engine import Engine
 from weft.generate.lending import RESERVE, Borrower, LoanOffice
 from weft.generate.loan_channel import LOANS, RemoteLender, open_loans
 from weft.net.endpoint import Endpoint
+
+#: Steps before the seconds of a step are fitted, and seconds between two fits.
+FIT, FIT_S = 32, 2.0
 
 
 class LenderAddress(NamedTuple):
@@ -43,6 +51,9 @@ class EngineLoans:
         self.office = LoanOffice(engine)
         self.borrower = Borrower(engine, self._by_room, 0)
         self._lenders: dict[LenderAddress, RemoteLender] = {}
+        self._steps: deque[tuple[tuple[float, ...], float]] = deque(maxlen=256)
+        self._seconds: Sequence[float] = ()
+        self._fit_again = 0.0
         self._lock = Lock()
         self._own = open_loans(endpoint, secret, self.office)
         self._channel = endpoint.join(LOANS, secret)
@@ -60,6 +71,43 @@ class EngineLoans:
                 self._lenders[new] = RemoteLender(self._channel, place, new.name)
         lent = sum(lendable_blocks(each.blocks) for each in addresses)
         self.engine.scheduler.borrowable = lent
+
+    def lend(self, name: str, blocks: int) -> None:
+        """Lend ``blocks`` blocks of the longest text to the engine called ``name``. Called in the engine's thread."""
+        with self._lock:
+            lenders = [each for at, each in self._lenders.items() if at.name == name]
+        longest = self.borrower.longest
+        if longest is not None:
+            self.borrower.lend(longest, blocks, lenders)
+
+    def note_step(self, seconds: float) -> None:
+        """Note the ``seconds`` of a step that has just ended. Called in the engine's thread."""
+        running = self.engine.scheduler.running
+        if running:
+            keys = sum(request.computed for request in running)
+            borrows = bool(self.borrower.usage().borrowed)
+            self._steps.append(((1.0, len(running), keys, borrows), seconds))
+
+    def beat(self) -> dict[str, Any]:
+        """Return what a sign of life says besides: see :class:`weft.cluster.cluster_messages.EngineBeat`."""
+        running = list(self.engine.scheduler.running)
+        blocks = [len(self.borrower.own_blocks(request)) for request in running]
+        return {
+            "keys": sum(request.computed for request in running),
+            "longest": max(blocks, default=0),
+            "seconds": self._fitted(),
+        }
+
+    def _fitted(self) -> Sequence[float]:
+        """Return the fields of :class:`StepSeconds` that fit the last steps best, none before there are enough."""
+        if len(self._steps) < FIT:
+            return ()
+        if time.monotonic() >= self._fit_again:
+            work, seconds = zip(*list(self._steps), strict=True)
+            rates, _ = nnls(np.array(work), np.array(seconds))
+            self._seconds = [float(rate) for rate in rates]
+            self._fit_again = time.monotonic() + FIT_S
+        return self._seconds
 
     def recall_all(self) -> None:
         """Ask for all loans back, as this engine is to end."""

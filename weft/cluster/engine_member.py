@@ -207,7 +207,8 @@ class EngineMember:
             size, waiting = scheduler.pool.size, list(scheduler.waiting)
             demand = sum(-(-len(request.ids) // size) for request in waiting)
             load, taken = self.thread.load(), current.taken
-            return {"load": load, "demand": demand, "taken": taken}
+            lending = self.loans.beat() if self.loans is not None else {}
+            return {"load": load, "demand": demand, "taken": taken, **lending}
 
         current = self._current = RouterWork(Outbox(connection, beat, BEAT_S))
         current.outbox.start()
@@ -255,6 +256,8 @@ class EngineMember:
         elif kind == "lenders" and self.loans is not None:
             self.loans.meet([LenderAddress(*each) for each in head["lenders"]])
             self._call(partial(self._refuse_too_long, current))
+        elif kind == "lend" and self.loans is not None:
+            self._call(partial(self.loans.lend, head["to"], head["blocks"]))
         elif kind == "search":
             search = read_search(frame)
             self._call(partial(self._search, current, head["call"], search))
@@ -400,6 +403,8 @@ class EngineMember:
             del current.generations[answer], current.counts[answer]
 
     def _flush(self) -> None:
+        if self.loans is not None:
+            self.loans.note_step(self.thread.seconds)
         current = self._current
         if current is None:
             return

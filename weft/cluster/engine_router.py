@@ -34,6 +34,7 @@ from weft.cluster.engine_link import EngineLink
 from weft.cluster.engine_loans import lendable_blocks
 from weft.cluster.engine_member import JOINED, REFUSED
 from weft.cluster.flight import LOSSES, Flight, RemoteCall
+from weft.cluster.loan_choice import StepSeconds, choose_loans
 from weft.cluster.outbox import Outbox, ending_of
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import (
@@ -53,6 +54,9 @@ from weft.version import VERSION
 
 #: Seconds within which who connects must have said what it is, and between two looks at requests that wait.
 ABOUT_S, LOOK_S = 10.0, 0.1
+
+#: Seconds between two choices of loans; signs of life tell their effect before the next one.
+LOANS_S = 1.0
 
 #: Seconds between two lines about the same stranger.
 STRANGER_S = 60.0
@@ -318,6 +322,18 @@ class EngineRouter:
             link.borrowable = blocks * link.about.block
             link.outbox.put({"kind": "lenders", "lenders": others})
 
+    def _choose_loans(self) -> None:
+        """Have engines whose requests wait for blocks lend some, where the service then writes more per second."""
+        links = [link for link in self._able() if link.about.loans]
+        known = [link.beat.seconds for link in links if link.beat.seconds]
+        if not known or not any(link.beat.load.waiting for link in links):
+            return
+        seconds = StepSeconds(*np.mean(known, 0).tolist())
+        size = links[0].about.block
+        for loan in choose_loans([link.ledger() for link in links], size, seconds):
+            message = {"kind": "lend", "to": loan.creditor, "blocks": loan.blocks}
+            self.links[loan.debtor].outbox.put(message)
+
     def _release(self, link: EngineLink) -> None:
         """Let a draining engine go once it has nothing left to do."""
         if link.draining and not link.busy and not link.released:
@@ -579,8 +595,12 @@ class EngineRouter:
 
     def _watch(self) -> None:
         """Give waiting answers to engines that have become able, and end those that have waited too long."""
+        loans_at = time.monotonic() + LOANS_S
         while not self._closed.wait(LOOK_S):
             with self._lock:
+                if time.monotonic() >= loans_at:
+                    self._choose_loans()
+                    loans_at = time.monotonic() + LOANS_S
                 if not self._waiting:
                     continue
                 self._continue_waiting()

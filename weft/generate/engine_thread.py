@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from math import inf
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 from weft.errors import UsageError, WeftError
@@ -45,6 +46,7 @@ class EngineThread:
     ) -> None:
         self.engine, self.most, self.stepped = engine, most, stepped
         self.failure: Exception | None = None
+        self.seconds = 0.0  # of the last step
         self.tells: dict[Generation, Tell] = {}
         self.searches: dict[Search, Future[list[Hypothesis]]] = {}
         self._wake = threading.Condition()
@@ -185,7 +187,9 @@ class EngineThread:
                     except Exception as error:
                         future.set_exception(error)
             try:
+                begun = perf_counter()
                 self._step()
+                self.seconds = perf_counter() - begun
             except Exception as error:  # what the engine has in hand is lost
                 self.failure = error
                 for best in self.searches.values():

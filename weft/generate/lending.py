@@ -292,23 +292,38 @@ class Borrower:
         full = request.table[away : request.computed // pool.size]
         if not request.runs or request.context or request.pinned or request.kept:
             return []
-        return [*takewhile(lambda block: pool.owners[block] == 1, full)]
+        return [*takewhile(lambda block: pool.owners.get(block) == 1, full)]
 
     def relieve(self) -> bool:
         """Lend blocks of the text that has most of them here; return whether any block is free now."""
-        scheduler = self.engine.scheduler
-        idle = [r for r in scheduler.running if r not in scheduler.due]
-        longest = max(idle, key=lambda r: len(self.own_blocks(r)), default=None)
+        longest = self.longest
         if longest is None:
             return False
-        blocks = len(self.own_blocks(longest))
-        return self.lend(longest, -(-blocks // 2)) > 0 if blocks else False
+        return self.lend(longest, -(-len(self.own_blocks(longest)) // 2)) > 0
 
-    def lend(self, request: Request, blocks: int) -> int:
-        """Send up to ``blocks`` leading blocks of ``request`` that lie here to a lender; return how many it took."""
+    @property
+    def longest(self) -> Request | None:
+        """The request that has most blocks to lend; None if no request has any."""
+        idle = [
+            r
+            for r in self.engine.scheduler.running
+            if r not in self.engine.scheduler.due
+        ]
+        longest = max(idle, key=lambda r: len(self.own_blocks(r)), default=None)
+        return longest if longest is not None and self.own_blocks(longest) else None
+
+    def lend(
+        self,
+        request: Request,
+        blocks: int,
+        lenders: Sequence[LendingEngine] | None = None,
+    ) -> int:
+        """Send up to ``blocks`` leading blocks of ``request`` that lie here to one of ``lenders``; return how many it
+        took. None: to the lender that :attr:`lenders` prefers.
+        """
         pool = self.engine.scheduler.pool
         own = self.own_blocks(request)[:blocks]
-        for lender in self.lenders():
+        for lender in self.lenders() if lenders is None else lenders:
             table = own[: lender.room()]
             if not table:
                 continue
