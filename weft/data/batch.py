@@ -85,8 +85,8 @@ class PairedRows:
     """Pairs of documents that are in the rows of a batch.
 
     ``segments``: int64 ``[2 * pairs]``, the index in the batch's ``cu_seqlens`` of every document of the pairs.
-    ``counted``: whether this rank counts the pairs in sums over ranks, which exactly one of the ranks with parts of the
-    same rows does.
+    ``counted``: whether this rank counts the pairs in sums over ranks. Of the ranks with parts of the same rows exactly
+    one does.
     """
 
     pairs: Pairs

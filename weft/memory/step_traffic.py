@@ -51,10 +51,10 @@ def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
 
 
 def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
-    """Return for each unit whether it is updated early (during backward), if a given number of free units is not.
+    """Return for each unit whether it is updated early (during backward), where ``waiting`` units are updated later.
 
-    ``sizes``: sizes of each unit; ``waiting``: number of units with ``free`` set that are updated later. They are
-    spread evenly. The first free unit is early, unless all of them wait.
+    The waiting units are chosen among the free ones, which may be updated early, and spread evenly over them. The first
+    free unit is early, unless all of them wait. ``sizes``: sizes of each unit, with its ``free``.
     """
     places = [i for i, unit in enumerate(sizes) if unit.free]
     wait = {places[(2 * i + 1) * len(places) // (2 * waiting)] for i in range(waiting)}

@@ -321,7 +321,7 @@ class Channel:
         return connection
 
     def take_in(self, sock: socket.socket, session: Session) -> None:
-        """Hand a connection that another process has made to the server of this channel, in a new thread.
+        """Call this channel's function ``serve``, in a new thread, with a connection that another process has made.
 
         ``sock``: its socket; ``session``: its keys, from the handshake.
         """

@@ -383,8 +383,9 @@ def _session(secret: bytes, mode: _Mode, hello: Head, dials: bool) -> Session:
 class Incoming(Generic[R]):
     """Runs a generator that yields memory to fill, with the bytes that a non-blocking socket receives.
 
-    ``steps``: the generator; ``result``: what it returns at its end; ``begun``: whether any byte has come; ``filled``:
-    number of memories that are full.
+    The generator, such as a handshake, is resumed each time when the memory that it has yielded is full. ``steps``: the
+    generator; ``result``: what it returns at its end; ``begun``: whether any byte has come; ``filled``: how many pieces
+    of memory are full.
     """
 
     def __init__(self, steps: Steps[R]) -> None:

@@ -72,9 +72,9 @@ class TracedGroup(NamedTuple):
 class Trace(NamedTuple):
     """Content of a rank's trace file.
 
-    ``about``: rank, epoch, process and machine, by name. ``groups``: the process groups, and ``places``: the source
-    lines, both by the numbers that records give. ``records``: the recorded events (:data:`RECORD`) in the order of
-    their begin.
+    ``about``: rank, epoch, process and machine, by name. ``records``: the recorded events (:data:`RECORD`) in the order
+    of their begin. A record names its process group by an index in ``groups``, and its source line by an index in
+    ``places``.
     """
 
     about: dict[str, Any]

@@ -320,8 +320,8 @@ class Peer:
     def having(self, path: str, shared: Shared) -> list[str]:
         """Return the public keys of the connected peers that have a shared file.
 
-        ``path``: path of the file, for error messages; ``shared``: its announcement. Raises :class:`PeerError` if no
-        such peer is connected, which names those that have the file but cannot be reached.
+        ``path``: path of the file, for error messages; ``shared``: its announcement. If no such peer is connected,
+        raises :class:`PeerError`, whose message names the peers that have the file but cannot be reached.
         """
         all_ = [peer for peer, _ in self.table.under(f"has/{shared.root}/")]
         there = [peer for peer in all_ if peer in self._links]

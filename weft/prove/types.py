@@ -73,10 +73,10 @@ def check_types(
 
     Returns the first fault, or None if there is none. ``shape``: the model; all other arguments are sections of the
     recipe. Tensors are on the meta device and collectives in a fake process group, so neither memory nor ranks are
-    needed. The sharding of the state is replaced by its contract: gradients are partial sums over the data axes before
-    it, and rows of their sum after it. Pipeline stages exchange tensors of a single type, so one stage stands for all
-    stages, and one island for all islands. Raises :class:`UsageError` for a model of a plugin, whose types are not
-    known.
+    needed. The code that shards the state is not run: its results have the types that it promises (from gradients that
+    are partial sums over the data axes it makes each rank's rows of the whole sums). Pipeline stages exchange tensors
+    of a single type, so one stage stands for all stages, and one island for all islands. Raises :class:`UsageError` for
+    a model of a plugin, whose types are not known.
     """
     check_fits(shape, layout, train, optimizer, memory)
     if shape.kind:

@@ -30,8 +30,9 @@ Message = dict[str, Any]
 class OtherMember:
     """Another process that is a member of the run or wants to be one.
 
-    ``member``: its address and number; ``said``: the last message by which it told its state (``stand``), {} if there
-    is none in this view; ``life``: how often it had started over as a newcomer when its last message came.
+    ``member``: its address and number; ``said``: the last message by which it told its state
+    (:meth:`.Agreement.stand`), {} if there is none in this view; ``life``: how often it had started over as a newcomer
+    when its last message came.
     """
 
     member: Member

@@ -21,7 +21,8 @@ class SlowRanks:
     """Ranks that compute slowly, and the reaction to them. All ranks of the run hold the same values.
 
     Attributes:
-        ``actions``: the setting ``resilience.actions``: what is done about slow ranks.
+        ``actions``: the setting ``resilience.actions``, what is done about slow ranks: "say" only reports them,
+            "rebalance" gives them less work, and "leave-out" goes on without them.
         ``factors``: for each slow member, by number, its compute time divided by that of the others.
         ``rebalance``: whether the batch must be divided anew among the ranks.
     """

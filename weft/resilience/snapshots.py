@@ -129,11 +129,11 @@ def segments_of(
 ) -> list[SnapshotSegment]:
     """Return the parts of the state of all ranks, grouped into segments by the ranks that hold them.
 
-    A segment also names the rank that sends its parts to a buddy, a rank that keeps a copy; some need no sender.
-    ``tables``: description of each rank's parts. ``machines``: the machine of each rank; a segment that is held on
-    several machines needs no sender, or on a single machine one that several ranks hold. ``leaving``: ranks that are
-    about to leave; if there are any, a segment needs a sender only if no staying rank holds it. The result is the same
-    on every rank.
+    A segment also names the rank that sends its parts to a buddy (a rank that keeps a copy), unless the parts survive
+    the loss of a machine anyway, because ranks on several machines hold them. With a single machine they must survive
+    the loss of a rank, and if ranks leave, only the loss of these ranks. ``tables``: description of each rank's parts;
+    ``machines``: the machine of each rank; ``leaving``: ranks that are about to leave. The result is the same on every
+    rank.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, table in enumerate(tables):

@@ -32,9 +32,10 @@ WHOLE_BURSTS = Rule(
 class SelectiveRepetition(GradientCode):
     """SR-SGC: a gradient code whose ranks compute missing results again later, so that a weaker code suffices.
 
-    In each round some ranks repeat their job of ``burst`` rounds before instead of computing a new one. At most
-    ``ranks_late`` different ranks may be late in any ``window`` rounds, each in at most ``burst`` of them. From these
-    follows ``stragglers``, the number of late ranks that the code tolerates in a round.
+    A job is the gradient of some samples. In each round a rank computes a new job, or repeats the job that it computed
+    ``burst`` rounds earlier, if too few results of that job arrived in time. At most ``ranks_late`` different ranks may
+    be late in any ``window`` rounds, each in at most ``burst`` of them. From these numbers follows ``stragglers``, the
+    number of late ranks that the code tolerates in a round.
     """
 
     burst: int = 1
@@ -54,7 +55,7 @@ class SelectiveRepetition(GradientCode):
         return [Result(rank, job) for rank in arrived[job] if rank not in late]
 
     def repeating_ranks(self, number: int, arrived: Arrived) -> list[int]:
-        """Return the ranks that repeat, in round ``number``, their job of ``burst`` rounds before instead of a new one.
+        """Return the ranks that compute no new job in round ``number``, but repeat that of ``burst`` rounds earlier.
 
         ``arrived``: by round, the ranks whose results arrived in time.
         """

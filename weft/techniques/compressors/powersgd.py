@@ -39,7 +39,7 @@ class PowerSGD(Compressor):
     tensor that would not become smaller (a vector) is sent unchanged.
 
     :meth:`error` is the error with a random ``Q``; that of the last round gives less, if the matrices of successive
-    rounds are similar. ``unbiased``: whether the expected decoded tensor is the tensor itself, which is false.
+    rounds are similar. ``unbiased`` is False: the mean of decoded tensors is not the tensor itself.
     """
 
     unbiased: bool = False

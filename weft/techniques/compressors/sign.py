@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Sign(Compressor):
     """Sends the sign of each element, and the mean magnitude of each block of 128 elements.
 
-    ``unbiased``: whether the expected decoded tensor is the tensor itself, which is false.
+    ``unbiased`` is False: the mean of decoded tensors is not the tensor itself.
     """
 
     unbiased: bool = False

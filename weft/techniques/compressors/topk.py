@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class TopK(KeptShare):
     """Sends the elements of largest magnitude and their positions.
 
-    Positions are indices, or one bit for each element of the tensor where that takes fewer bytes. ``unbiased``: whether
-    the expected decoded tensor is the tensor itself, which is false.
+    Positions are indices, or one bit for each element of the tensor where that takes fewer bytes. ``unbiased`` is
+    False: the mean of decoded tensors is not the tensor itself.
     """
 
     unbiased: bool = False

@@ -76,9 +76,10 @@ class RankSums:
         return full[slices(held.box)]
 
     def agreed(self, x: T) -> T:
-        """Broadcast ``x`` of the first replica in place to all ranks that hold shards of the same parameters.
+        """Replace ``x``, in place, by the value that one rank has, so that all ranks that share the parameters agree.
 
-        Use it for results that may differ between processors, by rounding or by the choice among equal values.
+        All these ranks must have computed ``x``, a whole result such as singular vectors, from the same values. Their
+        results may differ between processors, by rounding or by the choice among equal values.
         """
         there = x.to(self.mesh.device)
         for axis in ("dp", "state", *MODEL_AXES):
