@@ -38,7 +38,7 @@ class ClusterSettings(Section):
 
 
 class ClusterFile(Section):
-    """The whole file."""
+    """The file that describes a cluster of engines, whose only section is ``[cluster]``."""
 
     cluster: ClusterSettings
 

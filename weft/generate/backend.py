@@ -14,8 +14,24 @@ from weft.generate.workflow import Workflow
 
 
 class AnswerRequest(NamedTuple):
-    """One prompt with the arguments of :meth:`Engine.submit`, in their order. ``written``: tokens after the prompt that
-    another engine has written.
+    """One prompt with what is asked for after it; the fields are the arguments of :meth:`Engine.submit` in their order.
+
+    Attributes:
+        ``ids``: token ids of the prompt.
+        ``most``: largest number of tokens of an answer.
+        ``how``: settings of sampling.
+        ``stops``: token ids that end an answer.
+        ``answers``: number of answers, whose seeds are consecutive.
+        ``top``: number of likeliest tokens whose log-probabilities are kept; 0: only that of the written token; None:
+            none.
+        ``tenant``: whose cached prefixes the answers may use.
+        ``grammar``: grammar that constrains the answers; None: no constraint.
+        ``adapter``: name of an adapter; "": the model alone.
+        ``least``: number of tokens that are written before a stop counts.
+        ``scored``: whether log-probabilities of the prompt's tokens are kept, too.
+        ``written``: tokens after the prompt that another engine has written.
+        ``workflow``: the workflow of which the answers are a stage; None: of none.
+        ``priority``: answers with a smaller one begin first and lose their cache blocks last.
     """
 
     ids: Sequence[int]
@@ -50,7 +66,11 @@ class SearchRequest(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A finished text of a beam search, without its stop token."""
+    """A finished text of a beam search, without its stop token.
+
+    ``ids``: token ids after the prompt. ``log_probability``: of all its tokens together, the stop token included.
+    ``score``: the log-probability, normalised by length. ``finish``: "stop" if a stop token ended it, else "length".
+    """
 
     ids: list[int]  # behind the prompt
     log_probability: float  # of all its tokens, with the one that ended it
@@ -59,7 +79,15 @@ class Hypothesis(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """Result of an engine step for one answer: the next token, or None if the answer ended without a further token."""
+    """Result of an engine step for one answer.
+
+    Attributes:
+        ``number``: index of the answer among those that were asked for together.
+        ``token``: the next token; None if the answer ended without a further token.
+        ``log_probability``: of the token, and of the likeliest tokens by id; None if they were not asked for.
+        ``finished``: why the answer ended: "stop" or "length", or "error" or "ended" if it could not go on; "" if it
+            goes on.
+    """
 
     number: int  # which of the answers that were asked for together
     token: int | None
@@ -118,7 +146,11 @@ COUNTS = {
 
 
 class AnswerState(Protocol):
-    """What is known about one answer beside its tokens."""
+    """What is known about one answer beside its tokens.
+
+    ``hits``: tokens of the prompt that were in the cache already. ``prompt_scores``: log-probabilities of the prompt's
+    tokens from the second one on, each with those of the likeliest tokens by id; complete with the first event.
+    """
 
     #: Tokens of the prompt that were in the cache already.
     hits: int

@@ -16,7 +16,11 @@ Contents = bytes | bytearray | memoryview
 
 
 class BlockSource(Protocol):
-    """Interface of whatever keeps blocks. Its methods can be called in any thread, and none of them waits long."""
+    """Interface of whatever keeps cache blocks (keys and values of a fixed number of tokens) outside the cache.
+
+    A block is found by a key that stands for the model, the adapter and the whole text up to the block's end, and its
+    contents are bytes. The methods can be called in any thread, and none of them waits long.
+    """
 
     def find(self, keys: Sequence[bytes]) -> int:
         """Return how many of the leading ``keys`` the source has."""

@@ -145,8 +145,15 @@ class EngineOptions:
 
 
 class OpenedEngine(NamedTuple):
-    """An engine with the ``files`` beside its model's weights. ``cache``: tokens that its cache holds; ``others``:
-    names of its other models and adapters; ``family`` and ``resting``: models that the engine does not have yet.
+    """An engine that has been opened with its model.
+
+    Attributes:
+        ``engine``: the engine.
+        ``files``: contents of the files beside its model's weights, by name.
+        ``cache``: tokens that its cache holds.
+        ``others``: names of its other models and adapters.
+        ``family``: the models of the same shape that the engine may have; None if there is only one model.
+        ``resting``: by name, those models of the family that come into memory only when a request names them.
     """
 
     engine: Engine

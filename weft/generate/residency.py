@@ -77,10 +77,10 @@ class Residency:
         self.coming = None
 
     def switch(self, now: float) -> Switch | None:
-        """Return the next model to read, which is then on its way, or None if there is none now.
+        """Return the next model to read, which counts as being read from now on, or None if there is none now.
 
-        A model that is in memory is not to be read: it had been closed for another whose requests have gone, and its
-        own are to be admitted.
+        The model may also be in memory already: it had taken no new requests, to make room for another model for which
+        no request waits any more. Then nothing is read or leaves, and its own waiting requests are to be admitted.
         """
         if self.coming is not None or not self.waiting:
             return None

@@ -52,7 +52,7 @@ class TextOptions:
 
     @property
     def asked(self) -> bool:
-        """Whether any of these options is set that asks for more than a prompt without reasoning."""
+        """Whether any of these options is set, other than ``--think`` with the value :data:`NO_REASONING`."""
         return self not in (TextOptions(), TextOptions(think=NO_REASONING))
 
     @property

@@ -249,10 +249,10 @@ def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def sum_over_axis(
     axis: str, grads: dict[str, torch.Tensor], state: State, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Sum over ``axis`` the gradients of parameters that this mesh axis does not cut, such as weights of norms over ``tp``.
+    """Sum over ``axis`` the gradients of parameters that this mesh axis does not cut.
 
-    Each rank along the axis has computed a part of these gradients from its share of the work. There is one all-reduce.
-    Returns ``grads`` with the sums in it.
+    With ``tp`` these are, for example, the weights of norms. Each rank along the axis has computed a part of these
+    gradients from its share of the work. There is one all-reduce. Returns ``grads`` with the sums in it.
     """
     names = [h.name for h in state.learning if gradient_types(h.logical)[axis] is P]
     if mesh.size(axis) == 1 or not names:
