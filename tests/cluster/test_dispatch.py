@@ -58,7 +58,8 @@ def test_a_session_stays_and_a_new_engine_moves_only_what_it_gets() -> None:
 def test_unknown_policies_are_refused() -> None:
     with pytest.raises(UsageError, match=r"--dispatch cannot be .sessions.; .*session"):
         dispatch_policy("sessions")
-    assert {t.name for t in declared("dispatch-policy")} == {"cached-prefix", "session"}
+    policies = {"balanced", "cached-prefix", "session"}
+    assert {t.name for t in declared("dispatch-policy")} == policies
 
 
 def test_requests_with_a_prefix_go_where_it_is() -> None:
@@ -80,6 +81,23 @@ def test_requests_with_a_prefix_go_where_it_is() -> None:
             return hits
 
         assert asyncio.run(main()) == [40] * 8
+
+
+def test_the_router_knows_the_work_of_its_engines() -> None:
+    """Requests that are under way are the work of their engine, and none is left once they have ended or are gone."""
+    with Cluster(2, dispatch_policy("balanced")) as cluster:
+        times = cluster.router.times
+
+        async def main() -> None:
+            async with cluster.router.answers([asked([i], 50) for i in range(1, 7)]):
+                assert [len(link.flights) for link in cluster.router.links.values()] == [3, 3]  # fmt: skip
+                assert all(times.work(name) == 3.0 for name in times.engines)
+            await written_by(cluster.router, [asked([1] * 6, 8)])
+
+        asyncio.run(main())
+        assert sum(times.work(name) for name in times.engines) < 4.0
+        assert times.tokens.mean("") == (6, 8)
+        assert any(each.measured for each in times.engines.values())
 
 
 def test_a_session_goes_to_its_engine() -> None:

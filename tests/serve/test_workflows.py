@@ -44,4 +44,4 @@ def test_every_interface_tells_the_policy_of_the_stage() -> None:
             for extra in ({}, {"workflow": {"id": "q"}})
         )  # fmt: skip
     assert plain["choices"] == stage["choices"] and seen[-1] == Workflow("q")
-    assert policy.times.tokens("/v1/completions") == (5, 5)  # type: ignore[attr-defined]
+    assert policy.times.tokens.mean("/v1/completions") == (5, 5)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import pytest
 
 from weft import registry
 from weft.checkpoint.convert import open_foreign
+from weft.cluster.dispatch_policy import dispatch_policy
 from weft.errors import UsageError
 from weft.generate.drafter import check_ahead
 from weft.generate.policies import policy_of
@@ -53,6 +54,7 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "format": lambda name: open_foreign(PACKAGE, name),
     # what it is asked first
     "drafter": lambda name: check_ahead(name, 1),
+    "dispatch-policy": lambda name: dispatch_policy(name),
     "phases": lambda name: build_recipe(ASKED[name]),
     "tracker": lambda name: build_recipe({"observe": {"trackers": [name]}}),
 }

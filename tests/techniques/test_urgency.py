@@ -14,7 +14,7 @@ from weft.generate.block_pool import BlockPool
 from weft.generate.policies import policy_of
 from weft.generate.request import Request
 from weft.generate.scheduler import Scheduler
-from weft.generate.stage_times import LABELS, StageTimes
+from weft.generate.stage_times import LABELS, StageTokens
 from weft.generate.workflow import Workflow
 from weft.techniques.policies.urgency import Urgency
 
@@ -97,7 +97,7 @@ def test_with_equal_estimates_the_earliest_deadline_is_first(jobs: list[tuple[in
 def test_the_longer_stage_goes_first_at_equal_deadlines() -> None:
     bench = Bench(Urgency())
     for stage, tokens in (("short", 1), ("long", 9)):
-        bench.policy.times.note_tokens(stage, 1, tokens)
+        bench.policy.times.tokens.note(stage, 1, tokens)
     bench.policy.times.written_second.add(1.0)
     bench.ask("a", 1, 1, due("a", 50, "short"))
     bench.ask("b", 1, 9, due("b", 50, "long"))
@@ -179,8 +179,8 @@ def test_times_are_learned_from_requests_and_do_not_pile_up() -> None:
     bench.ask("c", 4, 1)
     bench.run()
     times = bench.policy.times
-    assert times.tokens("a") == (4, 7) and times.tokens("b") == (8, 2)
-    assert times.tokens("unknown") == (6, 4.5)
+    assert times.tokens.mean("a") == (4, 7) and times.tokens.mean("b") == (8, 2)
+    assert times.tokens.mean("unknown") == (6, 4.5)
     assert times.written_second.value == pytest.approx(SECOND)
     # a step reads either prompt as a whole
     assert SECOND / 8 < times.prompt_second.value < SECOND / 4
@@ -191,11 +191,11 @@ def test_times_are_learned_from_requests_and_do_not_pile_up() -> None:
 
 
 def test_labels_are_forgotten_beyond_so_many() -> None:
-    times = StageTimes()
+    tokens = StageTokens()
     for number in range(LABELS + 5):
-        times.note_tokens(str(number), number, 1)
-    assert times.tokens("4") == times.tokens("unknown")
-    assert times.tokens("5") == (5, 1)
+        tokens.note(str(number), number, 1)
+    assert tokens.mean("4") == tokens.mean("unknown")
+    assert tokens.mean("5") == (5, 1)
 
 
 @pytest.mark.parametrize("word", ["urgency:", "urgency:0", "urgency:-1", "urgency:x"])

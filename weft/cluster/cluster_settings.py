@@ -31,7 +31,8 @@ class ClusterSettings(Section):
         "load",
         description=(
             "Which engine a request goes to. load: the one with most free memory per request; cached-prefix: the one "
-            "that has most of its prompt; session: always the same for a user or conversation."
+            "that has most of its prompt; session: always the same for a user or conversation; balanced: a fast "
+            "one with little to do."
         ),
     )
     limits: ClusterLimits = Field(ClusterLimits(), description="Limits.")

@@ -26,6 +26,8 @@ class EngineView(NamedTuple):
         ``answers``: answers that it writes or that wait there.
         ``known``: tokens of the request's prompt that its cache probably holds.
         ``size``: tokens of a cache block.
+        ``seconds``: estimated time of the request on this engine.
+        ``work``: estimated seconds of all requests that the engine has not ended.
     """
 
     name: str
@@ -34,6 +36,8 @@ class EngineView(NamedTuple):
     answers: int
     known: int
     size: int
+    seconds: float = 1.0
+    work: float = 0.0
 
     @property
     def freeness(self) -> float:

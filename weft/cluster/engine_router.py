@@ -29,10 +29,16 @@ from weft.cluster.cluster_messages import (
     read_token,
     search_message,
 )
-from weft.cluster.dispatch_policy import DispatchPolicy, DispatchRequest, freest
+from weft.cluster.dispatch_policy import (
+    DispatchPolicy,
+    DispatchRequest,
+    EngineView,
+    freest,
+)
 from weft.cluster.engine_link import EngineLink
 from weft.cluster.engine_loans import lendable_blocks
 from weft.cluster.engine_member import JOINED, REFUSED
+from weft.cluster.engine_times import ClusterTimes
 from weft.cluster.flight import LOSSES, Flight, RemoteCall
 from weft.cluster.loan_choice import StepSeconds, choose_loans
 from weft.cluster.outbox import Outbox, ending_of
@@ -100,6 +106,7 @@ class EngineRouter:
         self.endpoint, self.model, self.say = endpoint, model, say
         self.policy, self.patience = policy, patience
         self.links: dict[str, EngineLink] = {}
+        self.times = ClusterTimes()
         self.moves = 0  # answers that were continued on another engine
         self._lock = threading.RLock()
         self._flights: dict[int, Flight] = {}
@@ -232,7 +239,7 @@ class EngineRouter:
                     self._flights[flight.number] = flight
                     self._owners[flight] = answers
                 if flights:
-                    link.submit(flights[0].number, request, flights)
+                    self._submit(link, flights[0].number, request, flights)
 
     def _choose(self, request: AnswerRequest, session: str) -> EngineLink:
         """Return the engine for ``request``. Raises :class:`NoEngine` if there is none, :class:`Busy` if all have too
@@ -268,8 +275,23 @@ class EngineRouter:
             )
         length = len(request.ids) + len(request.written)
         about = DispatchRequest(length, session, request.priority)
-        views = [link.view(request) for link in fitting]
+        views = [self._view(link, request) for link in fitting]
         return self.links[self.policy(views, about)]
+
+    def _view(self, link: EngineLink, request: AnswerRequest) -> EngineView:
+        self.times.retain(link.name, link.flights.values())
+        seconds = self.times.seconds(link.name, _stage_of(request))
+        work = self.times.work(link.name)
+        return link.view(request)._replace(seconds=seconds, work=work)
+
+    def _submit(
+        self, link: EngineLink, number: int, request: AnswerRequest, flights: Sequence[Flight]
+    ) -> None:  # fmt: skip
+        """Send ``request``, whose answers are ``flights`` and have numbers from ``number`` on, to an engine."""
+        stage, length = _stage_of(request), len(request.ids) + len(request.written)
+        for flight in flights:
+            self.times.begin(link.name, flight, stage, length, time.monotonic())
+        link.submit(number, request, flights)
 
     async def _called(
         self, message: Callable[[int], Message], searches: bool = False
@@ -395,7 +417,7 @@ class EngineRouter:
                 self._end_flight(each, error)
                 continue
             self.moves += 1
-            link.submit(each.number, request, [each])
+            self._submit(link, each.number, request, [each])
 
     def _end_flight(self, flight: Flight, error: WeftError) -> None:
         """End an answer with ``error``."""
@@ -450,6 +472,7 @@ class EngineRouter:
             outbox.put({"kind": JOINED, "again": again})
             outbox.start()
             link = self.links[about.name] = EngineLink(about, outbox)
+            self.times.add_engine(about.name)
             self.say(f"engine {about.name} has joined{' again' if again else ''}")
             self._tell_lenders()
             self._continue_waiting()
@@ -477,6 +500,7 @@ class EngineRouter:
                 return
             del self.links[link.name]
             self._tell_lenders()
+            self.times.remove_engine(link.name)
             if link.released:
                 self.say(f"engine {link.name} has left")
                 return
@@ -550,10 +574,12 @@ class EngineRouter:
         if message.token is not None:
             flight.tokens.append(message.token)
             flight.losses, link.tokens = 0, link.tokens + 1
+            self.times.token(link.name, flight, time.monotonic())
             if message.log_probability is not None:
                 flight.log_probabilities.append(message.log_probability)
         if message.finished:
             flight.finished = message.finished
+            self.times.end(link.name, flight)
             del link.flights[flight.number], self._flights[flight.number]
             self._owners.pop(flight)
             link.remember(flight.request, flight.tokens)
@@ -650,6 +676,10 @@ class RoutedAnswers:
             error = self.generations[event.number].error
             raise error or WeftError("the answer cannot go on")
         return event
+
+
+def _stage_of(request: AnswerRequest) -> str:
+    return "" if request.workflow is None else request.workflow.stage
 
 
 def _asked_search(request: SearchRequest, call: int) -> Message:

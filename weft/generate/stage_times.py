@@ -22,49 +22,54 @@ class RunningMean:
         self.value += (value - self.value) * max(1 / self.count, FRESH)
 
 
-class StageTimes:
-    """Estimates seconds of stages: mean tokens of each stage, times the seconds per token that were measured.
-
-    Attributes:
-        ``prompt_second``: seconds of an engine per prompt token.
-        ``written_second``: seconds of an engine per written token.
-    """
+class StageTokens:
+    """Mean tokens of the prompts and of the answers of each stage, by its label."""
 
     def __init__(self) -> None:
-        self.prompt_second, self.written_second = RunningMean(), RunningMean()
-        self._prompts: OrderedDict[str, RunningMean] = OrderedDict()
-        self._written: dict[str, RunningMean] = {}
+        self._stages: OrderedDict[str, tuple[RunningMean, RunningMean]] = OrderedDict()
         self._all = RunningMean(), RunningMean()
 
-    def note_tokens(self, stage: str, prompt: int, written: int) -> None:
-        """Let a request that has ended count in the mean tokens of ``stage``. ``prompt``, ``written``: its tokens."""
-        if stage not in self._prompts:
-            self._prompts[stage] = RunningMean()
-            self._written[stage] = RunningMean()
-            if len(self._prompts) > LABELS:
-                del self._written[self._prompts.popitem(last=False)[0]]
-        self._prompts.move_to_end(stage)
-        for mean, tokens in (
-            (self._prompts[stage], prompt), (self._written[stage], written),
-            (self._all[0], prompt), (self._all[1], written),
-        ):  # fmt: skip
-            mean.add(tokens)
+    def note(self, stage: str, prompt: int, written: int) -> None:
+        """Let a request that has ended count in the means of ``stage``. ``prompt``, ``written``: its tokens."""
+        means = self._stages.setdefault(stage, (RunningMean(), RunningMean()))
+        self._stages.move_to_end(stage)
+        if len(self._stages) > LABELS:
+            self._stages.popitem(last=False)
+        for prompts, answers in (means, self._all):
+            prompts.add(prompt)
+            answers.add(written)
 
-    def tokens(self, stage: str) -> tuple[float, float]:
+    def mean(self, stage: str) -> tuple[float, float]:
         """Return the mean tokens of a prompt and of an answer of ``stage``; for an unknown stage, those of all."""
-        prompt, written = (
-            (self._prompts[stage], self._written[stage])
-            if stage in self._prompts
-            else self._all
-        )
-        return prompt.value, written.value
+        prompts, answers = self._stages.get(stage, self._all)
+        return prompts.value, answers.value
+
+
+class StageTimes:
+    """Estimates seconds of stages on an engine: mean tokens of each stage, times the seconds per token measured there.
+
+    Attributes:
+        ``tokens``: mean tokens of stages; several engines can share them.
+        ``prompt_second``: seconds of the engine per prompt token.
+        ``written_second``: seconds of the engine per written token.
+    """
+
+    def __init__(self, tokens: StageTokens | None = None) -> None:
+        self.tokens = tokens or StageTokens()
+        self.prompt_second, self.written_second = RunningMean(), RunningMean()
+
+    @property
+    def measured(self) -> bool:
+        """Whether the engine has been measured."""
+        return bool(self.prompt_second.count or self.written_second.count)
+
+    def writing_seconds(self, stage: str) -> float:
+        """Return the estimated seconds of a request of ``stage`` from its first token on."""
+        return self.tokens.mean(stage)[1] * self.written_second.value
 
     def seconds(self, stage: str) -> float:
         """Return the estimated seconds of a request of ``stage`` without waiting. As long as nothing has been measured,
         all stages take a second.
         """
-        prompt, written = self.tokens(stage)
-        seconds = (
-            prompt * self.prompt_second.value + written * self.written_second.value
-        )
-        return seconds or 1.0
+        reading = self.tokens.mean(stage)[0] * self.prompt_second.value
+        return reading + self.writing_seconds(stage) or 1.0

@@ -131,7 +131,7 @@ class Urgency(SchedulingPolicy):
     def _note(self, request: Request, watched: _Watched) -> None:
         written = len(request.ids) - watched.prompt
         if request.workflow is not None:
-            self.times.note_tokens(request.workflow.stage, watched.prompt, written)
+            self.times.tokens.note(request.workflow.stage, watched.prompt, written)
         if not watched.first:
             return
         read = watched.prompt - request.hits

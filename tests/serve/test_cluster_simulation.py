@@ -1,0 +1,170 @@
+"""The simulated cluster: as the simulator of an engine where there is one, and by the formulas where there are more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from weft.cluster.dispatch_policy import freest
+from weft.errors import WeftError
+from weft.generate.block_pool import BlockPool
+from weft.generate.policies import policy_of
+from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.generate.workflow import Workflow
+from weft.serve.cluster_simulation import (
+    NOTICED,
+    BlockLink,
+    ClusterRequest,
+    ClusterSimulation,
+    Role,
+    SimulatedEngine,
+    simulate_cluster,
+)
+from weft.serve.load_simulation import TimedRequest, simulate_load, work_of
+from weft.techniques.dispatch_policies.balanced import ByWorkload
+
+SIZE = 4
+
+
+def curve(speed: float = 1.0) -> Callable[[ScheduledStep], float]:
+    """Seconds of a step: 1 and a tenth of a second per token and text, on an engine of this speed."""
+    return lambda step: (1 + 0.1 * sum(work_of(step)[1:3])) / speed
+
+
+def engine(
+    name: str, role: Role = "any", speed: float = 1.0, blocks: int = 1000, policy: str = "exact-fill",
+    fails: float = float("inf"), limit: int = 8, budget: int = 16,
+) -> SimulatedEngine:  # fmt: skip
+    scheduler = Scheduler(BlockPool(blocks, SIZE), budget, limit, policy_of(policy))
+    return SimulatedEngine(name, scheduler, curve(speed), role, fails)
+
+
+def load(seed: int, count: int = 30, rate: float = 0.3) -> list[ClusterRequest]:
+    draw, time, requests = random.Random(seed), 0.0, []
+    for _ in range(count):
+        time += draw.expovariate(rate)
+        prompt = [draw.randrange(31) for _ in range(draw.choice([3, 20, 60]))]
+        requests.append(ClusterRequest(time, prompt, draw.choice([1, 5, 25])))
+    return requests
+
+
+@pytest.mark.parametrize("blocks", [1000, 40])
+def test_a_single_engine_is_the_simulator_of_an_engine(blocks: int) -> None:
+    requests = load(1)
+    alone = simulate_load(
+        engine("a", blocks=blocks).scheduler, [TimedRequest(*each[:3]) for each in requests], curve()
+    )  # fmt: skip
+    assert simulate_cluster([engine("a", blocks=blocks)], requests) == alone
+
+
+def test_a_request_is_handed_over_and_waits_for_its_last_part_only() -> None:
+    """Bytes are those of all computed tokens, and the stall is that of what the last step computed."""
+    link = BlockLink(latency=0.5, rate=100.0, token_bytes=10.0)
+    ((played,), prompt) = (
+        ClusterSimulation(
+            [engine("p", "prefill"), engine("d", "decode")],
+            [ClusterRequest(0.0, list(range(61)), 5)],
+            freest,
+            link,
+        ).run(),
+        61,
+    )
+    assert played.engines == ["p", "d"] and played.moved == prompt * link.token_bytes
+    # steps of 16, 16, 16 and 13 tokens; earlier blocks travel faster than they are computed
+    first, *later = played.outcome.times
+    assert first == pytest.approx(4 * 1.1 + 6.1)
+    assert played.stall == pytest.approx(0.5 + 13 * 10 / 100)
+    assert later == pytest.approx(
+        [first + played.stall + 1.2 * i for i in (1, 2, 3, 4)]
+    )
+
+
+def test_a_slow_link_makes_others_wait_too() -> None:
+    slow = BlockLink(0.0, 1.0, 1.0)
+    requests = [ClusterRequest(0.0, [i] * 8, 2) for i in range(3)]
+    played = ClusterSimulation(
+        [engine("p", "prefill"), engine("d", "decode")], requests, freest, slow
+    ).run()
+    assert all(each.moved == 8 for each in played)
+    arrivals = [each.outcome.times[0] + each.stall for each in played]
+    # one after the other over one link, from the first prompt's end on
+    first = played[0].outcome.times[0]
+    assert arrivals == pytest.approx([first + 8, first + 16, first + 24])
+
+
+def test_without_room_where_they_go_requests_wait_for_it() -> None:
+    requests = [ClusterRequest(0.0, [i] * 12, 9) for i in range(4)]
+    played = ClusterSimulation(
+        [engine("p", "prefill"), engine("d", "decode", limit=1)], requests, freest, BlockLink(0, 1e9, 1)
+    ).run()  # fmt: skip
+    spans = sorted((each.outcome.times[1], each.outcome.end) for each in played)
+    assert all(end < begin for (_, end), (begin, _) in pairwise(spans))  # fmt: skip
+
+
+@pytest.mark.parametrize("roles", [("any", "any"), ("prefill", "decode", "decode")])
+def test_every_request_ends_whole_though_an_engine_fails(roles: tuple[Role, ...]) -> None:  # fmt: skip
+    """None is lost and no token comes twice; those of the failed engine go on when the failure is noticed."""
+    requests, at = load(3, 60, 2.0), 60.0
+    link = BlockLink(0.01, 1e4, 1.0)
+    engines = [
+        engine(f"e{i}", role, speed=4.0 if role == "prefill" else 1.0)
+        for i, role in enumerate(roles)
+    ]
+    engines[-1] = engine(engines[-1].name, roles[-1], fails=at)
+    played = ClusterSimulation(engines, requests, freest, link).run()
+    assert [each.outcome.written for each in played] == [r.tokens for r in requests]
+    for each in played:
+        assert each.outcome.times == sorted(each.outcome.times)
+        assert len(each.outcome.times) == each.outcome.written
+    hit = [each for each in played if engines[-1].name in each.engines[:-1]]
+    assert hit
+    for each in hit:
+        late = [time for time in each.outcome.times if time > at]
+        assert late and late[0] > at + NOTICED
+
+
+def test_a_stage_begins_when_those_before_it_have_ended() -> None:
+    requests = [
+        ClusterRequest(1.0, [1] * 5, 3),
+        ClusterRequest(1.0, [2] * 5, 9),
+        ClusterRequest(1.0, [3] * 5, 2, after=[0, 1]),
+    ]
+    outcomes = simulate_cluster([engine("a"), engine("b")], requests)
+    assert outcomes[2].began == max(outcomes[0].end, outcomes[1].end)
+    assert outcomes[2].times[0] > outcomes[2].began
+
+
+def test_urgency_meets_deadlines_in_the_time_of_the_simulation() -> None:
+    """Two jobs that come later are shorter of time; first come, first served, is too late for them."""
+    jobs = [
+        ClusterRequest(0.1 * i, [i] * 9, 6, Workflow(str(i), "x", (), deadline))
+        for i, deadline in enumerate([900.0, 900.0, 900.0, 25.0, 17.0])
+    ]
+    met = {}
+    for policy in ("exact-fill", "urgency"):
+        outcomes = simulate_cluster([engine("a", policy=policy, limit=1)], jobs)
+        met[policy] = [
+            outcome.end <= job.workflow.deadline
+            for outcome, job in zip(outcomes, jobs, strict=True)
+            if job.workflow
+        ]
+    assert met["exact-fill"] == [True, True, True, False, False]
+    assert all(met["urgency"])
+
+
+def test_balanced_dispatch_learns_which_engine_is_fast() -> None:
+    requests = load(5, 120, 0.5)
+    engines = [engine("fast", speed=4.0), engine("slow")]
+    played = ClusterSimulation(engines, requests, ByWorkload(0.5)).run()
+    later = [each.engines[0] for each in played[40:]]
+    assert later.count("fast") > 2 * later.count("slow") > 0
+
+
+def test_what_cannot_be_played_is_said() -> None:
+    with pytest.raises(WeftError, match="give the simulation a link"):
+        simulate_cluster([engine("p", "prefill"), engine("d", "decode")], load(1, 1))
+    with pytest.raises(WeftError, match="have failed"):
+        simulate_cluster([engine("a", fails=1.0)], [ClusterRequest(2.0, [1], 1)])

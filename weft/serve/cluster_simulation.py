@@ -1,0 +1,376 @@
+"""Simulate a cluster of engines: each runs its own real scheduler, with step times from a curve.
+
+As in :mod:`weft.serve.load_simulation`, the model is not run. Engines can differ in speed and role. An engine of the
+role ``prefill`` hands each request over once it has a first token: its cache blocks travel over a link in rounds while
+later parts of the prompt are computed, so that only the last part is waited for (DistServe, Zhong et al. 2024,
+2401.09670). A request may be a stage of a workflow that begins when earlier stages have ended. Events are played in the
+order of their times. The dispatch policies are those of the real router.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal, NamedTuple
+
+from weft.cluster.dispatch_policy import (
+    DispatchPolicy,
+    DispatchRequest,
+    EngineView,
+    freest,
+)
+from weft.cluster.engine_times import ClusterTimes
+from weft.errors import WeftError
+from weft.generate.keys import chained_keys, root_key
+from weft.generate.policies import SchedulingPolicy
+from weft.generate.request import Request
+from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.generate.workflow import Workflow
+from weft.serve.load_requests import RequestOutcome
+
+Role = Literal["any", "prefill", "decode"]
+
+#: Seconds after which the failure of an engine is noticed.
+NOTICED = 2.0
+
+
+class ClusterRequest(NamedTuple):
+    """A request of a load: it asks for ``tokens`` tokens after ``prompt``, at ``time`` seconds, or when all requests
+    with the indices ``after`` have ended, if that is later. ``workflow``: the job of which it is a stage.
+    """
+
+    time: float
+    prompt: Sequence[int]
+    tokens: int
+    workflow: Workflow | None = None
+    after: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class SimulatedEngine:
+    """An engine of a simulated cluster.
+
+    Attributes:
+        ``name``: its name, as dispatch policies see it.
+        ``scheduler``: its scheduler, which must be new.
+        ``curve``: returns the seconds of a step.
+        ``role``: ``prefill`` for prompts up to their first token, ``decode`` for requests that were handed over, or
+            ``any`` for whole requests.
+        ``fails``: when the engine fails, in seconds; it never comes back.
+    """
+
+    name: str
+    scheduler: Scheduler
+    curve: Callable[[ScheduledStep], float]
+    role: Role = "any"
+    fails: float = float("inf")
+
+
+class BlockLink(NamedTuple):
+    """How cache blocks get from an engine to another: ``latency`` in seconds, ``rate`` in bytes per second.
+    ``token_bytes``: bytes of a token's keys and values over all layers.
+    """
+
+    latency: float
+    rate: float
+    token_bytes: float
+
+
+@dataclass
+class SimulatedRequest:
+    """What has become of one request of the load.
+
+    Attributes:
+        ``outcome``: times of its tokens.
+        ``engines``: names of the engines that computed it, in order.
+        ``moved``: bytes that travelled between engines for it.
+        ``stall``: seconds from its first token until another engine had all its blocks.
+    """
+
+    outcome: RequestOutcome
+    engines: list[str] = field(default_factory=list)
+    moved: float = 0.0
+    stall: float = 0.0
+
+
+@dataclass
+class _Travel:
+    """A request on its way to another engine, and the tokens whose blocks have been sent."""
+
+    to: "_Engine"
+    sent: int = 0
+
+
+@dataclass(eq=False)
+class _Engine:
+    """State of a simulated engine. ``coming``: requests that will be handed over to it; ``arriving``: those that have
+    come and have no room yet; ``link``: when the engine's link is free again.
+    """
+
+    setup: SimulatedEngine
+    step: ScheduledStep | None = None
+    coming: set[Request] = field(default_factory=set)
+    arriving: list[Request] = field(default_factory=list)
+    link: float = 0.0
+    failed: bool = False
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.setup.scheduler
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.scheduler.running, *self.scheduler.waiting, *self.arriving]
+
+
+class ClusterSimulation:
+    """Plays ``load`` on ``engines``. ``dispatch``: chooses the engine of a new request, and of a request that is handed
+    over. ``link``: needed by engines of the role ``prefill``.
+
+    Raises :class:`WeftError` if no engine of the cluster can take a request.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[SimulatedEngine],
+        load: Sequence[ClusterRequest],
+        dispatch: DispatchPolicy = freest,
+        link: BlockLink | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.load, self.dispatch, self.link = load, dispatch, link
+        self.engines = {setup.name: _Engine(setup) for setup in engines}
+        self.times = ClusterTimes(list(self.engines))
+        self.requests = [
+            SimulatedRequest(RequestOutcome(each.time, prompt=len(each.prompt)))
+            for each in load
+        ]
+        self._numbers: dict[Request, int] = {}
+        self._travels: dict[Request, _Travel] = {}
+        self._open = [set(each.after) for each in load]
+        self._order = count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._followers: list[list[int]] = [[] for _ in load]
+        for i, each in enumerate(load):
+            for before in set(each.after):
+                self._followers[before].append(i)
+            if not each.after:
+                self._at(each.time, self._ask, i)
+        for engine in self.engines.values():
+            if isinstance(engine.scheduler.policy, SchedulingPolicy):
+                engine.scheduler.policy.read_time(lambda: self.now)
+            if engine.setup.fails < float("inf"):
+                self._at(engine.setup.fails, self._fail, engine)
+
+    def run(self) -> list[SimulatedRequest]:
+        """Play all events; return what has become of each request."""
+        while self._events:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+        if lost := [i for i, each in enumerate(self.requests) if not each.outcome.end]:
+            raise WeftError(
+                f"{len(lost)} requests of the load, the first of them number {lost[0]}, never ended; "
+                f"give engines with room for them"
+            )
+        return self.requests
+
+    def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
+        event = (time, next(self._order), lambda: action(*arguments))
+        heapq.heappush(self._events, event)
+
+    def _ask(self, i: int) -> None:
+        """Submit the request number ``i``, which is new."""
+        each = self.load[i]
+        self.requests[i].outcome.began = self.now
+        request = Request(
+            list(each.prompt), len(each.prompt) + each.tokens - 1, workflow=each.workflow, asked_at=self.now
+        )  # fmt: skip
+        self._numbers[request] = i
+        self._submit(request)
+
+    def _submit(self, request: Request) -> None:
+        engine = self._choose(request, ("any", "prefill"))
+        engine.scheduler.add(request)
+        stage = request.workflow.stage if request.workflow else ""
+        self.times.begin(engine.setup.name, request, stage, len(request.ids), self.now)
+        self._enter(request, engine)
+
+    def _enter(self, request: Request, engine: _Engine) -> None:
+        self.requests[self._numbers[request]].engines.append(engine.setup.name)
+        self._start(engine)
+
+    def _choose(self, request: Request, roles: Sequence[Role]) -> _Engine:
+        """Ask the dispatch policy for an engine of one of ``roles``; of any role if there is none."""
+        alive = [engine for engine in self.engines.values() if not engine.failed]
+        able = [engine for engine in alive if engine.setup.role in roles] or alive
+        if not able:
+            raise WeftError("all engines of the simulated cluster have failed")
+        job = request.workflow
+        session, stage = (job.id, job.stage) if job else ("", "")
+        asked = DispatchRequest(len(request.ids), session, 0)
+        views = [self._view(engine, request, stage) for engine in able]
+        return self.engines[self.dispatch(views, asked)]
+
+    def _view(self, engine: _Engine, request: Request, stage: str) -> EngineView:
+        scheduler, pool = engine.scheduler, engine.scheduler.pool
+        waiting = [*scheduler.waiting, *engine.arriving, *engine.coming]
+        known = 0
+        if pool.known:
+            root = root_key(scheduler.version, request.adapter, request.tenant)
+            keys = chained_keys(root, request.ids, pool.size)
+            known = len(pool.find(keys)) * pool.size
+        name = engine.setup.name
+        return EngineView(
+            name,
+            pool.blocks,
+            len(pool.owners) + sum(-(-len(r.ids) // pool.size) for r in waiting),
+            len(scheduler.running) + len(waiting),
+            known,
+            pool.size,
+            self.times.seconds(name, stage),
+            self.times.work(name),
+        )
+
+    def _start(self, engine: _Engine) -> None:
+        """Start the next step of an engine that takes none."""
+        if engine.step is not None or engine.failed:
+            return
+        self._admit(engine)
+        step = engine.scheduler.plan()
+        if step.work:
+            engine.step = step
+            self._at(self.now + engine.setup.curve(step), self._finish, engine, step)
+
+    def _finish(self, engine: _Engine, step: ScheduledStep) -> None:
+        """End a step: its requests get their tokens, blocks are sent, and the next step starts."""
+        if engine.step is not step:
+            return  # the engine has failed meanwhile
+        engine.step = None
+        engine.scheduler.advance(step)
+        for request in step.work:
+            drawn = not request.wanted
+            if engine.setup.role == "prefill":
+                self._send(engine, request, drawn)
+            if drawn:
+                self._write(engine, request)
+        self._start(engine)
+
+    def _write(self, engine: _Engine, request: Request) -> None:
+        """Give ``request`` its next token; it may end, or leave the engine."""
+        number = self._numbers[request]
+        outcome = self.requests[number].outcome
+        request.ids.append(0)
+        outcome.times.append(self.now)
+        outcome.written, outcome.end = outcome.written + 1, self.now
+        name = engine.setup.name
+        self.times.token(name, request, self.now)
+        if len(request.ids) > request.most:
+            engine.scheduler.remove(request)
+            self._stay(request)
+            self.times.end(name, request)
+            self._end(number)
+        elif request in self._travels:
+            self._leave(engine, request)
+
+    def _end(self, number: int) -> None:
+        """Ask for those requests that have waited for the end of request ``number``."""
+        for i in self._followers[number]:
+            self._open[i].discard(number)
+            if not self._open[i]:
+                self._at(max(self.now, self.load[i].time), self._ask, i)
+
+    # Handing over.
+
+    def _send(self, engine: _Engine, request: Request, whole: bool) -> None:
+        """Send the blocks that a step has filled; with the first token the rest of them.
+
+        A request that lost its blocks computes tokens again whose blocks have been sent.
+        """
+        if request not in self._travels:
+            to = self._choose(request, ("decode",))
+            if to is engine:
+                return  # there is no other
+            self._travels[request] = _Travel(to)
+            to.coming.add(request)
+        travel, size = self._travels[request], engine.scheduler.pool.size
+        tokens = request.computed if whole else request.computed // size * size
+        if tokens > travel.sent:
+            if self.link is None:
+                raise WeftError(
+                    "engines of the role prefill hand requests over; give the simulation a link"
+                )
+            sent = (tokens - travel.sent) * self.link.token_bytes
+            engine.link = max(engine.link, self.now) + sent / self.link.rate
+            self.requests[self._numbers[request]].moved += sent
+            travel.sent = tokens
+
+    def _leave(self, engine: _Engine, request: Request) -> None:
+        """Let a request that has its first token go to the engine that has its blocks."""
+        travel, computed = self._travels.pop(request), request.computed
+        assert self.link is not None
+        self.times.end(engine.setup.name, request, whole=False)
+        engine.scheduler.remove(request)
+        comes = max(engine.link, self.now) + self.link.latency
+        self.requests[self._numbers[request]].stall += comes - self.now
+        self._at(comes, self._arrive, travel.to, request, computed)
+
+    def _stay(self, request: Request) -> None:
+        """Stop sending a request's blocks."""
+        if travel := self._travels.pop(request, None):
+            travel.to.coming.discard(request)
+
+    def _arrive(self, engine: _Engine, request: Request, computed: int) -> None:
+        engine.coming.discard(request)
+        if engine.failed:  # its blocks are lost
+            self._submit(request)
+            return
+        request.computed = computed
+        stage = request.workflow.stage if request.workflow else ""
+        prompt = self.load[self._numbers[request]].prompt
+        self.times.begin(
+            engine.setup.name, request, stage, len(prompt), self.now, False
+        )
+        engine.arriving.append(request)
+        self._enter(request, engine)
+
+    def _admit(self, engine: _Engine) -> None:
+        """Start handed-over requests, in the order of their arrival, as long as there is room."""
+        while engine.arriving and _adopt(engine.scheduler, engine.arriving[0]):
+            del engine.arriving[0]
+
+    # Failures.
+
+    def _fail(self, engine: _Engine) -> None:
+        engine.failed, engine.step = True, None
+        self._at(self.now + NOTICED, self._rescue, engine)
+
+    def _rescue(self, engine: _Engine) -> None:
+        """Submit the requests of a failed engine again, with the tokens that they have."""
+        lost, engine.arriving = engine.requests, []
+        for request in lost:
+            engine.scheduler.remove(request)
+            self._stay(request)
+            self.times.end(engine.setup.name, request, whole=False)
+            self._submit(request)
+
+
+def _adopt(scheduler: Scheduler, request: Request) -> bool:
+    """Start ``request``, whose computed tokens have come from another engine; return False if there is no room."""
+    placeholder = Request([], 0)
+    scheduler.arriving.append(placeholder)
+    blocks = -(-request.computed // scheduler.pool.size)
+    if scheduler.expect(placeholder, blocks) and scheduler.adopt(placeholder, request):
+        return True
+    scheduler.give_up(placeholder)
+    return False
+
+
+def simulate_cluster(
+    engines: Sequence[SimulatedEngine],
+    load: Sequence[ClusterRequest],
+    dispatch: DispatchPolicy = freest,
+    link: BlockLink | None = None,
+) -> list[RequestOutcome]:
+    """Simulate ``load`` on ``engines`` as :class:`ClusterSimulation` does; return the outcome of each request."""
+    played = ClusterSimulation(engines, load, dispatch, link).run()
+    return [request.outcome for request in played]

@@ -1,0 +1,333 @@
+"""Search for a placement: how many engines read prompts, write, or do both, and with which layout each.
+
+Every placement plays the same load in the simulated cluster, and is judged by the requests per second that meet the
+limits of the time to the first token and of the time per token (goodput, as in DistServe, Zhong et al. 2024,
+2401.09670). The simulated engines and dispatch policies are the real ones.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from weft.cluster.dispatch_policy import DispatchPolicy, freest
+from weft.generate.block_pool import BlockPool
+from weft.generate.policies import Policy, exact_fill
+from weft.generate.request import Request
+from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.serve.cluster_simulation import (
+    BlockLink,
+    ClusterRequest,
+    SimulatedEngine,
+    simulate_cluster,
+)
+from weft.serve.load_requests import latency_statistics
+from weft.serve.load_simulation import TimedRequest
+
+#: Tokens of a cache block, and of a step.
+BLOCK, BUDGET = 16, 2048
+#: The share of the requests that must meet the limits.
+ENOUGH = 0.9
+
+
+class EngineLayout(NamedTuple):
+    """A way to run an engine whose step times are known.
+
+    Attributes:
+        ``name``: such as ``tp=2``; empty for a single rank.
+        ``devices``: number of devices of an engine.
+        ``curve``: returns the seconds of a step.
+        ``cache``: tokens that the cache holds; 0 if the weights do not fit.
+    """
+
+    name: str
+    devices: int
+    curve: Callable[[ScheduledStep], float]
+    cache: int
+
+
+class EngineGroup(NamedTuple):
+    """Engines of a placement that are alike: ``engines`` engines of ``layout``."""
+
+    engines: int
+    layout: EngineLayout
+
+    def __str__(self) -> str:
+        return f"{self.engines} x {self.layout.name or 'one rank'}"
+
+
+@dataclass(frozen=True)
+class EnginePlacement:
+    """Either ``mixed`` engines, which answer whole requests, or engines for ``prefill`` and ``decode``."""
+
+    mixed: EngineGroup | None = None
+    prefill: EngineGroup | None = None
+    decode: EngineGroup | None = None
+
+    @property
+    def groups(self) -> dict[str, EngineGroup]:
+        """The engines by role."""
+        every = {"any": self.mixed, "prefill": self.prefill, "decode": self.decode}
+        return {role: group for role, group in every.items() if group is not None}
+
+    @property
+    def devices(self) -> int:
+        return sum(
+            group.engines * group.layout.devices for group in self.groups.values()
+        )
+
+    def __str__(self) -> str:
+        if self.mixed is not None:
+            return f"{self.mixed}, whole requests"
+        return f"{self.prefill} for prompts, {self.decode} for writing"
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """Most seconds to the first token, and per further token (mean of a request)."""
+
+    ttft: float
+    tpot: float
+
+    @property
+    def milliseconds(self) -> dict[str, float]:
+        """The limits as :func:`latency_statistics` takes them."""
+        return {"ttft": 1000 * self.ttft, "tpot": 1000 * self.tpot}
+
+
+@dataclass(frozen=True)
+class PlacedLoad:
+    """How a placement answers a load.
+
+    Attributes:
+        ``placement``: the engines.
+        ``share``: share of the requests within all limits; 0 for a placement that was not played.
+        ``goodput``: requests per second within all limits.
+        ``figures``: statistics under the names of :func:`latency_statistics`; empty if it was not played.
+        ``reason``: why the placement is good or bad.
+    """
+
+    placement: EnginePlacement
+    share: float
+    goodput: float
+    reason: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlacementSearch:
+    """A search over placements of engines with one of ``layouts`` on at most ``devices`` devices.
+
+    Attributes:
+        ``limits``: of the service.
+        ``link``: between engines of different roles; None: engines answer whole requests only.
+        ``most``: answers that an engine writes at a time.
+        ``policy``: schedules the steps of an engine.
+        ``dispatch``: chooses engines.
+    """
+
+    layouts: Sequence[EngineLayout]
+    devices: int
+    limits: ServiceLimits
+    link: BlockLink | None = None
+    most: int = 64
+    policy: Policy = exact_fill
+    dispatch: DispatchPolicy = freest
+
+    def engines(self, placement: EnginePlacement) -> list[SimulatedEngine]:
+        """Return the engines of a placement, new."""
+        engines = []
+        for role, group in placement.groups.items():
+            for number in range(group.engines):
+                pool = BlockPool(max(1, group.layout.cache // BLOCK), BLOCK)
+                scheduler = Scheduler(pool, BUDGET, self.most, self.policy)
+                engines.append(
+                    SimulatedEngine(f"{role} {number}", scheduler, group.layout.curve, role)  # type: ignore[arg-type]
+                )  # fmt: skip
+        return engines
+
+    def play(
+        self, placement: EnginePlacement, load: Sequence[TimedRequest]
+    ) -> PlacedLoad:
+        """Simulate ``load`` on a placement."""
+        requests = [ClusterRequest(*each) for each in load]
+        outcomes = simulate_cluster(
+            self.engines(placement), requests, self.dispatch, self.link
+        )
+        seconds = max(outcome.end for outcome in outcomes) - load[0].time
+        figures = latency_statistics(
+            outcomes, seconds, (90, 99), self.limits.milliseconds
+        )
+        share = figures["request_goodput"] * seconds / len(load)
+        offered = len(load) / max(load[-1].time - load[0].time, 1e-9)
+        late = [
+            f"{figures[f'p90_{name}_ms'] / 1000:.3g} s {what}"
+            for name, what in (("ttft", "to the first token"), ("tpot", "per token"))
+            if f"p90_{name}_ms" in figures
+        ]
+        reason = f"nine of ten take at most {' and '.join(late)}"
+        return PlacedLoad(placement, share, share * offered, reason, figures)
+
+    def search(self, load: Sequence[TimedRequest]) -> list[PlacedLoad]:
+        """Return the placements that were looked at, best first: those that serve :data:`ENOUGH` of ``load`` within the
+        limits, with fewest devices, then the others by goodput.
+
+        Each kind of placement begins with as many engines as the load needs at least, and grows by an engine where it
+        misses a limit most, until it serves enough or there are no more devices.
+        """
+        needs = [LayoutNeeds.of(self, layout, load) for layout in self.layouts]
+        able = [need for need in needs if not need.reason]
+        every = [
+            PlacedLoad(
+                EnginePlacement(EngineGroup(1, need.layout)), 0.0, 0.0, need.reason
+            )
+            for need in needs
+            if need.reason
+        ]
+        for need in able:
+            every += self._grow(load, EnginePlacement(EngineGroup(_whole(need.both), need.layout)))  # fmt: skip
+        pairs = product(able, able) if self.link else ()
+        for reading, writing in pairs:
+            prefill = EngineGroup(_whole(reading.prefill), reading.layout)
+            decode = EngineGroup(_whole(writing.decode), writing.layout)
+            every += self._grow(load, EnginePlacement(None, prefill, decode))
+        return sorted(every, key=_rank)
+
+    def _grow(
+        self, load: Sequence[TimedRequest], placement: EnginePlacement
+    ) -> Iterator[PlacedLoad]:
+        if placement.devices > self.devices:
+            why = (
+                f"the load keeps so many engines busy; there are {self.devices} devices"
+            )
+            yield PlacedLoad(placement, 0.0, 0.0, why)
+        while placement.devices <= self.devices:
+            placed = self.play(placement, load)
+            yield placed
+            if placed.share >= ENOUGH:
+                break
+            placement = self._grown(placed)
+
+    def _grown(self, placed: PlacedLoad) -> EnginePlacement:
+        """Return the placement with an engine more, where a limit is missed most."""
+        placement = placed.placement
+        missed = [
+            placed.figures.get(f"p90_{name}_ms", 0.0) / limit
+            for name, limit in self.limits.milliseconds.items()
+        ]
+        role = "mixed" if placement.mixed else ("prefill", "decode")[missed[1] > missed[0]]  # fmt: skip
+        more = _with_engine(placement, role)
+        if more.devices > self.devices and placement.mixed is None:
+            other = "prefill" if role == "decode" else "decode"
+            return _with_engine(placement, other)
+        return more
+
+
+@dataclass(frozen=True)
+class LayoutNeeds:
+    """How many engines of a layout a load needs at least, by the seconds that its work takes them.
+
+    Attributes:
+        ``layout``: the layout.
+        ``prefill``, ``decode``, ``both``: engines that are kept busy by all prompts, by all new tokens, and by both.
+        ``reason``: why no such engine can serve the load, or an empty text.
+    """
+
+    layout: EngineLayout
+    prefill: float = math.inf
+    decode: float = math.inf
+    both: float = math.inf
+    reason: str = ""
+
+    @classmethod
+    def of(
+        cls, search: PlacementSearch, layout: EngineLayout, load: Sequence[TimedRequest]
+    ) -> "LayoutNeeds":
+        """Compute the needs of ``load``, from steps with one prompt, and with as many texts as the limits allow."""
+        prompt = round(sum(len(each.prompt) for each in load) / len(load))
+        longest = max(len(each.prompt) + each.tokens for each in load)
+        if layout.cache < longest:
+            why = f"its cache holds {layout.cache:,} tokens; a request has {longest:,}"
+            return cls(layout, reason=why)
+        tokens = sum(each.tokens - 1 for each in load) / len(load)
+        rate = len(load) / max(load[-1].time - load[0].time, 1e-9)
+        first = layout.curve(_step(1, 0, prompt))
+        limits = search.limits
+        if first > limits.ttft:
+            why = f"a prompt of {prompt:,} tokens takes {first:.3g} s, more than --ttft"
+            return cls(layout, reason=why)
+        context = prompt + round(tokens / 2)
+        alone = layout.curve(_step(1, context, 1))
+        if tokens and alone > limits.tpot:
+            why = f"a token takes {alone:.3g} s without others, more than --tpot"
+            return cls(layout, reason=why)
+        most = min(search.most, max(1, layout.cache // (prompt + round(tokens))))
+        fitting = max(
+            n for n in range(1, most + 1)
+            if n == 1 or layout.curve(_step(n, context, 1)) <= limits.tpot
+        )  # fmt: skip
+        each = layout.curve(_step(fitting, context, 1)) / fitting
+        prefill, decode = rate * first, rate * tokens * each
+        return cls(layout, prefill, decode, prefill + decode)
+
+
+def _step(texts: int, before: int, tokens: int) -> ScheduledStep:
+    """A step that computes ``tokens`` tokens of each of ``texts`` texts, behind ``before`` computed ones."""
+    requests = [
+        Request([0] * (before + tokens), before + tokens, computed=before)
+        for _ in range(texts)
+    ]
+    return ScheduledStep(dict.fromkeys(requests, tokens), [])
+
+
+def _whole(engines: float) -> int:
+    return max(1, math.ceil(engines))
+
+
+def _with_engine(placement: EnginePlacement, role: str) -> EnginePlacement:
+    """Return ``placement`` with an engine more of the group that the field ``role`` holds."""
+    group: EngineGroup = getattr(placement, role)
+    return replace(placement, **{role: group._replace(engines=group.engines + 1)})
+
+
+def _rank(placed: PlacedLoad) -> tuple[float, float]:
+    """Return what orders placements: the smallest rank is the best."""
+    if placed.share >= ENOUGH:
+        return -math.inf, placed.placement.devices - placed.share
+    return -placed.goodput, placed.placement.devices
+
+
+class PlacementWatch:
+    """Says when another placement serves the recent load better, as the load drifts.
+
+    A placement must be better than the ``current`` one by ``margin``, a share of the goodput, for ``windows`` windows
+    of requests in a row, so that a placement is not changed for a short while.
+    """
+
+    def __init__(
+        self,
+        search: PlacementSearch,
+        current: EnginePlacement,
+        margin: float = 0.1,
+        windows: int = 2,
+    ) -> None:
+        self.search, self.current = search, current
+        self.margin, self.windows = margin, windows
+        self._better: list[EnginePlacement] = []
+
+    def look(self, window: Sequence[TimedRequest]) -> EnginePlacement | None:
+        """Return a better placement than the current one, which it then replaces, or None. ``window``: the recent
+        requests in the order of their arrival.
+        """
+        now = self.search.play(self.current, window)
+        best = self.search.search(window)[0]
+        if best.goodput <= now.goodput * (1 + self.margin):
+            self._better = []
+            return None
+        self._better.append(best.placement)
+        if len(self._better) < self.windows:
+            return None
+        # the last window counts: earlier ones only say that the current placement has been the wrong one
+        self._better, self.current = [], best.placement
+        return self.current
