@@ -49,7 +49,7 @@ def sample_hashes(samples: Sequence[int]) -> np.ndarray:
 def permutation(count: int, *keys: int) -> np.ndarray:
     """Return a pseudo-random permutation of ``count`` elements that depends only on ``keys``, as int64 ``[count]``.
 
-    ``keys``: integers, as in :func:`hash_keys`.
+    ``keys``: integers, such as a seed and the number of an epoch.
     """
     return np.argsort(hash_keys(*keys, np.arange(count)))
 

@@ -33,7 +33,7 @@ class Metrics:
     """Appends records to ``run/metrics.jsonl``, one flushed line each, and passes them on to trackers.
 
     ``run``: the run's folder; None, on ranks other than the first, if nothing is to be written. ``trackers``: names of
-    the trackers, see :mod:`weft.observe.trackers`.
+    the trackers, such as "tensorboard".
 
     Opening an existing file continues it; an incomplete last line after a crash is removed. A ``run`` record at step s
     supersedes the records of steps after s. NaN and infinity are written as ``null``.

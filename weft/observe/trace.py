@@ -165,7 +165,8 @@ class Ring:
     def leave(self, number: int, failed: bool = False, size: int = -1) -> None:
         """Record that the event whose record has this ``number`` has ended or, with ``failed``, has failed.
 
-        ``size``: new size of the record; -1 keeps the size.
+        ``size``: number of bytes that the event has moved, if it was not known at the begin; -1 keeps the earlier
+        number.
         """
         if threading.get_ident() == self._thread and self._since:
             self._waking, self._since = self._waking + self._delay() - self._since, 0

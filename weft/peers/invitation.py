@@ -47,7 +47,7 @@ class Invitation:
         return self._keyed("relay").hex()
 
     def proof(self, prover: str, to: str) -> bytes:
-        """Return a proof that one peer knows the secret, which is valid for one other peer only.
+        """Return a proof that one peer knows the secret; only one other peer accepts the proof.
 
         ``prover``: public key of the first peer; ``to``: public key of the other.
         """

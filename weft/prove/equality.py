@@ -324,8 +324,9 @@ def difference(
     gradients are estimated from losses at two points.
 
     A gradient that is zero in exact arithmetic consists of rounding noise, so that its relative difference says
-    nothing. Differences of gradients are therefore divided by at least a least norm: the slope at which the loss
-    changes by no more than its own rounding, over the distance ``apart`` or over the norm of the trained parameters.
+    nothing. A difference of gradients is therefore divided by the gradient's norm or by the following slope, whichever
+    is larger: that at which the loss changes by no more than its own rounding over the distance ``apart``, or over the
+    norm of the trained parameters.
     """
 
     def relative(a: float, b: float) -> float:

@@ -115,9 +115,9 @@ class Life:
     def fail(self, error: Exception, broken: bool, step: int) -> str:
         """Record that training in the present view has failed with ``error`` after step number ``step``.
 
-        Returns the text to report to the other ranks, or "" if there is nothing to report. ``broken``: the members know
-        already that the view has lost a member. An error of this rank's own ends the run, and so do too many failures
-        of one step.
+        Returns the text to report to the other ranks, or "" if there is nothing to report. ``broken``: whether the
+        members know already that the view has lost a member. An error of this rank's own ends the run, and so do too
+        many failures of one step.
         """
         cause = cause_of(error)
         own = isinstance(error, WeftError) or isinstance(cause, SystemExit)

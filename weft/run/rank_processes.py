@@ -120,8 +120,8 @@ def init_ranks(device: str, timeout_s: int) -> None:
 def settle_in(device: str, threads: int = 0) -> None:
     """Prepare this process to be a training rank.
 
-    ``device``: "cpu", for which the heap keeps freed memory, or "cuda"; ``threads``: number of threads
-    (:func:`threads_per_rank`).
+    ``device``: "cpu" or "cuda"; on "cpu" the process keeps freed memory for itself. ``threads``: number of threads, 0
+    for an equal share of the cores.
     """
     import torch
 
@@ -143,9 +143,9 @@ def own_device(device: str) -> str:
 def rank_process(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
     """Make this process one of the started ranks while the context lasts.
 
-    ``device``: "cpu" or "cuda"; ``timeout_s``: seconds that ranks wait for each other; ``threads``: see
-    :func:`threads_per_rank`. At the end all ranks wait for each other before any leaves, so that none loses another
-    while it still works.
+    ``device``: "cpu" or "cuda"; ``timeout_s``: seconds that ranks wait for each other; ``threads``: number of threads,
+    0 for an equal share of the cores. At the end all ranks wait for each other before any leaves, so that none loses
+    another while it still works.
     """
     import torch.distributed as dist
 

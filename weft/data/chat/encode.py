@@ -195,11 +195,11 @@ def reasoning_prompt(
     name: str,
     tools: Messages | None = None,
 ) -> ReasoningPrompt:
-    """Encode the conversation ``talk`` up to the assistant's answer. Without ``think`` its reasoning block is closed.
+    """Encode the conversation ``talk`` up to the assistant's answer, which begins with reasoning if ``think`` is set.
 
-    The template's variable ``enable_thinking`` is set if the template reads it. ``name``: what errors call the owner of
-    the chat template. ``tools``: tools that the assistant may call. Raises :class:`UsageError` for templates that know
-    no reasoning.
+    Otherwise the prompt ends with a closed, empty block of reasoning. A template that reads the variable
+    ``enable_thinking`` gets ``think`` as its value. ``name``: what errors call the owner of the chat template.
+    ``tools``: tools that the assistant may call. Raises :class:`UsageError` for templates that know no reasoning.
     """
     encoder = own_encoder(tokenizer, name)
     template = encoder.template.of(tools)
@@ -223,7 +223,8 @@ def own_encoder(
 ) -> ChatEncoder:
     """Return an encoder that uses the tokenizer's own chat template.
 
-    ``name``: what errors call the tokenizer's model. ``learn``: which turns are learned, as in :class:`ChatEncoder`.
+    ``name``: what errors call the tokenizer's model. ``learn``: which tokens are learned: "assistant" (the assistant's
+    turns), "last" (the last of these) or "all".
     """
     template = template_of(tokenizer)
     if template is None:

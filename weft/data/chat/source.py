@@ -63,8 +63,8 @@ def open_chats(
 ) -> Tokens:
     """Open the tokens of a source of conversations. On first use, one process encodes the conversations into the cache.
 
-    ``settings``: the recipe's section ``data.chat``. ``cache``: the folder of the cache, as in
-    :func:`weft.data.cache.cache_root`.
+    ``settings``: the recipe's section ``data.chat``. ``cache``: the folder of the cache; None: ``$WEFT_CACHE``, else
+    ``~/.cache/weft``.
     """
     template = recipe_template(settings, tokenizer)
     encoder = chat_encoder(settings, template)

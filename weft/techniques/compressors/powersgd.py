@@ -38,8 +38,8 @@ class PowerSGD(Compressor):
     ``M^T P`` are linear in ``M``, so that islands need only sum these two thin matrices to get those of their mean. A
     tensor that would not become smaller (a vector) is sent unchanged.
 
-    :meth:`error` is the error with a random ``Q``; that of the last round gives less, if the matrices of successive
-    rounds are similar. ``unbiased`` is False: the mean of decoded tensors is not the tensor itself.
+    :meth:`error` is the error with a random ``Q``. With that of the last round the error is smaller, if the matrices of
+    successive rounds are similar. ``unbiased`` is False: the mean of decoded tensors is not the tensor itself.
     """
 
     unbiased: bool = False

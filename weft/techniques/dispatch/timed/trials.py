@@ -61,7 +61,7 @@ class OptionTimes:
         return option, trial
 
     def decide(self, seconds: list[float]) -> None:
-        """Choose the fastest option. The present one is kept unless another is faster by :data:`MARGIN`.
+        """Choose the fastest option. The present one is kept unless another is faster by the share :data:`MARGIN`.
 
         ``seconds``: the time of each option on its slowest rank.
         """
