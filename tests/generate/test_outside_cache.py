@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,21 @@ from tests.generate.test_adapters import adapters
 from tests.generate.test_many import HOW, PROMPTS, build
 from weft.errors import UsageError
 from weft.generate import block_files
+from weft.generate.block_channel import BLOCKS
 from weft.generate.block_files import BlockFiles
 from weft.generate.block_source import BlockSource, HostBlocks, TieredBlocks
 from weft.generate.engine import Engine
-from weft.generate.outside_cache import OutsideCache, cache_name
+from weft.generate.outside_cache import (
+    OutsideCache,
+    cache_name,
+    join_memories,
+    keep_blocks,
+)
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.models.transformer import Transformer
+from weft.net.endpoint import Endpoint
+from weft.net.wire import SealedConnection
 
 NEW, SIZE = 10, 4
 
@@ -361,3 +371,83 @@ def test_a_source_that_fails_is_named_once() -> None:
     assert warned == [
         "kept cache blocks cannot be used (nothing works); texts are computed"
     ]
+
+
+def until(come: Any, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not come():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.01)
+
+
+def test_engines_read_each_others_host_memory() -> None:
+    """Over real endpoints: what one computed, the other fetches; then the one is lost, and nothing else is."""
+    model = build("softmax", torch.float64)
+    endpoints = [Endpoint("127.0.0.1") for _ in range(2)]
+    engines, peers = [], []
+    for endpoint in endpoints:
+        engine = Engine(model, size=SIZE)
+        cache = keep_blocks(engine, "model", 1 << 30, None, 0, print)
+        joined = join_memories(cache, endpoint, "secret")
+        assert joined is not None
+        engines.append((engine, cache))
+        peers.append(joined)
+    for own, other in ((0, 1), (1, 0)):
+        peers[own].meet([endpoints[other].address])
+    (first, _), (second, cache) = engines
+    single = [write(Engine(model), PROMPTS[i]) for i in (2, 4)]
+    assert [write(first, PROMPTS[i]).written for i in (2, 4)] == [
+        one.written for one in single
+    ]
+    (peer,) = peers[1].peers.values()
+    until(lambda: len(peer.keys) >= 15)
+    one = write(second, PROMPTS[4])
+    assert one.written == single[1].written and one.hits == 32 and cache.fetched == 8
+    assert said(one) == said(single[1])
+    # what it has forgotten meanwhile is computed
+    for source in first.outside.source.sources[:1]:  # type: ignore[union-attr]
+        source.close()
+    one = write(second, PROMPTS[2])
+    assert one.written == single[0].written and not one.hits
+    until(lambda: not peer.keys)
+    write(first, [*PROMPTS[4], 5, 6])
+    until(lambda: peer.keys)
+    # it is gone, and the other one has not noticed yet
+    known = set(peer.keys)
+    endpoints[0].close()
+    peer.keys = known
+    longer = [*PROMPTS[4], 5, 6, 1, 2]
+    assert write(second, longer).written == write(Engine(model), longer).written
+    for engine, _ in engines:
+        engine.close()
+    endpoints[1].close()
+    assert not peers[1].peers
+
+
+def test_a_peer_that_says_nonsense_is_not_believed() -> None:
+    def nonsense(connection: SealedConnection) -> None:
+        with suppress(OSError):
+            while connection.receive().head:
+                connection.send({"added": 16, "sizes": [7, 9]}, [memoryview(bytes(16))])
+
+    server, client = Endpoint("127.0.0.1"), Endpoint("127.0.0.1")
+    server.open(BLOCKS, "secret", nonsense)
+    model = build("softmax", torch.float64)
+    engine = Engine(model, size=SIZE)
+    cache = keep_blocks(engine, "model", 1 << 30, None, 0, print)
+    peers = join_memories(cache, client, "secret")
+    assert peers is not None
+    peers.meet([server.address])
+    (peer,) = peers.peers.values()
+    until(lambda: peer.keys)
+
+    class Every(set[bytes]):
+        def __contains__(self, key: object) -> bool:
+            return True
+
+    peer.keys = Every()
+    assert write(engine, PROMPTS[4]).written == write(Engine(model), PROMPTS[4]).written
+    assert not cache.fetched
+    engine.close()
+    server.close()
+    client.close()

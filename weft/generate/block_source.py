@@ -57,6 +57,11 @@ class HostBlocks:
         with self._lock:
             return sum(1 for _ in takewhile(self._blocks.__contains__, keys))
 
+    def keys(self) -> set[bytes]:
+        """Return the keys of all blocks in memory."""
+        with self._lock:
+            return set(self._blocks)
+
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
         """Return the contents of the leading ``keys``, without waiting."""
         with self._lock:
@@ -121,6 +126,10 @@ class TieredBlocks:
         self._reader.shutdown(wait=False, cancel_futures=True)
         for source in self.sources:
             source.close()
+
+    def insert(self, number: int, source: BlockSource) -> None:
+        """Add ``source`` as the one with this number, before slower ones."""
+        self.sources.insert(number, source)
 
     def _collect(self, keys: Sequence[bytes]) -> list[Contents]:
         collected: list[Contents] = []

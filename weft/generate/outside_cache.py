@@ -14,11 +14,13 @@ from pathlib import Path
 import torch
 
 from weft.errors import UsageError
+from weft.generate.block_channel import BLOCKS, PeerBlocks, open_blocks
 from weft.generate.block_contents import bytes_of
 from weft.generate.block_files import BlockFiles
 from weft.generate.block_source import BlockSource, Contents, HostBlocks, TieredBlocks
 from weft.generate.engine import Engine
 from weft.generate.request import BlockFetch, Request
+from weft.net.endpoint import Endpoint
 
 #: Seconds that a request waits for its blocks before it computes them.
 FETCH_S = 5.0
@@ -190,5 +192,20 @@ def keep_blocks(
         sources.append(HostBlocks(memory))
     if folder is not None:
         sources.append(BlockFiles(folder, name, most, warn))
-    source = TieredBlocks(sources) if len(sources) > 1 else sources[0]
-    return OutsideCache(engine, source, name, warn=warn)
+    return OutsideCache(engine, TieredBlocks(sources), name, warn=warn)
+
+
+def join_memories(
+    cache: OutsideCache, endpoint: Endpoint, secret: str
+) -> PeerBlocks | None:
+    """Let other engines read the host memory in which ``cache`` keeps blocks, and ``cache`` read theirs; return what
+    is to be told where they are. None: ``cache`` keeps nothing in host memory.
+    """
+    tiers = cache.source
+    memory = tiers.sources[0] if isinstance(tiers, TieredBlocks) else None
+    if not isinstance(tiers, TieredBlocks) or not isinstance(memory, HostBlocks):
+        return None
+    open_blocks(endpoint, secret, memory)
+    peers = PeerBlocks(endpoint.join(BLOCKS, secret))
+    tiers.insert(1, peers)
+    return peers

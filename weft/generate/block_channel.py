@@ -1,0 +1,180 @@
+"""Cache blocks from other engines' host memory, over a channel of their endpoints.
+
+The host memories of all engines are one pool (peer memory pooling of EnergonAI, 2209.02341; the caching role of
+CloudMatrix384, 2506.12708): what one engine has computed, every other one reads instead of computing it again. Each
+engine learns from each other which keys it has, a few times a second, so that finding a block asks nobody. What is gone
+meanwhile is computed. An engine that ends or stalls costs no request.
+"""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+from weft.generate.block_source import Contents, HostBlocks, done
+from weft.net.endpoint import Address, Channel, Endpoint
+from weft.net.wire import Frame, Head, SealedConnection
+
+#: Name of the channel.
+BLOCKS = "blocks"
+#: Bytes of a key.
+KEY = 16
+#: Seconds within which a peer connects and answers, between two questions for news, and until it is dialled again.
+CONNECT_S, ANSWER_S, NEWS_S, AGAIN_S = 2.0, 5.0, 0.25, 1.0
+
+
+def open_blocks(endpoint: Endpoint, secret: str, memory: HostBlocks) -> Channel:
+    """Let engines that know the ``secret`` read the blocks in ``memory``; return the channel."""
+    return endpoint.open(BLOCKS, secret, lambda c: serve_blocks(memory, c))
+
+
+def serve_blocks(memory: HostBlocks, connection: SealedConnection) -> None:
+    """Answer an engine that reads blocks, until ``connection`` ends."""
+    sent = set[bytes]()
+    try:
+        while True:
+            frame = connection.receive()
+            if frame.head.get("do") == "news":
+                there = memory.keys()
+                added, gone = b"".join(there - sent), b"".join(sent - there)
+                sent = there
+                connection.send({"added": len(added)}, [memoryview(added + gone)])
+            else:
+                contents = memory.fetch(split_keys(frame.payload)).result()
+                sizes = [len(each) for each in contents]
+                connection.send({"sizes": sizes}, [memoryview(x) for x in contents])
+    except OSError:
+        pass
+    finally:
+        connection.close()
+
+
+def split_keys(payload: memoryview) -> list[bytes]:
+    """Return the keys of a message, one after the other in its payload."""
+    whole = bytes(payload)
+    return [whole[at : at + KEY] for at in range(0, len(whole), KEY)]
+
+
+class BlockPeer:
+    """Another engine whose host memory is read. ``channel``: channel by which it is dialled, at ``address``.
+
+    Attributes:
+        ``keys``: keys of the blocks that the engine had when it was last asked.
+    """
+
+    def __init__(self, channel: Channel, address: Address) -> None:
+        self.channel, self.address, self.keys = channel, address, set[bytes]()
+        self._reader = ThreadPoolExecutor(1, "block-peer")
+        self._connection: SealedConnection | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="block-news", daemon=True).start()
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading ``keys`` the engine probably has."""
+        for count, key in enumerate(keys):
+            if key not in self.keys:
+                return count
+        return len(keys)
+
+    def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
+        """Start to read blocks from the engine; the result is empty if it does not answer in time."""
+        return self._reader.submit(self._fetch, list(keys))
+
+    def close(self) -> None:
+        """Ask the engine nothing more."""
+        self._ended.set()
+        self.keys = set()
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        if self._connection is not None:
+            self._connection.close()
+
+    def _fetch(self, keys: list[bytes]) -> list[Contents]:
+        try:
+            if self._connection is None:
+                self._connection = self._dial()
+            self._connection.send({"do": "fetch"}, [memoryview(b"".join(keys))])
+            frame = self._connection.receive(limit=ANSWER_S)
+            return _pieces(frame)
+        except (OSError, KeyError, TypeError, ValueError):
+            if self._connection is not None:
+                self._connection.close()
+            # nothing more is expected of it before it tells news again
+            self._connection, self.keys = None, set()
+            return []
+
+    def _dial(self) -> SealedConnection:
+        hello: Head = {"reads": "blocks"}
+        return self.channel.dial(self.address, hello, CONNECT_S, ANSWER_S)
+
+    def _watch(self) -> None:
+        """Keep :attr:`keys` up to date, over a connection of its own, until the end."""
+        while not self._ended.is_set():
+            with suppress(OSError, KeyError, TypeError, ValueError):
+                self._follow(self._dial())
+            self.keys = set()
+            self._ended.wait(AGAIN_S)
+
+    def _follow(self, connection: SealedConnection) -> None:
+        keys = set[bytes]()
+        try:
+            while not self._ended.wait(NEWS_S):
+                connection.send({"do": "news"})
+                head, payload = connection.receive(limit=ANSWER_S)
+                added = int(head["added"])
+                keys |= {*split_keys(payload[:added])}
+                keys -= {*split_keys(payload[added:])}
+                self.keys = set(keys)
+        finally:
+            connection.close()
+
+
+class PeerBlocks:
+    """Blocks in the host memories of other engines, as :class:`weft.generate.block_source.BlockSource` has them.
+
+    ``channel``: channel by which the engines are dialled.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.peers: dict[Address, BlockPeer] = {}
+        self._lock = threading.Lock()
+
+    def meet(self, addresses: Sequence[Address]) -> None:
+        """Read from the engines at ``addresses``, and from no others any more."""
+        with self._lock:
+            for address in set(self.peers) - set(addresses):
+                self.peers.pop(address).close()
+            for address in set(addresses) - set(self.peers):
+                self.peers[address] = BlockPeer(self.channel, address)
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the leading ``keys`` the engine with most of them has."""
+        return max((peer.find(keys) for peer in self._all()), default=0)
+
+    def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
+        """Start to read blocks from the engine that has most of the leading ``keys``."""
+        peers = self._all()
+        if not peers:
+            return done([])
+        return max(peers, key=lambda peer: peer.find(keys)).fetch(keys)
+
+    def store(self, key: bytes, contents: Contents) -> None:
+        """Do nothing: engines keep what they have computed themselves."""
+
+    def close(self) -> None:
+        """Ask no engine any more."""
+        self.meet([])
+
+    def _all(self) -> list[BlockPeer]:
+        with self._lock:
+            return [*self.peers.values()]
+
+
+def _pieces(frame: Frame) -> list[Contents]:
+    pieces, at = list[Contents](), 0
+    for size in frame.head["sizes"]:
+        pieces.append(frame.payload[at : at + size])
+        at += size
+    if at != len(frame.payload):
+        raise ValueError("sizes that are not those of the payload")
+    return pieces
