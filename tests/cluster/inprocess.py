@@ -16,6 +16,7 @@ from weft.cluster.engine_member import EngineMember
 from weft.cluster.engine_router import EngineRouter, RouterModel
 from weft.generate.backend import AnswerRequest, TokenEvent
 from weft.generate.engine import Engine
+from weft.generate.outside_cache import join_memories, keep_blocks
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.layout.mesh import Mesh
@@ -60,7 +61,9 @@ def alone(request: AnswerRequest) -> list[Generation]:
 
 
 class InThread:
-    """An engine in threads of the test's, which joins a router. ``slow``: seconds that each step takes longer."""
+    """An engine in threads of the test's, which joins a router. ``slow``: seconds that each step takes longer;
+    ``memory``: bytes of host memory for cache blocks, which the other engines read.
+    """
 
     def __init__(
         self,
@@ -73,11 +76,16 @@ class InThread:
         most: int = 64,
         slow: float = 0.0,
         lend: bool = False,
+        memory: int = 0,
         **engine: Any,
     ) -> None:
         self.engine = Engine(build(), **{"tokens": 4096, "size": 4} | engine)
         self.endpoint = Endpoint("127.0.0.1")
         self.loans = EngineLoans(self.engine, self.endpoint, SECRET) if lend else None
+        self.memories = None
+        if memory:
+            kept = keep_blocks(self.engine, "m", memory, None, 0, print)
+            self.memories = join_memories(kept, self.endpoint, SECRET)
         if slow:
             step = self.engine.step
             self.engine.step = lambda: (time.sleep(slow), step())[1]  # type: ignore[method-assign]
@@ -96,6 +104,7 @@ class InThread:
             "searches": True,
             "adapters": {},
             "loans": self.endpoint.address if lend else (),
+            "memory": self.endpoint.address if memory else (),
         }
         self.member = EngineMember(
             self.engine,
@@ -103,6 +112,7 @@ class InThread:
             self.said.append,
             grammars,
             self.loans,
+            self.memories,
         )
         self.paused = threading.Event()
         self._run = (router.address, secret, redial)

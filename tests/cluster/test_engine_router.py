@@ -189,7 +189,8 @@ def test_drained_engines_end_and_nothing_new_comes_to_them() -> None:
                 assert at.thread.is_alive()
                 at.member.drain(move=True)
                 until(lambda: not at.thread.is_alive())
-                assert at.error is None and at.empty()
+                until(at.empty)  # its engine's thread cancels after it has left
+                assert at.error is None
                 while not (await answers.next()).finished:
                     pass
                 assert answers.generations[0].tokens == whole

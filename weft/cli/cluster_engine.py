@@ -98,6 +98,7 @@ def engine_command(
         model_digests,
         open_engine,
     )
+    from weft.generate.outside_cache import join_memories
     from weft.generate.start import as_rank, launch_ranks
     from weft.net.endpoint import process_endpoint
     from weft.net.sockets import own_address
@@ -123,6 +124,8 @@ def engine_command(
         model = open_for_reading(checkpoint, ema)
         endpoint = process_endpoint(own_address(router[0]))
         loans = EngineLoans(engine, endpoint, "") if lend else None
+        kept = opened.kept
+        memories = join_memories(kept, endpoint, "") if kept else None
         about = EngineAbout(
             name=name or f"{platform.node()}-{os.getpid()}",
             instance=uuid4().hex,
@@ -136,12 +139,13 @@ def engine_command(
             searches=options.spread.world == 1 and engine.drafter is None,
             adapters=adapter_digests(adapters, called) | model_digests(models),
             loans=endpoint.address if lend else (),
+            memory=endpoint.address if memories else (),
         )
 
         def grammars() -> Grammars:
             return Grammars(tokenizer_of(files, checkpoint), about.vocab)
 
-        member = EngineMember(engine, about, warn, grammars, loans)
+        member = EngineMember(engine, about, warn, grammars, loans, memories)
 
         def ask_to_end(number: int, frame: object) -> None:
             """Drain at the first signal, and leave at once at a second one."""

@@ -1,8 +1,8 @@
 """What a router and its engines say to each other: frames of a head in JSON and, for prompts and vectors, raw numbers.
 
-The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``lenders``, ``beat``, ``leave`` and ``end``; an engine
-sends ``about`` when it connects, then ``taken``, ``refused``, ``tokens``, ``result``, ``beat``, ``drain`` and
-``failed``.
+The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``lenders``, ``lend``, ``memories``, ``beat``,
+``leave`` and ``end``; an engine sends ``about`` when it connects, then ``taken``, ``refused``, ``tokens``,
+``result``, ``beat``, ``drain`` and ``failed``.
 """
 
 import time
@@ -55,6 +55,7 @@ class EngineAbout(NamedTuple):
         ``searches``: whether beam searches are possible.
         ``adapters``: hash of each adapter, by name.
         ``loans``: host and port at which the engine takes blocks of other engines, empty if it lends none.
+        ``memory``: host and port at which other engines read blocks that it keeps in host memory, or empty.
     """
 
     name: str
@@ -69,6 +70,7 @@ class EngineAbout(NamedTuple):
     searches: bool
     adapters: dict[str, str]
     loans: Sequence[Any] = ()
+    memory: Sequence[Any] = ()
 
 
 class EngineBeat(NamedTuple):

@@ -27,6 +27,7 @@ from weft.cluster.outbox import Outbox, ending_of
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import AnswerRequest, Busy, Hypothesis, SearchRequest
 from weft.generate.beam_search import Search
+from weft.generate.block_channel import PeerBlocks
 from weft.generate.embedding import embed
 from weft.generate.engine import Engine
 from weft.generate.engine_thread import EngineThread, RunningSearch
@@ -84,8 +85,9 @@ class EngineMember:
     """Lets ``engine`` work for a router. ``about``: what the router learns of it; ``say`` prints a line.
 
     ``grammars`` builds the compiler of grammars; None: requests with a grammar are refused. ``loans``: lends blocks to
-    other engines and borrows from them; None: it does neither. Create a member, then call
-    :meth:`run` in the thread that is to wait for the router.
+    other engines and borrows from them; None: it does neither. ``memories``: reads blocks from other engines' host
+    memory; None: no others do so either. Create a member, then call :meth:`run` in the thread that is to wait for the
+    router.
     """
 
     def __init__(
@@ -95,9 +97,10 @@ class EngineMember:
         say: Callable[[str], None],
         grammars: Callable[[], Grammars] | None = None,
         loans: EngineLoans | None = None,
+        memories: PeerBlocks | None = None,
     ) -> None:
         self.about, self.say, self._grammars = about, say, grammars
-        self.engine, self.loans = engine, loans
+        self.engine, self.loans, self.memories = engine, loans, memories
         self.thread = EngineThread(engine, about.most, self._flush)
         self._compiler = ThreadPoolExecutor(1, "weft-grammar")
         self._compiled: Grammars | None = None
@@ -255,6 +258,8 @@ class EngineMember:
             self._call(partial(self._embed, current, head, ids))
         elif kind == "lenders" and self.loans is not None:
             self.loans.meet([LenderAddress(*each) for each in head["lenders"]])
+        elif kind == "memories" and self.memories is not None:
+            self.memories.meet([(host, port) for host, port in head["memories"]])
             self._call(partial(self._refuse_too_long, current))
         elif kind == "lend" and self.loans is not None:
             self._call(partial(self.loans.lend, head["to"], head["blocks"]))

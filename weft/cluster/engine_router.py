@@ -356,6 +356,13 @@ class EngineRouter:
             message = {"kind": "lend", "to": loan.creditor, "blocks": loan.blocks}
             self.links[loan.debtor].outbox.put(message)
 
+    def _tell_memories(self) -> None:
+        """Tell every engine that keeps blocks in host memory where the others do."""
+        able = [link for link in self.links.values() if link.about.memory]
+        for link in able:
+            others = [[*other.about.memory] for other in able if other is not link]
+            link.outbox.put({"kind": "memories", "memories": others})
+
     def _release(self, link: EngineLink) -> None:
         """Let a draining engine go once it has nothing left to do."""
         if link.draining and not link.busy and not link.released:
@@ -475,6 +482,7 @@ class EngineRouter:
             self.times.add_engine(about.name)
             self.say(f"engine {about.name} has joined{' again' if again else ''}")
             self._tell_lenders()
+            self._tell_memories()
             self._continue_waiting()
         return link
 
@@ -501,6 +509,7 @@ class EngineRouter:
             del self.links[link.name]
             self._tell_lenders()
             self.times.remove_engine(link.name)
+            self._tell_memories()
             if link.released:
                 self.say(f"engine {link.name} has left")
                 return

@@ -16,7 +16,7 @@ from weft.generate.engine import Engine, check_prompt
 from weft.generate.fingerprint import open_for_reading, weights_fingerprint
 from weft.generate.leader import follow_leader, mesh_of_rank
 from weft.generate.many_models import Room, add_models, members_of
-from weft.generate.outside_cache import keep_blocks
+from weft.generate.outside_cache import OutsideCache, keep_blocks
 from weft.generate.policies import policy_of
 from weft.generate.start import leads
 from weft.layout.layout import Layout
@@ -154,6 +154,7 @@ class OpenedEngine(NamedTuple):
         ``others``: names of its other models and adapters.
         ``family``: the models of the same shape that the engine may have; None if there is only one model.
         ``resting``: by name, those models of the family that come into memory only when a request names them.
+        ``kept``: where it keeps cache blocks beside the cache; None: nowhere.
     """
 
     engine: Engine
@@ -162,6 +163,7 @@ class OpenedEngine(NamedTuple):
     others: list[str]
     family: ModelFamily | None
     resting: dict[str, FamilyMember]
+    kept: OutsideCache | None
 
 
 def open_engine(
@@ -219,21 +221,21 @@ def open_engine(
         cache = engine.fit(int(share * free))
     if options.adapters:
         others += add_adapters(engine, options.adapters, name)
-    if options.host_cache or options.cache_folder:
-        keep_opened(engine, options, warn)
+    keeps = options.host_cache or options.cache_folder
+    kept = keep_opened(engine, options, warn) if keeps else None
     resting = members if options.resident else {}
-    return OpenedEngine(engine, files, cache, others, family, resting)
+    return OpenedEngine(engine, files, cache, others, family, resting, kept)
 
 
 def keep_opened(
     engine: Engine, options: EngineOptions, warn: Callable[[str], None]
-) -> None:
+) -> OutsideCache:
     """Keep the cache blocks of ``engine`` in host memory or files, as ``options`` say."""
     opened = open_for_reading(options.checkpoint, options.ema)
     weights = weights_fingerprint(opened, options.weights)
     size = options.cache_folder_size
     most = FOLDER_GB if size is None else size
-    keep_blocks(
+    return keep_blocks(
         engine,
         f"{weights} {options.invariant}",
         int(options.host_cache * 1e9),
