@@ -31,9 +31,9 @@ MODEL = RouterModel("the model", VOCAB, 32, {})
 SECRET = "a secret"
 
 
-def build() -> Transformer:
+def build(vocab: int = VOCAB) -> Transformer:
     shape = ModelShape(
-        vocab=VOCAB, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5
+        vocab=vocab, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5
     )
     return parallelize(shape, Mesh.single(), Train(seed=2))[0]
 
@@ -52,9 +52,9 @@ def asked(
     return AnswerRequest(ids=ids, most=most, how=how, **values | more)
 
 
-def alone(request: AnswerRequest) -> list[Generation]:
+def alone(request: AnswerRequest, vocab: int = VOCAB) -> list[Generation]:
     """What one engine generates for the request when it has nothing else to do."""
-    engine = Engine(build(), 4096, size=4)
+    engine = Engine(build(vocab), 4096, size=4)
     generations = engine.submit(*request)
     engine.run()
     return generations
@@ -77,9 +77,10 @@ class InThread:
         slow: float = 0.0,
         lend: bool = False,
         memory: int = 0,
+        vocab: int = VOCAB,
         **engine: Any,
     ) -> None:
-        self.engine = Engine(build(), **{"tokens": 4096, "size": 4} | engine)
+        self.engine = Engine(build(vocab), **{"tokens": 4096, "size": 4} | engine)
         self.endpoint = Endpoint("127.0.0.1")
         self.loans = EngineLoans(self.engine, self.endpoint, SECRET) if lend else None
         self.memories = None
@@ -96,7 +97,7 @@ class InThread:
             "instance": uuid4().hex,
             "version": VERSION,
             "fingerprint": MODEL.fingerprint,
-            "vocab": VOCAB,
+            "vocab": vocab,
             "embed": 32,
             "cache": self.engine.scheduler.pool.blocks * self.engine.reader.size,
             "block": self.engine.reader.size,
@@ -114,7 +115,6 @@ class InThread:
             self.loans,
             self.memories,
         )
-        self.paused = threading.Event()
         self._run = (router.address, secret, redial)
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
@@ -168,12 +168,19 @@ class Cluster:
         engines: int = 2,
         policy: DispatchPolicy = freest,
         patience: float = 20,
+        router: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
         self.said: list[str] = []
         self.endpoint = Endpoint("127.0.0.1")
         self.router = EngineRouter(
-            self.endpoint, SECRET, MODEL, self.said.append, policy, patience
+            self.endpoint,
+            SECRET,
+            MODEL,
+            self.said.append,
+            policy,
+            patience,
+            **router or {},
         )
         self._engine = engine
         self.engines = [self.add(f"e{i}") for i in range(engines)]

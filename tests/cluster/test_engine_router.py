@@ -97,7 +97,7 @@ def test_killed_at_any_token_the_text_goes_on() -> None:
                     cluster.engines.pop(0).kill()
 
             assert asyncio.run(written_by(cluster.router, requests, seen)) == plain
-            assert cluster.router.moves
+            assert cluster.router.continued
 
 
 @pytest.mark.slow(3)
@@ -144,7 +144,7 @@ def test_a_cut_engine_keeps_its_blocks_and_joins_anew() -> None:
                 assert answers.generations[0].hits >= 36
 
         asyncio.run(main())
-        assert cluster.router.moves == 1
+        assert cluster.router.continued == 1
 
 
 def test_who_may_not_join_is_told_why() -> None:
@@ -177,6 +177,8 @@ def test_drained_engines_end_and_nothing_new_comes_to_them() -> None:
         async def main() -> None:
             async with cluster.router.answers([long]) as answers:
                 await answers.next()
+                for link in cluster.router.links.values():  # no block can travel
+                    link.about = link.about._replace(port=1)
                 (at,) = [
                     engine
                     for engine in cluster.engines
@@ -277,8 +279,9 @@ def test_a_router_that_starts_again_gets_its_engines_back() -> None:
 
         async def main() -> None:
             async with cluster.router.answers([request] * 2) as answers:
-                for _ in range(2):
-                    await answers.next()
+                left = 2
+                while left:
+                    left -= bool((await answers.next()).finished)
                 assert [flight.hits for flight in answers.generations] == [36, 36]
 
         asyncio.run(main())

@@ -36,9 +36,14 @@ from weft.cli.arguments import (
     set_secret,
 )
 from weft.cli.console import warn
+from weft.errors import UsageError
 
 _join = "The address of the router: the one that weft serve --cluster has printed."
 _name = "The engine's name for the router and in metrics; by default host and process."
+_role = (
+    "prefill: compute prompts, and let other engines go on after the first token; decode: go on with answers that "
+    "others have begun; left out: both."
+)
 _redial = (
     "Seconds for which the engine tries to join again when its router is "
     "gone; its cache is kept meanwhile."
@@ -58,6 +63,7 @@ def engine_command(
     checkpoint: Annotated[str, ModelName],
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help=_join)],
     name: Annotated[str, typer.Option(help=_name)] = "",
+    role: Annotated[str, typer.Option(metavar="prefill|decode", help=_role)] = "",
     secret: SecretFile = None,
     redial: Annotated[float, typer.Option(min=0, help=_redial)] = 60,
     drain: Annotated[float, typer.Option(min=0, help=_drain)] = 30,
@@ -87,7 +93,7 @@ def engine_command(
     import torch
 
     from weft.checkpoint.model import tokenizer_of
-    from weft.cluster.cluster_messages import EngineAbout
+    from weft.cluster.cluster_messages import ROLES, EngineAbout
     from weft.cluster.engine_loans import EngineLoans
     from weft.cluster.engine_member import EngineMember
     from weft.generate.fingerprint import open_for_reading, weights_fingerprint
@@ -104,6 +110,8 @@ def engine_command(
     from weft.net.sockets import own_address
     from weft.version import VERSION
 
+    if role and role not in ROLES:
+        raise UsageError(f"--role {role} is not possible; give {' or '.join(ROLES)}")
     router = read_address(join, "--join")
     set_secret(secret, "weft engine")
     import_plugins(plugin)
@@ -140,6 +148,7 @@ def engine_command(
             adapters=adapter_digests(adapters, called) | model_digests(models),
             loans=endpoint.address if lend else (),
             memory=endpoint.address if memories else (),
+            role=role,
         )
 
         def grammars() -> Grammars:

@@ -285,6 +285,7 @@ def _settings(
                 "--engines and --cluster are two ways to say the same; set engines in the file, and leave out --engines"
             )
         settings = read_cluster(cluster)
+        settings.parts()  # mistakes are said before anything is read
         read_address(settings.listen, "cluster.listen")
         dispatch_policy(settings.policy, "cluster.policy")
     else:
@@ -326,7 +327,8 @@ def _routed(
     processes = None
     if settings.engines:
         words = [*options.words(), f"--model-name={name}"]
-        processes = EngineProcesses(settings.engines, address, words, SHARE, warn)
+        roles = settings.parts()
+        processes = EngineProcesses(roles, address, words, SHARE, warn)
     router = None
     try:
         expected = RouterModel(
@@ -336,8 +338,17 @@ def _routed(
             digests,
         )
         policy = dispatch_policy(settings.policy)
-        patience = settings.limits.patience
-        router = EngineRouter(endpoint, "", expected, warn, policy, patience)
+        limits = settings.limits
+        router = EngineRouter(
+            endpoint,
+            "",
+            expected,
+            warn,
+            policy,
+            limits.patience,
+            limits.headroom,
+            limits.balance,
+        )
         about = f"engines that join at {address}"
         if processes is not None:
             processes.await_joined(lambda: len(router.links))

@@ -1,8 +1,8 @@
 """What a router and its engines say to each other: frames of a head in JSON and, for prompts and vectors, raw numbers.
 
-The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``lenders``, ``lend``, ``memories``, ``beat``,
-``leave`` and ``end``; an engine sends ``about`` when it connects, then ``taken``, ``refused``, ``tokens``,
-``result``, ``beat``, ``drain`` and ``failed``.
+The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``move``, ``lenders``, ``lend``, ``memories``,
+``beat``, ``leave`` and ``end``; an engine sends ``about`` when it connects, then ``taken``, ``refused``, ``tokens``,
+``result``, ``moved``, ``beat``, ``drain`` and ``failed``.
 """
 
 import time
@@ -56,6 +56,8 @@ class EngineAbout(NamedTuple):
         ``adapters``: hash of each adapter, by name.
         ``loans``: host and port at which the engine takes blocks of other engines, empty if it lends none.
         ``memory``: host and port at which other engines read blocks that it keeps in host memory, or empty.
+        ``role``: "prefill" or "decode", or empty if it does both.
+        ``host``, ``port``: where other engines reach it.
     """
 
     name: str
@@ -71,6 +73,13 @@ class EngineAbout(NamedTuple):
     adapters: dict[str, str]
     loans: Sequence[Any] = ()
     memory: Sequence[Any] = ()
+    role: str = ""
+    host: str = ""
+    port: int = 0
+
+
+#: The parts that an engine may have in answering: computing prompts, and writing.
+ROLES = ("prefill", "decode")
 
 
 class EngineBeat(NamedTuple):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
+from weft.errors import UsageError
 from weft.recipe.toml import read_toml
 from weft.section import Section, validated
 
@@ -14,6 +15,28 @@ class ClusterLimits(Section):
     patience: PositiveFloat = Field(
         60.0,
         description="Seconds that an answer waits for another engine when it has lost its own.",
+    )
+    headroom: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Share of an engine's cache that is kept free while it has urgent answers (priority below 0).",
+    )
+    balance: bool = Field(
+        True,
+        description="Move answers, with their cache, from engines with little free memory to others.",
+    )
+
+
+class ClusterRoles(Section):
+    """How many of the engines that the server starts only compute prompts, and how many only write."""
+
+    prefill: NonNegativeInt = Field(
+        0,
+        description="Engines that compute prompts; an answer moves to another engine after its first token.",
+    )
+    decode: NonNegativeInt = Field(
+        0, description="Engines that go on with answers that others have begun."
     )
 
 
@@ -35,7 +58,22 @@ class ClusterSettings(Section):
             "one with little to do."
         ),
     )
+    roles: ClusterRoles = Field(
+        ClusterRoles(), description="Parts of the engines that the server starts."
+    )
     limits: ClusterLimits = Field(ClusterLimits(), description="Limits.")
+
+    def parts(self) -> list[str]:
+        """Return the role of each engine that the server starts; those beyond ``roles`` do both.
+
+        Raises :class:`UsageError` for more roles than engines.
+        """
+        named = ["prefill"] * self.roles.prefill + ["decode"] * self.roles.decode
+        if len(named) > self.engines:
+            raise UsageError(
+                f"cluster.roles has {len(named)} engines, and cluster.engines = {self.engines}; give as many engines"
+            )
+        return named + [""] * (self.engines - len(named))
 
 
 class ClusterFile(Section):

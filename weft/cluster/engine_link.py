@@ -3,6 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from weft.cluster.cluster_messages import EngineAbout, EngineBeat, submit_message
 from weft.cluster.dispatch_policy import EngineView
@@ -12,6 +13,15 @@ from weft.cluster.loan_choice import EngineLedger
 from weft.cluster.outbox import Outbox
 from weft.generate.backend import AnswerRequest, EngineLoad
 from weft.generate.keys import chained_keys, root_key
+
+
+@dataclass
+class EarlyEvents:
+    """Parts of ``tokens`` messages about one answer that are kept for later; as in the messages."""
+
+    tokens: list[Any] = field(default_factory=list)
+    begun: list[Any] = field(default_factory=list)
+    failures: list[Any] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -27,10 +37,13 @@ class EngineLink:
         ``submitted``: how many submissions were sent to it.
         ``recent``: numbers and cache blocks of those submissions that ``beat`` does not count yet.
         ``prefixes``: keys of the cache blocks that the engine probably holds, the oldest first.
+        ``incoming``: what it has sent of answers that are moving to it, by the numbers that they will have; passed on
+            when the engine that they leave has said that they have left.
         ``draining``: it takes no new requests.
         ``released``: it may end, as it has nothing left to do.
         ``tokens``: tokens that it has written.
         ``borrowable``: tokens for which it may borrow blocks of other engines, at most.
+        ``headroom``: share of its cache that counts as used while it has urgent answers, which are to stay undisturbed.
     """
 
     about: EngineAbout
@@ -43,10 +56,12 @@ class EngineLink:
     submitted: int = 0
     recent: deque[tuple[int, int]] = field(default_factory=deque)
     prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    incoming: dict[int, "EarlyEvents"] = field(default_factory=dict)
     draining: bool = False
     released: bool = False
     tokens: int = 0
     borrowable: int = 0
+    headroom: float = 0.0
 
     @property
     def name(self) -> str:
@@ -55,7 +70,7 @@ class EngineLink:
     @property
     def busy(self) -> bool:
         """Whether the engine has anything to do for this router."""
-        return bool(self.flights or self.calls)
+        return bool(self.flights or self.calls or self.incoming)
 
     @property
     def blocks(self) -> int:
@@ -75,13 +90,15 @@ class EngineLink:
             not self.draining
             and (not adapter or adapter in self.about.adapters)
             and tokens <= self.room
-            and len(self.flights) + answers <= self.about.most
+            and len(self.flights) + len(self.incoming) + answers <= self.about.most
         )
 
     def view(self, request: AnswerRequest) -> EngineView:
         """Return what a dispatch policy knows of the engine, for ``request``."""
         load, size = self.beat.load, self.about.block
         usage = load.used + self.beat.demand + sum(blocks for _, blocks in self.recent)
+        if any(flight.priority < 0 for flight in self.flights.values()):
+            usage += round(self.headroom * self.blocks)
         return EngineView(
             self.name,
             self.blocks,

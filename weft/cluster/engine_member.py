@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from weft.cluster.cluster_messages import (
     unpacked_ids,
 )
 from weft.cluster.engine_loans import EngineLoans, LenderAddress
+from weft.cluster.mover import MOVES, MoveReport, send_away, take_in
 from weft.cluster.outbox import Outbox, ending_of
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import AnswerRequest, Busy, Hypothesis, SearchRequest
@@ -31,7 +33,8 @@ from weft.generate.block_channel import PeerBlocks
 from weft.generate.embedding import embed
 from weft.generate.engine import Engine
 from weft.generate.engine_thread import EngineThread, RunningSearch
-from weft.generate.grammar import Grammars, GrammarSource
+from weft.generate.grammar import Grammar, Grammars, GrammarSource, Kind
+from weft.generate.migration import Arrival, MoveFrame
 from weft.generate.request import Generation, Written
 from weft.net.endpoint import Address, Channel, Endpoint
 from weft.net.wire import Frame, Head, SealedConnection, WireBroken, WireForged
@@ -39,6 +42,12 @@ from weft.net.wire import Frame, Head, SealedConnection, WireBroken, WireForged
 #: Seconds that a connection attempt may take, and between two attempts; attempts that a listener ends without a word
 #: until it counts as a router that does not know the secret.
 DIAL_S, AGAIN_S, MUTE = 5.0, 0.25, 3
+
+#: Seconds in which a frame of a request that comes from another engine must come, as its prompt may still be computed.
+ARRIVAL_S = 600.0
+
+#: Seconds between two looks whether the grammar of a request that is to move is compiled.
+PREPARED_S = 0.02
 
 #: What the router says first, or an engine of a request.
 JOINED, REFUSED = "joined", "refused"
@@ -64,6 +73,7 @@ class RouterWork:
         ``tokens``: events of the current step, as JSON has them.
         ``begun``: for each answer whose first event this step brings: number, cached prompt tokens, prompt scores.
         ``failures``: for each answer that cannot go on: number and cause.
+        ``unwelcome``: numbers that nobody wants, should they still come from another engine.
         ``over``: the connection has ended, and nothing of it may begin.
     """
 
@@ -78,6 +88,7 @@ class RouterWork:
     tokens: list[list[Any]] = field(default_factory=list)
     begun: list[list[Any]] = field(default_factory=list)
     failures: list[list[Any]] = field(default_factory=list)
+    unwelcome: deque[int] = field(default_factory=lambda: deque(maxlen=4096))
     over: bool = False
 
 
@@ -105,6 +116,7 @@ class EngineMember:
         self._compiler = ThreadPoolExecutor(1, "weft-grammar")
         self._compiled: Grammars | None = None
         self._current: RouterWork | None = None
+        self._moves: Channel | None = None
         self._draining, self._ended = threading.Event(), threading.Event()
 
     def run(
@@ -117,6 +129,9 @@ class EngineMember:
         engine or cannot be reached, or if the engine has failed.
         """
         channel = endpoint.join(CHANNEL, secret)
+        host, port = endpoint.address
+        self.about = self.about._replace(host=host, port=port)
+        self._moves = endpoint.open(MOVES, secret, self._arrive)
         place, deadline, mute = f"{router[0]}:{router[1]}", _after(redial), 0
         while not self._ended.is_set():
             try:
@@ -173,6 +188,8 @@ class EngineMember:
             self._current.outbox.close()
         if self.loans is not None:
             self.loans.close()
+        if self._moves is not None:
+            self._moves.close()
         self.thread.close()
         self._compiler.shutdown(cancel_futures=True)
 
@@ -253,6 +270,9 @@ class EngineMember:
                 self._compiler.submit(self._prepare, current, answer, request, source)
         elif kind == "cancel":
             self._call(partial(self._cancel, current, head["answers"], head["calls"]))
+        elif kind == "move":
+            mover = partial(self._depart, current, head)
+            threading.Thread(target=mover, name="weft-move", daemon=True).start()
         elif kind == "embed":
             ids = unpacked_ids(frame.payload)
             self._call(partial(self._embed, current, head, ids))
@@ -280,10 +300,7 @@ class EngineMember:
     ) -> None:
         """Compile the grammar of a request, then begin the request. Called in a thread of its own."""
         try:
-            if self._grammars is None:
-                raise UsageError("this engine has no tokenizer for texts with a form")
-            self._compiled = self._compiled or self._grammars()
-            grammar = self._compiled.compile(*source)
+            grammar = self._compile(source.kind, source.text)
         except Exception as error:
             self._refuse(current, answer, request.answers, error)
             return
@@ -296,7 +313,92 @@ class EngineMember:
         refused = {"answer": answer, "answers": answers}
         current.outbox.put({"kind": REFUSED, **refused, **refusal_values(error)})
 
+    # Moves, each in a thread of its own.
+
+    def _depart(self, current: RouterWork, head: Head) -> None:
+        """Move an answer to another engine, and tell the router how that has ended."""
+        answer = head["answer"]
+        while answer in current.preparing and not current.over:
+            time.sleep(PREPARED_S)
+        generation = None
+        if not self.thread.ended:  # behind its submission, which may still wait
+            looked = self.thread.call(partial(current.generations.get, answer))
+            generation = looked.result(ARRIVAL_S)
+        if generation is None:
+            return self._report_move(current, answer, MoveReport("it has ended", 0, 0))
+        assert self._moves is not None
+        report = send_away(
+            self.thread,
+            self._moves,
+            (head["host"], head["port"]),
+            {"number": head["number"], "instance": head["instance"]},
+            generation,
+            partial(self._note, current, answer),
+            head["after_first"],
+        )
+        if report.why:
+            return self._report_move(current, answer, report)
+
+        def forget() -> None:
+            current.generations.pop(answer, None)
+            current.counts.pop(answer, None)
+            current.fresh.discard(answer)
+            self._report_move(current, answer, report)
+
+        self._call(forget)
+
+    def _report_move(
+        self, current: RouterWork, answer: int, report: MoveReport
+    ) -> None:
+        moved = {"kind": "moved", "answer": answer, **report._asdict()}
+        current.outbox.put(moved)
+
+    def _arrive(self, connection: SealedConnection) -> None:
+        """Take in a request that another engine sends."""
+        current, hello = self._current, connection.hello
+        arrival = Arrival(self.engine, self._compile)
+        landed = False
+
+        def land(frame: MoveFrame) -> bool:
+            nonlocal landed
+            if current is None or hello.get("instance") != self.about.instance:
+                raise WeftError("this engine has joined anew; it takes nothing in")
+            action = partial(self._land, current, hello["number"], arrival, frame)
+            landed = self.thread.call(action).result(ARRIVAL_S)
+            return landed
+
+        take_in(connection, land, ARRIVAL_S)
+        connection.close()
+        if not landed:
+            self._call(arrival.drop)
+
+    def _compile(self, kind: Kind, text: str | dict[str, Any]) -> Grammar:
+        if self._grammars is None:
+            raise UsageError("this engine has no tokenizer for texts with a form")
+        self._compiled = self._compiled or self._grammars()
+        return self._compiled.compile(kind, text)
+
     # Called in the engine's thread.
+
+    def _land(
+        self, current: RouterWork, number: int, arrival: Arrival, frame: MoveFrame
+    ) -> bool:
+        """Take a frame of a request that comes; return whether the request goes on here from now on."""
+        if current.over or number in current.unwelcome:
+            arrival.drop()
+            raise WeftError("nobody waits for this request here")
+        if len(self.thread.tells) >= self.thread.most:
+            arrival.drop()
+            raise Busy("no more answers are taken on; try another engine")
+        generation = arrival.take(frame)
+        if generation is None:
+            return False
+        current.generations[number] = generation
+        current.counts[number] = len(generation.written)
+        if not generation.written:
+            current.fresh.add(number)
+        self.thread.tells[generation] = partial(self._note, current, number)
+        return True
 
     def _begin(self, current: RouterWork, answer: int, request: AnswerRequest) -> None:
         numbers = range(answer, answer + request.answers)
@@ -334,6 +436,8 @@ class EngineMember:
             elif generation := current.generations.pop(answer, None):
                 del current.counts[answer]
                 self.thread.end([generation])
+            else:
+                current.unwelcome.append(answer)
         for call in calls:
             if search := current.searches.pop(call, None):
                 self.thread.end_search(search)

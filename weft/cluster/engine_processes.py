@@ -15,29 +15,32 @@ LOOK_S, AGAIN_S, END_S = 0.2, 1.0, 10.0
 
 
 class EngineProcesses:
-    """Runs ``count`` processes of ``weft engine`` with the options ``words``, which join the router at ``address``.
+    """Runs a process of ``weft engine`` for each of ``roles``, with the options ``words``; all join the router at
+    ``address``.
 
-    Each gets its share of the processor's cores and of the cache's part of the memory, ``share``. A process that ends
-    by a fault is started again, unless it has ended before it joined. ``say`` prints a line. The processes inherit the
-    variable ``WEFT_SECRET``.
+    ``roles``: what each engine is for, an empty string for everything. Each gets its share of the processor's cores and
+    of the part ``share`` of the free memory. A process that ends by a fault is started again, unless it has ended
+    before it joined. ``say`` prints a line. The processes inherit the variable ``WEFT_SECRET``.
     """
 
     def __init__(
         self,
-        count: int,
+        roles: Sequence[str],
         address: str,
         words: Sequence[str],
         share: float,
         say: Callable[[str], None],
     ) -> None:
-        self.say, self.failure = say, ""
-        threads = max(1, (os.cpu_count() or 1) // count)
+        self.say = say
+        threads = max(1, (os.cpu_count() or 1) // len(roles))
         self._environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
-        own = ["--redial=0", f"--share={share / count}"]
+        own = ["--redial=0", f"--share={share / len(roles)}"]
         command = [sys.executable, "-m", "weft", "engine", f"--join={address}"]
+        kinds = [role or "engine" for role in roles]
+        names = [f"{kind}-{kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]
         self._commands = {
-            f"engine-{i}": [*command, f"--name=engine-{i}", *own, *words]
-            for i in range(count)
+            name: [*command, f"--name={name}", f"--role={role}", *own, *words]
+            for name, role in zip(names, roles, strict=True)
         }
         self._ended = threading.Event()
         self._running = {name: self._start(name) for name in self._commands}
@@ -54,11 +57,6 @@ class EngineProcesses:
             stdout=sys.stderr,
             start_new_session=True,
         )
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """Process numbers by the engines' names."""
-        return {name: process.pid for name, process in self._running.items()}
 
     def await_joined(self, joined: Callable[[], int]) -> None:
         """Wait until all engines have joined, of which ``joined`` returns the number; then begin to start again those

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from weft.cluster.balance import MovableAnswer, balancing_move
 from weft.cluster.cluster_messages import (
     BEAT_S,
     CHANNEL,
@@ -35,7 +36,7 @@ from weft.cluster.dispatch_policy import (
     EngineView,
     freest,
 )
-from weft.cluster.engine_link import EngineLink
+from weft.cluster.engine_link import EarlyEvents, EngineLink
 from weft.cluster.engine_loans import lendable_blocks
 from weft.cluster.engine_member import JOINED, REFUSED
 from weft.cluster.engine_times import ClusterTimes
@@ -54,6 +55,7 @@ from weft.generate.backend import (
     ServerEnding,
     TokenEvent,
 )
+from weft.generate.sampling import GREEDY
 from weft.net.endpoint import Endpoint
 from weft.net.wire import Frame, Head, SealedConnection
 from weft.version import VERSION
@@ -63,6 +65,9 @@ ABOUT_S, LOOK_S = 10.0, 0.1
 
 #: Seconds between two choices of loans; signs of life tell their effect before the next one.
 LOANS_S = 1.0
+
+#: Seconds between two looks at how full engines are, and in which an answer that has moved does not move again.
+BALANCE_S, REST_S = 0.5, 2.0
 
 #: Seconds between two lines about the same stranger.
 STRANGER_S = 60.0
@@ -91,7 +96,9 @@ class EngineRouter:
     """Backend over the engines that join at ``endpoint`` and know ``secret``.
 
     ``model``: what every engine must have. ``policy`` chooses the engine for each request. ``say`` prints a line.
-    ``patience``: seconds that an answer waits for an engine when it has lost its own.
+    ``patience``: seconds that an answer waits for an engine when it has lost its own. ``headroom``: share of a cache
+    that counts as used while its engine has urgent answers. ``balances``: whether answers move to other engines to
+    balance memory.
     """
 
     def __init__(
@@ -102,12 +109,17 @@ class EngineRouter:
         say: Callable[[str], None],
         policy: DispatchPolicy = freest,
         patience: float = 60.0,
+        headroom: float = 0.1,
+        balances: bool = True,
     ) -> None:
         self.endpoint, self.model, self.say = endpoint, model, say
         self.policy, self.patience = policy, patience
         self.links: dict[str, EngineLink] = {}
         self.times = ClusterTimes()
-        self.moves = 0  # answers that were continued on another engine
+        # answers that were continued on another engine by computing them again, and those that moved with their blocks
+        self.continued, self.moved = 0, 0
+        self.moved_bytes, self.stalled = 0, 0.0
+        self.headroom, self.balances = headroom, balances
         self._lock = threading.RLock()
         self._flights: dict[int, Flight] = {}
         self._waiting: list[Flight | RemoteCall] = []  # in the order of their numbers
@@ -180,7 +192,12 @@ class EngineRouter:
             }
 
     def counts(self) -> Mapping[str, int]:
-        return {"answers_continued": self.moves}
+        return {
+            "answers_continued": self.continued,
+            "answers_moved": self.moved,
+            "moved_bytes": self.moved_bytes,
+            "moved_stall_milliseconds": round(1000 * self.stalled),
+        }
 
     def cut_answers(self) -> int:
         self._cut = True
@@ -239,7 +256,7 @@ class EngineRouter:
                     self._flights[flight.number] = flight
                     self._owners[flight] = answers
                 if flights:
-                    self._submit(link, flights[0].number, request, flights)
+                    self._submit(link, request, flights)
 
     def _choose(self, request: AnswerRequest, session: str) -> EngineLink:
         """Return the engine for ``request``. Raises :class:`NoEngine` if there is none, :class:`Busy` if all have too
@@ -273,6 +290,8 @@ class EngineRouter:
             raise Busy(
                 f"{written} answers are being written and no more are taken on; try again later"
             )
+        if first := [link for link in fitting if link.about.role != "decode"]:
+            fitting = first  # those that write only take what others have begun
         length = len(request.ids) + len(request.written)
         about = DispatchRequest(length, session, request.priority)
         views = [self._view(link, request) for link in fitting]
@@ -283,15 +302,6 @@ class EngineRouter:
         seconds = self.times.seconds(link.name, _stage_of(request))
         work = self.times.work(link.name)
         return link.view(request)._replace(seconds=seconds, work=work)
-
-    def _submit(
-        self, link: EngineLink, number: int, request: AnswerRequest, flights: Sequence[Flight]
-    ) -> None:  # fmt: skip
-        """Send ``request``, whose answers are ``flights`` and have numbers from ``number`` on, to an engine."""
-        stage, length = _stage_of(request), len(request.ids) + len(request.written)
-        for flight in flights:
-            self.times.begin(link.name, flight, stage, length, time.monotonic())
-        link.submit(number, request, flights)
 
     async def _called(
         self, message: Callable[[int], Message], searches: bool = False
@@ -312,6 +322,133 @@ class EngineRouter:
                 self._forget_call(call)
 
     # Work of all threads; the lock is held.
+
+    def _submit(
+        self, link: EngineLink, request: AnswerRequest, flights: Sequence[Flight]
+    ) -> None:
+        """Send a request to an engine; from one that only computes prompts the answers move on to others."""
+        stage, length = _stage_of(request), len(request.ids) + len(request.written)
+        for flight in flights:
+            self.times.begin(link.name, flight, stage, length, time.monotonic())
+        link.submit(flights[0].number, request, flights)
+        if link.about.role == "prefill":
+            for flight in flights:
+                self._move_on(flight)
+
+    def _move_on(self, flight: Flight) -> None:
+        """Have an answer leave the engine that computes its prompt, once its first token is written."""
+        if flight.request.most - len(flight.tokens) > 1 and (
+            target := self._target_of(flight, ("decode", ""))
+        ):
+            self._move(flight, target, after_first=True)
+
+    def _target_of(
+        self, flight: Flight, roles: Sequence[str] = ("decode", "")
+    ) -> EngineLink | None:
+        """Return the engine with the most free memory per answer among those to which an answer can move, or None."""
+        request = flight.continued()
+        tokens = len(request.ids) + request.most - 1
+        fitting = [
+            link
+            for link in self._able()
+            if link.name != flight.engine
+            and link.about.role in roles
+            and link.takes(request.adapter, tokens, 1)
+        ]
+        if not fitting:
+            return None
+        about = DispatchRequest(flight.length, flight.session, flight.priority)
+        chosen = freest([link.view(request) for link in fitting], about)
+        return self.links[chosen]
+
+    def _move(self, flight: Flight, target: EngineLink, after_first: bool) -> None:
+        """Tell an engine to send an answer to another engine."""
+        flight.target, flight.target_number = target.name, next(self._numbers)
+        target.incoming[flight.target_number] = EarlyEvents()
+        about = target.about
+        self.links[flight.engine].outbox.put(
+            {
+                "kind": "move",
+                "answer": flight.number,
+                "number": flight.target_number,
+                "instance": about.instance,
+                "host": about.host,
+                "port": about.port,
+                "after_first": after_first,
+            }
+        )
+
+    def _forget_move(self, flight: Flight) -> None:
+        """Let an answer that was on its way be wanted no more at the engine to which it was moving."""
+        target = self.links.get(flight.target)
+        if target and target.incoming.pop(flight.target_number, None) is not None:
+            unwanted = {"answers": [flight.target_number], "calls": []}
+            target.outbox.put({"kind": "cancel", **unwanted})
+            self._release(target)
+        flight.target = ""
+
+    def _take_move(self, link: EngineLink, head: Head) -> None:
+        """A move has ended: the answer is at its target from now on, or stays."""
+        if (flight := link.flights.get(head["answer"])) is None:
+            return
+        target = self.links.get(flight.target)
+        if head["why"]:
+            self._forget_move(flight)
+            flight.rest_until = time.monotonic() + REST_S
+            return
+        self.moved, self.stalled = self.moved + 1, self.stalled + head["stall"]
+        self.moved_bytes += head["payload"]
+        early = target and target.incoming.pop(flight.target_number, None)
+        del link.flights[flight.number], self._flights[flight.number]
+        flight.target, flight.rest_until = "", time.monotonic() + REST_S
+        if target is None or early is None:  # it is lost, and the answer with it
+            flight.engine, flight.since = "", time.monotonic()
+            self._flights[flight.number] = flight
+            self._waiting.append(flight)
+            self._continue_waiting()
+        else:
+            flight.number, flight.engine = flight.target_number, target.name
+            self._flights[flight.number] = target.flights[flight.number] = flight
+            stage, length = _stage_of(flight.request), flight.length
+            self.times.begin(target.name, flight, stage, length, time.monotonic())
+            target.remember(flight.request, flight.tokens)
+            self._take_tokens(target, vars(early))
+        self._release(link)
+
+    def _evacuate(self, link: EngineLink) -> None:
+        """Move the answers of a draining engine to others, as far as others have room."""
+        now = time.monotonic()
+        for flight in [*link.flights.values()]:
+            if not flight.target and flight.rest_until <= now:
+                if (
+                    target := self._target_of(flight, ("decode", "", "prefill"))
+                ) is None:
+                    return
+                self._move(flight, target, after_first=False)
+
+    def _balance(self) -> None:
+        """Move an answer from an engine with little free memory to one with much, if there are such."""
+        now, nothing = time.monotonic(), asked_nothing()
+        writing = [link for link in self._able() if link.about.role != "prefill"]
+        answers = {
+            link.name: [
+                MovableAnswer(
+                    flight.number,
+                    -(-flight.length // link.about.block),
+                    flight.priority,
+                )
+                for flight in link.flights.values()
+                if not flight.target and flight.rest_until <= now
+            ]
+            for link in writing
+        }
+        move = balancing_move([link.view(nothing) for link in writing], answers)
+        if move is None:
+            return
+        flight, target = self._flights[move.number], self.links[move.target]
+        tokens = len(flight.request.ids) + flight.request.most - 1
+        if target.takes(flight.request.adapter, tokens, 1):
+            self._move(flight, target, after_first=False)
 
     def _start_call(self, call: RemoteCall) -> None:
         able = self._able()
@@ -379,6 +516,7 @@ class EngineRouter:
                 flight.finished = flight.finished or "stop"
                 if flight in self._waiting:
                     self._waiting.remove(flight)
+                self._forget_move(flight)
                 link = self.links.get(flight.engine)
                 if link and link.flights.pop(flight.number, None):
                     by_engine.setdefault(link.name, []).append(flight.number)
@@ -391,6 +529,8 @@ class EngineRouter:
     def _orphan(self, link: EngineLink, lost: bool) -> None:
         """Have what ``link`` works on wait for another engine. ``lost``: the engine is gone."""
         orphans: list[Flight | RemoteCall] = [*link.flights.values()]
+        for flight in link.flights.values():
+            self._forget_move(flight)
         for orphan in [*orphans, *link.calls.values()]:
             orphan.engine, orphan.since = "", time.monotonic()
             orphan.losses += lost
@@ -423,8 +563,8 @@ class EngineRouter:
             except UsageError as error:  # the engines that are left are too small
                 self._end_flight(each, error)
                 continue
-            self.moves += 1
-            self._submit(link, each.number, request, [each])
+            self.continued += 1
+            self._submit(link, request, [each])
 
     def _end_flight(self, flight: Flight, error: WeftError) -> None:
         """End an answer with ``error``."""
@@ -478,12 +618,18 @@ class EngineRouter:
             outbox = Outbox(connection, dict, BEAT_S)
             outbox.put({"kind": JOINED, "again": again})
             outbox.start()
-            link = self.links[about.name] = EngineLink(about, outbox)
+            link = EngineLink(about, outbox, headroom=self.headroom)
+            self.links[about.name] = link
             self.times.add_engine(about.name)
             self.say(f"engine {about.name} has joined{' again' if again else ''}")
             self._tell_lenders()
             self._tell_memories()
             self._continue_waiting()
+            if about.role != "prefill":  # somebody may wait for one that writes
+                for other in self._able():
+                    for flight in [*other.flights.values()]:
+                        if other.about.role == "prefill" and not flight.target:
+                            self._move_on(flight)
         return link
 
     def _refusal(self, about: EngineAbout) -> str:
@@ -548,6 +694,8 @@ class EngineRouter:
                     elif not call.result.done():
                         call.result.set_result(frame)
                     self._release(link)
+            elif kind == "moved":
+                self._take_move(link, head)
             elif kind == "drain":
                 self._drain(link, head["move"])
             elif kind == "failed":
@@ -556,6 +704,10 @@ class EngineRouter:
     def _take_tokens(self, link: EngineLink, head: Head) -> None:
         """Pass on the tokens of a step; each is passed on once, in order."""
         events: dict[RoutedAnswers, list[TokenEvent]] = {}
+        for name in ("tokens", "begun", "failures"):
+            for values in head[name]:
+                if (early := link.incoming.get(values[0])) is not None:
+                    getattr(early, name).append(values)
         for answer, hits, scores in head["begun"]:
             if (flight := link.flights.get(answer)) and not flight.tokens:
                 flight.hits = hits
@@ -590,6 +742,7 @@ class EngineRouter:
             flight.finished = message.finished
             self.times.end(link.name, flight)
             del link.flights[flight.number], self._flights[flight.number]
+            self._forget_move(flight)
             self._owners.pop(flight)
             link.remember(flight.request, flight.tokens)
         return TokenEvent(
@@ -602,6 +755,7 @@ class EngineRouter:
         for number in range(head["answer"], head["answer"] + head["answers"]):
             if (flight := link.flights.pop(number, None)) is None:
                 continue
+            self._forget_move(flight)
             flight.engine, flight.since = "", time.monotonic()
             if isinstance(error, Busy):
                 self._waiting.append(flight)
@@ -615,6 +769,7 @@ class EngineRouter:
             self.say(f"engine {link.name} drains")
         link.draining = True
         self._tell_lenders()
+        self._evacuate(link)
         if move and link.busy and self._able():
             numbers = {"answers": [*link.flights], "calls": [*link.calls]}
             link.outbox.put({"kind": "cancel", **numbers})
@@ -631,11 +786,17 @@ class EngineRouter:
     def _watch(self) -> None:
         """Give waiting answers to engines that have become able, and end those that have waited too long."""
         loans_at = time.monotonic() + LOANS_S
+        balanced = time.monotonic()
         while not self._closed.wait(LOOK_S):
             with self._lock:
                 if time.monotonic() >= loans_at:
                     self._choose_loans()
                     loans_at = time.monotonic() + LOANS_S
+                for link in [each for each in self.links.values() if each.draining]:
+                    self._evacuate(link)
+                if self.balances and time.monotonic() - balanced >= BALANCE_S:
+                    self._balance()
+                    balanced = time.monotonic()
                 if not self._waiting:
                     continue
                 self._continue_waiting()
@@ -689,6 +850,11 @@ class RoutedAnswers:
 
 def _stage_of(request: AnswerRequest) -> str:
     return "" if request.workflow is None else request.workflow.stage
+
+
+def asked_nothing() -> AnswerRequest:
+    """Return a request of no tokens, to look at engines for no request in particular."""
+    return AnswerRequest((), 0, GREEDY, (), 0, None, "", None)
 
 
 def _asked_search(request: SearchRequest, call: int) -> Message:

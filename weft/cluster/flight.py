@@ -29,6 +29,9 @@ class Flight:
         ``engine``: name of the engine that writes it, empty if it waits for an engine.
         ``losses``: engines lost since its last token.
         ``since``: when it began to wait for an engine, on the monotonic clock.
+        ``target``: name of the engine to which it is moving, or empty.
+        ``target_number``: its number there.
+        ``rest_until``: time on the monotonic clock before which it does not move.
         ``accepted``: completed when an engine has accepted it, or with the error why none does.
         ``error``: why it cannot go on.
         ``finished``: why it has ended, or empty.
@@ -45,6 +48,9 @@ class Flight:
     engine: str = ""
     losses: int = 0
     since: float = 0.0
+    target: str = ""
+    target_number: int = -1
+    rest_until: float = 0.0
     accepted: "Future[None]" = field(default_factory=Future)
     error: WeftError | None = None
     finished: str = ""

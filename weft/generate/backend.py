@@ -141,7 +141,10 @@ class EngineLoad(NamedTuple):
 
 #: Names of what a backend may count, with what is said of each.
 COUNTS = {
-    "answers_continued": "Answers that another engine has gone on with from the tokens passed on."
+    "answers_continued": "Answers that another engine has gone on with from the tokens passed on.",
+    "answers_moved": "Answers that have moved to another engine with their cache blocks.",
+    "moved_bytes": "Bytes of cache blocks that moved with them.",
+    "moved_stall_milliseconds": "Milliseconds in which answers that moved were at no engine.",
 }
 
 

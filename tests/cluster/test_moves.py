@@ -1,0 +1,234 @@
+"""Answers that move between engines with their cache blocks: text, bytes, roles, drain, balance."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+
+from tests.cluster.inprocess import Cluster, InThread, alone, asked, until, written_by
+from weft.cluster.balance import BalancingMove, MovableAnswer, balancing_move
+from weft.cluster.dispatch_policy import EngineView
+from weft.cluster.engine_link import EngineLink
+from weft.generate.backend import AnswerRequest, TokenEvent
+from weft.generate.sampling import GREEDY, Sampling
+
+#: Bytes of the keys and values of a token: layers, key heads, their width, float32.
+TOKEN = 2 * 2 * 2 * 8 * 4
+
+
+def link_of(cluster: Cluster, engine: InThread) -> EngineLink:
+    return cluster.router.links[engine.member.about.name]
+
+
+def move_one(cluster: Cluster, draw: Random) -> None:
+    """Move a drawn answer to a drawn other engine."""
+    router = cluster.router
+    with router._lock:
+        flights = [
+            flight
+            for flight in router._flights.values()
+            if flight.engine and not flight.target
+        ]
+        if flights:
+            flight = draw.choice(sorted(flights, key=lambda f: f.number))
+            others = sorted({*router.links} - {flight.engine})
+            router._move(flight, router.links[draw.choice(others)], after_first=False)
+
+
+def test_moved_again_and_again_the_text_stays() -> None:
+    draw = Random(1)
+    requests = [
+        asked([draw.randrange(97) for _ in range(draw.randrange(1, 30))], 60,
+              GREEDY if i % 2 else Sampling(1.0, seed=i), top=1 if i == 2 else None)
+        for i in range(4)
+    ]  # fmt: skip
+    plain = [alone(request)[0].written for request in requests]
+    with Cluster(3, slow=0.01, router={"balances": False}) as cluster:
+
+        def seen(event: TokenEvent) -> None:
+            if event.token is not None and draw.random() < 0.3:
+                move_one(cluster, draw)
+
+        assert asyncio.run(written_by(cluster.router, requests, seen)) == plain
+        counts = cluster.router.counts()
+        assert counts["answers_moved"] > 10 and not counts["answers_continued"]
+        until(lambda: all(engine.empty() for engine in cluster.engines))
+        assert not any(link.incoming for link in cluster.router.links.values())
+
+
+@pytest.mark.slow(3)
+def test_moved_and_killed_the_text_stays() -> None:
+    """Engines are cut off while answers move between them."""
+    for case in range(4):
+        draw = Random(case)
+        requests = [
+            asked(
+                [draw.randrange(97) for _ in range(12)], 50, Sampling(case % 2, seed=i)
+            )
+            for i in range(4)
+        ]
+        plain = [alone(request)[0].written for request in requests]
+        with Cluster(3, slow=0.01, router={"balances": False}) as cluster:
+
+            def seen(
+                event: TokenEvent, cluster: Cluster = cluster, draw: Random = draw
+            ) -> None:
+                if draw.random() < 0.2:
+                    move_one(cluster, draw)
+                if draw.random() < 0.03:
+                    draw.choice(cluster.engines).cut()
+
+            assert asyncio.run(written_by(cluster.router, requests, seen)) == plain
+            until(lambda: all(engine.empty() for engine in cluster.engines))
+
+
+def test_bytes_of_a_move_are_those_of_the_formula() -> None:
+    request = asked(list(range(50)), 80)
+    with Cluster(2, slow=0.01, router={"balances": False}) as cluster:
+
+        async def main() -> None:
+            async with cluster.router.answers([request]) as answers:
+                for _ in range(10):
+                    await answers.next()
+                source = answers.generations[0].engine
+                move_one(cluster, Random(0))
+                while not cluster.router.moved:
+                    await answers.next()
+                (flight,) = answers.generations
+                assert flight.engine != source
+                target = cluster.engines[int(flight.engine[1:])]
+                (generation,) = target.member.thread.tells
+                assert generation.hits == 0
+
+        asyncio.run(main())
+        bytes_ = cluster.router.counts()["moved_bytes"]
+        assert bytes_ % TOKEN == 0 and 59 <= bytes_ // TOKEN < 130
+
+
+def with_roles(cluster: Cluster, *roles: str) -> None:
+    for i, role in enumerate(roles):
+        cluster.engines.append(cluster.add(f"{role}-{i}", about={"role": role}))
+    until(lambda: len(cluster.router.links) == len(roles))
+
+
+@pytest.mark.parametrize("budget", [512, 8])
+def test_roles_compute_prompts_here_and_write_there(budget: int) -> None:
+    """With a small budget the prompts are computed in chunks, whose blocks travel meanwhile."""
+    requests = [
+        asked([i + 1] * (20 + 9 * i), 12, Sampling(i % 2, seed=i)) for i in range(4)
+    ]
+    plain = [alone(request)[0].written for request in requests]
+    with Cluster(0, budget=budget, slow=0.01) as cluster:
+        with_roles(cluster, "prefill", "decode")
+        prefill, decode = cluster.engines
+        assert asyncio.run(written_by(cluster.router, requests)) == plain
+        counts = cluster.router.counts()
+        assert counts["answers_moved"] == 4 and not counts["answers_continued"]
+        # what the prompt's engine writes is the first token, and what the next passes add until a frame has left
+        assert decode.member.thread.load().tokens >= 4 * 7
+        tokens = counts["moved_bytes"] / TOKEN
+        prompts = sum(len(request.ids) for request in requests)
+        assert prompts <= tokens <= prompts + 4 * 5
+        # a single token stays where its prompt is
+        assert asyncio.run(written_by(cluster.router, [asked([5, 6], 1)]))
+        assert cluster.router.counts()["answers_moved"] == 4
+        decode.kill()
+        cluster.engines.remove(decode)
+        assert asyncio.run(written_by(cluster.router, requests[:1])) == plain[:1]
+        until(prefill.empty)
+
+
+def test_several_answers_move_with_their_scores() -> None:
+    request = asked([7] * 21, 10, Sampling(1.0, seed=3), answers=3, top=1, scored=True)
+    plain = alone(request)
+    with Cluster(0, slow=0.005) as cluster:
+        with_roles(cluster, "prefill", "decode", "decode")
+
+        async def main() -> None:
+            async with cluster.router.answers([request]) as answers:
+                left = 3
+                while left:
+                    left -= bool((await answers.next()).finished)
+                for flight, generation in zip(answers.generations, plain, strict=True):
+                    assert flight.tokens == generation.written
+                    assert len(flight.prompt_scores) == len(generation.prompt_scores)
+                    assert len(flight.log_probabilities) == len(flight.tokens)
+
+        asyncio.run(main())
+
+
+def test_a_drained_engine_hands_its_answers_on() -> None:
+    requests = [asked([i] * 10, 100) for i in range(4)]
+    plain = [alone(request)[0].written for request in requests]
+    with Cluster(2, slow=0.01) as cluster:
+        drained: list[str] = []
+
+        def seen(event: TokenEvent) -> None:
+            if not drained and event.token is not None:
+                drained.append("e0")
+                cluster.engines[0].member.drain()
+
+        assert asyncio.run(written_by(cluster.router, requests, seen)) == plain
+        until(lambda: not cluster.engines[0].thread.is_alive())
+        counts = cluster.router.counts()
+        assert counts["answers_moved"] == 2 and not counts["answers_continued"]
+
+
+def view(name: str, usage: float, answers: int) -> EngineView:
+    return EngineView(name, 100, usage, answers, 0, 4)
+
+
+def test_balance_moves_the_least_urgent_and_shortest() -> None:
+    full, free = view("a", 98, 4), view("b", 10, 1)
+    answers = {
+        "a": [MovableAnswer(1, 30, 0), MovableAnswer(2, 20, 0), MovableAnswer(3, 40, 5), MovableAnswer(4, 8, -1)],
+        "b": [MovableAnswer(9, 10, 0)],
+    }  # fmt: skip
+    assert balancing_move([full, free], answers) == BalancingMove(3, "b")
+    assert balancing_move([full, view("b", 90, 1)], answers) is None
+    assert balancing_move([view("a", 40, 4), free], answers) is None
+    assert balancing_move([full], answers) is None
+
+
+def test_an_engine_without_memory_gives_answers_away() -> None:
+    """Six long answers at an engine whose memory holds two of them; another engine joins."""
+    requests = [asked([i] * 30, 60) for i in range(6)]
+    plain = [alone(request)[0].written for request in requests]
+    with Cluster(1, slow=0.01, tokens=200) as cluster:
+        joined = []
+
+        def seen(event: TokenEvent) -> None:
+            if not joined:
+                joined.append(cluster.add("late", tokens=2000))
+                cluster.engines += joined
+
+        assert asyncio.run(written_by(cluster.router, requests, seen)) == plain
+        assert cluster.router.counts()["answers_moved"] >= 1
+
+
+def test_grammars_and_waiting_answers_move() -> None:
+    pytest.importorskip("llguidance")
+    from weft.data.tokenizer import load_tokenizer
+    from weft.generate.grammar import Grammars
+
+    def grammars() -> Grammars:
+        return Grammars(load_tokenizer("bytes"), 257)
+
+    grammar = grammars().compile("regex", "[ab]{40}c")
+    requests: list[AnswerRequest] = [
+        asked([i + 60], 60, Sampling(1.0, seed=i), grammar=grammar) for i in range(3)
+    ]
+    plain = [alone(request, 257)[0].written for request in requests]
+    draw = Random(2)
+    with Cluster(
+        2, slow=0.01, limit=1, vocab=257, grammars=grammars, router={"balances": False}
+    ) as cluster:
+
+        def seen(event: TokenEvent) -> None:
+            if draw.random() < 0.3:
+                move_one(cluster, draw)
+
+        assert asyncio.run(written_by(cluster.router, requests, seen)) == plain
+        assert cluster.router.counts()["answers_moved"] >= 3

@@ -1,0 +1,50 @@
+"""Which request moves to which engine, so that no engine runs out of memory while others have much (Llumnix)."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from weft.cluster.dispatch_policy import EngineView
+
+#: Free cache blocks per answer below which an engine gives requests away, and above which it takes some.
+LOW, HIGH = 8.0, 16.0
+
+
+class MovableAnswer(NamedTuple):
+    """An answer that can move: its ``number``, the cache ``blocks`` of its text, and its ``priority``."""
+
+    number: int
+    blocks: int
+    priority: int
+
+
+class BalancingMove(NamedTuple):
+    """The answer ``number`` moves to the engine ``target``."""
+
+    number: int
+    target: str
+
+
+def balancing_move(
+    views: Sequence[EngineView], answers: Mapping[str, Sequence[MovableAnswer]]
+) -> BalancingMove | None:
+    """Return a move from the engine with the least free memory per answer to the one with the most, or None if no move
+    helps. ``answers``: those of each engine, by its name.
+
+    The least urgent answer moves, of equals the shortest, as it has the fewest blocks to send.
+    """
+    if len(views) < 2:
+        return None
+    source = min(views, key=lambda view: view.freeness)
+    target = max(views, key=lambda view: view.freeness)
+    if source.freeness >= LOW or target.freeness <= HIGH:
+        return None
+    for answer in sorted(answers[source.name], key=lambda a: (-a.priority, a.blocks)):
+        full = target._replace(
+            usage=target.usage + answer.blocks, answers=target.answers + 1
+        )
+        rest = source._replace(
+            usage=source.usage - answer.blocks, answers=source.answers - 1
+        )
+        if full.freeness > rest.freeness and full.usage <= full.blocks:
+            return BalancingMove(answer.number, target.name)
+    return None

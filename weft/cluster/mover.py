@@ -1,0 +1,138 @@
+"""Moves of requests between engines of a cluster: the connection over which cache blocks and state travel."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from weft.errors import WeftError
+from weft.generate.engine_thread import EngineThread, Tell
+from weft.generate.migration import Departure, MoveFrame
+from weft.generate.request import Generation
+from weft.net.endpoint import Address, Channel
+from weft.net.wire import Head, SealedConnection
+
+R = TypeVar("R")
+
+#: The name of the channel on which engines take in requests.
+MOVES = "cluster-moves"
+
+#: Seconds that a connection attempt may take, that the other engine may take for the last frame, and between two looks
+#: at a request of which nothing can be sent yet.
+DIAL_S, LAST_S, LOOK_S = 5.0, 10.0, 0.005
+
+
+class MoveReport(NamedTuple):
+    """How a move has ended. ``why``: cause why the request stayed, empty if it has moved; ``payload``: bytes of cache
+    blocks that were sent; ``stall``: seconds in which neither engine went on with the request.
+    """
+
+    why: str
+    payload: int
+    stall: float
+
+
+class _Last(NamedTuple):
+    """The last frame of a request that has left."""
+
+    frame: MoveFrame
+
+
+def send_away(
+    thread: EngineThread,
+    channel: Channel,
+    address: Address,
+    hello: Head,
+    generation: Generation,
+    tell: Tell,
+    after_first: bool,
+) -> MoveReport:
+    """Move ``generation`` from the engine of ``thread`` to the engine whose endpoint is at ``address``; block until it
+    has moved, or goes on here.
+
+    ``hello``: what the other engine is told about the request. ``tell``: who is called with the request's tokens here.
+    ``after_first``: the request leaves when its first token is written, and its blocks are sent while its prompt is
+    computed.
+    """
+    payload, left = 0, 0.0
+    try:
+        departure = _done(
+            thread.call(partial(Departure, thread.engine, generation)), LAST_S
+        )
+        connection = channel.dial(address, hello, DIAL_S, LAST_S)
+    except (OSError, WeftError) as error:
+        return MoveReport(str(error), 0, 0.0)
+
+    def next_frame() -> MoveFrame | _Last | None:
+        """The next frame, or None if nothing can be sent yet. Called in the engine's thread."""
+        if (frame := departure.round()) is not None:
+            return frame
+        early = after_first and not generation.written and not generation.finished
+        if early or generation in thread.engine.scheduler.due:
+            return None
+        last = departure.leave()
+        thread.tells.pop(generation, None)
+        return _Last(last)
+
+    def stay() -> None:
+        departure.stay()
+        thread.tells[generation] = tell
+
+    try:
+        while True:
+            if connection.poll():
+                raise WeftError(connection.receive(limit=LAST_S).head["why"])
+            ready = _done(thread.call(next_frame), 60.0)
+            if ready is None:
+                time.sleep(LOOK_S)
+                continue
+            left = time.monotonic() if isinstance(ready, _Last) else 0.0
+            frame = ready.frame if isinstance(ready, _Last) else ready
+            connection.send({"frame": frame.head}, [*frame.payload])
+            payload += sum(view.nbytes for view in frame.payload)
+            if isinstance(ready, _Last):
+                answer = connection.receive(limit=LAST_S).head
+                if answer["why"]:
+                    raise WeftError(answer["why"])
+                return MoveReport("", payload, time.monotonic() - left)
+    except (OSError, WeftError, KeyError) as error:
+        if left and not thread.ended:
+            _done(thread.call(stay), 60.0)
+        return MoveReport(str(error) or repr(error), payload, 0.0)
+    finally:
+        connection.close()
+
+
+def take_in(
+    connection: SealedConnection, land: Callable[[MoveFrame], bool], limit: float
+) -> str:
+    """Pass the frames of a request that comes over ``connection`` to ``land``, which returns whether it was the last
+    one; answer the sender. Return why the request was not taken, or an empty string.
+
+    ``limit``: seconds in which a frame must come.
+    """
+    why = ""
+    try:
+        while True:
+            frame = connection.receive(limit=limit)
+            if land(MoveFrame(frame.head["frame"], [frame.payload])):
+                break
+    except WeftError as error:
+        why = str(error) or "it was refused"
+    except (OSError, KeyError) as error:
+        return str(error) or repr(error)
+    try:
+        connection.send({"why": why})
+    except OSError as error:
+        # the sender keeps the request, or has told the router that it has moved
+        return why or str(error)
+    return why
+
+
+def _done(future: "Future[R]", limit: float) -> R:
+    """Return a future's result. Raises :class:`WeftError` after ``limit`` seconds."""
+    try:
+        return future.result(limit)
+    except TimeoutError:
+        raise WeftError(f"the engine has not answered for {limit:g} s") from None
