@@ -99,8 +99,14 @@ class EngineBeat(NamedTuple):
 
 
 class TokenMessage(NamedTuple):
-    """A token of the answer ``answer``: ``place`` is its index among the written tokens. The other fields are those of
-    :class:`TokenEvent`.
+    """A token of an answer, as an engine sends it to its router.
+
+    Attributes:
+        ``answer``: number of the answer.
+        ``place``: index of the token among the answer's tokens.
+        ``token``: the token; None if the answer ended without a further token.
+        ``log_probability``: of the token, and of the likeliest tokens by id; None if they were not asked for.
+        ``finished``: why the answer ended; "" if it goes on.
     """
 
     answer: int

@@ -83,7 +83,8 @@ NO_ENGINE = "no engine is there to answer; ask again later"
 class RouterModel:
     """The model that all engines of a router must have.
 
-    ``adapters``: hash of each adapter, by name. The other fields: as in :class:`EngineAbout`.
+    ``fingerprint``: hash of its configuration and weights. ``vocab``: number of token ids. ``embed``: elements of an
+    embedding. ``adapters``: hash of each adapter, by name.
     """
 
     fingerprint: str
@@ -821,7 +822,7 @@ class RoutedAnswers:
         self._events: asyncio.Queue[TokenEvent] = asyncio.Queue()
 
     def deliver(self, events: Sequence[TokenEvent]) -> None:
-        """Pass events on to who waits for them. Called in any thread."""
+        """Pass ``events`` on to the caller that waits for them in :meth:`next`. May be called in any thread."""
         with suppress(RuntimeError):  # the loop has ended, and who waited in it
             self.loop.call_soon_threadsafe(self._put, events)
 
@@ -830,7 +831,7 @@ class RoutedAnswers:
             self._events.put_nowait(event)
 
     def end_early(self) -> None:
-        """Make :meth:`next` raise :class:`ServerEnding`, and who waits for an engine too."""
+        """Make :meth:`next` raise :class:`ServerEnding`, and so end the answers, also those that wait for an engine."""
         for flight in self.generations:
             _fail(flight.accepted, ServerEnding(ENDING))
         self._events.put_nowait(TokenEvent(0, None, None, "ended"))

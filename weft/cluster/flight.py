@@ -81,8 +81,14 @@ class Flight:
 class RemoteCall:
     """A beam search or an embedding that some engine computes, or that waits for an engine.
 
-    ``message`` builds what is sent for its ``number``; ``result``: future of the engine's reply. The other
-    fields: as in :class:`Flight`.
+    Attributes:
+        ``number``: number by which router and engine call it.
+        ``message``: function that builds, for this number, the message to send.
+        ``result``: future of the engine's reply.
+        ``engine``: name of the engine that computes it, empty if it waits for an engine.
+        ``losses``: engines that were lost while they computed it.
+        ``since``: when it began to wait for an engine, on the monotonic clock.
+        ``priority``: the smaller, the earlier another engine gets it.
     """
 
     number: int

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class EngineLedger:
-    """What the ledger holds of an engine.
+    """What is known of an engine when loans of cache blocks between engines are chosen.
 
     Attributes:
         ``name``: the engine's name.
@@ -39,8 +39,10 @@ class EngineLedger:
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of an engine step: ``fixed``, and more per text (``text``), per cached token (``key``), and for the round
-    trips to lenders in all layers if any text borrows (``trips``).
+    """Model of the seconds of an engine step, as a sum of four terms.
+
+    ``fixed``: seconds of every step. ``text``: seconds for each text. ``key``: seconds for each cached token that texts
+    attend to. ``trips``: seconds for the messages to and from other engines, if any text has blocks there.
     """
 
     fixed: float
@@ -50,8 +52,10 @@ class StepSeconds(NamedTuple):
 
 
 class LoanChoice(NamedTuple):
-    """``debtor`` lends ``blocks`` leading blocks of its longest text to ``creditor``. ``gain``: tokens per second that
-    the service then writes more.
+    """A loan: the engine ``debtor`` moves blocks of its longest text into the cache of the engine ``creditor``.
+
+    ``blocks``: number of these blocks, the text's first ones in the debtor's cache. ``gain``: tokens per second that
+    all engines together then write more.
     """
 
     debtor: str
@@ -74,9 +78,10 @@ def tokens_per_second(engine: EngineLedger, seconds: StepSeconds) -> float:
 def choose_loans(
     engines: Sequence[EngineLedger], size: int, seconds: StepSeconds
 ) -> list[LoanChoice]:
-    """Return loans, one after another, each the one with which the service gains most; none if no loan gains anything.
+    """Choose loans of cache blocks, each in turn the one after which all engines together write most per second.
 
-    ``size``: tokens of a cache block; ``seconds``: performance model of the engines' steps.
+    Returns an empty list if no loan gains anything. ``engines``: what is known of each engine; ``size``: tokens of a
+    cache block; ``seconds``: model of the seconds of an engine step.
     """
     ledger = {engine.name: engine for engine in engines}
     chosen: list[LoanChoice] = []

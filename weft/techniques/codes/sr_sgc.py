@@ -32,9 +32,9 @@ WHOLE_BURSTS = Rule(
 class SelectiveRepetition(GradientCode):
     """SR-SGC: a gradient code whose ranks compute missing results again later, so that a weaker code suffices.
 
-    A job is the gradient of some samples. In each round a rank computes a new job, or repeats the job that it computed
-    ``burst`` rounds earlier, if too few results of that job arrived in time. At most ``ranks_late`` different ranks may
-    be late in any ``window`` rounds, each in at most ``burst`` of them. From these numbers follows ``stragglers``, the
+    A job is the gradient of some samples. In each round a rank computes a result of a new job or, if too few results of
+    the job of ``burst`` rounds earlier arrived in time, one of that job. At most ``ranks_late`` different ranks may be
+    late in any ``window`` rounds, each in at most ``burst`` of them. From these numbers follows ``stragglers``, the
     number of late ranks that the code tolerates in a round.
     """
 
