@@ -125,13 +125,18 @@ def test_only_what_is_not_alive_is_read_again() -> None:
             logits.append(other(ids, ids, ends))
         del other
         gc.collect()
-        read = list[str]()
-        other = empty(UNTIED)
-        assert shared.fill(other, values_of(kind, read), known) == known
+        read, living = list[str](), shared.living(known)
+        layers = [i for i in range(6) if f"blocks.{i}" not in living]
+        other = Transformer(UNTIED, Mesh.single(), layers=layers)
+        connect(other, other.mesh, "none")
+        reading = values_of(kind, read)
+        assert shared.fill(other, reading, known, living, unchanged=True) == known
+        assert [*other.blocks] == [*map(str, range(6))]
+        del living
         assert {part_of(name) for name in read} == {"blocks.1", "blocks.4"}
     assert torch.equal(*logits)
     del other
     gc.collect()
     changed = tuned(base, "blocks.4")
     with pytest.raises(WeftError, match=r"blocks\.1.* has changed since"):
-        shared.fill(empty(UNTIED), values_of(changed), known)
+        shared.fill(empty(UNTIED), values_of(changed), known, shared.living(known))

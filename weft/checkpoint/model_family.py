@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from weft.checkpoint.convert.peft import is_adapter
 from weft.checkpoint.convert.sources import checkpoint_format
 from weft.checkpoint.model import open_model
-from weft.checkpoint.weights import open_pretrained
+from weft.checkpoint.weights import Pretrained, open_pretrained
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import UsageError, WeftError
 from weft.layout.dims import Box, Logical, slices
@@ -19,7 +19,10 @@ from weft.models.adapters import base_of, merged_parameters
 from weft.models.shared_weights import Digests, SharedWeights, check_same_shape
 from weft.models.transformer import Transformer
 from weft.models.values import Values
-from weft.parallel.build import connect, whole_model
+from weft.parallel.build import connect
+
+#: Names of files, with their sizes in bytes and the times of their last changes in nanoseconds.
+Stamps = tuple[tuple[str, int, int], ...]
 
 
 @dataclass
@@ -27,7 +30,8 @@ class FamilyMember:
     """A model that rests in its files: its ``name``, the folder ``where`` it is, and the ``files`` beside its weights.
 
     ``digests``: hashes of the weights, known once the model has been opened. ``own``: bytes of the weights that the
-    base does not have; as many as the base has until the model has been opened.
+    base does not have; as many as the base has until the model has been opened. ``stamps``: sizes and times of the
+    files when the weights were read first. ``pretrained``: the opened files, whose weights have not been read.
     """
 
     name: str
@@ -35,6 +39,8 @@ class FamilyMember:
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     digests: Digests | None = field(default=None, repr=False)
     own: int = 0
+    stamps: Stamps = ()
+    pretrained: Pretrained | None = field(default=None, repr=False)
 
 
 class ModelFamily:
@@ -83,32 +89,45 @@ class ModelFamily:
 
         Raises :class:`WeftError` if its files have changed since the first time.
         """
-        model = self._empty()
+        stamps, known = stamps_of(member.where), member.digests
+        unchanged = known is not None and stamps == member.stamps
+        if member.pretrained is None or not unchanged:
+            member.pretrained = open_pretrained(member.where)
+        living = {} if known is None else self.shared.living(known)
+        model = self._empty(living)
         try:
-            values = self._values(member.where)
-            member.digests = self.shared.fill(model, values, member.digests)
+            values = self._values(member.where, member.pretrained)
+            fill = self.shared.fill
+            member.digests = fill(model, values, known, living, unchanged)
         except WeftError as error:
             raise WeftError(f"{member.where}: {error}") from None
+        member.stamps = stamps
         # weights in fewer bits are smaller than those that are read
         share = self.nbytes / sum(self.sizes.values())
         apart = [n for n, d in member.digests.items() if d != self.digests[n]]
         member.own = round(share * sum(self.sizes[name] for name in apart))
         return model
 
-    def _values(self, where: Path) -> Values:
-        pretrained = open_pretrained(where)
+    def _values(self, where: Path, pretrained: Pretrained) -> Values:
         if pretrained.values is None or pretrained.shape.adapter is not None:
             model = open_model(where, str(self.mesh.device), lambda line: None).model
             return values_in(merged_parameters(model))
         return pretrained.values
 
-    def _empty(self) -> Transformer:
-        """Return a model of the family's shape without memory for weights."""
-        model = whole_model(self.shape, self.mesh)
+    def _empty(self, without: Collection[str] = ()) -> Transformer:
+        """Return a model of the family's shape without memory for weights, and without the blocks ``without``."""
+        layers = [i for i in range(self.shape.layers) if f"blocks.{i}" not in without]
+        model = Transformer(self.shape, self.mesh, layers=layers)
         connect(model, self.mesh, "none")
         model.to(self.dtype)
         model.freq = model.freq.to(self.mesh.device)
         return model
+
+
+def stamps_of(folder: Path) -> Stamps:
+    """Return names, sizes and times of all files in ``folder``, by which a change of them shows."""
+    files = ((file, file.stat()) for file in sorted(folder.rglob("*")))
+    return tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files)
 
 
 def values_in(weights: Mapping[str, torch.Tensor]) -> Values:

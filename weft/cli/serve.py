@@ -79,6 +79,10 @@ _model_wait = (
     "begin; more let each model serve more requests before another takes its "
     "place."
 )
+_router = (
+    "A TOML file, or a model that embeds texts: chooses the model of requests "
+    "that name the model auto."
+)
 _keys = (
     "A file with one API key per line; requests without a key are refused. "
     "Cached prefixes are shared only among requests with the same key."
@@ -134,6 +138,9 @@ def serve_command(
     models: Models = None,
     resident: Annotated[str, typer.Option(metavar="N|BYTES", help=_resident)] = "",
     model_wait: Annotated[float, typer.Option(min=0, help=_model_wait)] = 30,
+    router: Annotated[
+        Path | None, typer.Option(metavar="FILE|MODEL", help=_router)
+    ] = None,
     max_model_len: Annotated[int, typer.Option(min=0, help=_context)] = 0,
     chat_template: Annotated[str, typer.Option(metavar="FILE", help=_template)] = "",
     allowed_hosts: Annotated[
@@ -160,7 +167,8 @@ def serve_command(
     """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page."""
     import torch
 
-    from weft.checkpoint.model import tokenizer_of
+    from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.checkpoint.model_family import model_folders
     from weft.data.chat.chat_template import template_text
     from weft.generate.many_models import Room
     from weft.generate.open_engine import EngineOptions, open_engine
@@ -170,6 +178,12 @@ def serve_command(
     try:
         from weft.serve.front import Front, front_of, room_for
         from weft.serve.gate import gate_rules
+        from weft.serve.model_choice import (
+            ModelChoice,
+            backend_embedder,
+            model_embedder,
+            read_choice_settings,
+        )
         from weft.serve.resident_models import resident_models
         from weft.serve.server import Server
         from weft.serve.service import Service
@@ -194,6 +208,11 @@ def serve_command(
         raise UsageError(
             "--lend is between engines; give --engines N or --cluster FILE"
         )
+    choice = (
+        read_choice_settings(router, model_folders(models, warn) if models else ())
+        if router
+        else None
+    )
     template = chat_template and template_text(chat_template, "--chat-template")
     # mistakes are said before anything is read
     gate_rules(host, allowed_hosts or (), cors or ())
@@ -212,6 +231,12 @@ def serve_command(
             tokenizer = replace(tokenizer, chat_template=template, named_templates={})
         context = max_model_len or context_length(files)
         server = Server(backend, tokenizer, name, keys, tokens, adapted, context)
+        if choice:
+            embedded = backend_embedder(backend, tokenizer)
+            if choice.embedding:
+                model, files, _ = open_model(choice.embedding, device, warn)
+                embedded = model_embedder(model, tokenizer_of(files, choice.embedding))
+            server.choice = ModelChoice(choice, name, adapted, embedded)
         rules = gate_rules(listening.getsockname()[0], allowed_hosts or (), cors or ())
         if (room := room_for(connections)) < connections:
             warn(

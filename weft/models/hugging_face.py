@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.indexed = folder, (folder / INDEX).is_file()
+        self.readers: dict[str, Any] = {}  # open files
         if self.indexed:
             self.files: dict[str, str] = (
                 read_json(folder / INDEX, AGAIN).get("weight_map") or {}
@@ -116,11 +117,16 @@ class HuggingFaceFolder:
             self.folder / "config.json", read_json(self.folder / "config.json", AGAIN)
         )
 
-    @cache  # noqa: B019 (as long as the object, which is what opens files)
     def reader(self, file: str) -> Any:
-        """Open a safetensors file of the folder. Raises :class:`WeftError` if it is missing or damaged."""
+        """Return a safetensors file of the folder, opened at the first call. Files are closed with the object.
+
+        Raises :class:`WeftError` if it is missing or damaged.
+        """
+        if file in self.readers:
+            return self.readers[file]
         try:
-            return safe_open(self.folder / file, "pt")
+            self.readers[file] = safe_open(self.folder / file, "pt")
+            return self.readers[file]
         except (OSError, SafetensorError) as error:
             raise WeftError(
                 f"{self.folder / file} is missing or damaged ({error}); {AGAIN}"

@@ -5,8 +5,8 @@ whose parameters are all equal become one module object of several models, so th
 models can run that block once (BlockLLM, Hu et al. 2024, 2404.18322; :mod:`weft.generate.chains`).
 """
 
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -32,7 +32,7 @@ Digests = Mapping[str, bytes]
 def digest_of(tensor: T) -> bytes:
     """Return a hash of the type, shape and values of ``tensor``."""
     plain = tensor.detach().contiguous().cpu()
-    content = blake2b(repr((plain.dtype, *plain.shape)).encode(), digest_size=16)
+    content = sha256(repr((plain.dtype, *plain.shape)).encode())
     if plain.numel():
         content.update(plain.flatten().view(torch.uint8).numpy().data)
     return content.digest()
@@ -60,46 +60,60 @@ class SharedWeights:
         alive = (*self.tensors.values(), *self.products.values())
         return sum(each.nbytes for each in alive)
 
+    def living(self, known: Digests) -> dict[str, nn.Module]:
+        """Return the parts of a model with weights of these hashes that other models have, by the parts' names."""
+        parts = {
+            part: self.modules.get(part_key(part, names, known))
+            for part, names in names_by_part(known).items()
+        }
+        return {part: module for part, module in parts.items() if module is not None}
+
     def fill(
-        self, model: Transformer, values: Values, known: Digests | None = None
-    ) -> Digests:
+        self, model: Transformer, values: Values, known: Digests | None = None,
+        living: Mapping[str, nn.Module] | None = None, unchanged: bool = False,
+    ) -> Digests:  # fmt: skip
         """Give ``model``, which is new and on the meta device, its weights; return their hashes.
 
-        ``values``: reads the values of a parameter. ``known``: hashes that an earlier call returned; weights that are
-        alive are then not read again. Raises :class:`WeftError` if other weights are read than at that call.
+        ``values``: reads the values of a parameter. ``known``: hashes that an earlier call returned. ``living``: parts
+        that become those of the model and are not read (:meth:`living`); the model may lack blocks among them.
+        ``unchanged``: what is read is known to be what it was at the earlier call, and is not hashed. Raises
+        :class:`WeftError` if other weights are read than at that call.
         """
-        described = dict(model.logical_parameters())
-        by_part: dict[str, list[str]] = {}
-        for name in described:
-            by_part.setdefault(part_of(name), []).append(name)
+        living, described = living or {}, dict(model.logical_parameters())
         digests = dict(known or {})
-        for part, names in by_part.items():
-            key = part, *(digests.get(name) for name in names)
-            if part == "head":
-                # the output layer has no module
-                if known is None or digests["head"] not in self.outputs:
-                    self._read(model, names, described, values, digests)
+        for part, names in names_by_part(described).items():
+            if part in living:
                 continue
-            shared = self.modules.get(key) if known is not None else None
-            if shared is None:
-                self._read(model, names, described, values, digests)
-                key = part, *(digests[name] for name in names)
+            if part != "head":
+                self._read(model, names, described, values, digests, unchanged)
+                key = part_key(part, names, digests)
                 shared = self.modules.setdefault(key, model.get_submodule(part))
-            model.set_submodule(part, shared)
+                model.set_submodule(part, shared)
+            elif known is None or digests["head"] not in self.outputs:
+                # the output layer has no module
+                self._read(model, names, described, values, digests, unchanged)
+        blocks = dict(model.blocks)
+        for part, module in living.items():
+            kind, _, layer = part.partition(".")
+            if kind == "blocks":
+                blocks[layer] = module
+            else:
+                model.set_submodule(part, module)
+        model.blocks = nn.ModuleDict({i: blocks[i] for i in sorted(blocks, key=int)})
         tied = digests.get("embedding.table", b"")
         self._convert(model, digests, digests.get("head", tied))
         return digests
 
     def _read(
         self, model: Transformer, names: Sequence[str], described: Mapping[str, Logical], values: Values,
-        digests: dict[str, bytes],
+        digests: dict[str, bytes], unchanged: bool,
     ) -> None:  # fmt: skip
         """Read the weights ``names`` of ``model``; those whose content is alive become the living ones."""
         for name in names:
             empty, logical = model.get_parameter(name), described[name]
             box: Box = logical.box
             read = values(name, logical, box).to(empty.dtype)
-            digest = digest_of(read)
+            digest = digests[name] if unchanged else digest_of(read)
             if digests.setdefault(name, digest) != digest:
                 raise WeftError(
                     f"the weight {name} has changed since it was first read; start the server again"
@@ -138,6 +152,19 @@ def part_of(name: str) -> str:
     """Return the part of the model that the parameter ``name`` belongs to: embedding, a block, norm or head."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
+
+
+def names_by_part(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the ``names`` of parameters by the part of the model that they belong to."""
+    by_part: dict[str, list[str]] = {}
+    for name in names:
+        by_part.setdefault(part_of(name), []).append(name)
+    return by_part
+
+
+def part_key(part: str, names: Iterable[str], digests: Digests) -> Hashable:
+    """Return what two models have in common that have equal weights in ``part``, whose parameters are ``names``."""
+    return part, *(digests[name] for name in sorted(names))
 
 
 def output_key(model: Transformer) -> tuple[int, int]:

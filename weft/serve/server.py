@@ -33,6 +33,7 @@ from weft.serve.anthropic import CountRequest, MessagesRequest, error_of
 from weft.serve.embeddings import encoded_vector
 from weft.serve.gate import Gate, GateRules, is_json
 from weft.serve.lengths import PIECE, TokenLimit, TooManyTokens, check_tree
+from weft.serve.model_choice import AUTO, ModelChoice, last_question
 from weft.serve.prompts import ChatPrompt, Prompts
 from weft.serve.protocol import (
     ChatRequest,
@@ -84,6 +85,8 @@ class Server:
             tokens,
         )
         self.adapters, self.context = adapters, context
+        #: Chooses the model of requests that name ``auto``; None: such a name is not known.
+        self.choice: ModelChoice | None = None
         self.reader = RequestReader()
         self.prompts = Prompts(tokenizer, backend.facts.vocab, name)
         self.metrics = ServerMetrics(backend)
@@ -186,16 +189,13 @@ class Server:
     async def models(self, request: Request) -> Response:
         self._tenant(request)
         return JSONResponse(
-            {
-                "object": "list",
-                "data": [self._card(name) for name in (self.name, *self.adapters)],
-            }
+            {"object": "list", "data": [self._card(name) for name in self.names]}
         )
 
     async def model(self, request: Request) -> Response:
         self._tenant(request)
         name = request.path_params["id"]
-        if name not in (self.name, *self.adapters):
+        if name not in self.names:
             raise Refusal(
                 404,
                 f"there is no model {name!r} here, but {self.name!r}",
@@ -203,6 +203,11 @@ class Server:
                 "model",
             )
         return JSONResponse(self._card(name))
+
+    @property
+    def names(self) -> list[str]:
+        """What clients may call the model that is to answer."""
+        return [self.name, *self.adapters, *([AUTO] if self.choice else [])]
 
     def _card(self, name: str) -> dict[str, Any]:
         """Return what clients may know about a model."""
@@ -479,7 +484,9 @@ class Server:
             asked = await asyncio.to_thread(self.reader.read, kind, body)
         else:
             asked = self.reader.read(kind, body)
-        if asked.model not in (None, self.name, *self.adapters):
+        if self.choice and asked.model == AUTO:
+            asked.model = await self.choice.choose(await self._text_of(asked))
+        if asked.model not in (None, *self.names):
             raise Refusal(
                 404,
                 f"there is no model {asked.model!r} here, but {self.name!r}",
@@ -487,6 +494,15 @@ class Server:
                 "model",
             )
         return asked
+
+    async def _text_of(self, asked: Modelled) -> str:
+        """Return the text by which a model is chosen: the prompt, or the user's last message; "" for other requests."""
+        if isinstance(asked, Conversing):
+            return last_question(asked.messages)
+        if not isinstance(asked, CompletionRequest):
+            return ""
+        prompt = asked.prompt[0]
+        return prompt if isinstance(prompt, str) else await self.prompts.decode(prompt)
 
     def _check(
         self, asked: SamplingRequest, prompts: Sequence[Sequence[int]], n: int
