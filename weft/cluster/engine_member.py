@@ -278,9 +278,9 @@ class EngineMember:
             self._call(partial(self._embed, current, head, ids))
         elif kind == "lenders" and self.loans is not None:
             self.loans.meet([LenderAddress(*each) for each in head["lenders"]])
+            self._call(partial(self._refuse_too_long, current))
         elif kind == "memories" and self.memories is not None:
             self.memories.meet([(host, port) for host, port in head["memories"]])
-            self._call(partial(self._refuse_too_long, current))
         elif kind == "lend" and self.loans is not None:
             self._call(partial(self.loans.lend, head["to"], head["blocks"]))
         elif kind == "search":
