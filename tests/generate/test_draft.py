@@ -13,7 +13,10 @@ from scipy.stats import chi2_contingency, chisquare
 
 from tests.generate.test_many import PROMPTS, alone, build
 from weft.generate.engine import Engine
-from weft.generate.sampling import GREEDY, Guess, Sampling, choose_token, draw, odds
+from weft.generate.guessed_tokens import Guess, choose_token, draw, odds
+from weft.generate.row_sampling import TextState
+from weft.generate.sampling import GREEDY, Sampling
+from weft.generate.token_counts import TokenCounts
 from weft.models.transformer import Transformer
 from weft.techniques.drafters.small_model import DraftModel
 
@@ -37,6 +40,13 @@ class Given:
         return self.numbers.pop(0)
 
 
+def state(
+    how: Sampling, prompt: Any, written: Any, allowed: torch.Tensor | None = None
+) -> TextState:
+    counts = TokenCounts(prompt, written) if how.penalises else None
+    return TextState(how, 0.0, counts, allowed)
+
+
 def rows(seed: int, count: int = 2) -> list[torch.Tensor]:
     return list(
         torch.randn(
@@ -54,14 +64,14 @@ def test_the_enumerated_distribution_is_that_without_guesses(how: Sampling) -> N
     """Over all guesses and all numbers: where the first one is accepted, and what the second one then draws."""
     for seed in range(20):
         (row, other), prompt, written = rows(seed), [1, 2], [3, 3, 5]
-        p, q = odds(row, how, prompt, written), odds(other, how, prompt, written)
+        p, q = (odds(each, state(how, prompt, written)) for each in (row, other))
         found = torch.zeros(16, dtype=torch.float64)
         for x in q.nonzero().flatten().tolist():
             edge = min(1.0, float(p[x] / q[x]))
             guess, below = Guess(x, q), Given(edge * (1 - 1e-9))
             if edge:
                 assert (
-                    choose_token(row, how, prompt, written, below, guess) == x
+                    choose_token(row, state(how, prompt, written), below, guess) == x
                     and not below.numbers
                 )  # type: ignore[arg-type]
             found[x] += q[x] * edge
@@ -75,7 +85,8 @@ def test_the_enumerated_distribution_is_that_without_guesses(how: Sampling) -> N
                     middle = float(ends[token] + ends[token + 1]) / 2
                     stream: Any = Given(edge + (1 - edge) / 2, middle)
                     assert (
-                        choose_token(row, how, prompt, written, stream, guess) == token
+                        choose_token(row, state(how, prompt, written), stream, guess)
+                        == token
                     )
                     found[token] += q[x] * (1 - edge) * (left[token] / left.sum())
         assert (found - p).abs().max() < 1e-12
@@ -90,10 +101,10 @@ def test_the_enumerated_distribution_is_that_without_guesses(how: Sampling) -> N
 def test_a_guess_of_chances_that_are_not_its_own_is_seen() -> None:
     """An argmax checked as if it had been drawn: the fault that makes other texts."""
     row, other = rows(3)
-    p, q = odds(row, Sampling(), [], []), odds(other, Sampling(), [], [])
+    p, q = (odds(each, state(Sampling(), [], [])) for each in (row, other))
     drawn, stream, x = Counter[int](), Random(0), int(q.argmax())
     for _ in range(4000):
-        drawn[choose_token(row, Sampling(), [], [], stream, Guess(x, q))] += 1
+        drawn[choose_token(row, state(Sampling(), [], []), stream, Guess(x, q))] += 1
     assert (
         chisquare([drawn[i] for i in range(16)], (p / p.sum() * 4000).numpy()).pvalue
         < 1e-6
@@ -123,22 +134,24 @@ def test_samples_have_the_distribution_of_the_model(how: Sampling, count: int) -
     # a toy model: the logits behind every token, at the start behind none
     table = torch.stack(rows(0, 17))
     small = table + torch.stack(rows(1, 17)) * 0.5
-    first = odds(table[16], how, [], [], follow(16))
+    first = odds(table[16], state(how, [], [], follow(16)))
     expected = sum(
-        (first[a] * odds(table[a], how, [], [a], follow(a)) for a in range(16)),
+        (first[a] * odds(table[a], state(how, [], [a], follow(a))) for a in range(16)),
         torch.zeros(16, dtype=torch.float64),
     )
     stream, own, drawn = Random(5), Random(6), Counter[int]()
-    q = {a: odds(small[a], how, [], [a] if a < 16 else []) for a in range(17)}
+    q = {a: odds(small[a], state(how, [], [a] if a < 16 else [])) for a in range(17)}
     for _ in range(count):
         path = [draw(q[16], own.random())]
         path.append(draw(q[path[0]], own.random()))
         token = choose_token(
-            table[16], how, [], [], stream, Guess(path[0], q[16]), follow(16)
+            table[16], state(how, [], [], follow(16)), stream, Guess(path[0], q[16])
         )
         guess = Guess(path[1], q[token]) if token == path[0] else None
         drawn[
-            choose_token(table[token], how, [], [token], stream, guess, follow(token))
+            choose_token(
+                table[token], state(how, [], [token], follow(token)), stream, guess
+            )
         ] += 1
     kept = [i for i in range(16) if expected[i] > 0]
     assert sum(drawn[i] for i in kept) == count

@@ -13,27 +13,24 @@ from hypothesis import strategies as st
 from weft.data.detokenizer import TextDecoder, stream_text
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError
-from weft.generate.sampling import (
-    GREEDY,
-    Sampling,
-    candidate_tokens,
-    choose_token,
-    draw,
-    penalised,
-    token_log_probabilities,
-)
+from weft.generate.guessed_tokens import choose_token, draw, odds
+from weft.generate.row_sampling import TextState, row_log_probabilities
+from weft.generate.sampling import GREEDY, Sampling
+from weft.generate.token_counts import TokenCounts
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5, 2.5, -3.0], dtype=torch.float64)
 PROMPT, WRITTEN = [0, 2], [5, 5, 3]
 
 
+def state(how: Sampling, prompt: Any = (), written: Any = ()) -> TextState:
+    counts = TokenCounts(prompt, written) if how.penalises else None
+    return TextState(how, 0.0, counts)
+
+
 def distribution(
     how: Sampling, logits: torch.Tensor = LOGITS, seen: Any = (PROMPT, WRITTEN)
 ) -> torch.Tensor:
-    ids, probabilities = candidate_tokens(penalised(logits, how, *seen), how)
-    return torch.zeros(len(logits), dtype=probabilities.dtype).index_put(
-        (ids,), probabilities
-    )
+    return odds(logits, state(how, *seen))
 
 
 @pytest.mark.parametrize("how", [
@@ -76,16 +73,16 @@ def test_penalties_are_openais() -> None:
 def test_drawn_tokens_have_the_distribution() -> None:
     """A grid of numbers hits every token as often as it is likely, to one cell; so do those of a stream."""
     how = Sampling(0.7, top_k=4, top_p=0.95)
-    ids, probabilities = candidate_tokens(penalised(LOGITS, how, [], []), how)
+    probabilities = distribution(how, seen=([], []))
     cells = 20_000
     hits = torch.bincount(
         torch.tensor([draw(probabilities, (i + 0.5) / cells) for i in range(cells)]),
-        minlength=len(ids),
+        minlength=len(probabilities),
     )
     assert (hits - cells * probabilities).abs().max() <= 1
     stream, count = Random(0), 20_000
     drawn = torch.bincount(
-        torch.tensor([choose_token(LOGITS, how, [], [], stream) for _ in range(count)]),
+        torch.tensor([choose_token(LOGITS, state(how), stream) for _ in range(count)]),
         minlength=7,
     )
     wanted = count * distribution(how, seen=([], []))
@@ -110,13 +107,13 @@ def test_what_has_no_probability_is_never_drawn(
 def test_greedy_and_extremes() -> None:
     stream = Random(0)
     assert (
-        choose_token(LOGITS, GREEDY, [], [], stream) == 5
+        choose_token(LOGITS, state(GREEDY), stream) == 5
         and stream.random() == Random(0).random()
     )
-    assert choose_token(LOGITS, Sampling(1e-30), [], [], stream) == 5
-    assert choose_token(LOGITS, Sampling(0, bias={3: 100.0}), [], [], stream) == 3
-    assert choose_token(LOGITS.bfloat16(), Sampling(top_k=1), [], [], stream) == 5
-    p, best = token_log_probabilities(LOGITS, 1, 2)
+    assert choose_token(LOGITS, state(Sampling(1e-30)), stream) == 5
+    assert choose_token(LOGITS, state(Sampling(0, bias={3: 100.0})), stream) == 3
+    assert choose_token(LOGITS.bfloat16(), state(Sampling(top_k=1)), stream) == 5
+    ((p, best),) = row_log_probabilities(LOGITS[None], [1], [2])
     assert p == pytest.approx(float(LOGITS.log_softmax(0)[1])) and list(best) == [5, 2]
     for wrong in (
         {"temperature": -1},

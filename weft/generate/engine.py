@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 from time import sleep
 from typing import NamedTuple, Protocol
 
@@ -28,13 +28,8 @@ from weft.generate.leader import Leader
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.reader import PagedReader
 from weft.generate.request import Generation, Request, WantedRows, Written
-from weft.generate.sampling import (
-    Guess,
-    Sampling,
-    choose_token,
-    odds,
-    token_log_probabilities,
-)
+from weft.generate.sampled_text import SampledText, write_next_tokens
+from weft.generate.sampling import Sampling
 from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.generate.workflow import Workflow
 from weft.models.borrowed_keys import BlockLender, LenderLost
@@ -332,9 +327,7 @@ class Engine:
             self.outside.settle()
         if self.drafter is not None:
             others = (r for r in scheduler.running if r not in scheduler.due)
-            self.drafter.propose(
-                [r for r in others if isinstance(r, Generation) and r.may_guess]
-            )
+            self.drafter.propose([text for r in others for text in r.guessable])
         step = scheduler.plan(self.reader.depth)
         if step.work:
             rows = [
@@ -358,100 +351,28 @@ class Engine:
             branches.release(self.scheduler.pool, request)
 
     def _receive(self, launched: LaunchedPass) -> list[Written]:
-        """Choose tokens from a pass's logits; return them in order."""
+        """Choose tokens from a pass's logits; return them, those of a text in order."""
         self.scheduler.advance(launched.drawn)
-        written: list[Written] = []
-        counts = [each.prompt + each.drawn for each in launched.rows]
-        for (request, first, prompt, drawn), of_request in zip(
-            launched.rows, launched.logits().cpu().split(counts), strict=True
-        ):
-            if prompt and isinstance(request, Generation):
-                score_prompt(request, first, of_request[:prompt])
+        logits, at, texts = launched.logits(), 0, list[SampledText]()
+        for request, first, prompt, drawn in launched.rows:
+            begin, at = at + prompt, at + prompt + drawn
+            if prompt:
+                request.take_prompt(first, logits[begin - prompt : begin])
             if not drawn:
                 continue
-            row, *more = of_request[prompt:]
-            if not isinstance(request, Generation):
-                request.logits = row
-                continue
-            if request.finished:  # cancelled meanwhile
-                continue
-            ahead = iter(more)
-            guessed = [
-                list(islice(ahead, len(branch.path))) for branch in request.branches
-            ]
-            family, request.siblings = (
-                [request, *(s for s in request.siblings if not s.finished)],
-                [],
-            )
-            for sibling in family[1:]:
+            takers = request.take(logits[begin:at])
+            for sibling in takers[1:]:
                 self.scheduler.fork(request, sibling)
-            written += self._write_on(request, row, guessed)
-            written += [self._write(sibling, row) for sibling in family[1:]]
+            texts += [SampledText(taker, begin) for taker in takers]
+        written = write_next_tokens(logits, texts)
+        for text in texts:
+            generation = text.generation
+            if generation.finished and not generation.kept:
+                self.scheduler.remove(generation)
+            # it may have lost its blocks
+            elif generation.runs and not generation.finished:
+                self.scheduler.settle(generation, text.best, text.right)
         return written
-
-    def _write_on(
-        self, request: Generation, row: torch.Tensor, guessed: list[list[torch.Tensor]]
-    ) -> list[Written]:
-        """Write a token from logits ``row``, and further ones while drafts are right.
-
-        ``guessed[i]``: the logits behind each drafted token of the request's branch ``i``.
-        """
-        written, right, best = list[Written](), 0, None
-        live = list(zip(request.branches, guessed, strict=True))
-        drawn = [
-            Guess(*each)
-            for b, _ in live[:1]
-            for each in zip(b.path, request.odds, strict=False)
-        ]
-        while True:
-            written.append(
-                self._write(request, row, drawn[right] if right < len(drawn) else None)
-            )
-            live = [
-                (b, rows)
-                for b, rows in live
-                if b.path[right : right + 1] == [written[-1].token]
-            ]
-            if request.finished or not live:
-                break
-            (best, rows), right = live[0], right + 1
-            row = rows[right - 1]
-        if request.runs and not request.finished:  # nor has it lost its blocks
-            self.scheduler.settle(request, best, right)
-        return written
-
-    def _write(
-        self, request: Generation, row: torch.Tensor, guess: Guess | None = None
-    ) -> Written:
-        """Choose the next token of ``request`` from the logits ``row`` ``[vocab]``."""
-        prompt, written, said = request.ids[: request.prompt], request.written, None
-        allowed = request.grammar.mask() if request.grammar else None
-        if len(written) < request.least:
-            allowed = without_ends(allowed, request.stops, len(row))
-        chosen = choose_token(
-            row, request.how, prompt, written, request.numbers, guess, allowed
-        )
-        if chosen in request.stops:
-            request.finished = (
-                "error" if request.grammar and request.grammar.failure else "stop"
-            )
-            request.stopped = chosen
-        else:
-            if request.grammar:
-                request.grammar.accept(chosen)
-            if request.top is not None:
-                said = token_log_probabilities(row, chosen, request.top)
-                request.log_probabilities.append(said)
-            if request.chances is not None:
-                request.chances.append(odds(row, request.how, prompt, written, allowed))
-            request.ids.append(chosen)
-            if len(request.ids) > request.most:
-                request.finished = "length"
-        if request.finished and not request.kept:
-            self.scheduler.remove(request)
-        return Written(
-            request, None if chosen in request.stops else chosen, said, request.finished
-        )
 
     def stream(self, generation: Generation) -> Iterator[int]:
         """Yield the tokens that the engine writes for the request ``generation``, while it also serves other requests.
@@ -487,31 +408,6 @@ def wanted_rows(request: Request, tokens: int) -> WantedRows:
         else 0
     )
     return WantedRows(request, request.computed, request.prompt_rows(tokens), drawn)
-
-
-def score_prompt(request: Generation, first: int, rows: torch.Tensor) -> None:
-    """Append the log-probabilities of the prompt's tokens to those of the request. ``rows``: the logits ``[tokens,
-    vocab]`` behind token ``first`` and those after it.
-
-    Tokens that have been scored already are skipped: a request that lost its cache blocks computes them again.
-    """
-    for place, row in enumerate(rows, first):
-        if place == len(request.prompt_scores):
-            request.prompt_scores.append(
-                token_log_probabilities(row, request.ids[place + 1], request.top or 0)
-            )
-
-
-def without_ends(
-    allowed: torch.Tensor | None, ends: Collection[int], vocab: int
-) -> torch.Tensor:
-    """Return the mask ``allowed``, bool ``[vocab]``, without the ids ``ends``. If no other id is allowed, return the
-    mask unchanged. None: all ids are allowed.
-    """
-    every = torch.ones(vocab, dtype=torch.bool) if allowed is None else allowed.clone()
-    rest = every.clone()
-    rest[[i for i in ends if 0 <= i < vocab]] = False
-    return rest if rest.any() else every
 
 
 def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:

@@ -12,7 +12,9 @@ import torch
 from weft.generate.block_source import Contents
 from weft.generate.grammar import Grammar
 from weft.generate.random_numbers import TokenNumbers
+from weft.generate.row_sampling import TextState, row_log_probabilities
 from weft.generate.sampling import Sampling
+from weft.generate.token_counts import TokenCounts
 from weft.generate.workflow import Workflow
 
 T = torch.Tensor
@@ -143,6 +145,21 @@ class Request:
         """
         return 0
 
+    @property
+    def guessable(self) -> Sequence["Generation"]:
+        """The text itself if a drafter may guess its next tokens in the next step, else nothing."""
+        return ()
+
+    def take_prompt(self, first: int, rows: T) -> None:
+        """Take the logits ``rows`` ``[tokens, vocab]`` behind token ``first`` of the prompt and those after it."""
+
+    def take(self, rows: T) -> Sequence["Generation"]:
+        """Take the logits ``rows`` behind the text's last token and behind each token of its branches: ``[1 + tokens of
+        branches, vocab]``. Return the texts for which the engine samples their next tokens from the first row.
+        """
+        self.logits = rows[0].cpu()
+        return ()
+
 
 @dataclass(eq=False)
 class Generation(Request):
@@ -189,11 +206,35 @@ class Generation(Request):
     chances: list[T] | None = None
     # those that go on from the same prompt, once it is read
     siblings: list["Generation"] = field(default_factory=list)
+    # of the first `_counted` of its tokens, if penalties need them
+    _counts: TokenCounts | None = field(default=None, init=False, repr=False)
+    _counted: int = field(default=0, init=False, repr=False)
 
     @property
     def written(self) -> list[int]:
         """The token ids after the prompt."""
         return self.ids[self.prompt :]
+
+    @property
+    def counted(self) -> TokenCounts | None:
+        """Counts of the text's tokens, if penalties need them."""
+        if not self.how.penalises:
+            return None
+        if self._counts is None:
+            written = self.ids[self.prompt :]
+            self._counts = TokenCounts(self.ids[: self.prompt], written)
+        else:
+            self._counts.add(self.ids[self._counted :])
+        self._counted = len(self.ids)
+        return self._counts
+
+    def state(self) -> TextState:
+        """Return what the next token depends on beside its logits."""
+        allowed = self.grammar.mask() if self.grammar else None
+        forbidden: Collection[int] = ()
+        if len(self.ids) - self.prompt < self.least:
+            forbidden = self.stops
+        return TextState(self.how, 0.0, self.counted, allowed, forbidden)
 
     @property
     def numbers(self) -> TokenNumbers:
@@ -208,15 +249,49 @@ class Generation(Request):
         )
 
     @property
-    def may_guess(self) -> bool:
-        """Whether the next step computes only the last token of the text, so that drafts of further tokens can be
-        checked in the same step.
-        """
+    def guessable(self) -> Sequence["Generation"]:
+        # the next step computes only the last token, so that drafts can be checked in the same step
+        last = self.wanted == 1 and len(self.ids) < self.most
         return (
-            self.wanted == 1
-            and not (self.siblings or self.context or self.finished)
-            and len(self.ids) < self.most
+            (self,)
+            if last and not (self.siblings or self.context or self.finished)
+            else ()
         )
+
+    def take_prompt(self, first: int, rows: T) -> None:
+        # those that are kept already are those of a request that lost its cache blocks
+        rows = rows[len(self.prompt_scores) - first :]
+        begin = len(self.prompt_scores) + 1
+        tokens = self.ids[begin : begin + len(rows)]
+        tops = [self.top or 0] * len(rows)
+        self.prompt_scores += row_log_probabilities(rows, tokens, tops)
+
+    def take(self, rows: T) -> Sequence["Generation"]:
+        if self.finished:  # cancelled meanwhile
+            return ()
+        siblings, self.siblings = self.siblings, []
+        return (self, *(each for each in siblings if not each.finished))
+
+    def append(
+        self, token: int, said: tuple[float, dict[int, float]] | None
+    ) -> "Written":
+        """Append the sampled ``token``, or end the text if it is one of the stops. ``said``: its log-probability and
+        those of the likeliest tokens, if they are kept.
+        """
+        ends = token in self.stops
+        if ends:
+            self.stopped = token
+            failed = self.grammar and self.grammar.failure
+            self.finished = "error" if failed else "stop"
+        else:
+            if self.grammar:
+                self.grammar.accept(token)
+            if said is not None:
+                self.log_probabilities.append(said)
+            self.ids.append(token)
+            if len(self.ids) > self.most:
+                self.finished = "length"
+        return Written(self, None if ends else token, said, self.finished)
 
     @property
     def score(self) -> float:

@@ -1,0 +1,341 @@
+"""Samples the next tokens of many texts from the rows of logits that one forward pass has computed for them.
+
+A row is processed in the order of transformers' processors: bias, penalties (on the written tokens; ``repetition`` on
+the prompt too, Keskar et al. 2019), the grammar's mask, and temperature. Then tokens are kept that are among the
+likeliest ``top_k``, that make up ``top_p`` (nucleus sampling, Holtzman et al. 2019), and that are not below ``min_p``
+of the likeliest (Nguyen et al. 2024). One random number per text selects one of them.
+
+Rows with the same kind of settings are processed together where the logits are, and only ids come back. Nothing is
+ever summed over rows or compared between them, so a row gives the same token, bit by bit, whatever other rows there
+are.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from weft.generate.sampling import Sampling
+from weft.generate.token_counts import TokenCounts
+from weft.models.numbers import wide
+
+T = torch.Tensor
+
+#: Values of a row whose sum or maximum is computed first, so that a search looks at few of them.
+BLOCK_VALUES = 64
+
+#: Rows that are processed together on a CPU: their values stay in its caches.
+ROWS_IN_CACHE = 8
+
+#: How many of the likeliest tokens are looked at for ``top_p``, as long as they do not suffice.
+LIKELIEST = (64, 1024, 8192)
+
+
+class TextState(NamedTuple):
+    """What the next token of a text depends on beside a row of logits.
+
+    ``number``: the random number from [0, 1) that selects it. ``counts``: the text's tokens, if they are penalised.
+    ``allowed``: mask of the ids that a grammar allows, bool ``[vocab]``; None: all. ``forbidden``: ids that are not
+    allowed either, unless no other id is.
+    """
+
+    how: Sampling
+    number: float
+    counts: TokenCounts | None = None
+    allowed: T | None = None
+    forbidden: Collection[int] = ()
+
+    @property
+    def changes(self) -> bool:
+        """Whether the logits are changed before a token is sampled."""
+        masked = self.allowed is not None or bool(self.forbidden)
+        return masked or bool(self.how.bias) or self.counts is not None
+
+
+class Candidates(NamedTuple):
+    """The tokens that can be sampled for some rows.
+
+    ``rows``: numbers of the rows. ``weights``: ``[rows, candidates]``, proportional to the probabilities. ``ids``: the
+    token ids of the candidates, of the same shape; None: candidate ``i`` is token ``i``.
+    """
+
+    rows: T
+    weights: T
+    ids: T | None
+
+
+def choose_tokens(logits: T, texts: Sequence[TextState]) -> list[int]:
+    """Sample the next token of each of ``texts`` from its row of ``logits`` ``[texts, vocab]``.
+
+    With temperature 0 it is the likeliest token.
+    """
+    kinds: dict[bool, list[int]] = defaultdict(list)
+    for row, text in enumerate(texts):
+        kinds[text.how.temperature == 0].append(row)
+    chosen = torch.empty(len(texts), dtype=torch.int64, device=logits.device)
+    for greedy, rows in kinds.items():
+        states, at = [texts[row] for row in rows], index_of(rows, logits.device)
+        own = logit_rows(logits, rows)
+        if greedy:
+            chosen[at] = likeliest_tokens(own, states)
+            continue
+        numbers = torch.tensor(
+            [state.number for state in states], dtype=torch.float64, device=own.device
+        )
+        for kept in sampling_candidates(own, states):
+            places = draw_rows(kept.weights, numbers[kept.rows])
+            tokens = (
+                places
+                if kept.ids is None
+                else kept.ids.gather(1, places[:, None])[:, 0]
+            )
+            chosen[at[kept.rows]] = tokens
+    return chosen.tolist()
+
+
+def likeliest_tokens(logits: T, texts: Sequence[TextState]) -> T:
+    """Return the likeliest token of each row of ``logits`` ``[texts, vocab]``."""
+    best = logits.argmax(-1)
+    changed = [row for row, text in enumerate(texts) if text.changes]
+    for rows in portions(changed, logits.device):
+        at = index_of(rows, logits.device)
+        states = [texts[row] for row in rows]
+        best[at] = shaped_logits(logit_rows(logits, rows), states).argmax(-1)
+    return best
+
+
+def portions(rows: Sequence[int], device: torch.device) -> Iterator[Sequence[int]]:
+    """Yield ``rows`` in the portions that are processed together on ``device``."""
+    most = ROWS_IN_CACHE if device.type == "cpu" else len(rows)
+    for first in range(0, len(rows), most):
+        yield rows[first : first + most]
+
+
+def index_of(rows: Sequence[int], device: torch.device) -> T:
+    """Return the numbers ``rows`` as a tensor on ``device``."""
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def logit_rows(logits: T, rows: Sequence[int]) -> T:
+    """Return the given ``rows`` of ``logits`` ``[rows, vocab]``, which are not copied if they follow each other."""
+    first, count = rows[0], len(rows)
+    if [*rows] == [*range(first, first + count)]:
+        return logits[first : first + count]
+    return logits[index_of(rows, logits.device)]
+
+
+def shaped_logits(logits: T, texts: Sequence[TextState]) -> T:
+    """Return ``logits`` ``[texts, vocab]`` with the bias, the penalties and the masks of ``texts``.
+
+    Ids that are not allowed get -inf. The result is ``logits`` itself if no text changes anything.
+    """
+    changed = [row for row, text in enumerate(texts) if text.changes]
+    if not changed:
+        return logits
+    out = logits.to(wide(logits.dtype), copy=True)
+    masks: dict[int, T] = {}
+    for row in changed:
+        how, _, counts, allowed, forbidden = texts[row]
+        values = out[row]
+        if how.bias:
+            ids = index_of(list(how.bias), out.device)
+            values[ids] += values.new_tensor(list(how.bias.values()))
+        if counts is not None:
+            penalise(values, how, counts)
+        if allowed is not None:
+            masks[row] = without(allowed, forbidden)
+        elif forbidden:
+            ends = [i for i in {*forbidden} if 0 <= i < len(values)]
+            if len(ends) < len(values):
+                values[index_of(ends, out.device)] = -torch.inf
+    if masks:
+        hidden = torch.stack([*masks.values()]).logical_not_().to(out.device)
+        if len(masks) == len(out):
+            return out.masked_fill_(hidden, -torch.inf)
+        at = index_of([*masks], out.device)
+        out[at] = out[at].masked_fill_(hidden, -torch.inf)
+    return out
+
+
+def without(allowed: T, forbidden: Collection[int]) -> T:
+    """Return the mask ``allowed``, bool ``[vocab]``, without the ids ``forbidden``. If no other id is allowed, return
+    the mask unchanged.
+    """
+    rest = allowed.clone()
+    rest[[i for i in forbidden if 0 <= i < len(rest)]] = False
+    return rest if rest.any() else allowed
+
+
+def penalise(values: T, how: Sampling, counts: TokenCounts) -> None:
+    """Change the row ``values`` ``[vocab]`` by the penalties of ``how`` for the tokens of a text."""
+    ids, times = (each.to(values.device) for each in counts.tensors())
+    seen, times = values[ids], times.to(values.dtype)
+    if how.repetition != 1:
+        seen = torch.where(seen > 0, seen / how.repetition, seen * how.repetition)
+    values[ids] = seen - (how.presence * (times > 0) + how.frequency * times)
+
+
+def sampling_candidates(logits: T, texts: Sequence[TextState]) -> Iterator[Candidates]:
+    """Yield the tokens that can be sampled from ``logits`` ``[texts, vocab]``, of each row once."""
+    vocab = logits.shape[1]
+    kinds: dict[tuple[int, bool], list[int]] = defaultdict(list)
+    for row, (how, *_) in enumerate(texts):
+        top_k = how.top_k if how.top_k < vocab else 0
+        kinds[top_k, how.top_p < 1].append(row)
+    for (top_k, nucleus), of_kind in kinds.items():
+        for rows in portions(of_kind, logits.device):
+            at = index_of(rows, logits.device)
+            hows = [texts[row].how for row in rows]
+            values = shaped_logits(
+                logit_rows(logits, rows), [texts[row] for row in rows]
+            )
+            values = values.to(wide(values.dtype))
+            if top_k:
+                yield Candidates(at, *likeliest(values, hows, top_k))
+            elif nucleus:
+                for kept in nuclei(values, hows):
+                    yield kept._replace(rows=at[kept.rows])
+            else:
+                weights = exponentials(values, values.amax(-1, True), hows)
+                yield Candidates(at, above_least(weights, hows), None)
+
+
+def exponentials(values: T, best: T, hows: Sequence[Sampling]) -> T:
+    """Return ``exp((values - best) / temperature)`` for each row, at most 1. ``best``: ``[rows, 1]``, the largest
+    values.
+    """
+    # Largest logit 0 first: dividing by a tiny temperature then gives -inf at worst, never inf - inf.
+    heat = values.new_tensor([[max(how.temperature, 1e-37)] for how in hows])
+    return (values - best).div_(heat).exp_()
+
+
+def above_least(weights: T, hows: Sequence[Sampling]) -> T:
+    """Return ``weights``, whose largest is 1 in each row, with 0 for those below the row's ``min_p``."""
+    if not any(how.min_p for how in hows):
+        return weights
+    least = weights.new_tensor([[how.min_p] for how in hows])
+    return weights.masked_fill_(weights < least, 0)
+
+
+def likeliest(values: T, hows: Sequence[Sampling], top_k: int) -> tuple[T, T]:
+    """Return the weights and ids of the tokens that each row of ``values`` ``[rows, vocab]`` keeps of its ``top_k``
+    likeliest.
+    """
+    best, ids = top_values(values, top_k)
+    weights = exponentials(best, best[:, :1], hows)
+    ends = weights.double().cumsum(-1)
+    return above_least(in_nucleus(weights, ends, ends[:, -1:], hows), hows), ids
+
+
+def nuclei(values: T, hows: Sequence[Sampling]) -> Iterator[Candidates]:
+    """Yield the smallest sets of likeliest tokens that make up ``top_p`` of all, for rows ``values`` ``[rows, vocab]``.
+
+    The fewer tokens a row needs, the fewer are sorted.
+    """
+    vocab, left = values.shape[1], torch.arange(len(values), device=values.device)
+    totals = exponentials(values, values.amax(-1, True), hows)
+    total = block_sums(totals).double().cumsum(-1)[:, -1:]
+    for count in (*(n for n in LIKELIEST if n < vocab), vocab):
+        own = [hows[row] for row in left.tolist()]
+        best, ids = top_values(values[left], count)
+        weights = exponentials(best, best[:, :1], own)
+        ends = weights.double().cumsum(-1)
+        share = ends.new_tensor([how.top_p for how in own])
+        enough = (ends[:, -1] >= share * total[left, 0]) | (count == vocab)
+        kept = above_least(in_nucleus(weights, ends, total[left], own), own)
+        if enough.any():
+            yield Candidates(left[enough], kept[enough], ids[enough])
+        left = left[~enough]
+        if not len(left):
+            return
+
+
+def in_nucleus(weights: T, ends: T, total: T, hows: Sequence[Sampling]) -> T:
+    """Return ``weights`` with 0 for those behind the row's ``top_p`` of the ``total`` ``[rows, 1]``; the first always
+    stays. ``ends``: the cumulative sums of ``weights``.
+    """
+    if all(how.top_p == 1 for how in hows):
+        return weights
+    share = ends.new_tensor([[how.top_p] for how in hows])
+    behind = (ends - weights >= share * total) & (share < 1)
+    behind[:, 0] = False
+    return weights.masked_fill(behind, 0)
+
+
+def block_sums(values: T) -> T:
+    """Return the sums of consecutive :data:`BLOCK_VALUES` values of each row, the last of which may be fewer."""
+    return value_blocks(values, 0).sum(-1)
+
+
+def value_blocks(values: T, fill: float) -> T:
+    """Return the rows ``[rows, n]`` as ``[rows, blocks, BLOCK_VALUES]``, filled up with ``fill``."""
+    rest = -values.shape[1] % BLOCK_VALUES
+    padded = F.pad(values, (0, rest), value=fill) if rest else values
+    return padded.unflatten(1, (-1, BLOCK_VALUES))
+
+
+def top_values(values: T, count: int) -> tuple[T, T]:
+    """Return the ``count`` largest values of each row ``[rows, n]``, the largest first, and their indices.
+
+    They lie in the ``count`` blocks with the largest maxima, and only these are sorted if that is less work.
+    """
+    count = min(count, values.shape[1])
+    if values.shape[1] < 4 * count * BLOCK_VALUES:
+        return values.topk(count)
+    blocks = value_blocks(values, -torch.inf)
+    at = blocks.amax(-1).topk(count).indices  # [rows, count]
+    places = at[:, :, None] * BLOCK_VALUES
+    places = (places + torch.arange(BLOCK_VALUES, device=at.device)).flatten(1)
+    few = blocks.gather(1, at[:, :, None].expand(-1, -1, BLOCK_VALUES)).flatten(1)
+    best, of_few = few.topk(count)
+    # where all else is -inf, what fills up the last block may be among them
+    return best, places.gather(1, of_few).clamp_(max=values.shape[1] - 1)
+
+
+def draw_rows(weights: T, numbers: T) -> T:
+    """Return for each row of ``weights`` ``[rows, n]`` the first index at which the cumulative sum exceeds the row's
+    share ``numbers`` ``[rows]``, from [0, 1), of its total. An index with weight 0 is never returned.
+    """
+    if weights.shape[1] <= 4 * BLOCK_VALUES:
+        ends = weights.double().cumsum(-1)
+        return first_above(ends, numbers * ends[:, -1])
+    blocks = value_blocks(weights, 0)
+    ends = blocks.sum(-1).double().cumsum(-1)
+    wanted = numbers * ends[:, -1]
+    block = first_above(ends, wanted)[:, None]
+    before = F.pad(ends, (1, 0)).gather(1, block)[:, 0]
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_VALUES))[:, 0]
+    place = first_above(inside.double().cumsum(-1), wanted - before)
+    return block[:, 0] * BLOCK_VALUES + place
+
+
+def first_above(ends: T, wanted: T) -> T:
+    """Return the first index in each row of rising numbers ``ends`` ``[rows, n]`` whose number exceeds ``wanted``
+    ``[rows]``; if none does, the first index of the largest number.
+    """
+    above = torch.searchsorted(ends, wanted[:, None], right=True)
+    last = torch.searchsorted(ends, ends[:, -1:].contiguous())
+    return torch.minimum(above, last)[:, 0]
+
+
+def row_log_probabilities(
+    logits: T, chosen: Sequence[int], tops: Sequence[int]
+) -> list[tuple[float, dict[int, float]]]:
+    """Return the log-probability of each row's token ``chosen``, and those of its likeliest tokens, as many as ``tops``
+    says. ``logits``: ``[rows, vocab]``, before bias, penalties and temperature.
+    """
+    said: dict[int, tuple[float, dict[int, float]]] = {}
+    kinds: dict[int, list[int]] = defaultdict(list)
+    for row, top in enumerate(tops):
+        kinds[min(top, logits.shape[1])].append(row)
+    for top, of_kind in kinds.items():
+        for rows in portions(of_kind, logits.device):
+            values = logit_rows(logits, rows).to(wide(logits.dtype)).log_softmax(-1)
+            tokens = index_of([chosen[row] for row in rows], logits.device)
+            own = values.gather(1, tokens[:, None])[:, 0].tolist()
+            best, ids = (each.tolist() for each in top_values(values, top))
+            for row, p, ps, each in zip(rows, own, best, ids, strict=True):
+                said[row] = p, dict(zip(each, ps, strict=True))
+    return [said[row] for row in range(len(tops))]
