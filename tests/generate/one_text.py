@@ -20,7 +20,7 @@ class OneText:
         """The prompt, later new tokens: logits ``[vocab]`` of the last one."""
         past, self.ids = len(self.ids), [*self.ids, *ids]
         return self.reader.read(
-            [TextSlice(self.ids, past, range(-(-len(self.ids) // self.reader.size)))]
+            [TextSlice(ids, past, range(-(-len(self.ids) // self.reader.size)))]
         )[0]
 
 

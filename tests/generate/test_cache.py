@@ -94,7 +94,7 @@ def test_texts_that_come_and_go_in_one_packed_row_have_the_logits_of_one_forward
     ]
     for step in [*steps, {3: 1}]:
         parts = [
-            TextSlice(texts[r][: read[r] + n], read[r], tables[r], r != 2)
+            TextSlice(texts[r][read[r] : read[r] + n], read[r], tables[r], r != 2)
             for r, n in step.items()
         ]
         found = reader.read(parts)
@@ -129,11 +129,11 @@ def test_a_text_goes_on_from_blocks_of_another_one(mixer: str) -> None:
             torch.arange(len(longer))[None],
             document(len(longer)),
         )[0, -1]
-        found = reader.read([TextSlice(longer, 10, [5, 2, 1])], [(7, 1)])[0]
+        found = reader.read([TextSlice(longer[10:], 10, [5, 2, 1])], [(7, 1)])[0]
         torch.testing.assert_close(
             found, expected, rtol=0, atol=1e-11 * float(expected.abs().max())
         )
-        found = reader.read([TextSlice(longer, 8, [5, 2, 0])])[0]
+        found = reader.read([TextSlice(longer[8:], 8, [5, 2, 0])])[0]
         torch.testing.assert_close(
             found, expected, rtol=0, atol=1e-11 * float(expected.abs().max())
         )
@@ -149,9 +149,8 @@ def test_what_others_left_in_blocks_is_never_read(mixer: str) -> None:
         pages.store.fill_(torch.nan)
     expected = model(torch.tensor([text]), torch.arange(10)[None], document(10))[0]
     for end in (3, 5, 10):
-        found = reader.read(
-            [TextSlice(text[:end], {3: 0, 5: 3, 10: 5}[end], [2, 0, 1])]
-        )[0]
+        past = {3: 0, 5: 3, 10: 5}[end]
+        found = reader.read([TextSlice(text[past:end], past, [2, 0, 1])])[0]
         torch.testing.assert_close(
             found, expected[end - 1], rtol=0, atol=1e-11 * float(expected.abs().max())
         )

@@ -15,7 +15,8 @@ from tests.generate.test_many import count_preempted
 from weft.errors import UsageError
 from weft.generate.engine import Engine
 from weft.generate.joined_texts import Tags, Thread, hogwild, multiverse
-from weft.generate.request import Generation
+from weft.generate.request import Generation, Written
+from weft.generate.sampled_text import SampledText, write_next_tokens
 from weft.generate.sampling import GREEDY, Sampling
 from weft.models.paged import attending
 from weft.models.rope import angles, rotate
@@ -79,14 +80,15 @@ def test_workers_see_each_other_as_an_explicit_mask_says(kind: str, size: int) -
     """Log-probabilities of all that four workers draw, whose texts begin with different numbers of tokens."""
     model, count = build(kind), 12
     engine, logits = Engine(model, size=size), dict[tuple[int, int], T]()
-    take = Engine._write
 
-    def write(self: Engine, request: Generation, row: T, guess: Any = None) -> Any:
-        logits[id(request), len(request.ids)] = row
-        return take(self, request, row, guess)
+    def write(rows: T, texts: Sequence[SampledText]) -> list[Written]:
+        for text in texts:
+            request = text.generation
+            logits[id(request), len(request.ids)] = rows[text.row]
+        return write_next_tokens(rows, texts)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_write", write)
+        patch.setattr("weft.generate.engine.write_next_tokens", write)
         workers = hogwild(engine, PROMPT, OPENINGS, count, Sampling(seed=3))
     assert not engine.scheduler.pool.owners and all(
         len(one.written) == count for one in workers
@@ -163,19 +165,18 @@ class Script:
 
     def __init__(self, texts: dict[tuple[int, ...], list[int]]) -> None:
         self.texts, self.logits = texts, list[tuple[Generation, int, T]]()
-        self.write = Engine._write
 
-    def __call__(
-        self, engine: Engine, request: Generation, row: T, guess: Any = None
-    ) -> Any:
-        if request.ids[0] == 29:
-            return self.write(engine, request, row, guess)
-        self.logits.append((request, len(request.ids), row))
-        text = self.texts[tuple(request.ids[: request.prompt])]
-        at = len(request.ids) - request.prompt
-        forced = torch.full_like(row, -torch.inf)
-        forced[text[at]] = 0
-        return self.write(engine, request, forced, guess)
+    def __call__(self, rows: T, texts: Sequence[SampledText]) -> list[Written]:
+        forced = rows.clone()
+        for each in texts:
+            request = each.generation
+            if request.ids[0] == 29:
+                continue
+            self.logits.append((request, len(request.ids), rows[each.row]))
+            text = self.texts[tuple(request.ids[: request.prompt])]
+            forced[each.row] = -torch.inf
+            forced[each.row, text[len(request.ids) - request.prompt]] = 0
+        return write_next_tokens(forced, texts)
 
 
 def scripted(
@@ -202,7 +203,7 @@ def scripted(
         (TAGS.path, 12): [*text(3), TAGS.path_end],
         (TAGS.conclusion,): [*text(6), 30] if not nested else [*text(6), TAGS.path_end, 30],
     })  # fmt: skip
-    patch.setattr(Engine, "_write", lambda self, *rest: script(self, *rest))
+    patch.setattr("weft.generate.engine.write_next_tokens", script)
     return multiverse(engine, PROMPT, TAGS, 40, GREEDY, {30}), script
 
 

@@ -93,7 +93,7 @@ def test_absorbed_equals_expanded(more: dict[str, Any]) -> None:
             for a, b in pairwise(edges):
                 found = reader.read(
                     [
-                        TextSlice(ids[i, :b].tolist(), a, table)
+                        TextSlice(ids[i, a:b].tolist(), a, table)
                         for i, table in enumerate(tables)
                     ]
                 )

@@ -36,15 +36,20 @@ def test_short_spans_of_like_lengths_are_one_call() -> None:
         (50, SHORT + 1),
     )
     found = batch_spans(spans, 4, 0, torch.zeros(1), 2)
+    places = torch.arange(101)
     rows = [
-        piece.rows.flatten().tolist() for piece in found if isinstance(piece, SpanBatch)
+        places[piece.rows].flatten().tolist()
+        for piece in found
+        if isinstance(piece, SpanBatch)
     ]
+    sliced = [isinstance(p.rows, slice) for p in found if isinstance(p, SpanBatch)]
+    assert sliced == [False, True, True], "places that follow each other are a slice"
     assert rows == [[92, 0, 91], [93, 94], [95, 96, 97, 98, 99, 100]]
     assert sorted(piece.past for piece in found if isinstance(piece, Span)) == [0, 50]
     first = next(
         piece
         for piece in found
-        if isinstance(piece, SpanBatch) and piece.rows.shape == (3, 1)
+        if isinstance(piece, SpanBatch) and piece.shape == (3, 1)
     )
     # The shortest first: 36 keys in 9 blocks, filled up to 12 with the last of them.
     assert first.blocks[0].tolist() == [*range(300, 309), 308, 308, 308]

@@ -330,6 +330,7 @@ class Engine:
             self.drafter.propose([text for r in others for text in r.guessable])
         step = scheduler.plan(self.reader.depth)
         if step.work:
+            step = step._replace(work=dict(sorted(step.work.items(), key=kinship)))
             rows = [
                 wanted_rows(request, tokens) for request, tokens in step.work.items()
             ]
@@ -408,6 +409,14 @@ def wanted_rows(request: Request, tokens: int) -> WantedRows:
         else 0
     )
     return WantedRows(request, request.computed, request.prompt_rows(tokens), drawn)
+
+
+def kinship(work: tuple[Request, int]) -> tuple[int, int]:
+    """Return the key by which the work of a step is sorted, so that texts of about equal length follow each other and
+    attend together.
+    """
+    request, tokens = work
+    return tokens, request.computed
 
 
 def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:

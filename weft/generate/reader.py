@@ -29,7 +29,8 @@ T = torch.Tensor
 
 
 class TextSlice(NamedTuple):
-    """The part ``ids[past:]`` of a text that a forward pass computes. Logits are returned for its last ``rows`` tokens.
+    """The tokens ``ids`` of a text that a forward pass computes, behind ``past`` earlier ones. Logits are returned for
+    the last ``rows`` tokens.
 
     ``table``: the cache blocks of the text. The text begins at position ``offset``, and attends to ``context`` as if
     that stood before it.
@@ -44,12 +45,13 @@ class TextSlice(NamedTuple):
     adapter: LentAdapter | None = None
 
 
-def parts_of(step: ScheduledStep) -> list[TextSlice]:
+def parts_of(step: ScheduledStep, again: bool = False) -> list[TextSlice]:
     """List the text slices that a step computes: for each request its tokens, with the draft in its own blocks, then
-    its other drafts.
+    its other drafts. ``again``: texts are computed from their first tokens on, by a model that remembers nothing.
     """
     parts = []
     for request, tokens in step.work.items():
+        past = 0 if again else request.computed
         own = [b.path for b in request.branches if b.table is request.table]
         beside = (
             LentAdapter(request.adapter, tuple(request.shelf))
@@ -57,7 +59,7 @@ def parts_of(step: ScheduledStep) -> list[TextSlice]:
             else None
         )
         ids = [
-            *request.ids[: request.computed + tokens],
+            *request.ids[past : request.computed + tokens],
             *(i for path in own for i in path),
         ]
         drawn = tokens == request.wanted
@@ -65,7 +67,7 @@ def parts_of(step: ScheduledStep) -> list[TextSlice]:
         parts.append(
             TextSlice(
                 ids,
-                request.computed,
+                past,
                 request.table,
                 rows,
                 request.offset,
@@ -76,11 +78,7 @@ def parts_of(step: ScheduledStep) -> list[TextSlice]:
         for path, table in request.branches[len(own) :]:
             parts.append(
                 TextSlice(
-                    [*request.ids, *path],
-                    request.computed,
-                    table,
-                    len(path),
-                    adapter=beside,
+                    [*request.ids[past:], *path], past, table, len(path), adapter=beside
                 )
             )
     return parts
@@ -136,10 +134,10 @@ class PackedRow(NamedTuple):
 def pack(parts: Iterable[TextSlice]) -> PackedRow:
     """Pack the new tokens of all ``parts`` into one row."""
     row = PackedRow([], [], [], [], [])
-    for text, past, table, rows, offset, context, adapter in parts:
+    for ids, past, table, rows, offset, context, adapter in parts:
         first = len(row.ids)
-        row.ids.extend(text[past:])
-        row.positions.extend(range(offset + past, offset + len(text)))
+        row.ids.extend(ids)
+        row.positions.extend(range(offset + past, offset + past + len(ids)))
         row.spans.append(Span(first, len(row.ids), past, table, context))
         row.wanted.extend(range(len(row.ids) - rows, len(row.ids)))
         row.adapters.append(adapter)
@@ -186,7 +184,9 @@ class PagedReader:
 
         ``early``: the early exit that the pass makes, unless it has texts of several models.
         """
-        logits = self.read(parts_of(step), step.copies, step.loads, early)
+        # a plugin's model cannot remember: it reads all again
+        parts = parts_of(step, bool(self.model.shape.kind))
+        logits = self.read(parts, step.copies, step.loads, early)
         return lambda: logits
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
@@ -232,9 +232,6 @@ class PagedReader:
         Before it, blocks are copied (``copies``) and adapters are loaded (``loads``) as :class:`ScheduledStep` says.
         ``early``: the early exit that the pass makes, unless it has texts of several models.
         """
-        # a plugin's model cannot remember: it reads all again
-        if self.model.shape.kind:
-            parts = [part._replace(past=0) for part in parts]
         row, device = pack(parts), self.model.mesh.device
         filled = [0] * (-len(row.ids) % TILE if self.alike else 0)
         numbers = torch.tensor(

@@ -12,6 +12,7 @@ that are spread over ranks (:mod:`weft.parallel.striped`). Keys arrive rotated t
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from threading import Lock
 from typing import NamedTuple
@@ -85,6 +86,11 @@ class Reading:
 
 #: What one call of attention computes.
 Piece = SpanBatch | Span | PrefixGroup | BorrowingGroup
+
+    @cached_property
+    def blocks(self) -> int:
+        """The number of cache blocks that the pass may need, which is more than the number of any block of a span."""
+        return max(max(span.table) for span in self.spans) + 1
 
 
 class SpanKeys(NamedTuple):
@@ -178,7 +184,10 @@ class KeyValuePages(Pages):
         for piece in self.reading.batches[window]:
             if isinstance(piece, SpanBatch):
                 rows: T | slice = piece.rows
-                attended = attend_batch(q[0, rows], *self.gather(piece.blocks), piece)
+                queries = q[0, rows].view(*piece.shape, *q.shape[2:])
+                attended = attend_batch(queries, *self.gather(piece.blocks), piece)
+                if isinstance(rows, slice):
+                    attended = attended.flatten(0, 1)
             elif isinstance(piece, PrefixGroup):
                 rows = piece.rows
                 attended = attend_prefixes(
@@ -226,10 +235,10 @@ class KeyValuePages(Pages):
         """
         slots = self.reading.slots
         first = new[0]
-        blocks = max(max(span.table) for span in self.reading.spans) + 1
-        store = self.room(blocks, first, len(new), (self.size, *first.shape[2:]))
+        shape = (self.size, *first.shape[2:])
+        store = self.room(self.reading.blocks, first, len(new), shape)
         for kept, each in zip(store, new, strict=True):
-            kept.flatten(0, 1)[slots] = each[0, : len(slots)]
+            kept.flatten(0, 1).index_copy_(0, slots, each[0, : len(slots)])
 
     def gather(self, blocks: T) -> tuple[T, T]:
         """Return the cached keys and values of several texts: ``[texts, tokens, kv_heads, width]`` each.
@@ -306,8 +315,7 @@ class StatePages(Pages):
         decay = torch.tensor(self.decay, dtype=dtype, device=q.device)
         spans = self.reading.spans
         state_shape = (q.shape[2], q.shape[3], v.shape[3])
-        blocks = max(max(s.table) for s in spans) + 1
-        store = self.room(blocks, qs, 1, state_shape)[0]
+        store = self.room(self.reading.blocks, qs, 1, state_shape)[0]
         out = qs.new_zeros(*qs.shape[:2], v.shape[3])
         for pieces in rounds(spans, self.size):
             # [texts, tokens]

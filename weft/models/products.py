@@ -279,4 +279,4 @@ def multiplied(x: T, product: nn.Module) -> T:
 
 def split_product(product: nn.Module, sizes: list[int]) -> Products:
     """Return a function that splits ``product(x)`` along the last dimension into tensors of these ``sizes``."""
-    return lambda x: multiplied(x, product).split(sizes, -1)
+    return lambda x: torch.split_with_sizes(multiplied(x, product), sizes, -1)

@@ -63,7 +63,9 @@ class SpanBatch(NamedTuple):
         ``keys``: which keys of the blocks are read, if every token attends by itself; None: all.
     """
 
-    rows: T  # [texts, tokens], places in the packed row
+    # [texts, tokens], places in the packed row; a slice if they follow each other there
+    rows: T | slice
+    shape: tuple[int, int]  # of the rows: texts, tokens
     blocks: T  # [texts, blocks], shorter tables filled up with their last block
     bias: T  # [texts, 1, tokens * group, keys]: 0 where a token sees a key, else -inf
     # those of the blocks that are read, where every token is attended to for itself
@@ -142,7 +144,8 @@ def batch_each_query(
         bias = torch.cat([bias_of(reach, window, group, q) for _, reach in alike])
         blocks = torch.tensor(tables, device=q.device)
         keys = slice(low - first * size, high - first * size)
-        yield SpanBatch(torch.tensor(rows, device=q.device), blocks, bias, keys)
+        shape = len(rows), len(rows[0])
+        yield SpanBatch(packed_rows(rows, q), shape, blocks, bias, keys)
 
 
 def _batch(
@@ -154,17 +157,27 @@ def _batch(
         [*s.table[a:b], *[s.table[b - 1]] * (width - (b - a))]
         for s, (a, b) in zip(spans, seen, strict=True)
     ]
-    rows = torch.tensor(
-        [[*range(span.first, span.last)] for span in spans], device=q.device
-    )
+    rows = [[*range(span.first, span.last)] for span in spans]
     past = torch.tensor([[span.past] for span in spans], device=q.device)
     before = torch.tensor([[first * size] for first, _ in seen], device=q.device)
     # [texts, tokens, 1]
-    at = (past + torch.arange(rows.shape[1], device=q.device))[:, :, None]
+    at = (past + torch.arange(len(rows[0]), device=q.device))[:, :, None]
     # [texts, 1, keys]
     keys = (before + torch.arange(width * size, device=q.device))[:, None]
     bias = hiding_bias(at, keys, window, q).repeat_interleave(group, 1)[:, None]
-    return SpanBatch(rows, torch.tensor(tables, device=q.device), bias)
+    blocks = torch.tensor(tables, device=q.device)
+    return SpanBatch(packed_rows(rows, q), (len(rows), len(rows[0])), blocks, bias)
+
+
+def packed_rows(rows: Sequence[Sequence[int]], like: T) -> T | slice:
+    """Return the places ``rows`` ``[texts, tokens]`` as a tensor on the device of ``like``, or as a slice if they
+    follow each other.
+    """
+    places = [place for row in rows for place in row]
+    first, count = places[0], len(places)
+    if places == [*range(first, first + count)]:
+        return slice(first, first + count)
+    return torch.tensor(rows, device=like.device)
 
 
 def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
