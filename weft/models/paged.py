@@ -83,14 +83,14 @@ class Reading:
     slots: T  # [new tokens], where they go among the tokens of all blocks
     batches: dict[int, list["Piece"]] = field(default_factory=dict)
 
-
-#: What one call of attention computes.
-Piece = SpanBatch | Span | PrefixGroup | BorrowingGroup
-
     @cached_property
     def blocks(self) -> int:
         """The number of cache blocks that the pass may need, which is more than the number of any block of a span."""
         return max(max(span.table) for span in self.spans) + 1
+
+
+#: What one call of attention computes.
+Piece = SpanBatch | Span | PrefixGroup | BorrowingGroup
 
 
 class SpanKeys(NamedTuple):
