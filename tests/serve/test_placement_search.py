@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+from tests.conftest import Command
+from tests.serve.running import build as with_bytes
+from weft.cli.serving_plan import start_lines
 from weft.generate.scheduler import ScheduledStep
+from weft.models.hugging_face import export
 from weft.serve.cluster_simulation import BlockLink
 from weft.serve.load_simulation import TimedRequest, work_of
 from weft.serve.placement_search import (
@@ -51,6 +57,7 @@ def search(devices: int, ttft: float, tpot: float, link: BlockLink | None = LINK
     return PlacementSearch([ONE, TWO], devices, ServiceLimits(ttft, tpot), link)
 
 
+@pytest.mark.slow(4)
 def test_the_first_is_the_best_of_all_that_there_are() -> None:
     """All placements of up to 4 devices are played; none serves enough with fewer devices, or serves more."""
     finding, coming = search(4, 0.8, 0.025), load(2.5, 500, 30)
@@ -100,6 +107,7 @@ def test_what_cannot_serve_is_not_played(
     assert placed.reason.startswith(said) and not placed.figures
 
 
+@pytest.mark.slow(4)
 def test_another_placement_is_said_when_the_load_has_drifted_and_not_before() -> None:
     finding = search(3, 1.5, 0.02)
     light, heavy = load(0.2, 100, 20, 20), load(1.5, 800, 40, 40)
@@ -110,3 +118,51 @@ def test_another_placement_is_said_when_the_load_has_drifted_and_not_before() ->
     chosen = watch.look(heavy)
     assert chosen is not None and chosen.prefill is not None
     assert watch.current is chosen and watch.look(heavy) is None
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_the_command(command: Command, tmp_path: Path, timed: bool) -> None:
+    """Priced by the planner, and with a checkpoint that is timed here; the lines start what is best."""
+    words = ["plan", "llama3-8b", "--serve", "--cluster", "h100", "--gpus", "1"]
+    if timed:
+        model = with_bytes().float()
+        state = {name: value.detach() for name, value in model.state_dict().items()}
+        export(state, model.shape, tmp_path / "m")
+        words = [
+            "plan",
+            tmp_path / "m",
+            "--serve",
+            "--gpus",
+            "2",
+            "--ttft",
+            "60",
+            "--tpot",
+            "60",
+        ]
+    words += ["--prompt-tokens", "24", "--answer-tokens", "3", "--rate", "5"]
+    code, out, error = command(*words, "--json")
+    assert code == 0, error
+    plan = json.loads(out)
+    assert plan["placements"][0]["engines"] == {"any": {"engines": 1, "layout": ""}}
+    assert plan["placements"][0]["share"] == 1.0
+    assert plan["start"] == [f"weft serve --checkpoint {words[1]} --engines 1"]
+
+
+def test_what_no_device_holds_is_one_line(command: Command) -> None:
+    code, _, error = command(
+        "plan", "llama3-70b", "--serve", "--cluster", "h100", "--gpus", "1"
+    )
+    assert code == 2 and "the weights of llama3-70b do not fit on 1 devices" in error
+
+
+def test_the_lines_that_start_roles() -> None:
+    apart = EnginePlacement(None, EngineGroup(1, ONE), EngineGroup(2, ONE))
+    assert start_lines("m", apart)[2:4] == [
+        "engines = 3",
+        "roles = { prefill = 1, decode = 2 }",
+    ]
+    cut = EnginePlacement(None, EngineGroup(1, TWO), EngineGroup(2, ONE))
+    assert start_lines("m", cut)[-2:] == [
+        "weft engine --checkpoint m --join HOST:8100 --role prefill --layout tp=2    # 1 of these",
+        "weft engine --checkpoint m --join HOST:8100 --role decode    # 2 of these",
+    ]

@@ -66,6 +66,11 @@ _probe = (
     "correct the other times accordingly."
 )
 
+_serve = (
+    "Show how many engines serve a load within limits, which of them read prompts, write, or do both, and with which "
+    "layout; by --cluster, or by timing a checkpoint here."
+)
+
 
 def plan_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=_model)],
@@ -127,6 +132,24 @@ def plan_command(
     generate: Annotated[
         str | None, typer.Option(metavar="PROMPTSxTOKENS+NEW", help=_generate)
     ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help=_serve)] = False,
+    ttft: Annotated[
+        float,
+        typer.Option(min=1e-4, help="With --serve: most seconds to a first token."),
+    ] = 0.5,
+    tpot: Annotated[
+        float,
+        typer.Option(min=1e-5, help="With --serve: most seconds per further token."),
+    ] = 0.05,
+    rate: Annotated[
+        float, typer.Option(min=1e-6, help="With --serve: requests per second.")
+    ] = 1.0,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="With --serve: mean tokens of a prompt.")
+    ] = 512,
+    answer_tokens: Annotated[
+        int, typer.Option(min=1, help="With --serve: mean tokens of an answer.")
+    ] = 128,
     as_json: AsJson = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time, and explain why the first is fastest."""
@@ -137,6 +160,11 @@ def plan_command(
     from weft.planner.planned_model import check_named
     from weft.recipe.shipped import find_recipe
 
+    if serve:
+        from weft.cli.serving_plan import ServingQuestion, plan_serving
+
+        asked = ServingQuestion(ttft, tpot, rate, prompt_tokens, answer_tokens)
+        return plan_serving(model, cluster, gpus, asked, as_json)
     if find_recipe(model) is None:
         check_named(model)
     if here:

@@ -166,7 +166,7 @@ class PlacementSearch:
             for name, what in (("ttft", "to the first token"), ("tpot", "per token"))
             if f"p90_{name}_ms" in figures
         ]
-        reason = f"nine of ten take at most {' and '.join(late)}"
+        reason = f"90 %: {', '.join(late)}"
         return PlacedLoad(placement, share, share * offered, reason, figures)
 
     def search(self, load: Sequence[TimedRequest]) -> list[PlacedLoad]:
