@@ -76,14 +76,14 @@ def each_alone(mixer: str, dtype: torch.dtype, drawn: bool = False) -> list[Gene
 def count_preempted(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     """Who is to wait again, though it ran."""
     seen: list[Generation] = []
-    add = Scheduler.add
+    requeue = Scheduler.requeue
 
-    def adding(self: Scheduler, request: Generation) -> None:
+    def requeueing(self: Scheduler, request: Generation) -> None:
         if request.runs:
             seen.append(request)
-        add(self, request)
+        requeue(self, request)
 
-    monkeypatch.setattr(Scheduler, "add", adding)
+    monkeypatch.setattr(Scheduler, "requeue", requeueing)
     return seen
 
 
