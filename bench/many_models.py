@@ -5,7 +5,7 @@ with loading the whole checkpoint as ``weft serve`` does, and with reading its t
 the ways take turns, and all files are in the system's cache. Mixed requests, one to each model, are written by one
 engine with shared blocks, and by an engine for each model in turn.
 
-    OMP_NUM_THREADS=1 python bench/many_models.py [--folder /tmp] [--json bench/results/many_models.json]
+    OMP_NUM_THREADS=1 python bench/many_models.py [--only PART] [--folder /tmp] [--json bench/results/many_models.json]
 """
 
 from __future__ import annotations
@@ -174,18 +174,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--tiny", action="store_true", help="a model of no size")
+    parser.add_argument("--only", choices=("memory", "switching", "mixed"))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     shape = ModelShape(**(TINY if given.tiny else SHAPE))
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         paths = written_models(Path(folder), shape, 10)
-        found = {
-            "memory": memory(paths),
-            "switching": switching(paths, given.rounds),
-            "mixed": mixed(paths, given.tokens),
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "memory": lambda: memory(paths),
+            "switching": lambda: switching(paths, given.rounds),
+            "mixed": lambda: mixed(paths, given.tokens),
         }
-    print(json.dumps(found, indent=1), flush=True)
+        known = given.json and given.json.exists()
+        found: dict[str, Any] = json.loads(given.json.read_text()) if known else {}
+        for name, measure in parts.items():
+            if given.only in (None, name):
+                found[name] = measure()
+                print(json.dumps({name: found[name]}, indent=1), flush=True)
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 
