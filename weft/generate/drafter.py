@@ -13,12 +13,12 @@ from weft.generate.early_exit import (
     check_early_layer,
     raise_for_ranks,
 )
-from weft.generate.request import Generation, WantedRows
 from weft.registry import find, names
 
 if TYPE_CHECKING:
     import torch
 
+    from weft.generate.request import Generation, WantedRows
     from weft.models.transformer import Transformer
 
 #: The drafter of every word that is no drafter's name.
@@ -64,6 +64,8 @@ def early_exit(drafter: Drafter | None, rows: Sequence[WantedRows]) -> EarlyExit
     """Return the early exit of a pass that ``drafter`` wants; None if the drafter wants none. ``rows``: the rows of
     logits that the pass computes.
     """
+    from weft.generate.request import Generation  # PyTorch: not for declarations
+
     if drafter is None or not drafter.early_layer:
         return None
     texts, first = list[EarlyText](), 0

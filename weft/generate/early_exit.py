@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from weft.errors import UsageError
-from weft.generate.request import Generation
 
 if TYPE_CHECKING:
     import torch
 
+    from weft.generate.request import Generation
     from weft.models.transformer import Transformer
 
     T = torch.Tensor
