@@ -78,20 +78,12 @@ def count_preempted(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     seen: list[Generation] = []
     requeue = Scheduler.requeue
 
-<<<<<<< HEAD
     def requeueing(self: Scheduler, request: Generation) -> None:
-=======
-    def requeuing(self: Scheduler, request: Generation) -> None:
->>>>>>> c7a28744 (Tests count preemptions where requests are queued again)
         if request.runs:
             seen.append(request)
         requeue(self, request)
 
-<<<<<<< HEAD
     monkeypatch.setattr(Scheduler, "requeue", requeueing)
-=======
-    monkeypatch.setattr(Scheduler, "requeue", requeuing)
->>>>>>> c7a28744 (Tests count preemptions where requests are queued again)
     return seen
 
 
