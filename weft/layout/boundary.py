@@ -158,9 +158,10 @@ def state_types(logical: Logical) -> dict[str, Kind]:
 
 
 def own_number(value: float, mesh: Mesh, **types: Kind) -> T:
-    """Return ``value``, which this rank has computed, as a float64 scalar tensor.
+    """Return ``value``, which this rank has computed, as a float64 scalar tensor with a declared type.
 
-    ``types``: the type of ``value`` by axis, such as V for a value that differs from rank to rank (:func:`declare`).
+    ``types``: for each axis, what the ranks along it hold: different values (V), the same value (R or I), or summands
+    of a sum (P).
     """
     with untyped():
         x = torch.tensor(value, dtype=torch.float64, device=mesh.device)
@@ -177,9 +178,11 @@ def own_share(value: float, mesh: Mesh, **types: Kind) -> T:
 
 
 def declare(x: T, mesh: Mesh, **types: Kind) -> T:
-    """Declare the type of ``x`` by axis. ``weft verify --types`` checks it; otherwise the call does nothing.
+    """Declare the type of ``x`` by axis, and return ``x``. Only ``weft verify --types`` checks the declaration.
 
-    ``types``: varying (V), replicated (R), invariant (I) or partial sum (P), by axis. Returns ``x``.
+    ``types``: for each axis, what the ranks along it hold. V (varying): different values. R (replicated): the same
+    value, whose gradients are summands. I (invariant): the same value with the same gradient. P (partial): summands of
+    a sum.
     """
     if spmd.TYPE_CHECKING:
         live = [axis for axis in LIVE_AXES if mesh.size(axis) > 1 and axis in types]

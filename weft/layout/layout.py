@@ -274,8 +274,8 @@ class Layout(Section):
     def folds(self, count: int) -> bool:
         """Return whether experts can be spread over ``count`` neighbouring data ranks.
 
-        ``count`` must divide the number of data ranks. It must also divide the number of ranks that share the state, or
-        be a multiple of that number.
+        ``count`` must divide ``dp * shard * cp``, the number of data ranks. It must also divide ``shard * cp``, or be a
+        multiple of that product.
         """
         state, data = self.size("shard", "cp"), self.size("dp", "shard", "cp")
         return data % count == 0 and (state % count == 0 or count % state == 0)
@@ -316,8 +316,9 @@ class Layout(Section):
     def parse(cls, text: str, base: dict[str, Any] | None = None) -> Self:
         """Read a layout such as ``"shard=2,tp=2"``. Axes that are not named have size 1.
 
-        ``base``: values of the fields that are neither axes nor ``order``, as a layout's dictionary. Raises
-        :class:`UsageError` for an unknown axis, an axis that is named twice, or a value that is no number.
+        ``base``: a dictionary of fields, which give the values of settings such as ``schedule`` that the text does not
+        name. Sizes of axes and ``order`` are not taken from ``base``. Raises :class:`UsageError` for an unknown axis,
+        an axis that is named twice, or a value that is no number.
         """
         values: dict[str, Any] = {
             k: v for k, v in (base or {}).items() if k not in (*AXES, FOLDED, "order")
@@ -347,7 +348,10 @@ class Layout(Section):
 
 
 class AskedLayout(Asked):
-    """The layout of a recipe, as the rules for layouts (:data:`LAYOUT_RULES`) see it."""
+    """The layout of a recipe, with values that the checks of layouts (:data:`LAYOUT_RULES`) use.
+
+    Most of these values are texts and lists for error messages. ``layout``: the recipe's layout.
+    """
 
     layout: Layout
 

@@ -36,21 +36,26 @@ LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 class Mesh:
     """The layout of an island over the ranks of the default process group, and this rank's position in it.
 
+    An island is a group of ranks that trains as if there were no others. Without islands it is all ranks.
+
     Attributes:
         ``layout``: number of ranks along each axis of this island.
         ``device``: what this rank computes on.
         ``place``: this rank's coordinates.
         ``device_mesh``: the same ranks as PyTorch's mesh; None on a single device.
         ``step_group``: the ranks of this island, which take a step together; None on a single device.
-        ``island``, ``islands``: number of this island, and how many there are. All other attributes are about this
-            island, which trains as if there were no others.
+        ``island``, ``islands``: number of this island, and how many islands there are.
         ``island_store``: store that the ranks of all islands share; None without islands.
 
-    Groups of ranks are known by axis and by ``state``, the ranks of ``shard`` and ``cp`` together. With ``layout.ep``
-    above 1 there are also ``expert_state`` and ``expert_dp`` (ranks with the same experts, which share their state or
-    replicate it), ``exchange`` (ranks that have all experts together), ``within n`` (a block of n neighbours of
-    ``exchange``) and ``across n`` (ranks at the same position in every such block). With ``layout.secondary`` there is
-    ``near``, neighbours along ``state``.
+    :meth:`group` knows a group of ranks by the name of its axis. Some groups have names of their own:
+
+        ``state``: the ranks of ``shard`` and ``cp`` together.
+        ``expert_state``, ``expert_dp``: ranks with the same experts, which share the experts' state or replicate it.
+        ``exchange``: ranks that have all experts together.
+        ``within n``, ``across n``: a block of n neighbours of ``exchange``; ranks at the same position in each block.
+        ``near``: neighbours along ``state``.
+
+    ``near`` needs ``layout.secondary``. The groups of experts need ``layout.ep`` above 1.
     """
 
     layout: Layout
@@ -86,8 +91,9 @@ class Mesh:
 
     @classmethod
     def create(cls, layout: Layout, device: torch.device | str) -> Mesh:
-        """Lay ``layout`` over the initialised default process group; each island makes a default group of its own.
+        """Return the mesh of ``layout`` over the default process group, which must have been initialised.
 
+        With several islands the default process group is replaced: it then has the ranks of this rank's island only.
         Raises :class:`UsageError` if the number of ranks is not that of the layout.
         """
         device = torch.device(device)

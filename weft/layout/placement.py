@@ -34,19 +34,24 @@ class Placement:
 
     @property
     def counted(self) -> bool:
-        """Whether this rank counts these elements in the norm of the gradients, as the first that holds them."""
+        """Whether this rank counts its elements in the norm of the gradients.
+
+        Of the ranks that hold the same elements, only the first counts them.
+        """
         return self.replica == 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's coordinate along every axis of a layout, and along four groups of ranks that are derived from axes.
+    """One rank's coordinate along every axis of a layout, and its number in four groups of ranks.
 
-    ``coordinates``: by name of the axis or group. Group ``state`` has the ranks of ``shard`` and ``cp`` together, which
-    share the parameters' state. Group ``ep`` has neighbouring data ranks, which hold different experts. Groups
-    ``expert_state`` and ``expert_dp`` have ranks with the same experts: those that share the experts' state, and those
-    that hold replicas of the same part of it. Each group is numbered by rank in the world, as PyTorch numbers the ranks
-    of a group.
+    ``coordinates``: the rank's coordinate by name of the axis, and its number by name of the group. In each group ranks
+    are numbered in the order of their world ranks.
+
+    The group ``state`` has the ranks of ``shard`` and ``cp`` together, which share the parameters' state. The group
+    ``ep`` has neighbouring data ranks, each with other experts. The groups ``expert_state`` and ``expert_dp`` have
+    ranks with the same experts: in ``expert_state`` each holds another part of the experts' state, in ``expert_dp`` all
+    hold the same part.
     """
 
     layout: Layout
@@ -88,9 +93,10 @@ class Place:
     ) -> Logical:
         """Describe the parameter with dimensions ``dims``, and the part of it that this rank computes with.
 
-        ``std``: standard deviation of the initial values (None: all ones). ``whole``: whether ranks of ``tp`` and
-        ``ep`` all compute with the whole parameter, although its dimensions could be cut (fewer key/value heads than
-        ranks, a router's row for each expert). ``everywhere``: whether every rank keeps all of its part as state.
+        ``std``: standard deviation of the initial values; None: all ones. ``whole``: no axis cuts the parameter for
+        computing, although its dimensions allow it. An example is a router, with which every rank of ``ep`` computes
+        whole. ``everywhere``: no axis cuts the parameter's state either. Every rank then keeps the state of the whole
+        part that it computes with, where ZeRO would give each rank a range of rows.
         """
         cuts = cut_axes(dims, self.layout, whole)
         box = tuple(
@@ -125,8 +131,8 @@ class Place:
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
         """Return the range of rows of ``logical`` that this rank holds as state, out of the rows that it computes with.
 
-        ``stages``: the coordinates along ``pp`` of all ranks that compute with these rows; several for a tied
-        embedding, for example.
+        ``stages``: the coordinates along ``pp`` of all ranks that compute with these rows. There are several for an
+        embedding that is also the output layer, as the first and the last stage compute with it.
         """
         layout = self.layout
         # ranks that cut the rows, and copies of these
@@ -192,8 +198,9 @@ def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
 def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
     """Rearrange ``ranks``, a :func:`rank_table`, with the ranks that exchange tokens for experts along the last axis.
 
-    These ranks hold all experts of a layer together. The result is ``[island, pp, expert_dp, expert_state, tp, ep]``,
-    without ``tp`` if experts are spread over the ranks of ``tp`` as well, which the last dimension then contains.
+    These ranks hold all experts of a layer together. The result is ``[island, pp, expert_dp, expert_state, tp, ep]``.
+    If experts are spread over the ranks of ``tp`` as well, there is no dimension ``tp``: the last dimension has these
+    ranks too.
     """
     folded = expert_table(layout, ranks)
     if layout.folds_tp:
@@ -202,7 +209,10 @@ def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
 
 
 def experts_per_node(layout: Layout) -> int:
-    """Return how many of the ranks that together hold all experts share a node; 0 if nodes differ in that."""
+    """Return how many of the ranks that together hold all experts share a node.
+
+    The result is 0 if this number differs between nodes.
+    """
     ranks = exchange_table(layout, rank_table(layout)).reshape(-1, layout.ep)
     nodes = ranks // (layout.node or layout.world)
     counts = {count for row in nodes.tolist() for count in Counter(row).values()}
@@ -212,7 +222,8 @@ def experts_per_node(layout: Layout) -> int:
 def expert_blocks(layout: Layout) -> list[int]:
     """Return the sizes of the blocks of neighbouring ranks in which the dispatcher of ``layout`` exchanges rows.
 
-    The list has no entry for the exchange among all ranks of ``ep``; it is empty if the dispatcher uses no blocks.
+    Dispatchers such as ``two-level`` exchange rows in a block, for example a node, and between blocks. The list has the
+    sizes of all blocks that may be used; it is empty for a dispatcher without blocks.
     """
     if layout.dispatch in ("two-level", "per-node"):
         return [experts_per_node(layout)]
@@ -226,12 +237,13 @@ def cut_axes(
 ) -> tuple[tuple[str, ...], ...]:
     """Return, for each dimension in ``dims``, the axes larger than one that cut it.
 
-    :data:`CUTS` says which axes cut a dimension by its name. To these comes ``pp`` for the vocabulary if the layout has
-    vocabulary passes (``vocab_barriers``), and ``tp`` for experts if these are spread over the ranks of ``tp`` too
-    (``folds_tp``). An axis that cuts one dimension cuts no later one. With fewer experts than ranks of ``ep``, however,
-    each expert is cut in pieces: the axes that cut the number of experts also cut the experts' width.
+    :data:`CUTS` says which axes cut a dimension by its name. Two more cases are added: ``pp`` cuts the vocabulary if
+    the layout has ``vocab_barriers``, and ``tp`` cuts the experts if they are spread over the ranks of ``tp`` too. An
+    axis that cuts one dimension cuts no later one. There is one exception: with fewer experts than ranks of ``ep`` each
+    expert is cut in pieces, and the axes that cut the number of experts also cut the experts' width.
 
-    ``whole``: whether ranks of ``tp`` and ``ep`` all compute with the whole parameter, which they then do not cut.
+    ``whole``: whether all ranks of ``tp`` and ``ep`` compute with the whole parameter, so that these axes do not cut
+    it.
     """
     cuts: list[tuple[str, ...]] = []
     taken: set[str] = {*MODEL_AXES, FOLDED} if whole else set()

@@ -25,7 +25,7 @@ def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
 
 
 def padded_length(seq_len: int, layout: Layout) -> int:
-    """Round ``seq_len`` up to a length of which every rank of ``cp`` and ``tp`` owns equally many tokens."""
+    """Round ``seq_len`` up, so that every rank of ``cp`` and ``tp`` owns equally many tokens of a sequence."""
     chunks = sum(len(owned) for owned in chunk_owners(layout))
     multiple = chunks * layout.tp
     return -(-seq_len // multiple) * multiple

@@ -36,11 +36,11 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def context_length(files: Mapping[str, bytes]) -> int | None:
-    """Return the context length that the ``config.json`` among a model's ``files`` states; None if no file states one.
+    """Return the context length that the ``config.json`` among a model's ``files`` states; None if it states none.
 
-    None also for a model whose weights a run has initialised: rotary embedding sets no limit, and the user must judge
-    how well the model works beyond ``data.seq_len``. With rotary frequencies scaled by a factor (YaRN, linear), the
-    field ``max_position_embeddings`` may be the length before scaling; the result is the length after it.
+    A model that Weft has trained from random weights states none: its rotary embedding sets no limit, and the user must
+    judge how well the model works beyond ``data.seq_len``. Where rotary frequencies are scaled by a factor (YaRN,
+    linear), the field ``max_position_embeddings`` may be the length before scaling. The result is the length after it.
     """
     config = carried_config(files)
     length = config.get("max_position_embeddings")

@@ -135,7 +135,8 @@ def split_layer(name: str) -> tuple[str, str]:
 def hf_name(name: str, shape: ModelShape | None = None) -> str:
     """Return Hugging Face's name of the parameter ``name`` in a model of ``shape`` (None: like Llama).
 
-    Experts have a tensor each: ``{}`` stands for the number of the expert.
+    Weft has one parameter for all experts of a layer, Hugging Face a tensor for each expert. In the names of these
+    tensors ``{}`` stands for the number of the expert.
     """
     if shape is not None and shape.output == "score" and name == "head":
         return "score.weight"
@@ -158,7 +159,7 @@ def _is_mixtral(shape: ModelShape) -> bool:
 def hf_names(name: str, shape: ModelShape | None = None) -> list[str]:
     """Return the names of Hugging Face's tensors that hold the parameter ``name`` in a model of ``shape``.
 
-    It is one tensor, one per expert, or none for a parameter that only training needs.
+    The list has one name, or one for each expert. It is empty for a parameter that only training needs.
     """
     if name.endswith("router.load"):
         return []
@@ -173,7 +174,8 @@ def hf_names(name: str, shape: ModelShape | None = None) -> list[str]:
 def fused_name(name: str) -> tuple[str, int, int] | None:
     """Return the fused tensor in which some models store the parameter ``name`` of all experts; None if there is none.
 
-    The result is the tensor's name, the index of the parameter among those that are fused in it, and their number.
+    A fused tensor holds several parameters, such as gate and up projection. The result is the tensor's name, the index
+    of this parameter in the tensor, and the number of parameters in it.
     """
     layer, inside = split_layer(name)
     for whole, parts in FUSED.items():
@@ -205,9 +207,9 @@ ADAPTED = {
 
 
 def projection_name(path: str) -> str:
-    """Return Hugging Face's name, in its module, of the weight with Weft's name ``path``.
+    """Return the last part of Hugging Face's name of a weight: the name of its projection, such as ``q_proj``.
 
-    For ``blocks.3.attention.wq`` the result is ``q_proj``.
+    ``path``: Weft's name of the weight, such as ``blocks.3.attention.wq``.
     """
     return HUGGING_FACE[".".join(path.split(".")[-2:])].split(".")[-2]
 

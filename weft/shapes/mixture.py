@@ -35,7 +35,10 @@ LATENT = {
 
 
 def latent_sizes(config: ConfigFields) -> dict[str, int]:
-    """Return the sizes of latent attention (DeepSeek-V2) in a ``config.json``, by field of :class:`ModelShape`."""
+    """Return the sizes of latent attention (DeepSeek-V2) that a ``config.json`` states.
+
+    The result is a dict from fields of :class:`ModelShape` to their values.
+    """
     return {
         ours: config.number(theirs, default=0 if ours == "q_rank" else None)
         for ours, theirs in LATENT.items()
@@ -43,9 +46,10 @@ def latent_sizes(config: ConfigFields) -> dict[str, int]:
 
 
 def mixture_sizes(config: ConfigFields, layers: int, ffn: int) -> dict[str, Any]:
-    """Return the sizes of experts in a ``config.json`` of any architecture, by field of :class:`ModelShape`.
+    """Return the sizes of experts that a ``config.json`` of any architecture states.
 
-    ``layers``: the model's number of layers; ``ffn``: hidden width of its dense feed-forwards.
+    The result is a dict from fields of :class:`ModelShape` to their values. ``layers``: the model's number of layers;
+    ``ffn``: hidden width of its dense feed-forwards.
     """
     experts = config.number(*EXPERTS, default=0)
     if not experts:
@@ -77,10 +81,10 @@ def _mixed(config: ConfigFields, layers: int) -> list[bool]:
 
 
 def mixture_settings(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
-    """Return the settings of experts and latent attention in a ``config.json``, by field of :class:`ModelShape`.
+    """Return the settings of experts and latent attention that a ``config.json`` states.
 
-    ``name``: the architecture in the file; ``layers``: the model's number of layers. Raises :class:`WeftError` for a
-    setting that Weft does not support.
+    The result is a dict from fields of :class:`ModelShape` to their values. ``name``: the architecture in the file;
+    ``layers``: the model's number of layers. Raises :class:`WeftError` for a setting that Weft does not support.
     """
     width = (
         "intermediate_size" if name.startswith("Mixtral") else "moe_intermediate_size"

@@ -368,9 +368,9 @@ class _Rows:
 
 
 def is_turned(out: Dim) -> bool:
-    """Return whether a weight ``[out, in]`` is quantised as ``[in, out]``.
+    """Return whether the quantised form of a weight ``[out, in]`` is stored transposed, as ``[in, out]``.
 
-    That is so if no axis of the mesh cuts ``out``.
+    It is if ``out`` is a dimension that no axis of the mesh ever cuts.
     """
     return out.name not in CUTS
 

@@ -100,8 +100,9 @@ class Shape:
     def reach(self, seq: Num) -> Num:
         """Return twice the number of tokens that a token attends to, as the mean over tokens and layers.
 
-        With full causal attention in all layers this is ``seq``, the tokens of a sequence. A layer of linear attention
-        counts as if a token attended to ``head_dim`` tokens.
+        With full causal attention in all layers a token attends to half the sequence on average, so that the result is
+        ``seq``, the tokens of a sequence. A layer of linear attention counts as if a token attended to ``head_dim``
+        tokens.
         """
         short = np.minimum(seq, 2 * self.window)
         return (
@@ -163,12 +164,15 @@ class Shape:
         ) / here
 
     def rows_sent(self, ranks: Num) -> dict[str, Num]:
-        """Return the mean number of rows of width ``embed`` that are sent per token, by kind of ``layout.dispatch``.
+        """Return the mean number of rows of width ``embed`` sent per token, for each way to dispatch tokens to experts.
 
-        ``ranks``: the number of ranks over which experts are distributed. Returning the results sends as many rows, and
-        so do both exchanges in backward. A token is taken to be routed to all experts with equal probability; a share
-        ``1 / ranks`` of the rows stays on its rank. Dispatchers that add up results on the ranks of the experts also
-        send ids and weights. If there are fewer experts than ranks, each expert is cut in pieces.
+        The result is a dict with the keys ``all-to-all``, ``per-rank`` and ``all-gather``. Each number is for the way
+        to the experts in forward; the results' way back and both exchanges of backward send as many rows again. The
+        share ``1 / ranks`` of the rows, which stays on its rank, is counted too.
+
+        ``ranks``: the number of ranks over which experts are distributed. A token is taken to be routed to all experts
+        with equal probability. With ``per-rank`` and ``all-gather`` the ids and weights that are also sent count as
+        part of a row. If there are fewer experts than ranks, each expert is cut in pieces.
         """
         pieces = np.maximum(1, ranks // np.maximum(self.experts, 1))
         experts, k = self.experts * pieces, self.top_k * pieces

@@ -9,8 +9,8 @@ class UntrainableShape(ModelShape):
     """The sizes of a model that Weft can plan for but not train; they are not checked and may be fractions.
 
     ``why``: the feature that Weft lacks. ``gated``: whether feed-forwards have a gate (three matrices instead of two).
-    ``clamped``: whether experts have biases and a clamped gate (GPT-OSS). ``windowed``: whether each layer sees
-    ``window`` tokens only; empty: as in other models.
+    ``clamped``: whether experts have biases and a clamped gate (GPT-OSS). ``windowed``: for each layer, whether its
+    attention sees only ``window`` tokens; if empty, the fields of :class:`ModelShape` decide that.
     """
 
     why: str = ""

@@ -208,10 +208,10 @@ def connect_ranks(
 ) -> Link:
     """Connect all ranks of ``group`` with its first rank, and return this rank's link. Collective.
 
-    On the first rank this also starts the threads that collect results for ``code``. ``limit``: seconds that any rank
-    waits at most; ``patience``: time for late ranks after a round's first result, as a multiple of the time until that
-    result; ``encrypt``: which connections are encrypted. The threads end when the links are closed or garbage
-    collected.
+    On the first rank this also starts the threads that collect results for ``code``, the gradient code. The threads end
+    when the links are closed or garbage collected. ``limit``: seconds that any rank waits at most for a message.
+    ``patience``: time for late ranks after a round's first result, as a multiple of the time until that result.
+    ``encrypt``: "always" or "never" encrypt, or "auto" for only those connections that leave the private network.
     """
     rank, endpoint = group.rank(), process_endpoint(encrypt=encrypt)
     given = [(("", 0), "", "")]
@@ -358,16 +358,16 @@ class Gathering:
     def duration(
         self, arrived: Sequence[set[int]], left: Iterable[int], first: float
     ) -> float | None:
-        """Return the seconds that the present round may take from its begin on: infinity for no limit, None if over.
+        """Return how many seconds the present round may take, counted from its begin.
 
-        ``arrived``: the ranks whose results have come, for each round, the present one last; ``left``: the jobs (wanted
-        gradients) that are not decoded yet; ``first``: seconds until the present round's first result, 0 if there is
-        none.
+        The result is None if the round is over: all its jobs (wanted gradients) are decoded, or all ranks have sent
+        their results. It is infinity before the first result. It is infinity too while a job needs more results of this
+        round, because it could not be decoded even if no rank were late in later rounds. Otherwise late ranks get
+        ``patience`` times ``first`` more, as they are often in time in the next rounds. Raises :class:`PeerLost` if a
+        gradient needs a rank that has left.
 
-        There is no limit before the first result, and while some job could not be decoded even if no rank were late in
-        later rounds. The round is over once all its jobs are decoded, or all ranks have sent their results. Otherwise
-        late ranks get ``patience`` times ``first`` more, as they are often in time in the next rounds. Raises
-        :class:`PeerLost` if a gradient needs a rank that has left.
+        ``arrived``: for each round, the ranks whose results have come, the present round last. ``left``: the jobs that
+        are not decoded yet. ``first``: seconds until the present round's first result, 0 if there is none.
         """
         here = set(range(self.code.ranks)) - self.gone
         unknown = {job for job in left if self.code.decoding(job, arrived) is None}

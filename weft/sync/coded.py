@@ -78,7 +78,7 @@ class Code(ABC):
     @property
     @abstractmethod
     def delay(self) -> int:
-        """Number of rounds, after the round in which a job begins, by which its gradient is known."""
+        """Number of rounds that a gradient may take beyond the round in which its job begins."""
 
     @abstractmethod
     def parts_of(self, rank: int) -> tuple[int, ...]:

@@ -88,13 +88,15 @@ def compressed_mean(
 ) -> T:  # fmt: skip
     """Return the mean of ``flat`` over ``members`` (default: all islands), with messages compressed in both directions.
 
-    Every island receives one chunk from all islands (compressed by ``there``), computes its mean, and sends the mean to
-    all (compressed by ``back``). So each sends 2 (n - 1) / n of the compressed tensor, as in a ring, and nothing is
-    compressed more than twice. ``tag``: the beginning of the messages' tags; ``number``: the number of the exchange,
-    from which random seeds follow.
+    Each island is responsible for one chunk of the tensor. It receives this chunk from all islands, compressed by
+    ``there``, and computes the chunk's mean. Then it sends the mean to all islands, compressed by ``back``. So each of
+    n islands sends 2 (n - 1) / n of the compressed tensor, as in a ring, and nothing is compressed more than twice.
+    ``tag``: the beginning of the messages' tags; ``number``: the number of the exchange, from which random seeds
+    follow.
 
-    ``up`` and ``down`` are the residuals of the two directions, which hold the losses of earlier exchanges. They are
-    fed back and updated in place (of ``down`` only this island's chunk). None: no feedback, for unbiased compressors.
+    ``up`` and ``down``: residuals of the directions ``there`` and ``back``: what compression has lost in earlier
+    exchanges. They are added before compression and updated in place, ``down`` only in this island's chunk. None adds
+    nothing, as is right for unbiased compressors.
     """
     me, every = streams.island, members or range(streams.islands)
     parts = dict(

@@ -87,11 +87,13 @@ def encode_with_feedback(
 ) -> tuple[Payload, T | None]:
     """Compress ``x`` with error feedback; return the payload, and the residual to be added in the next round.
 
-    ``seed``: of the compressor's random choices; ``residual``: that of the last round, added to ``x`` first (Seide et
-    al. 2014, Karimireddy et al. 2019); None: no feedback. Feedback needs a contractive compressor, which loses less
-    than the whole sum. ``average``: function that returns the mean of a tensor over all islands, for linear
-    compressors; the payload is then that of the mean, but the residual is this island's own. ``warm``: what
-    :meth:`Compressor.warm` returned for the last round.
+    ``residual``: what compression has lost in the last round, which is added to ``x`` first (Seide et al. 2014,
+    Karimireddy et al. 2019). With None there is no feedback, and the result's residual is None. Feedback needs a
+    contractive compressor: one whose error is smaller than what it compresses.
+
+    ``seed``: of the compressor's random choices. ``warm``: what :meth:`Compressor.warm` returned for the last round.
+    ``average``: for linear compressors, a function that returns the mean of a tensor over all islands. The payload is
+    then that of the mean; the residual is still this island's own.
     """
     if residual is None:
         payload = (

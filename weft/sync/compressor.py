@@ -149,22 +149,29 @@ class Compressor:
 
     @property
     def for_feedback(self) -> Self:
-        """Contractive compressor of the same kind, to be used with error feedback (a residual)."""
+        """Compressor of the same kind whose error is always smaller than the tensor (contractive).
+
+        Error feedback, which adds the error of one round to the next round's tensor, needs such a compressor.
+        """
         return replace(self, unbiased=False)
 
     def check(self, name: str, shape: Sequence[int]) -> None:
         """Raise :class:`UsageError` if this compressor cannot compress a tensor with this ``name`` and ``shape``."""
 
     def alternatives(self, shape: Sequence[int]) -> list[Compressor]:
-        """Return this compressor and variants of it for a tensor of this ``shape``: other ranks, shares or bits.
+        """Return this compressor and variants of it for a tensor of this ``shape``.
 
-        :mod:`weft.sync.greco` chooses one for each tensor. Ranks are low ranks of matrices, shares those of kept
-        elements.
+        A variant has another setting: another low rank of matrices, another share of kept elements, or other bits.
+        :mod:`weft.sync.greco` chooses one for each tensor.
         """
         return [self]
 
     def cut(self, part: slice) -> Compressor:
-        """Return the compressor for the range ``part`` of a flat tensor, where this compressor is for all elements."""
+        """Return the compressor for the range ``part`` of a flat tensor.
+
+        This compressor is for the whole tensor. The result differs from it where tensors that lie end to end are
+        compressed differently.
+        """
         return self
 
     def _checked(self, payload: Payload, shape: Sequence[int]) -> Payload:

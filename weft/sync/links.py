@@ -70,13 +70,15 @@ class IslandLinks:
 def ring_times(
     links: IslandLinks, orders: Orders, nbytes: float, pieces: int = 4
 ) -> Numbers:
-    """Return the seconds ``[count]`` of an all-reduce of ``nbytes`` around each of the ``orders [count, islands]``.
+    """Return the seconds that an all-reduce of ``nbytes`` takes around rings of islands, ``[count]``.
 
-    ``links``: the links between islands, of which those between the same two sites share their bandwidth. Each island's
-    chunk goes over ``2 (islands - 1)`` links in a row, in ``pieces`` messages that are passed on as they arrive. Two
-    times are computed: that in which the slowest link sends all chunks, and that in which one message passes over so
-    many links, with latency. The longer one is the result, which neglects that both overlap only partly at the
-    beginning and the end.
+    ``orders``: the orders of the islands in each of ``count`` rings, ``[count, islands]``. ``links``: the links between
+    islands; those between the same two sites share their bandwidth. ``pieces``: number of messages in which an island's
+    chunk travels.
+
+    The result is the longer one of two times: the time in which the slowest link sends all chunks, and the time in
+    which one message, with latency, travels along all ``2 (islands - 1)`` links of its way. It neglects that both
+    overlap only partly at the beginning and the end.
     """
     slowest, around = _steps(links, orders, nbytes, pieces)
     return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)

@@ -27,8 +27,8 @@ Draw = Callable[[Sequence[int]], Sequence[int]]
 class Presence:
     """Presence of islands that never leave: all take part in every exchange, and losing one ends the run.
 
-    ``counts`` (attribute): for each fragment of the model, how many islands took part in its latest exchange. It is set
-    for an island that joins a run later; empty, it means that all islands took part.
+    ``counts`` (attribute): for each fragment of the model, how many islands took part in its latest exchange. An island
+    that joins a running run gets these numbers. If the list is empty, all islands took part.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -36,9 +36,9 @@ class Presence:
         self._news = deque[str]()
 
     def begin(self, number: int) -> None:
-        """Fix which islands take part in exchange ``number``; called before this island sends any message of it.
+        """Fix which islands take part in exchange ``number``, before this island sends any message of the exchange.
 
-        Here nothing is to be fixed, as all islands take part.
+        This class has nothing to fix, as all islands take part; subclasses do.
         """
 
     def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
@@ -50,7 +50,10 @@ class Presence:
         return work(draw(range(self.streams.islands)), str(number))
 
     def newcomers(self, number: int) -> Sequence[int]:
-        """Return the islands that join after exchange ``number``, and get their state from this island; here none."""
+        """Return the islands that join after exchange ``number``, and get their state from this island.
+
+        In this class the result is empty, as no island joins.
+        """
         return ()
 
     @property
@@ -74,7 +77,7 @@ class Presence:
     def note_differing(self, odd: Sequence[int], step: int) -> None:
         """Report that the state of the islands ``odd`` differed from that of most islands after step ``step``.
 
-        Their state has been replaced by that of the others.
+        The report is a line for the user. It says that the differing state has been replaced by that of most islands.
         """
         for island in odd:
             self._news.append(

@@ -28,11 +28,11 @@ class Round(NamedTuple):
 
     Attributes:
         ``ones``: the parameter on every island, by the island's number.
-        ``step``: training step, counted from where rounds of this parameter begin.
-        ``offset``: the training step at which they begin.
+        ``step``: number of the training step minus ``offset``; a round ends at multiples of ``sync.every``.
+        ``offset``: the training step from which rounds of this parameter are counted; fragments have different ones.
         ``how``: the recipe's section ``[sync]``.
         ``past``: a list in which a method keeps what it needs in later rounds.
-        ``near``: function that returns the islands with which an island agrees, itself included.
+        ``near``: function that returns the islands with which an island exchanges, itself included.
     """
 
     ones: dict[int, One]
@@ -52,7 +52,7 @@ class Round(NamedTuple):
         }
 
     def mean(self, values: Mapping[int, T]) -> T:
-        """Return the mean of ``values``, one tensor by island, over the islands with which the first island agrees."""
+        """Return the mean of ``values``, one tensor by island, over the first island and those it exchanges with."""
         return torch.stack([values[i] for i in sorted(self.near(min(self.ones)))]).mean(
             0
         )

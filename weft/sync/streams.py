@@ -318,7 +318,8 @@ def open_streams(
 ) -> Iterator[Streams | None]:
     """Open this rank's streams to the other islands of ``mesh`` for the context; yield None if there are none.
 
-    ``limit``: seconds that a message may take; ``encrypt``: which connections are encrypted.
+    ``limit``: seconds that a message may take. ``encrypt``: "always" or "never" encrypt, or "auto" for only those
+    connections that leave the private network.
     """
     if mesh.island_store is None:
         yield None

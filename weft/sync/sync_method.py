@@ -28,16 +28,17 @@ class SyncMethod:
     An island sends a vector at the end of a round, and the mean of all islands' vectors is the round's *answer*.
 
     Attributes:
-        ``slots``: names of what is kept with each parameter; ``anchor`` begins as the parameters, all others as zeros.
-        ``shared``: those slots that are the same on all islands between two rounds. An island whose slots differ is
-            given the right ones, and sends its difference from the right anchor.
+        ``slots``: names of the tensors kept with each parameter. ``anchor`` begins as the parameter, all others as
+            zeros.
+        ``shared``: those slots that are the same on all islands between two rounds. If an island's shared slots are
+            found to differ, they are replaced by those of the others.
         ``late``: whether the answer of a round is applied when the next round ends; the first answer is then zeros.
         ``partners``: the values of ``sync.partner`` that the method supports.
         ``in_pairs``: whether islands exchange in random pairs, whatever ``sync.partner`` says.
         ``in_fragments``: whether parameters can be exchanged in fragments, and answers applied ``sync.delay`` steps
             later.
-        ``is_mean``: whether islands continue with the mean of their parameters, so that islands that agree in every
-            step can exchange gradients instead.
+        ``is_mean``: whether islands continue with the mean of their parameters. Islands that agree in every step can
+            then exchange gradients instead.
     """
 
     slots: tuple[str, ...] = ("anchor",)
@@ -69,10 +70,10 @@ class SyncMethod:
         raise NotImplementedError
 
     def simulate(self, at: Round) -> None:
-        """Change one parameter of all islands as a round does: the reference against which ``weft verify`` compares.
+        """Change one parameter of all islands as a round does; ``weft verify`` compares the run with the result.
 
-        ``at``: the parameter on all islands. The body must not use the method's other code
-        (:mod:`weft.prove.simulated`).
+        ``at``: the parameter on all islands. An implementation must be independent of the method's other code, so that
+        the comparison finds mistakes in that code.
         """
         raise UsageError(
             f"sync.update = {self.settings.update!r} has no SyncMethod.simulate, so that there is nothing to compare "
