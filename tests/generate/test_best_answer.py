@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,13 @@ def test_an_answer_begins_behind_its_reasoning(writer: Path) -> None:
     assert start("<think> hm </think> four </think>", tags) == 3
     assert start("hm four", begun) is None and start("<think> hm", tags) is None
     assert start("four", tags) == 0 and start("hm </think> four", None) == 0
+    # Tags that are special tokens, of which decoded text shows nothing.
+    assert tokenizer.model is not None
+    tokenizer.model.add_special_tokens(["<think>", "</think>"])
+    tokenizer = replace(tokenizer)
+    assert tokenizer.decode([WORDS.index("</think>")]) == ""
+    assert start("hm hm </think> four", begun) == 3 and start("hm four", begun) is None
+    assert start("<think> hm </think> four", tags) == 3 and start("four", tags) == 0
 
 
 def test_confidence_is_the_mean_log_probability_of_the_answer_alone() -> None:
@@ -156,6 +164,8 @@ def test_the_best_answer_is_shown(command: Command, writer: Path, judge: Path) -
     assert shown[heading] == "six"
     scores = [line.split()[1] for line in shown["verifier of the answers"].split("\n")]
     assert {round(float(score)) for score in scores if score != "no"} == {6, 7, 8}
+    shown = texts_of(ask(command, writer, "--texts", 16, "--verifier", judge)[1])
+    assert "six" in shown.values()  # without what was thought before it
     said = texts_of(ask(command, writer, "--think", 16, "--answer", r"\w+")[1])
     assert said["most say"] == "four" and "hm" not in said["answers"]
     # Without reasoning: the answer comes at once, alone or the best of several.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,8 +18,13 @@ from weft.generate.guessed_tokens import Guess, choose_token, draw, odds
 from weft.generate.row_sampling import TextState
 from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.token_counts import TokenCounts
+from weft.layout.mesh import Mesh
 from weft.models.transformer import Transformer
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
 from weft.techniques.drafters.small_model import DraftModel
+
+ROOT = Path(__file__).parents[2]
 
 HOWS = {
     "plain": Sampling(),
@@ -261,3 +267,47 @@ def test_requests_with_the_same_text_have_guesses_of_their_own(layer: int) -> No
     alone_texts = [write(how)[0] for how in hows]
     assert write(*hows) == alone_texts
     assert write(hows[0], n=2) == alone_texts[:2]
+
+
+def pages() -> list[int]:
+    """Pages of this repository, as bytes."""
+    names = ("README.md", "CONTRIBUTING.md", "docs/how-to/generate.md")
+    return [*b"".join((ROOT / name).read_bytes() for name in names)]
+
+
+def trained(layers: int, embed: int) -> Transformer:
+    """A model that has learned to go on with this repository's pages, byte by byte."""
+    text = torch.tensor(pages())
+    shape = ModelShape(
+        vocab=256, layers=layers, embed=embed, heads=4, kv_heads=2, ffn=2 * embed
+    )
+    model = parallelize(shape, Mesh.single(), Train(seed=layers))[0]
+    optimizer, random = torch.optim.AdamW(model.parameters(), 4e-3), Random(0)
+    count, steps = 384, 500
+    for step in range(steps):
+        rate = 4e-3 * min(1, step / 20) * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = rate
+        at = random.randrange(len(text) - count)
+        row, ends = text[at : at + count], torch.tensor([0, count - 1])
+        logits = model(row[None, :-1], torch.arange(count - 1)[None], ends.int())[0]
+        torch.nn.functional.cross_entropy(logits, row[1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.soak
+def test_later_layers_of_a_trained_model_name_more_of_the_outcomes() -> None:
+    """How many guesses are ready, by who names the one likely other token: the small model, or a layer of the model."""
+    model, small = trained(4, 64), trained(1, 48)
+    text, ready = pages(), dict[int, float]()
+    prompts = [text[at : at + 48] for at in range(100, len(text) - 48, 1500)][:16]
+    for layer in range(4):
+        drafter = DraftModel(small, 4, 1, early_layer=layer)
+        engine = Engine(model, drafter=drafter)
+        for prompt in prompts:
+            engine.submit(prompt, 40, GREEDY)
+        engine.run()
+        ready[layer] = round(drafter.ready / drafter.needed, 3)
+        print(layer, drafter.needed, ready[layer])
+    assert ready[3] > ready[1] + 0.05 and ready[3] > 0.5, ready

@@ -229,9 +229,10 @@ def generate_command(
             return 0
         tokenizer = tokenizer_of(files, checkpoint, warn)
         thoughts = verify = None
-        if think:
+        if think or verifier:
+            reasons = options.reasons if think else None
             ids, thoughts = reasoning_prompt(
-                tokenizer, messages, options.reasons, checkpoint, tools
+                tokenizer, messages, reasons, checkpoint, tools
             )
         else:
             ids = prompt_ids(

@@ -44,6 +44,11 @@ def answer_start(
     """
     if thoughts is None:
         return 0
+    if thoughts.closing in tokenizer.specials:  # of which decoded text shows nothing
+        closing = tokenizer.specials[thoughts.closing]
+        if not thoughts.begun and tokenizer.specials.get(thoughts.opening) not in ids:
+            return 0
+        return [*ids].index(closing) + 1 if closing in ids else None
     text = tokenizer.decode(ids)
     if not thoughts.begun and not text.lstrip().startswith(thoughts.opening):
         return 0

@@ -181,7 +181,7 @@ def prompt_ids(
 class ReasoningPrompt(NamedTuple):
     """The token ids of a conversation to be continued, and the tags of the reasoning that may come first.
 
-    ``thoughts``: None if the prompt ends with a closed reasoning block.
+    ``thoughts``: None if the prompt ends with a closed reasoning block, or the template knows no reasoning.
     """
 
     ids: list[int]
@@ -191,31 +191,33 @@ class ReasoningPrompt(NamedTuple):
 def reasoning_prompt(
     tokenizer: Tokenizer,
     talk: Messages,
-    think: bool,
+    think: bool | None,
     name: str,
     tools: Messages | None = None,
 ) -> ReasoningPrompt:
-    """Encode the conversation ``talk`` up to the assistant's answer, which begins with reasoning if ``think`` is set.
+    """Encode the conversation ``talk`` up to the assistant's answer, which begins with reasoning if ``think`` is True.
 
-    Otherwise the prompt ends with a closed, empty block of reasoning. A template that reads the variable
-    ``enable_thinking`` gets ``think`` as its value. ``name``: what errors call the owner of the chat template.
-    ``tools``: tools that the assistant may call. Raises :class:`UsageError` for templates that know no reasoning.
+    With False the prompt ends with a closed, empty block of reasoning, and with None as the template writes it. A
+    template that reads the variable ``enable_thinking`` gets ``think`` as its value. ``name``: what errors call the
+    owner of the chat template. ``tools``: tools that the assistant may call. Raises :class:`UsageError` for templates
+    that know no reasoning, unless ``think`` is None.
     """
     encoder = own_encoder(tokenizer, name)
     template = encoder.template.of(tools)
     thoughts = thoughts_of(template.source)
-    if thoughts is None:
+    if thoughts is None and think is not None:
         raise UsageError(
             f"the chat template of {name} knows no reasoning, such as <think>; leave out --think"
         )
-    variables = {THINKS: think} if THINKS in template.source else {}
+    reads = think is not None and THINKS in template.source
+    variables = {THINKS: think} if reads else {}
     shown = template.render(as_messages(talk), tools, True, variables)
-    if not think:
+    if thoughts and think is False:
         text = without_reasoning(thoughts, template.source, shown.text)
-        shown = replace(shown, text=text)
-    ids = [int(i) for i in encoder.tokens.encode(shown)[0]]
-    begun = begins_thinking(thoughts, shown.text)
-    return ReasoningPrompt(ids, thoughts._replace(begun=begun) if think else None)
+        shown, thoughts = replace(shown, text=text), None
+    if thoughts:
+        thoughts = thoughts._replace(begun=begins_thinking(thoughts, shown.text))
+    return ReasoningPrompt([int(i) for i in encoder.tokens.encode(shown)[0]], thoughts)
 
 
 def own_encoder(

@@ -64,8 +64,8 @@ class Guessed(NamedTuple):
         "enumerated distributions to 1e-12; chi-square with penalties, top-p and "
         "grammars; ahead the same tokens, greedy and drawn, with outcomes from the "
         "small model's likeliest tokens or from an early layer of the large one, whose "
-        "branches are all ready where later layers add nothing; time on two devices not "
-        "measured"
+        "branches are all ready where later layers add nothing; in a trained pair more "
+        "are ready the later the layer; time on two devices not measured"
     ),
 )
 class DraftModel(Drafter):
