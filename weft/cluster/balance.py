@@ -18,7 +18,7 @@ class MovableAnswer(NamedTuple):
 
 
 class BalancingMove(NamedTuple):
-    """The answer ``number`` moves to the engine ``target``."""
+    """Decision to move the answer number ``number`` to the engine named ``target``."""
 
     number: int
     target: str
@@ -27,10 +27,11 @@ class BalancingMove(NamedTuple):
 def balancing_move(
     views: Sequence[EngineView], answers: Mapping[str, Sequence[MovableAnswer]]
 ) -> BalancingMove | None:
-    """Return a move from the engine with the least free memory per answer to the one with the most, or None if no move
-    helps. ``answers``: those of each engine, by its name.
+    """Return a move from the engine with the least free memory per answer to the one with the most. Return None if no
+    move is needed or none helps.
 
-    The least urgent answer moves, of equals the shortest, as it has the fewest blocks to send.
+    ``answers``: for each engine, by its name, the answers that it can give away. The least urgent of these moves. Of
+    equally urgent ones the shortest moves, as it has the fewest blocks to send.
     """
     if len(views) < 2:
         return None

@@ -83,11 +83,17 @@ ROLES = ("prefill", "decode")
 
 
 class EngineBeat(NamedTuple):
-    """A sign of life of an engine. ``demand``: cache blocks that the waiting answers will need; ``taken``: how
-    many submissions the engine has received, so that the router knows which answers are counted in.
+    """A sign of life of an engine. The last three fields are of engines that lend cache blocks.
 
-    Of an engine that lends also: ``keys``, cached tokens of the answers that it writes; ``longest``, blocks of its
-    longest answer that it could lend; ``seconds``, the fields of :class:`StepSeconds`, as far as they are known.
+    Attributes:
+        ``load``: queues and cache of the engine.
+        ``demand``: cache blocks that the waiting answers will need.
+        ``taken``: number of submissions that the engine has received, by which the router knows which answers ``load``
+            counts.
+        ``keys``: cached tokens of the answers that the engine writes.
+        ``longest``: cache blocks of its longest answer that it could lend.
+        ``seconds``: measured ``fixed``, ``text``, ``key`` and ``trips`` of :class:`StepSeconds`; empty until they are
+            measured.
     """
 
     load: EngineLoad
@@ -119,8 +125,10 @@ class TokenMessage(NamedTuple):
 def submit_message(
     answer: int, request: AnswerRequest, written: Sequence[int]
 ) -> Message:
-    """Return the message that submits ``request``. ``answer``: number of its first answer, which the others follow;
-    ``written``: the tokens of the answer that have been passed on already.
+    """Return the message that submits ``request``.
+
+    ``answer``: number of the request's first answer; its other answers have the numbers after it. ``written``: tokens
+    of the answer that clients have got already, behind which the engine goes on.
     """
     grammar, workflow = request.grammar, request.workflow
     head = {
@@ -181,7 +189,7 @@ def read_sampling(values: dict[str, Any]) -> Sampling:
 
 
 def search_message(call: int, request: SearchRequest) -> Message:
-    """Return the message that asks for the beam search number ``call``."""
+    """Return the message that asks for a beam search. ``call``: number by which the reply names the search."""
     about = request._asdict()
     ids = about.pop("ids")
     return {"kind": "search", "call": call, **about, "stops": list(request.stops)}, [
@@ -196,12 +204,14 @@ def read_search(frame: Frame) -> SearchRequest:
 
 
 def read_hypotheses(values: Sequence[Sequence[Any]]) -> list[Hypothesis]:
-    """Return the texts that a search has ended with, from their JSON values."""
+    """Return the finished texts of a beam search from their JSON values: one list of fields per text."""
     return [Hypothesis(*each) for each in values]
 
 
 def token_values(message: TokenMessage) -> list[Any]:
-    """Return a token as JSON has it: likeliest tokens are pairs of an id and a log-probability."""
+    """Return the five fields of ``message`` as a JSON list. The log-probability in it is as :func:`score_values` writes
+    it.
+    """
     said = message.log_probability
     return [
         message.answer,
@@ -213,7 +223,7 @@ def token_values(message: TokenMessage) -> list[Any]:
 
 
 def read_token(values: Sequence[Any]) -> TokenMessage:
-    """Return a token from its JSON values."""
+    """Return the token from the list that :func:`token_values` has written."""
     answer, index, token, said, finished = values
     return TokenMessage(
         answer, index, token, None if said is None else read_score(said), finished
@@ -221,12 +231,16 @@ def read_token(values: Sequence[Any]) -> TokenMessage:
 
 
 def score_values(said: LogProbability) -> list[Any]:
-    """Return log-probabilities as JSON has them."""
+    """Return the JSON form of a token's log-probability: a list of this number and of ``[id, log-probability]`` pairs
+    of the likeliest tokens.
+    """
     return [said[0], [*said[1].items()]]
 
 
 def read_score(values: Sequence[Any]) -> LogProbability:
-    """Return the log-probability of a token, and those of the likeliest tokens, from their JSON values."""
+    """Return a token's log-probability, and those of the likeliest tokens by id, from what :func:`score_values` has
+    written.
+    """
     chosen, likeliest = values
     return chosen, {int(i): value for i, value in likeliest}
 
@@ -238,7 +252,9 @@ def read_beat(head: Head) -> EngineBeat:
 
 
 def refusal_values(error: BaseException) -> dict[str, str]:
-    """Return why an engine does not answer, so that :func:`read_refusal` raises the same kind of error elsewhere."""
+    """Return the fields of a message that says why an engine does not answer: the text and the kind of ``error``.
+    :func:`read_refusal` builds an error of the same kind from them in the other process.
+    """
     kind = "failed"
     if isinstance(error, Busy):
         kind = "busy"
@@ -249,7 +265,9 @@ def refusal_values(error: BaseException) -> dict[str, str]:
 
 
 def read_refusal(head: Head) -> WeftError:
-    """Return the error that an engine has described."""
+    """Return the error that a message of :func:`refusal_values` describes: :class:`Busy`, :class:`UsageError`, or else
+    :class:`WeftError`.
+    """
     kinds: dict[str, type[WeftError]] = {"busy": Busy, "usage": UsageError}
     return kinds.get(head["error"], WeftError)(head["why"])
 
@@ -260,6 +278,6 @@ def packed_ids(ids: Sequence[int]) -> memoryview:
 
 
 def unpacked_ids(payload: memoryview) -> list[int]:
-    """Return the token ids of a payload."""
+    """Return the token ids that :func:`packed_ids` has written to ``payload``."""
     ids: list[int] = np.frombuffer(payload, "<i4").tolist()
     return ids

@@ -29,7 +29,9 @@ class ClusterLimits(Section):
 
 
 class ClusterRoles(Section):
-    """How many of the engines that the server starts only compute prompts, and how many only write."""
+    """How many of the engines that the server starts only compute prompts, and how many only go on with answers that
+    have begun. All other engines do both.
+    """
 
     prefill: NonNegativeInt = Field(
         0,
@@ -64,9 +66,10 @@ class ClusterSettings(Section):
     limits: ClusterLimits = Field(ClusterLimits(), description="Limits.")
 
     def parts(self) -> list[str]:
-        """Return the role of each engine that the server starts; those beyond ``roles`` do both.
+        """Return a list with the role of each engine that the server starts: "prefill", "decode", or "" for an engine
+        that does both.
 
-        Raises :class:`UsageError` for more roles than engines.
+        Raises :class:`UsageError` if ``roles`` names more engines than ``engines``.
         """
         named = ["prefill"] * self.roles.prefill + ["decode"] * self.roles.decode
         if len(named) > self.engines:
@@ -83,5 +86,7 @@ class ClusterFile(Section):
 
 
 def read_cluster(path: Path) -> ClusterSettings:
-    """Read a cluster's file. Raises :class:`UsageError` with one line for a wrong key or value."""
+    """Return the section ``[cluster]`` of the file at ``path``. Raises :class:`UsageError` with one line for a wrong
+    key or value.
+    """
     return validated(ClusterFile, read_toml(path), str(path)).cluster

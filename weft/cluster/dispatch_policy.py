@@ -67,8 +67,9 @@ def freest(engines: Sequence[EngineView], request: DispatchRequest) -> str:
 
 
 def dispatch_policy(name: str, setting: str = "--dispatch") -> DispatchPolicy:
-    """Return the dispatch policy called ``name``. Raises :class:`UsageError`, which names the ``setting``, if there is
-    none.
+    """Return the dispatch policy called ``name``. Raises :class:`UsageError` if there is none.
+
+    ``setting``: the option or key that gave the name, for the text of this error.
     """
     if name == LOAD:
         return freest

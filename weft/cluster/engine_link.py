@@ -17,7 +17,12 @@ from weft.generate.keys import chained_keys, root_key
 
 @dataclass
 class EarlyEvents:
-    """Parts of ``tokens`` messages about one answer that are kept for later; as in the messages."""
+    """Events of an answer that came from the engine to which it moves before the move was complete. They are passed on
+    when it is.
+
+    ``tokens``, ``begun``, ``failures``: the entries of this answer in the fields of the same names of ``tokens``
+    messages.
+    """
 
     tokens: list[Any] = field(default_factory=list)
     begun: list[Any] = field(default_factory=list)
@@ -26,24 +31,25 @@ class EarlyEvents:
 
 @dataclass(eq=False)
 class EngineLink:
-    """An engine that has joined.
+    """An engine that has joined, as the router sees it.
 
     Attributes:
         ``about``: what the engine has said of itself.
         ``outbox``: sends to the engine.
-        ``beat``: its last sign of life.
-        ``flights``: answers that it writes, by number.
-        ``calls``: searches and embeddings that it computes, by number.
-        ``submitted``: how many submissions were sent to it.
-        ``recent``: numbers and cache blocks of those submissions that ``beat`` does not count yet.
+        ``beat``: the engine's last sign of life.
+        ``flights``: answers that the engine writes, by number.
+        ``calls``: searches and embeddings that the engine computes, by number.
+        ``submitted``: how many submissions were sent to the engine.
+        ``recent``: submissions that ``beat`` does not count yet, as pairs of a number and cache blocks.
         ``prefixes``: keys of the cache blocks that the engine probably holds, the oldest first.
-        ``incoming``: what it has sent of answers that are moving to it, by the numbers that they will have; passed on
-            when the engine that they leave has said that they have left.
-        ``draining``: it takes no new requests.
-        ``released``: it may end, as it has nothing left to do.
-        ``tokens``: tokens that it has written.
-        ``borrowable``: tokens for which it may borrow blocks of other engines, at most.
-        ``headroom``: share of its cache that counts as used while it has urgent answers, which are to stay undisturbed.
+        ``incoming``: events of the answers that are moving to this engine, by the answers' numbers here. They wait
+            until the engine that an answer leaves has confirmed the move.
+        ``draining``: whether the engine takes no new requests.
+        ``released``: whether the engine may end, as it has nothing left to do.
+        ``tokens``: number of tokens that the engine has written.
+        ``borrowable``: most tokens that the engine can keep in blocks of other engines.
+        ``headroom``: share of the cache that counts as used while the engine has urgent answers, so that these stay
+            undisturbed.
     """
 
     about: EngineAbout
@@ -79,12 +85,14 @@ class EngineLink:
 
     @property
     def room(self) -> int:
-        """Largest number of tokens of a text that the engine can write."""
+        """Largest number of tokens that a text and its prompt can have together on this engine, borrowed blocks
+        included.
+        """
         return self.about.cache + self.borrowable
 
     def takes(self, adapter: str, tokens: int, answers: int) -> bool:
-        """Return whether the engine can take so many more ``answers`` with ``adapter``, of at most ``tokens`` tokens
-        with their prompt.
+        """Return whether the engine can take another ``answers`` answers with ``adapter``. ``tokens``: most tokens of
+        an answer and its prompt together.
         """
         return (
             not self.draining
@@ -109,7 +117,7 @@ class EngineLink:
         )
 
     def ledger(self) -> EngineLedger:
-        """Return what the ledger of loans holds of the engine."""
+        """Return what is known of the engine for the choice of loans between engines."""
         load = self.beat.load
         free = lendable_blocks(self.blocks) - load.used - load.lent
         return EngineLedger(
@@ -144,7 +152,9 @@ class EngineLink:
         self.outbox.put(*call.message(call.number))
 
     def note_beat(self, beat: EngineBeat) -> None:
-        """Take in a sign of life: from now on the engine itself counts the submissions that it has received."""
+        """Take in a sign of life, and forget those submissions in ``recent`` that the engine has received, as ``beat``
+        counts them now.
+        """
         self.beat = beat
         while self.recent and self.recent[0][0] <= beat.taken:
             self.recent.popleft()

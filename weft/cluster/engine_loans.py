@@ -36,7 +36,7 @@ class LenderAddress(NamedTuple):
 
 
 def lendable_blocks(blocks: int) -> int:
-    """Return how many of an engine's ``blocks`` cache blocks it may lend at most."""
+    """Return how many cache blocks an engine that has ``blocks`` of them may lend at most."""
     return blocks - int(RESERVE * blocks)
 
 
@@ -73,7 +73,9 @@ class EngineLoans:
         self.engine.scheduler.borrowable = lent
 
     def lend(self, name: str, blocks: int) -> None:
-        """Lend ``blocks`` blocks of the longest text to the engine called ``name``. Called in the engine's thread."""
+        """Move up to ``blocks`` blocks of this engine's longest text into the cache of the engine called ``name``.
+        Called in the engine's thread.
+        """
         with self._lock:
             lenders = [each for at, each in self._lenders.items() if at.name == name]
         longest = self.borrower.longest
@@ -81,7 +83,7 @@ class EngineLoans:
             self.borrower.lend(longest, blocks, lenders)
 
     def note_step(self, seconds: float) -> None:
-        """Note the ``seconds`` of a step that has just ended. Called in the engine's thread."""
+        """Note that a step which has just ended took ``seconds``. Called in the engine's thread."""
         running = self.engine.scheduler.running
         if running:
             keys = sum(request.computed for request in running)
@@ -89,7 +91,9 @@ class EngineLoans:
             self._steps.append(((1.0, len(running), keys, borrows), seconds))
 
     def beat(self) -> dict[str, Any]:
-        """Return what a sign of life says besides: see :class:`weft.cluster.cluster_messages.EngineBeat`."""
+        """Return the fields ``keys``, ``longest`` and ``seconds`` of the next
+        :class:`weft.cluster.cluster_messages.EngineBeat`.
+        """
         running = list(self.engine.scheduler.running)
         blocks = [len(self.borrower.own_blocks(request)) for request in running]
         return {
@@ -114,7 +118,7 @@ class EngineLoans:
         self.office.recall_all()
 
     def close(self) -> None:
-        """End all loans, here and elsewhere."""
+        """End all loans: those that other engines have here, and those that this engine has at others."""
         self.meet(())
         self._own.close()
         self._channel.close()

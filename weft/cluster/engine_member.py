@@ -54,7 +54,7 @@ JOINED, REFUSED = "joined", "refused"
 
 
 class RouterRefusal(WeftError):
-    """Error of an engine that its router does not take."""
+    """Error of an engine that the router has refused to let join."""
 
 
 @dataclass
@@ -64,17 +64,18 @@ class RouterWork:
     Attributes:
         ``outbox``: sends to the router.
         ``taken``: how many submissions have been received.
-        ``counts``: tokens of each answer under way, those of other engines included.
+        ``counts``: number of tokens that each answer under way has so far, by the answer's number. It includes tokens
+            that another engine has written.
         ``generations``: answers under way, by number.
-        ``fresh``: numbers of those answers of which the router has no event yet.
+        ``fresh``: numbers of the answers under way of which the router has got no event yet.
         ``searches``: beam searches under way, by number.
         ``preparing``: numbers of answers whose grammar is being compiled.
-        ``cancelled``: those of them that nobody wants any more.
-        ``tokens``: events of the current step, as JSON has them.
+        ``cancelled``: numbers in ``preparing`` of answers that nobody wants any more.
+        ``tokens``: token events of the current step, as JSON values.
         ``begun``: for each answer whose first event this step brings: number, cached prompt tokens, prompt scores.
         ``failures``: for each answer that cannot go on: number and cause.
-        ``unwelcome``: numbers that nobody wants, should they still come from another engine.
-        ``over``: the connection has ended, and nothing of it may begin.
+        ``unwelcome``: numbers of answers that are refused if they still come from another engine, as nobody wants them.
+        ``over``: whether the connection has ended, so that nothing more may begin for it.
     """
 
     outbox: Outbox
@@ -93,12 +94,13 @@ class RouterWork:
 
 
 class EngineMember:
-    """Lets ``engine`` work for a router. ``about``: what the router learns of it; ``say`` prints a line.
-
-    ``grammars`` builds the compiler of grammars; None: requests with a grammar are refused. ``loans``: lends blocks to
-    other engines and borrows from them; None: it does neither. ``memories``: reads blocks from other engines' host
-    memory; None: no others do so either. Create a member, then call :meth:`run` in the thread that is to wait for the
+    """Lets ``engine`` work for a router. Create a member, then call :meth:`run` in the thread that is to wait for the
     router.
+
+    ``about``: what the router learns of the engine. ``say`` prints a line. ``grammars`` builds the compiler of
+    grammars; None: requests with a grammar are refused. ``loans``: lends cache blocks to other engines and borrows from
+    them; None: the engine does neither. ``memories``: reads blocks from other engines' host memory; None: the engine
+    does not.
     """
 
     def __init__(
@@ -124,9 +126,9 @@ class EngineMember:
     ) -> None:
         """Join the router and answer its requests, until it lets this engine go.
 
-        When the connection ends, requests are cancelled, their blocks stay in the cache, and the engine joins anew, for
-        which it tries ``redial`` seconds, but at least once. Raises :class:`WeftError` if the router refuses this
-        engine or cannot be reached, or if the engine has failed.
+        When the connection ends, all requests are cancelled, and their blocks stay in the cache. The engine then tries
+        to join anew for ``redial`` seconds, at least once. Raises :class:`WeftError` if the router refuses this engine
+        or cannot be reached, or if the engine has failed.
         """
         channel = endpoint.join(CHANNEL, secret)
         host, port = endpoint.address
@@ -165,13 +167,13 @@ class EngineMember:
 
     @property
     def draining(self) -> bool:
-        """Whether the router has been asked for no further requests."""
+        """Whether this engine has asked the router for no further requests."""
         return self._draining.is_set()
 
     def drain(self, move: bool = False) -> None:
-        """Ask the router for no further requests, and to let this engine go when it has answered the others.
+        """Ask the router for no further requests, and to let this engine go when its present requests are answered.
 
-        ``move``: the router continues the others on other engines at once.
+        ``move``: the router moves the present requests to other engines at once.
         """
         self._draining.set()
         if self.loans is not None:

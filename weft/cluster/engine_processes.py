@@ -15,12 +15,14 @@ LOOK_S, AGAIN_S, END_S = 0.2, 1.0, 10.0
 
 
 class EngineProcesses:
-    """Runs a process of ``weft engine`` for each of ``roles``, with the options ``words``; all join the router at
-    ``address``.
+    """Runs one process of ``weft engine`` for each of ``roles``. All join the router at ``address``.
 
-    ``roles``: what each engine is for, an empty string for everything. Each gets its share of the processor's cores and
-    of the part ``share`` of the free memory. A process that ends by a fault is started again, unless it has ended
-    before it joined. ``say`` prints a line. The processes inherit the variable ``WEFT_SECRET``.
+    ``roles``: "prefill", "decode", or "" for an engine that does both. ``words``: further options of the command.
+    ``share``: part of the free memory that all engines divide equally, as they do the processor's cores. ``say`` prints
+    a line.
+
+    Once all have joined, a process that ends by a fault is started again. The processes inherit the variable
+    ``WEFT_SECRET``.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class EngineProcesses:
         )
 
     def await_joined(self, joined: Callable[[], int]) -> None:
-        """Wait until all engines have joined, of which ``joined`` returns the number; then begin to start again those
-        that end. Raises :class:`WeftError` if an engine ends before.
+        """Wait until all engines have joined. From then on, start engines again that end by a fault. ``joined``:
+        returns how many have joined.
+
+        Raises :class:`WeftError` if an engine ends before it has joined.
         """
         while joined() < len(self._commands):
             for name, process in self._running.items():
@@ -83,7 +87,7 @@ class EngineProcesses:
                     self._running[name] = self._start(name)
 
     def close(self) -> None:
-        """End all processes: they get some seconds, then they are killed."""
+        """End all processes. Those that have not ended after some seconds are killed."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -814,7 +814,9 @@ class EngineRouter:
 
 
 class RoutedAnswers:
-    """The answers to requests that were submitted together to a router, and the events of their tokens."""
+    """The answers to requests that were submitted together to ``router``, and the events of their tokens. ``loop``: the
+    event loop in which the caller waits for these.
+    """
 
     def __init__(self, router: EngineRouter, loop: asyncio.AbstractEventLoop) -> None:
         self.router, self.loop = router, loop

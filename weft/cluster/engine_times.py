@@ -23,10 +23,10 @@ class _Underway:
 
 
 class ClusterTimes:
-    """Estimates seconds of requests on each of the ``engines``, and the work that an engine has in hand.
+    """Estimates the seconds of requests on each of ``engines``, and the seconds of work that an engine has in hand.
 
-    Tokens of stages are counted together for all engines; seconds per token for each engine by itself. Work is added
-    when a request begins, and taken away when it ends.
+    Every request names its stage of a workflow. The mean tokens of a stage are counted over all engines together; the
+    seconds per token are measured for each engine by itself.
     """
 
     def __init__(self, engines: Sequence[str] = ()) -> None:
@@ -35,12 +35,12 @@ class ClusterTimes:
         self._underway: dict[str, dict[Hashable, _Underway]] = {e: {} for e in engines}
 
     def add_engine(self, name: str) -> None:
-        """Begin with an engine that has joined."""
+        """Take in the engine ``name``, which has joined and has no work yet."""
         self.engines[name] = StageTimes(self.tokens)
         self._underway[name] = {}
 
     def remove_engine(self, name: str) -> None:
-        """Forget an engine that has left, with its work."""
+        """Forget the engine ``name``, which has left, and all its work."""
         del self.engines[name], self._underway[name]
 
     def seconds(self, engine: str, stage: str) -> float:
@@ -54,7 +54,7 @@ class ClusterTimes:
         return min(known, default=1.0)
 
     def retain(self, engine: str, requests: Collection[Hashable]) -> None:
-        """Forget what ``engine`` has in hand beside ``requests``, such as requests that were cancelled."""
+        """Forget all work of ``engine`` except ``requests``, as the others were cancelled, for example."""
         underway = self._underway[engine]
         for request in underway.keys() - set(requests):
             del underway[request]
@@ -66,8 +66,10 @@ class ClusterTimes:
     def begin(
         self, engine: str, request: Hashable, stage: str, prompt: int, now: float, read: bool = True
     ) -> None:  # fmt: skip
-        """Count ``request``, with a prompt of so many tokens, as the work of ``engine``. ``read``: its prompt is still
-        to be read there.
+        """Count ``request`` as work of ``engine`` from the time ``now`` on.
+
+        ``stage``: label of its stage in a workflow. ``prompt``: tokens of its prompt. ``read``: whether the engine must
+        still compute the prompt.
         """
         work = self.seconds(engine, stage)
         if not read:
@@ -77,7 +79,7 @@ class ClusterTimes:
         underway[request] = _Underway(stage, prompt, now, work, alone)
 
     def token(self, engine: str, request: Hashable, now: float) -> None:
-        """Note a token of ``request`` that ``engine`` has written."""
+        """Note that ``engine`` has written a token of ``request`` at the time ``now``."""
         each = self._underway[engine].get(request)
         if each is not None:
             each.written += 1
@@ -85,8 +87,10 @@ class ClusterTimes:
             each.last = now
 
     def end(self, engine: str, request: Hashable, whole: bool = True) -> None:
-        """Take ``request`` from the work of ``engine``, and learn from its times. ``whole``: its answer is complete, so
-        that the tokens count for its stage. Nothing happens if the engine does not have the request.
+        """Take ``request`` from the work of ``engine``, and learn from its times. Nothing happens if the engine does
+        not have it.
+
+        ``whole``: whether the answer is complete, so that its tokens count in the mean of its stage.
         """
         each = self._underway.get(engine, {}).pop(request, None)
         if each is None or not each.written:

@@ -57,12 +57,12 @@ class Flight:
 
     @property
     def priority(self) -> int:
-        """The smaller, the earlier another engine continues it."""
+        """Priority of the request: when engines are lost, answers with a smaller one are continued first."""
         return self.request.priority
 
     @property
     def length(self) -> int:
-        """Tokens of the text so far."""
+        """Number of tokens of the prompt and of the answer so far."""
         return len(self.request.ids) + len(self.tokens)
 
     @property

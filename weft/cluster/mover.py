@@ -24,8 +24,10 @@ DIAL_S, LAST_S, LOOK_S = 5.0, 10.0, 0.005
 
 
 class MoveReport(NamedTuple):
-    """How a move has ended. ``why``: cause why the request stayed, empty if it has moved; ``payload``: bytes of cache
-    blocks that were sent; ``stall``: seconds in which neither engine went on with the request.
+    """How the move of a request has ended.
+
+    ``why``: why the request has stayed; "" if it has moved. ``payload``: bytes of cache blocks that were sent.
+    ``stall``: seconds in which neither engine went on with the request.
     """
 
     why: str
@@ -48,12 +50,12 @@ def send_away(
     tell: Tell,
     after_first: bool,
 ) -> MoveReport:
-    """Move ``generation`` from the engine of ``thread`` to the engine whose endpoint is at ``address``; block until it
-    has moved, or goes on here.
+    """Move ``generation`` from the engine of ``thread`` to the engine whose endpoint is at ``address``. Block until the
+    request has moved, or goes on here because the move has failed.
 
-    ``hello``: what the other engine is told about the request. ``tell``: who is called with the request's tokens here.
-    ``after_first``: the request leaves when its first token is written, and its blocks are sent while its prompt is
-    computed.
+    ``channel``: channel by which the other engine is dialled. ``hello``: what it is told about the request first.
+    ``tell``: function that gets the request's tokens here. ``after_first``: the request leaves when its first token is
+    written, and its blocks are sent while its prompt is computed.
     """
     payload, left = 0, 0.0
     try:
@@ -107,10 +109,11 @@ def send_away(
 def take_in(
     connection: SealedConnection, land: Callable[[MoveFrame], bool], limit: float
 ) -> str:
-    """Pass the frames of a request that comes over ``connection`` to ``land``, which returns whether it was the last
-    one; answer the sender. Return why the request was not taken, or an empty string.
+    """Receive a request that another engine sends over ``connection``, and tell the sender how it ended. Return why the
+    request was not taken, or an empty string.
 
-    ``limit``: seconds in which a frame must come.
+    ``land``: gets each frame, and returns whether it was the last one. ``limit``: seconds within which each frame must
+    come.
     """
     why = ""
     try:

@@ -40,13 +40,13 @@ class Outbox:
         self._thread.start()
 
     def put(self, head: Head, payload: list[memoryview] | None = None) -> None:
-        """Queue a message."""
+        """Queue a message to be sent: the JSON object ``head`` and the bytes ``payload``."""
         with self._wake:
             self._queue.append((head, payload or []))
             self._wake.notify()
 
     def close(self, limit: float = 0.0) -> None:
-        """Close the connection, once the queued messages are sent or ``limit`` seconds are over."""
+        """Close the connection as soon as the queued messages are sent, but after ``limit`` seconds at the latest."""
         with self._wake:
             self._ended = True
             self._wake.notify()

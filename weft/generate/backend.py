@@ -51,9 +51,16 @@ class AnswerRequest(NamedTuple):
 
 
 class SearchRequest(NamedTuple):
-    """A beam search of ``width`` beams after the prompt ``ids``, for texts of at most ``most`` tokens that end at one
-    of the ids ``stops``. ``penalty``: exponent of the length penalty; ``tenant``: whose cached prefixes it may find;
-    ``prune``: how far below the best a log-probability may be, 0: no limit.
+    """A request for a beam search.
+
+    Attributes:
+        ``ids``: token ids of the prompt.
+        ``most``: largest number of tokens of a text.
+        ``width``: number of beams.
+        ``stops``: token ids that end a text.
+        ``penalty``: exponent of the length penalty.
+        ``tenant``: whose cached prefixes the search may use.
+        ``prune``: how far a log-probability may be below the best one before its text is dropped; 0: no limit.
     """
 
     ids: Sequence[int]
@@ -122,10 +129,18 @@ class BackendFacts:
 
 
 class EngineLoad(NamedTuple):
-    """Queues and cache of an engine at one moment. ``preemptions``: how often requests lost their blocks so far;
-    ``used``: cache blocks that requests own, of ``blocks``; ``tokens``: tokens written so far; ``draining``: 1 if it
-    takes no new requests, else 0; ``borrowed``: blocks of its requests at other engines; ``lent``: its own blocks that
-    requests of other engines use.
+    """Queues and cache of an engine at one moment.
+
+    Attributes:
+        ``running``: requests that are being computed.
+        ``waiting``: requests that wait to begin.
+        ``preemptions``: how often requests have lost their cache blocks so far.
+        ``used``: cache blocks that requests own.
+        ``blocks``: all cache blocks of the engine.
+        ``tokens``: tokens written so far.
+        ``draining``: 1 if the engine takes no new requests, else 0.
+        ``borrowed``: cache blocks of other engines that hold tokens of this engine's requests.
+        ``lent``: cache blocks of this engine that hold tokens of other engines' requests.
     """
 
     running: int
@@ -199,8 +214,9 @@ class Backend(Protocol):
     def answers(
         self, requests: Sequence[AnswerRequest], session: str = ""
     ) -> AbstractAsyncContextManager[AnswerEvents]:
-        """Submit ``requests``; unfinished answers are cancelled at the end of the context. ``session``: requests of
-        the same session may be answered faster by the same engine.
+        """Return a context in which ``requests`` are answered; at its end unfinished answers are cancelled.
+        ``session``: name of a conversation or user, by which an engine that knows its earlier requests can be chosen;
+        "": none.
 
         Raises :class:`Busy`, :class:`ServerEnding`, and the errors of :meth:`Engine.submit` for any of the requests.
         """
@@ -211,13 +227,19 @@ class Backend(Protocol):
     async def embed(
         self, ids: Sequence[int], pooling: Literal["mean", "last"], size: int | None
     ) -> torch.Tensor:
-        """Return the embedding of a text; see :func:`weft.generate.embedding.embed`."""
+        """Return the embedding of the text ``ids``, float32 of L2 norm 1.
+
+        ``pooling``: whether it is the mean of the tokens' final hidden states, or the last token's hidden state.
+        ``size``: number of leading elements that are kept; None: all.
+        """
 
     def loads(self) -> Mapping[str, EngineLoad]:
         """Return the load of every engine by its name. A single engine of this process has the empty name."""
 
     def counts(self) -> Mapping[str, int]:
-        """Return what has been counted beside the loads of engines, by the names of :data:`COUNTS`."""
+        """Return numbers of events since the start, such as how many answers have moved to another engine. Their names
+        are the keys of :data:`COUNTS`, which describes them.
+        """
 
     def cut_answers(self) -> int:
         """End all unfinished answers with :class:`ServerEnding`; return their number."""

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 
 class RatedAnswer(NamedTuple):
-    """The answer in the text number ``number`` (from 1) of several, and its score. None: the text has no answer."""
+    """An answer to a question, one of several.
+
+    ``number``: number of the text that contains it, from 1. ``text``: the answer itself. ``score``: how good it is;
+    None: the text contains no answer.
+    """
 
     number: int
     text: str

@@ -70,7 +70,7 @@ class BlockPeer:
         threading.Thread(target=self._watch, name="block-news", daemon=True).start()
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading ``keys`` the engine probably has."""
+        """Return how many of ``keys``, from the first one on without a gap, the engine probably has."""
         for count, key in enumerate(keys):
             if key not in self.keys:
                 return count
@@ -129,7 +129,8 @@ class BlockPeer:
 
 
 class PeerBlocks:
-    """Blocks in the host memories of other engines, as :class:`weft.generate.block_source.BlockSource` has them.
+    """Cache blocks in the host memories of other engines. It is a :class:`weft.generate.block_source.BlockSource` from
+    which blocks are only read.
 
     ``channel``: channel by which the engines are dialled.
     """

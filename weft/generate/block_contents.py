@@ -23,12 +23,17 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class LayerPart:
-    """The part of each cache block that one rank holds in one layer.
+    """The part of every cache block that one rank holds in one layer.
 
-    ``layer``: number of the layer in the model. ``parts``: 2 for keys and values, 1 for latent vectors or a state.
-    ``heads``: numbers of the heads, in their order in the rank's cache. ``shape``: of what one head has, for a token or
-    as its state. ``every``: the rank holds the tokens ``first``, ``first + every`` and so on of a block; 0: a state
-    stands for all tokens of the block.
+    Attributes:
+        ``layer``: number of the layer in the model.
+        ``dtype``: type of the values.
+        ``parts``: 2 for keys and values, 1 for latent vectors or a recurrent state.
+        ``heads``: numbers of the heads, in their order in the rank's cache.
+        ``shape``: shape of one head's values for a token, or of one head's state.
+        ``first``: first token of a block that the rank holds.
+        ``every``: distance between two tokens of a block that the rank holds; 0: a state stands for all tokens of the
+            block.
     """
 
     layer: int
@@ -110,7 +115,9 @@ def key_heads(attention: Attention | LatentAttention) -> tuple[int, ...]:
 
 
 def whole_parts(held: Iterable[LayerPart]) -> list[LayerPart]:
-    """Return the layers of the whole model, of which ranks hold the parts ``held``."""
+    """Return one part per layer that stands for all ranks together: all heads and all tokens of a block. ``held``: the
+    parts of all ranks.
+    """
     layers: dict[int, LayerPart] = {}
     for each in held:
         heads = range(1 + max(*each.heads, *_heads_of(layers.get(each.layer))))
@@ -183,8 +190,10 @@ def gather_parts(
     tokens: int,
     blocks: int,
 ) -> T:
-    """Join the ranks' parts of ``blocks`` blocks to the bytes of the whole model. ``shares``: for each rank, its parts
-    and what :func:`read_pages` returned there.
+    """Join what all ranks hold of ``blocks`` cache blocks; return uint8 ``[blocks, bytes]`` of the whole model.
+
+    ``whole``: layers of the whole model, from :func:`whole_parts`. ``shares``: for each rank, its parts and what
+    :func:`read_pages` has returned there. ``tokens``: number of leading tokens of each block.
     """
     layers = {
         each.layer: torch.empty((blocks, *each.extents(tokens)), dtype=each.dtype)
@@ -199,7 +208,12 @@ def gather_parts(
 def cut_parts(
     whole: Sequence[LayerPart], rows: T, tokens: int, parts: Sequence[LayerPart]
 ) -> T:
-    """Return a rank's ``parts`` of the whole model's blocks ``rows``, uint8 ``[blocks, bytes]`` each."""
+    """Return what one rank holds of the cache blocks ``rows``, which are of the whole model: uint8 ``[blocks, bytes]``
+    each.
+
+    ``whole``: layers of the whole model, from :func:`whole_parts`. ``parts``: those of the rank. ``tokens``: number of
+    leading tokens of each block.
+    """
     values = _split(rows, whole, tokens)
     layers = {each.layer: x for each, x in zip(whole, values, strict=True)}
     own = [layers[each.layer][_own(each, tokens)] for each in parts]

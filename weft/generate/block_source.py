@@ -63,7 +63,9 @@ class HostBlocks:
             return set(self._blocks)
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Return the contents of the leading ``keys``, without waiting."""
+        """Return a future of the contents of ``keys``, which is done already. The contents end before the first key
+        that is not in memory.
+        """
         with self._lock:
             there = list(takewhile(self._blocks.__contains__, keys))
             # a text's first block is needed by all that follow it: it goes last
@@ -101,7 +103,7 @@ class TieredBlocks:
         self._reader = ThreadPoolExecutor(2, "blocks")
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading ``keys`` any of the sources has."""
+        """Return how many of ``keys``, from the first one on without a gap, are in at least one of the sources."""
         count = 0
         while count < len(keys):
             more = max(source.find(keys[count:]) for source in self.sources)
@@ -111,7 +113,9 @@ class TieredBlocks:
         return count
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read the leading ``keys``, each from the first source that has it."""
+        """Start to read the blocks of ``keys``, each from the first source that has it. The result ends before the
+        first block that no source has.
+        """
         if self.sources[0].find(keys) == len(keys):
             return self.sources[0].fetch(keys)
         return self._reader.submit(self._collect, keys)
@@ -128,7 +132,7 @@ class TieredBlocks:
             source.close()
 
     def insert(self, number: int, source: BlockSource) -> None:
-        """Add ``source`` as the one with this number, before slower ones."""
+        """Insert ``source`` at the index ``number`` of the list of sources, before the slower ones."""
         self.sources.insert(number, source)
 
     def _collect(self, keys: Sequence[bytes]) -> list[Contents]:

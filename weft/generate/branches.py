@@ -12,8 +12,8 @@ from weft.generate.request import Branch, Request
 def branch(
     pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]
 ) -> int:
-    """Give the drafts of ``request`` cache blocks, as branches of at most ``left`` tokens in total. Return the number
-    of tokens of these branches.
+    """Give cache blocks to the drafts of ``request``: each becomes a branch, in whose blocks the step computes it.
+    Return the number of tokens that the branches add to the step, at most ``left``.
 
     Pairs of blocks (from, to) that must be copied before the step are appended to ``copies``.
     """
@@ -42,10 +42,10 @@ def branch(
 def merge_branches(
     pool: BlockPool, request: Request, best: Branch | None, right: int
 ) -> None:
-    """Count the first ``right`` tokens of the branch ``best`` as computed tokens of ``request``, and free all other
-    branches. ``best`` is None if no drafted token was right.
+    """Take over the ``right`` guessed tokens at the beginning of the branch ``best`` into the computed text of
+    ``request``. Free the blocks of all other branches. None: no guess was right.
 
-    In a pool of recurrent states, a branch in blocks of its own is kept only if all of its tokens are right.
+    With recurrent states, a branch in blocks of its own is kept only if all of its tokens are right.
     """
     if (
         best

@@ -21,11 +21,17 @@ T = torch.Tensor
 
 
 class SpanGroup(NamedTuple):
-    """Some spans of a packed row, as a row of their own, and the ``model`` of the first span.
+    """Spans of a packed row that the same modules compute, as a row of their own.
 
-    ``rows``: indices of their tokens in the whole row; a slice if they are all. ``wanted``: the indices of the logits,
-    among all of the pass, that the group computes. ``only``: the indices of these logits' tokens in the group.
-    ``rope``: cosines and sines.
+    Attributes:
+        ``model``: the model of the first span.
+        ``rows``: indices of the group's tokens in the whole row; a slice if these are all tokens.
+        ``reading``: the spans, and the places of their tokens in the cache.
+        ``adapters``: the adapter of each span, or None.
+        ``documents``: where the spans end in the group's row, after a leading 0.
+        ``wanted``: numbers of those logits of the whole pass that the group computes.
+        ``only``: indices, in the group's row, of the tokens with these logits.
+        ``rope``: cosines and sines of the tokens' positions.
     """
 
     model: Transformer
@@ -39,11 +45,17 @@ class SpanGroup(NamedTuple):
 
 
 class ChainPass:
-    """A forward pass over ``spans`` of several models.
+    """A forward pass over texts of several models, in which modules that models share are computed once.
 
-    ``models``: the model of each span. ``adapters``: the adapter of each span, or None. ``numbers``: ids and positions
-    of all tokens, ``[2, tokens]``. ``wanted``: indices of the tokens whose logits are wanted. ``pages``: the cache of
-    each layer; ``size``: tokens of a cache block.
+    Args:
+        ``spans``: the texts' parts of the packed row.
+        ``models``: the model of each span.
+        ``adapters``: the adapter of each span, or None.
+        ``numbers``: ids and positions of all tokens, ``[2, tokens]``.
+        ``wanted``: indices of the tokens whose logits are returned.
+        ``pages``: the cache of each layer.
+        ``size``: tokens of a cache block.
+        ``shelf``: cache blocks in which the adapters lie.
     """
 
     def __init__(
@@ -59,7 +71,9 @@ class ChainPass:
         self.groups: dict[tuple[int, ...], SpanGroup] = {}
 
     def groups_at(self, place: int) -> Iterator[SpanGroup]:
-        """Yield the groups of spans whose models run the same module at ``place`` of their chains."""
+        """Yield one group for each distinct module that the models have at place ``place`` of their lists of modules.
+        Place 0 is the embedding, then come the layers.
+        """
         by_module: dict[Hashable, list[int]] = {}
         for index, model in enumerate(self.models):
             by_module.setdefault(self.chains[model][place], []).append(index)

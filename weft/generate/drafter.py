@@ -26,8 +26,10 @@ SMALL_MODEL = "small-model"
 
 
 class Drafter:
-    """Base class of drafters, which propose draft tokens for requests. ``looks_ahead``: the drafter uses the option
-    ``--ahead``. ``early_layer``: number of layers of the model after which a pass calls :meth:`look_early`; 0: none.
+    """Base class of drafters, which guess next tokens (drafts) of requests, for the model to check.
+
+    ``looks_ahead``: whether the drafter uses the option ``--ahead``. ``early_layer``: number of layers after which the
+    pass shows its logits to :meth:`look_early`; 0: it does not.
     """
 
     looks_ahead: ClassVar[bool] = False
@@ -37,18 +39,18 @@ class Drafter:
     def open(
         cls, word: str, model: Transformer, warn: Callable[[str], None], ahead: int
     ) -> Self:
-        """Build the drafter that ``--draft word`` names, for ``model``. ``warn`` shows the user a line; ``ahead``:
-        value of the option ``--ahead``.
+        """Build the drafter that ``--draft word`` names, for ``model``. ``warn`` shows the user a line. ``ahead``:
+        number of likely next tokens from which the drafter guesses on while the model checks its drafts (``--ahead``).
 
         Raises :class:`UsageError` if the drafter cannot guess for this model.
         """
         return cls()
 
     def propose(self, requests: Sequence[Generation]) -> None:
-        """Set ``drafts``, a list of token paths, of each request in ``requests``, of which the next step computes one
-        token each.
+        """Guess for each of ``requests``, of which the next step computes one token. Set its ``drafts`` to a list of
+        paths; a path is a list of guessed next tokens.
 
-        A path that was sampled must be the only one of its request. The request's ``odds`` must then be set to the
+        If a path was sampled, it must be the only one of its request. The request's ``odds`` must then be set to the
         probabilities from which the path's tokens were sampled.
         """
         raise NotImplementedError
@@ -56,13 +58,13 @@ class Drafter:
     def look_early(self, texts: Sequence[EarlyText], logits: torch.Tensor) -> None:
         """Take the logits ``[rows, vocab]`` of an early layer, while the pass's later layers have not run yet.
 
-        ``texts``: requests that get tokens from the pass, with their rows.
+        ``texts``: the requests for which the pass samples tokens, and which rows are theirs.
         """
 
 
 def early_exit(drafter: Drafter | None, rows: Sequence[WantedRows]) -> EarlyExit | None:
-    """Return the early exit of a pass that ``drafter`` wants; None if the drafter wants none. ``rows``: the rows of
-    logits that the pass computes.
+    """Return where a pass shows early logits to ``drafter``; None if the drafter wants none. ``rows``: the rows of
+    logits that the pass computes for each request.
     """
     from weft.generate.request import Generation  # PyTorch: not for declarations
 
@@ -85,8 +87,8 @@ def _class_of(word: str) -> Any:
 
 
 def check_ahead(word: str, ahead: int, early_layer: int = 0, ranks: int = 1) -> None:
-    """Raise :class:`UsageError` if ``--ahead`` is given and the drafter ``word`` is no small model, or if
-    ``--early-layer`` is given without ``--ahead`` or for several ``ranks``.
+    """Raise :class:`UsageError` if ``--ahead`` is given and the drafter ``word`` is no small model. Raise it, too, if
+    ``--early-layer`` is given without ``--ahead``, or for a model on several ``ranks``.
     """
     if ahead and not (word and _class_of(word).looks_ahead):
         draft = f"--draft {word} looks guesses up" if word else "there is no --draft"
@@ -110,8 +112,9 @@ def drafter_for(
 ) -> Drafter | None:
     """Build the drafter that ``word`` names, for ``model``; return None for "".
 
-    A word that is no drafter's name names a small model. The small model needs the vocabulary of ``model`` and uses
-    ``ahead``, and with ``early_layer`` the likely tokens of that layer of ``model``. Raises :class:`UsageError`.
+    A word that is no drafter's name is the name of a small model with the same vocabulary. ``ahead``: number of likely
+    next tokens from which the small model guesses on while ``model`` checks its drafts. ``early_layer``: number of
+    layers of ``model`` after which these tokens are taken; 0: from the small model. Raises :class:`UsageError`.
     """
     check_ahead(word, ahead, early_layer)
     if not word:

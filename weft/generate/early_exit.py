@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class EarlyText(NamedTuple):
-    """A request in an early exit. The logits behind its text are row ``first``; one row for each token of its draft
-    ``path`` follows.
+    """Which rows of early logits belong to a request.
+
+    ``first``: the row behind the request's last token; the rows behind the tokens of ``path`` follow. ``path``: the
+    request's draft in this pass.
     """
 
     request: Generation
@@ -32,8 +34,10 @@ class EarlyText(NamedTuple):
 
 
 class EarlyExit(NamedTuple):
-    """The number of layers after which a pass shows logits, and ``take``, which is called with these logits ``[rows,
-    vocab]``. The rows are those of the pass's own logits.
+    """A place in the middle of a pass at which logits are shown.
+
+    ``layer``: number of layers before it. ``take``: function that is called with the logits ``[rows, vocab]``, whose
+    rows are for the same tokens as those of the pass's own logits.
     """
 
     layer: int
@@ -42,8 +46,8 @@ class EarlyExit(NamedTuple):
 
 @contextmanager
 def exiting(model: Transformer, early: EarlyExit | None, wanted: T) -> Iterator[None]:
-    """Return a context in which a pass of ``model`` makes the exit ``early``. ``wanted``: indices of the pass's tokens
-    whose logits are computed.
+    """Return a context in which passes of ``model`` show their logits at ``early``; None: they do not. ``wanted``:
+    indices of the pass's tokens whose logits are computed.
     """
     if early is None:
         yield
@@ -60,7 +64,9 @@ def exiting(model: Transformer, early: EarlyExit | None, wanted: T) -> Iterator[
 
 
 def raise_for_ranks(layer: int) -> NoReturn:
-    """Raise the :class:`UsageError` of an early ``layer`` of a model that is cut over several ranks."""
+    """Raise the :class:`UsageError` which says that ``--early-layer`` needs a model on one rank. ``layer``: the
+    option's value.
+    """
     raise UsageError(
         f"--early-layer {layer} is for a model on one rank; leave out --layout, or --early-layer"
     )

@@ -50,8 +50,10 @@ LOOK_S = 0.002
 
 
 class LaunchedPass(NamedTuple):
-    """A forward pass under way. ``drawn``: the requests that get tokens; ``rows``: their rows of logits; ``logits``: a
-    function that waits for the logits.
+    """A forward pass under way.
+
+    ``drawn``: the requests that get tokens from it. ``rows``: which rows of its logits belong to which request.
+    ``logits``: function that waits for the logits and returns them.
     """
 
     drawn: ScheduledStep
@@ -60,8 +62,10 @@ class LaunchedPass(NamedTuple):
 
 
 class LoanUsage(NamedTuple):
-    """Cache blocks in loans: ``borrowed``, blocks of this engine's texts at other engines; ``lent``, blocks of this
-    engine with texts of others; ``offered``, free blocks that this engine keeps for loans.
+    """Numbers of cache blocks in loans between engines.
+
+    ``borrowed``: blocks of other engines that hold this engine's texts. ``lent``: blocks of this engine that hold other
+    engines' texts. ``offered``: free blocks that this engine keeps for loans.
     """
 
     borrowed: int = 0
@@ -70,22 +74,22 @@ class LoanUsage(NamedTuple):
 
 
 class LoanParty(Protocol):
-    """Interface of what an engine does about cache blocks that are lent between engines
-    (:mod:`weft.generate.lending`).
+    """Interface of an engine's part in loans of cache blocks: it lends blocks to other engines, or borrows from
+    them.
     """
 
     def settle(self) -> None:
         """Do what is due between two steps: offer blocks, or end loans that are over."""
 
     def give_up(self, lender: BlockLender) -> None:
-        """Compute the texts again whose blocks were at ``lender``, which is lost."""
+        """Recompute the texts of which blocks were at ``lender``, which can no longer be reached."""
 
     def usage(self) -> LoanUsage:
         """Return how many cache blocks are in loans. May be called in any thread."""
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
-    """Raise :class:`UsageError` if ``model`` cannot continue ``ids``."""
+    """Raise :class:`UsageError` if ``model`` cannot continue the prompt ``ids``, for example as it is empty."""
     if model.shape.output == "score":
         raise UsageError(
             "this is a reward model, which scores texts and writes none; give one that writes"
@@ -102,27 +106,33 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
 
 
 class KeptBlocks(Protocol):
-    """Interface to blocks that are kept beyond an engine's cache (:mod:`weft.generate.outside_cache`)."""
+    """Interface to the cache blocks that are kept outside the engine's cache, in host memory or files."""
 
     def settle(self) -> None:
-        """Between two steps: keep blocks that have become full, and write those that have come."""
+        """Called between two steps: store the blocks that have become full, and write those that were fetched into the
+        cache.
+        """
 
     def pause(self) -> None:
-        """Wait a moment for blocks, as there is nothing to compute before they come."""
+        """Wait a moment for blocks that are being fetched, as the engine has nothing to compute before they come."""
 
     def close(self) -> None:
-        """Write what is still to be kept."""
+        """Store the full blocks that are not stored yet, and close the place where they are kept."""
 
 
 class Engine:
     """Generates tokens for many requests with ``model``.
 
-    ``tokens``: capacity of the cache for all requests together (None: as many as memory holds). ``budget``: tokens
-    computed in a step, for at most ``limit`` requests. ``policy``: see :mod:`weft.generate.policies`. ``size``: tokens
-    of a cache block (0: the usual number). ``drafter``: guesses the next tokens (:mod:`weft.generate.lookup`), which
-    changes only the speed. ``invariant``: log-probabilities are bitwise equal to those of a pass over the whole text
-    (:mod:`weft.models.invariant`). ``ranks``: the model is cut over several ranks, which follow this one
-    (:mod:`weft.generate.leader`).
+    Args:
+        ``tokens``: capacity of the cache for all requests together; None: as many as memory holds.
+        ``budget``: most tokens that a step computes.
+        ``limit``: most requests in a step.
+        ``policy``: shares a step's budget among the requests.
+        ``size``: tokens of a cache block; 0: the usual number.
+        ``drafter``: guesses next tokens, which changes only the speed; None: no guesses.
+        ``invariant``: log-probabilities are bitwise equal to those of a pass over the whole text.
+        ``ranks``: the model is cut over several ranks, of which this is the first; the others run
+            :func:`weft.generate.leader.follow_leader`.
     """
 
     def __init__(
@@ -165,19 +175,25 @@ class Engine:
         scored: bool = False, written: Sequence[int] = (), workflow: Workflow | None = None,
         priority: int = 0,
     ) -> list[Generation]:  # fmt: skip
-        """Request up to ``count`` tokens after ``ids``, ``n`` times with consecutive seeds. ``how``: settings of
-        sampling.
+        """Request up to ``count`` tokens after the prompt ``ids``, ``n`` times with consecutive seeds. The prompt is
+        computed once for all ``n`` texts. A text ends before one of the ids ``stops``, or of the ids that end
+        ``grammar``.
 
-        A text ends before one of the ids ``stops``, or of the ids that end ``grammar``. These are not allowed before
-        ``least`` tokens are written, unless the grammar allows nothing else. The prompt is computed once for all texts.
-        ``top``: number of log-probabilities to keep for each token; ``scored``: keep those of the prompt's tokens too.
-        ``tenant``: requests of different tenants share no cache blocks. ``adapter``: name of an adapter, or "" for the
-        model alone. ``written``: the first tokens of the text, which another engine has written already. ``count``,
-        ``least``, penalties, the grammar and random numbers take them into account, so that the text goes on as it
-        would there. ``workflow``: the job of which the texts are a stage, for policies that heed deadlines.
-        ``priority``: requests with a smaller one begin first and lose their cache blocks last. Raises
-        :class:`UsageError` for ids that the model does not have, written tokens that the grammar does not allow, and
-        prompts that the cache can never hold.
+        Args:
+            ``how``: settings of sampling.
+            ``top``: number of log-probabilities to keep for each token; None: none.
+            ``tenant``: requests of different tenants share no cache blocks.
+            ``grammar``: constraint on the text.
+            ``adapter``: name of an adapter; "": the model alone.
+            ``least``: number of tokens that are written before a stop counts, unless the grammar allows nothing else.
+            ``scored``: whether log-probabilities of the prompt's tokens are kept, too.
+            ``written``: first tokens of the text, if another engine has written them already. They count in ``count``
+                and ``least``, and the text goes on as it would there.
+            ``workflow``: the job of which the texts are a stage, for policies that heed deadlines.
+            ``priority``: requests with a smaller one begin first and lose their cache blocks last.
+
+        Raises :class:`UsageError` for ids that the model does not have, written tokens that the grammar does not allow,
+        and prompts that the cache can never hold.
         """
         check_prompt(self.model, ids)
         if written:
@@ -210,8 +226,8 @@ class Engine:
         return generations
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> None:
-        """Register ``adapter`` under ``name`` for later requests. Adapters in use are copied into cache blocks, which
-        texts then cannot use.
+        """Register ``adapter`` under ``name`` for later requests. While requests use it, it lies in cache blocks, which
+        are then not free for texts.
         """
         if isinstance(self.reader, PagedReader) and self.reader.alike:
             raise UsageError(
@@ -275,14 +291,18 @@ class Engine:
         generation.finished = generation.finished or "stop"
 
     def hand_on_prompt(self, generation: Generation) -> None:
-        """Let the first of a request's siblings read the prompt for the others, as the request itself will not."""
+        """Let one of the other texts of the same prompt compute the prompt, as ``generation``, which was to do it, will
+        not.
+        """
         if left := [sibling for sibling in generation.siblings if not sibling.finished]:
             left[0].siblings, generation.siblings = left[1:], []
             self.scheduler.add(left[0])
 
     @torch.inference_mode()
     def block_form(self) -> list[LayerPart]:
-        """Return what each layer of the whole model holds of a cache block, after giving the cache its memory."""
+        """Return one part per layer, which says what a cache block holds of the whole model. Allocates the cache if
+        necessary.
+        """
         if any(pages.store is None for pages in self.reader.pages):
             block = self.scheduler.pool.take()
             first = Request([0], 0, table=[block])
@@ -292,8 +312,8 @@ class Engine:
 
     @contextmanager
     def holding(self, requests: Collection[Request]) -> Iterator[None]:
-        """Schedule ``requests`` within the context. More requests may be added to this collection meanwhile. At the end
-        all of them free their cache blocks.
+        """Return a context in which ``requests`` are scheduled. The caller may add requests to this collection
+        meanwhile. At the end all of them free their cache blocks.
         """
         for request in requests:
             self.scheduler.add(request)
@@ -412,18 +432,19 @@ def wanted_rows(request: Request, tokens: int) -> WantedRows:
 
 
 def kinship(work: tuple[Request, int]) -> tuple[int, int]:
-    """Return the key by which the work of a step is sorted, so that texts of about equal length follow each other and
-    attend together.
+    """Return the key by which the requests of a step are sorted, so that texts of about equal length attend together.
+    ``work``: a request and the number of its tokens in the step.
     """
     request, tokens = work
     return tokens, request.computed
 
 
 def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:
-    """Count ``step`` as launched, so that later steps can be planned. Return the part of the step that samples tokens.
+    """Count ``step`` as launched, so that later steps can be planned. Return that part of the step whose requests get a
+    sampled token.
 
-    Prompts of which only a part is computed are advanced at once. Requests that get a token become ``due``: they are
-    not scheduled again until :meth:`Scheduler.advance` is called with the returned part.
+    Prompts of which only a part is computed are advanced at once. The other requests become ``due``: they are not
+    scheduled again until :meth:`Scheduler.advance` is called with the returned part.
     """
     drawn = {
         request: tokens

@@ -27,7 +27,7 @@ Tell = Callable[[Written | None], None]
 
 
 class RunningSearch(NamedTuple):
-    """A beam search under way, and the future of its best texts."""
+    """A beam search under way. ``best``: future of its best finished texts."""
 
     search: Search
     best: "Future[list[Hypothesis]]"
@@ -78,7 +78,7 @@ class EngineThread:
         self.thread.join()
 
     def load(self) -> EngineLoad:
-        """Return the engine's queues and cache; may be called in any thread."""
+        """Return the numbers of running and waiting requests and of used cache blocks. May be called in any thread."""
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         usages = [party.usage() for party in self.engine.loans]
         lent = sum(usage.lent for usage in usages)

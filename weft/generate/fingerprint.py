@@ -23,7 +23,8 @@ APART = {"origin", "init_std", "balance_loss", "z_loss", "bias_rate", "balance"}
 
 
 def open_for_reading(where: Where, ema: bool = False) -> Pretrained:
-    """Open the model at ``where`` without building it. ``ema``: take the averages of the parameters.
+    """Open the model at ``where`` without building it. ``ema``: read the moving averages of the parameters instead of
+    the parameters.
 
     Raises :class:`WeftError` for a configuration without weights.
     """

@@ -27,7 +27,10 @@ FIRST, EACH = 0.3, 0.002
 
 
 class GrammarSource(NamedTuple):
-    """The arguments of :meth:`Grammars.compile`, from which another process compiles the same grammar."""
+    """What a grammar was compiled from, so that another process can compile the same one.
+
+    ``kind``: what ``text`` is: a JSON schema, a regular expression or a grammar in Lark's notation.
+    """
 
     kind: Kind
     text: str | dict[str, Any]
@@ -75,8 +78,10 @@ class Grammar:
         return accepted
 
     def resume(self, written: Sequence[int]) -> bool:
-        """Advance by all tokens of a text's beginning ``written``, which get the time that they had when they were
-        written. Return False if the grammar does not allow them.
+        """Advance by the tokens ``written``, which are the beginning of a text. Return False if the grammar does not
+        allow them.
+
+        The limit of time for a text counts them as it did when they were written.
         """
         began = thread_time()
         accepted = int(self._matcher.try_consume_tokens(list(written)))
