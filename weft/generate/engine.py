@@ -89,7 +89,9 @@ class LoanParty(Protocol):
 
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
-    """Raise :class:`UsageError` if ``model`` cannot continue the prompt ``ids``, for example as it is empty."""
+    """Raise :class:`UsageError` if ``model`` is a reward model, which writes no texts, or cannot read the prompt
+    ``ids``.
+    """
     if model.shape.output == "score":
         raise UsageError(
             "this is a reward model, which scores texts and writes none; give one that writes"

@@ -37,8 +37,11 @@ class GrammarSource(NamedTuple):
 
 
 class Grammar:
-    """State of a grammar in one text. ``ends``: ids of tokens that end the text, which are allowed where the text is
-    complete. ``source``: what it was compiled from.
+    """State of a grammar in one text: which tokens may come next.
+
+    ``matcher``: the compiled grammar of the library llguidance. ``vocab``: number of token ids of the model. ``ends``:
+    ids that end the text, which are allowed where the text is complete. ``source``: what the grammar was compiled from.
+    ``left``: seconds that the grammar may still take.
     """
 
     def __init__(

@@ -26,7 +26,9 @@ class Numbers(Protocol):
 
 
 class Guess(NamedTuple):
-    """A next token that a drafter has sampled, and the probabilities ``[vocab]`` from which the drafter sampled it."""
+    """A next token that a drafter has sampled. ``odds``: the probabilities ``[vocab]`` from which the drafter sampled
+    it.
+    """
 
     token: int
     odds: T
@@ -38,8 +40,8 @@ def choose_token(
     """Sample the next token of ``text`` from ``logits`` ``[vocab]``. Random numbers are taken from ``numbers``, unless
     the temperature is 0.
 
-    The guess is accepted with the ratio of its probability in the model to that in the drafter. Otherwise the token is
-    sampled from the positive part of the difference of both distributions.
+    ``guess``: token that a drafter has sampled. It is accepted with the ratio of its probability in the model to that
+    in the drafter. Otherwise the token is sampled from the positive part of the difference of both distributions.
     """
     if text.how.temperature == 0:
         return choose_tokens(logits[None], [text])[0]
@@ -53,8 +55,8 @@ def choose_token(
 
 
 def draw(weights: T, number: float) -> int:
-    """Return the index of ``weights`` ``[n]`` that the random ``number`` from [0, 1) selects, as :func:`draw_rows`
-    does.
+    """Return the first index at which the cumulative sum of ``weights`` ``[n]`` exceeds the share ``number``, from [0,
+    1), of their total.
     """
     at = torch.tensor([number], dtype=torch.float64, device=weights.device)
     return int(draw_rows(weights[None], at))

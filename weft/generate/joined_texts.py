@@ -79,8 +79,13 @@ def hogwild(
 
 
 class Tags(NamedTuple):
-    """The tokens by which a model marks how its text forks: ``outline`` before each path's outline, ``split`` before
-    the paths, ``path`` and ``path_end`` around a path, ``conclusion`` before the text that follows all paths.
+    """Tokens by which a model writes parts of its text as parallel paths, which are written at the same time.
+
+    Attributes:
+        ``outline``: stands before each path's outline.
+        ``split``: stands before the paths.
+        ``path``, ``path_end``: stand around a path.
+        ``conclusion``: stands before the text that follows all paths.
     """
 
     outline: int
@@ -111,8 +116,8 @@ class Thread:
 
     @property
     def seen(self) -> list[PrefixView]:
-        """What a text that follows this one attends to: all tokens of this text, and all that its last piece attends
-        to.
+        """A list of what the text behind this one attends to: all tokens of this text, and all to which its last piece
+        attends.
         """
         return [
             *self.pieces[-1].context,

@@ -25,7 +25,7 @@ def chained_keys(root: bytes, ids: Sequence[int], size: int) -> Iterator[bytes]:
 
 
 def shelf_keys(adapter: str, blocks: int) -> list[bytes]:
-    """Return the keys of the ``blocks`` cache blocks that hold the adapter named ``adapter``, one per block."""
+    """Return a list of keys for the ``blocks`` cache blocks that hold the adapter named ``adapter``, one per block."""
     return [_key(repr((adapter, block)).encode()) for block in range(blocks)]
 
 

@@ -61,8 +61,8 @@ SENDS = ("all-to-all", "per-rank")
 
 
 def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
-    """Raise :class:`UsageError` if generation is not possible with a layout. ``shape``: shape of the model, or None if
-    it is not known yet.
+    """Raise :class:`UsageError` if a model cannot generate under ``layout``. ``shape``: shape of the model; None: it is
+    not known yet, and only the layout is checked.
     """
     for name, usual in Layout():
         if name not in READ and getattr(layout, name) != usual:
@@ -81,8 +81,8 @@ def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
 
 
 def of_parameters(layout: Layout) -> Layout:
-    """Return the layout by which the parameters are cut. The ranks of ``cp`` form ``dp`` in it, which cuts only
-    experts.
+    """Return the layout by which the parameters are cut for generation under ``layout``: the ranks of ``cp`` become
+    ranks of ``dp``, along which only experts are cut.
     """
     order = layout.order.replace("cp", "dp")
     return Layout(
@@ -111,8 +111,8 @@ def mesh_of_rank(layout: Layout, device: str) -> Mesh:
 
 
 class RankReader:
-    """Computes this rank's part of every step. Cache blocks have at least ``size`` tokens: the size is rounded up to
-    suit ``cp``.
+    """Computes this rank's part of every step of ``model``, which is cut over several ranks. ``size``: tokens of a
+    cache block, rounded up to a multiple of the size of ``cp``.
     """
 
     def __init__(self, model: Transformer, size: int) -> None:
@@ -160,8 +160,11 @@ class RankReader:
         copies: Sequence[tuple[int, int]],
         loads: Sequence[tuple[str, list[int]]],
     ) -> tuple[Stripes, T]:
-        """Compute this rank's part of step ``number``, after the cache changes ``copies`` and ``loads``. Return how the
-        row is cut over ``cp``, and this rank's logits, which are empty before the last pipeline stage.
+        """Compute this rank's part of step ``number``. Return how the row is cut over ``cp``, and this rank's logits,
+        which are empty before the last pipeline stage.
+
+        ``copies``: pairs of cache blocks (from, to) that are copied before the step. ``loads``: pairs of an adapter's
+        name and the blocks into which it is loaded before the step.
         """
         mesh, stripes = self.mesh, Stripes(row.spans, self.size, self.group)
         slots = torch.tensor(stripes.slots, dtype=torch.int64, device=mesh.device)
@@ -230,8 +233,10 @@ class RankReader:
         return vector
 
     def take_adapter(self, number: int, name: str, adapter: HostAdapter | None) -> int:
-        """Receive ``adapter`` from the first rank and register it under ``name``. Return the number of cache blocks
-        that it takes on the rank where it takes most.
+        """Receive ``adapter`` in step ``number`` from the first rank, and register it under ``name``. On the first rank
+        ``adapter`` is given, elsewhere None.
+
+        Return the number of cache blocks that the adapter takes on the rank where it takes most.
         """
         sent = [adapter]
         dist.broadcast_object_list(sent, 0, device=self.mesh.device)
@@ -243,26 +248,34 @@ class RankReader:
         return int(blocks)
 
     def held_parts(self) -> list[LayerPart]:
-        """Return what this rank holds of each cache block, one part per layer. The cache must have its memory."""
+        """Return a list of what this rank holds of each cache block, one part per layer. The cache must be allocated
+        already.
+        """
         ranks, place = self.mesh.size("dp"), self.mesh.rank("dp")
         return layer_parts(self.model, self.pages, ranks, place)
 
     def send_form(self, number: int) -> None:
-        """Send the first rank what this rank holds of each cache block, as text. ``number``: number of the step."""
+        """Send the first rank what this rank holds of each cache block, as JSON text. ``number``: number of the
+        step.
+        """
         text = json.dumps([each.form for each in self.held_parts()]).encode()
         form = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         value = Value("form", 0, number)
         self.wire.send(value, form.to(self.mesh.device), 0, self.depth)
 
     def send_blocks(self, number: int, table: Sequence[int], tokens: int) -> None:
-        """Send the first rank this rank's part of the first ``tokens`` tokens of the cache blocks in ``table``."""
+        """Send the first rank this rank's part of the cache blocks in ``table``: their first ``tokens`` tokens each.
+        ``number``: number of the step.
+        """
         rows = read_pages(self.pages, self.held_parts(), table, tokens)
         if rows.numel():
             value = Value("blocks", 0, number)
             self.wire.send(value, rows.to(self.mesh.device), 0, self.depth)
 
     def take_blocks(self, number: int, table: Sequence[int], tokens: int) -> None:
-        """Receive this rank's part of cache blocks from the first rank, and write it to the blocks in ``table``."""
+        """Receive this rank's part of cache blocks from the first rank, and write it to the blocks in ``table``.
+        ``number``: number of the step; ``tokens``: leading tokens of each block that are written.
+        """
         parts = self.held_parts()
         if bytes_of(parts, tokens):
             rows = self.take("blocks", number, 0).cpu()
@@ -276,7 +289,9 @@ class RankReader:
 
 
 class Leader(RankReader):
-    """Reader of the first rank. Other ranks run :func:`follow_leader`."""
+    """Reader of the first rank, which launches every step on all ranks. The other ranks run :func:`follow_leader`.
+    ``size``: tokens of a cache block.
+    """
 
     def __init__(self, model: Transformer, size: int) -> None:
         tickets = open_tickets()
@@ -320,7 +335,9 @@ class Leader(RankReader):
         return logits
 
     def block_form(self) -> list[LayerPart]:
-        """Return what each layer of the whole model holds of a cache block. The cache must have its memory."""
+        """Return one part per layer, which says what a cache block holds of the whole model. The cache must be
+        allocated already.
+        """
         if not self._parts:
             self._settle()
             with naming_lost_rank():
@@ -332,8 +349,8 @@ class Leader(RankReader):
         return whole_parts(each for parts in self._parts for each in parts)
 
     def read_blocks(self, table: Sequence[int], tokens: int) -> T:
-        """Copy the first ``tokens`` tokens of the cache blocks in ``table`` from all ranks: uint8 ``[blocks, bytes]``,
-        as :mod:`weft.generate.block_contents` orders them.
+        """Copy the first ``tokens`` tokens of the cache blocks in ``table`` from all ranks to the host. Return uint8
+        ``[blocks, bytes]``: for each block the bytes of one layer after the other.
         """
         whole = self.block_form()
         self._settle()

@@ -40,29 +40,34 @@ class NoRoom(WeftError):
 
 
 class LendingEngine(BlockLender, Protocol):
-    """Interface to another engine that takes blocks as loans. All methods raise :class:`LenderLost`."""
+    """Interface to another engine that lends its cache blocks to this one. All methods raise :class:`LenderLost` if it
+    does not answer.
+    """
 
     def room(self) -> int:
         """Return how many blocks the engine offers to lend now."""
 
     def recalled(self) -> list[int]:
-        """Return the numbers of this engine's loans that the lender wants back."""
+        """Return the numbers of those loans to this engine that the lender wants back."""
 
     def take(self, contents: T) -> int:
-        """Lend blocks with these ``contents``, uint8 ``[blocks, bytes]``; return the number of the loan.
+        """Borrow blocks of the lender for these ``contents``, uint8 ``[blocks, bytes]``; return the number of the loan.
 
-        Raises :class:`NoRoom`.
+        Raises :class:`NoRoom` if the lender has too few free blocks.
         """
 
     def fetch(self, loan: int) -> T:
-        """Return the contents of the loan's blocks, uint8 ``[blocks, bytes]``."""
+        """Return the contents of the borrowed blocks of the loan number ``loan``, uint8 ``[blocks, bytes]``."""
 
     def drop(self, loan: int) -> None:
-        """End the loan. Nothing happens if the lender is lost."""
+        """End the loan number ``loan``. Nothing happens if the lender is lost."""
 
 
 class Loan(NamedTuple):
-    """Blocks of this engine that hold the beginning of another engine's text, in the order of its tokens."""
+    """Cache blocks of this engine that hold the beginning of another engine's text.
+
+    ``borrower``: name of that engine's connection. ``table``: numbers of the blocks, in the order of the text's tokens.
+    """
 
     borrower: str
     table: list[int]
@@ -83,11 +88,11 @@ def check_lending(engine: Engine) -> PagedReader:
 
 
 class LoanOffice:
-    """Holds blocks of other engines' texts in the cache of ``engine``, and attends to them.
+    """The lender's side of loans: keeps blocks of other engines' texts in the cache of ``engine``, and computes
+    attention to them. ``reserve``: share of the cache that is never lent.
 
-    Between steps the engine's thread offers free blocks (:meth:`settle`). Loans are taken from the offered blocks and
-    go back to them, in any thread and without the engine's, so that engines that lend to each other never wait for each
-    other. ``reserve``: the share of the cache that is never offered.
+    Between steps the engine's thread offers free blocks (:meth:`settle`). Other threads lend and take back offered
+    blocks without the engine's thread, so that two engines that lend to each other never wait for each other.
     """
 
     def __init__(self, engine: Engine, reserve: float = RESERVE) -> None:
@@ -107,7 +112,9 @@ class LoanOffice:
     # In the engine's thread.
 
     def settle(self) -> None:
-        """Offer the blocks that the engine does not need now: none while its requests wait."""
+        """Offer those free blocks for loans that the engine does not need now. While its requests wait, it
+        offers none.
+        """
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         with self._lock:
             usable = pool.free + len(self._offered) - int(self.reserve * pool.blocks)
@@ -123,8 +130,8 @@ class LoanOffice:
         """Do nothing: a lender keeps no texts of its own at other engines."""
 
     def relieve(self) -> bool:
-        """Take back what is offered, as this engine needs memory; return whether that was any block. If it was none,
-        recall the latest loan.
+        """Give the offered blocks back to the engine, which needs memory; return whether there were any. If there were
+        none, recall the latest loan.
         """
         with self._lock:
             offered, self._offered = self._offered, []
@@ -151,9 +158,10 @@ class LoanOffice:
             return LoanUsage(lent=lent, offered=len(self._offered))
 
     def take(self, contents: T, borrower: str) -> int:
-        """Keep blocks of ``borrower`` with these ``contents``, uint8 ``[blocks, bytes]``; return the loan's number.
+        """Lend blocks to the engine ``borrower`` for these ``contents``, uint8 ``[blocks, bytes]``; return the number
+        of the loan.
 
-        Raises :class:`NoRoom`.
+        Raises :class:`NoRoom` if too few blocks are offered.
         """
         with self._lock:
             if len(contents) > len(self._offered):
@@ -170,7 +178,7 @@ class LoanOffice:
         return loan
 
     def recalled(self, borrower: str) -> list[int]:
-        """Return the loans of ``borrower`` that are wanted back."""
+        """Return the numbers of those loans to ``borrower`` that this engine wants back."""
         with self._lock:
             return [
                 loan for loan in self._recalled if self.loans[loan].borrower == borrower
@@ -180,10 +188,11 @@ class LoanOffice:
     def attend(
         self, layer: int, queries: Sequence[LentQuery], q: T, window: int
     ) -> Partial:
-        """Return the attention of ``q`` ``[queries, heads, width]`` in ``layer`` to lent blocks, query by query. Nobody
-        writes to lent blocks.
+        """Return the attention of ``q`` ``[queries, heads, width]`` in ``layer`` to lent blocks. Nobody writes to lent
+        blocks.
 
-        Raises :class:`KeyError` for a loan that has ended.
+        ``queries``: for each text, which rows of ``q`` are its queries, and to which loans they attend. ``window``:
+        number of tokens that a token sees, itself included; 0: all. Raises :class:`KeyError` for a loan that has ended.
         """
         pages = self.reader.pages[layer]
         assert isinstance(pages, KeyValuePages)
@@ -225,9 +234,12 @@ class LoanOffice:
 
 
 class LocalLender:
-    """A lender in this process: ``office`` is that of another engine.
+    """A lender in this process. ``office``: the office of the other engine. ``borrower``: name of the engine that
+    borrows.
 
-    ``moved``: bytes of queries and partial attentions so far; ``sent``: bytes of blocks.
+    Attributes:
+        ``moved``: bytes of queries and partial attentions so far.
+        ``sent``: bytes of cache blocks so far.
     """
 
     def __init__(self, office: LoanOffice, borrower: str) -> None:
@@ -262,10 +274,11 @@ class LocalLender:
 
 
 class Borrower:
-    """Lends leading blocks of the texts of ``engine`` to other engines when its cache is full.
+    """The borrower's side of loans: when the cache of ``engine`` is full, it moves the first blocks of its texts to
+    other engines.
 
-    ``lenders``: function that returns other engines, the one to prefer first; ``most``: how many blocks all of them
-    together may lend at most, so that longer requests are accepted.
+    ``lenders``: function that returns the other engines, the preferred one first. ``most``: number of blocks that all
+    of them together can lend, by which the engine accepts longer requests.
     """
 
     def __init__(
@@ -282,11 +295,13 @@ class Borrower:
         engine.loans.append(self)
 
     def room(self) -> int:
-        """Return how many blocks lenders offer now."""
+        """Return how many blocks all lenders together offer now."""
         return sum(lender.room() for lender in self.lenders())
 
     def own_blocks(self, request: Request) -> list[int]:
-        """Return the numbers of the request's leading full blocks that lie here and that nobody else owns."""
+        """Return the numbers of those blocks of ``request`` that can be moved to a lender: its first full blocks in
+        this engine's cache, up to the first that another request owns, too.
+        """
         pool = self.engine.scheduler.pool
         away = sum(block < 0 for block in request.table)
         full = request.table[away : request.computed // pool.size]
@@ -295,7 +310,9 @@ class Borrower:
         return [*takewhile(lambda block: pool.owners.get(block) == 1, full)]
 
     def relieve(self) -> bool:
-        """Lend blocks of the text that has most of them here; return whether any block is free now."""
+        """Move half of the longest text's blocks to a lender. Return whether any block was moved, and so is
+        free now.
+        """
         longest = self.longest
         if longest is None:
             return False
@@ -303,7 +320,7 @@ class Borrower:
 
     @property
     def longest(self) -> Request | None:
-        """The request that has most blocks to lend; None if no request has any."""
+        """The request with the most blocks that can be moved to a lender; None if there is none."""
         idle = [
             r
             for r in self.engine.scheduler.running
@@ -318,8 +335,8 @@ class Borrower:
         blocks: int,
         lenders: Sequence[LendingEngine] | None = None,
     ) -> int:
-        """Send up to ``blocks`` leading blocks of ``request`` that lie here to one of ``lenders``; return how many it
-        took. None: to the lender that :attr:`lenders` prefers.
+        """Move up to ``blocks`` of the first blocks of ``request`` in this engine's cache to one of ``lenders``. Return
+        how many it took. None: one of the :attr:`lenders` of this borrower.
         """
         pool = self.engine.scheduler.pool
         own = self.own_blocks(request)[:blocks]
@@ -341,7 +358,9 @@ class Borrower:
         return 0
 
     def bring_home(self, request: Request) -> None:
-        """Fetch all lent blocks of ``request``; if there is no room for them here, compute it again later."""
+        """Fetch all blocks of ``request`` that lie at lenders. If there is no room for them here, its text is
+        recomputed later.
+        """
         scheduler, pool, lent = self.engine.scheduler, self.engine.scheduler.pool, self.reader.lent  # fmt: skip
         aliens = [block for block in request.table if block < 0]
         if not aliens:
@@ -376,7 +395,7 @@ class Borrower:
         return LoanUsage(borrowed=len(self.reader.lent))
 
     def give_up(self, lender: BlockLender) -> None:
-        """Compute the texts again whose blocks were at ``lender``, which is lost."""
+        """Recompute the texts of which blocks were at ``lender``, which can no longer be reached."""
         for loan in {*self.reader.lent.values()}:
             if loan.lender is lender:
                 for request in self._users(loan):

@@ -39,7 +39,7 @@ def tensor_of(payload: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> 
 
 
 def open_loans(endpoint: Endpoint, secret: str, office: LoanOffice) -> Channel:
-    """Let engines that know the ``secret`` lend to ``office``; return the channel."""
+    """Let engines that know the ``secret`` borrow blocks from ``office``; return the channel."""
     return endpoint.open(LOANS, secret, lambda c: serve_loans(office, c))
 
 
@@ -99,10 +99,13 @@ def _attend(office: LoanOffice, head: Head, payload: memoryview) -> Partial:
 
 
 class RemoteLender:
-    """A lender in another process, which listens at ``address``. ``channel``: channel by which it is dialled.
+    """A lender in another process, which is dialled at ``address`` by ``channel``. ``name``: its name in error
+    messages.
 
-    ``name``: the lender's name for error messages. ``lost``: whether the lender has failed to answer; it is never asked
-    again. ``moved``: bytes of queries and partial attentions so far; ``sent``: bytes of blocks.
+    Attributes:
+        ``lost``: whether the lender has failed to answer; it is never asked again.
+        ``moved``: bytes of queries and partial attentions so far.
+        ``sent``: bytes of cache blocks so far.
     """
 
     def __init__(self, channel: Channel, address: Address, name: str) -> None:
@@ -128,13 +131,13 @@ class RemoteLender:
             return 0
 
     def recalled(self) -> list[int]:
-        """Return the numbers of the loans that the lender wanted back in its last answer."""
+        """Return the numbers of those loans that the lender, by its last answer, wants back."""
         return self._recalled
 
     def take(self, contents: T) -> int:
-        """Lend blocks with these ``contents``, uint8 ``[blocks, bytes]``; return the number of the loan.
+        """Borrow blocks of the lender for these ``contents``, uint8 ``[blocks, bytes]``; return the number of the loan.
 
-        Raises :class:`NoRoom` and :class:`LenderLost`.
+        Raises :class:`NoRoom` if the lender has too few free blocks, and :class:`LenderLost`.
         """
         answer = self._call(
             {"do": "take", "blocks": len(contents)}, [tensor_bytes(contents)]
@@ -161,8 +164,11 @@ class RemoteLender:
     def ask(
         self, layer: int, queries: Sequence[LentQuery], q: T, window: int
     ) -> Callable[[], Partial]:
-        """Send queries and return a function that waits for their partial attention: see
-        :meth:`weft.models.borrowed_keys.BlockLender.ask`.
+        """Send the queries ``q`` ``[queries, heads, width]`` of ``layer`` to the lender. Return a function that waits
+        for their attention to the borrowed blocks.
+
+        ``queries``: for each text, which rows of ``q`` are its queries, and to which loans they attend. ``window``:
+        number of tokens that a token sees, itself included; 0: all.
         """
         head = {
             "do": "attend",

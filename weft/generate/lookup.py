@@ -48,8 +48,8 @@ class NgramIndex:
             del ends[:-PLACES]
 
     def find(self, tail: Sequence[int], depth: int) -> tuple[int, list[int]]:
-        """Return the length of the longest suffix of ``tail``, of at most ``depth`` tokens, that occurs in this text,
-        and the positions where its occurrences end, the latest first.
+        """Find the longest suffix of ``tail``, of at most ``depth`` tokens, that occurs in this text. Return its
+        length, and the positions where its occurrences end, the latest first.
         """
         longest, ends = 0, list[int]()
         for end in reversed(self._ends.get(tuple(tail[-self.least :]), ())):
@@ -68,8 +68,8 @@ class NgramIndex:
     def follow(
         self, ends: Sequence[int], path: list[int], count: int, floor: float
     ) -> list[int]:
-        """Extend ``path`` to ``count`` tokens by the most frequent next tokens. ``ends``: the positions of this text
-        behind which the path begins.
+        """Return ``path``, extended to ``count`` tokens by the most frequent next tokens. ``ends``: the positions of
+        this text behind which the path begins.
 
         The extension stops where less than a share ``floor`` of the occurrences agree with the path. Behind the end of
         the text, the path is assumed to repeat itself.

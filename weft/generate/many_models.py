@@ -15,9 +15,11 @@ def members_of(
     family: ModelFamily, folders: Sequence[Path], tokenizer: Tokenizer, taken: Collection[str],
     warn: Callable[[str], None],
 ) -> dict[str, FamilyMember]:  # fmt: skip
-    """Return the models in ``folders`` by their names. ``tokenizer``: that of the base; ``taken``: names in use.
+    """Return the models in ``folders`` by their names, to be opened later.
 
-    Raises :class:`UsageError` for a name that is taken, and for models of another shape or tokenizer than the base.
+    ``family``: the base model with the models of its shape. ``tokenizer``: the base's tokenizer. ``taken``: names that
+    are in use. ``warn`` prints a line. Raises :class:`UsageError` for a name that is taken, and for models of another
+    shape or tokenizer than the base.
     """
     members = {}
     for folder in folders:
@@ -42,7 +44,11 @@ def add_models(
 
 
 class Room(NamedTuple):
-    """Room for models in memory: for ``models`` beside the base, or ``nbytes`` bytes with the base."""
+    """How many models may be in memory at a time.
+
+    ``models``: number of models beside the base. ``nbytes``: if it is not None, it counts instead: bytes for all
+    models, the base included.
+    """
 
     models: int
     nbytes: int | None

@@ -86,7 +86,7 @@ class Departure:
         self._grown = dict.fromkeys(GROWING, 0)
 
     def round(self) -> MoveFrame | None:
-        """Return a frame of blocks that have been filled since the last round, and None if there are none."""
+        """Return a frame with the blocks that have become full since the last call; None if there are none."""
         full = self.request.computed // self.engine.scheduler.pool.size
         if not self.request.runs or full <= self.sent or self._outdated or self._lent:
             return None
@@ -179,11 +179,11 @@ class Departure:
 
 
 class Arrival:
-    """Takes the frames of a :class:`Departure` into ``engine``, which goes on with the request after the last one.
+    """Receives a request that another engine sends away by a :class:`Departure`. ``engine`` goes on with it after the
+    last frame.
 
-    Until then a placeholder owns the cache blocks. The engine takes the blocks back if its own requests need them.
-    ``compile``: :meth:`weft.generate.grammar.Grammars.compile` for this engine's model; None: texts with a grammar are
-    refused.
+    Until then a placeholder owns the cache blocks. The engine takes them back if its own requests need them.
+    ``compile``: compiles the request's grammar for this engine's model; None: requests with a grammar are refused.
     """
 
     def __init__(self, engine: Engine, compile: Compile | None = None) -> None:

@@ -80,16 +80,16 @@ class EngineOptions:
 
     @property
     def spread(self) -> Layout:
-        """The ranks of the engine."""
+        """The layout of the ranks over which the model is cut."""
         return Layout.parse(self.layout)
 
     @property
     def most(self) -> int:
-        """Most answers at a time."""
+        """Largest number of answers at a time, whether they are written or wait."""
         return self.requests + self.waiting
 
     def check(self) -> None:
-        """Raise :class:`UsageError` for options that are wrong by themselves."""
+        """Raise :class:`UsageError` for options that are wrong on their own or conflict, before any model is opened."""
         if self.invariant and self.spread.world > 1:
             raise UsageError(
                 "--invariant is for a model on one rank; leave out --layout"
@@ -230,7 +230,9 @@ def open_engine(
 def keep_opened(
     engine: Engine, options: EngineOptions, warn: Callable[[str], None]
 ) -> OutsideCache:
-    """Keep the cache blocks of ``engine`` in host memory or files, as ``options`` say."""
+    """Keep the cache blocks of ``engine`` in host memory or files, as ``options`` say; return the place where they are
+    kept. ``warn`` prints a line.
+    """
     opened = open_for_reading(options.checkpoint, options.ema)
     weights = weights_fingerprint(opened, options.weights)
     size = options.cache_folder_size

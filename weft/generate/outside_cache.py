@@ -60,7 +60,9 @@ class OutsideCache:
     # Called by the scheduler.
 
     def find(self, request: Request, keys: Sequence[bytes]) -> int:
-        """Return how many of the blocks with the leading ``keys``, which the engine lacks, the source has."""
+        """Return how many of ``keys``, from the first one on without a gap, the source has. They are the keys of blocks
+        of ``request`` that the engine's cache lacks.
+        """
         if not self._knows(request) or not keys:
             return 0
         try:
@@ -79,14 +81,16 @@ class OutsideCache:
         self._fetching.append(request)
 
     def note_full(self, request: Request, key: bytes, block: int) -> None:
-        """Remember that ``block`` is full, so that it is kept before it can be overwritten."""
+        """Note that the cache block number ``block`` is full, so that it is stored under ``key`` before it can be
+        overwritten.
+        """
         if self._knows(request) and block >= 0:
             self._full.append((request, key, block))
 
     # Called by the engine, between steps.
 
     def settle(self) -> None:
-        """Keep the blocks that have become full, and write those that have come for requests."""
+        """Store the blocks that have become full, and write those that were fetched for requests into the cache."""
         if self._full and (not self.engine.sent or len(self._full) > DEFERRED):
             full, self._full = self._full, []
             self._keep(full)
@@ -104,13 +108,13 @@ class OutsideCache:
                 self.engine.scheduler.arrived(request, 0)
 
     def pause(self) -> None:
-        """Wait a moment for blocks, as there is nothing to compute before they come."""
+        """Wait a moment for blocks that are being fetched, as the engine has nothing to compute before they come."""
         futures = [r.fetch.blocks for r in self._fetching if r.fetch is not None]
         if futures:
             wait(futures, IDLE_S, FIRST_COMPLETED)
 
     def close(self) -> None:
-        """Keep what is full, and close the source."""
+        """Store the full blocks that are not stored yet, and close the source."""
         self._keep(self._full)
         self._full = []
         self.source.close()
@@ -170,8 +174,8 @@ class OutsideCache:
 
 
 def cache_name(engine: Engine, weights: str) -> str:
-    """Return a name for what the contents of ``engine``'s blocks depend on: the model's fingerprint ``weights``, the
-    form of a block, and its tokens.
+    """Return a name that is equal only for engines whose cache blocks have the same contents for the same text. It
+    depends on the model's fingerprint ``weights``, the form of a block, and the tokens of a block.
     """
     form = [each.form for each in engine.block_form()]
     text = json.dumps([weights, engine.reader.size, form])
@@ -198,8 +202,10 @@ def keep_blocks(
 def join_memories(
     cache: OutsideCache, endpoint: Endpoint, secret: str
 ) -> PeerBlocks | None:
-    """Let other engines read the host memory in which ``cache`` keeps blocks, and ``cache`` read theirs; return what
-    is to be told where they are. None: ``cache`` keeps nothing in host memory.
+    """Let other engines read the host memory in which ``cache`` keeps blocks, and let ``cache`` read theirs. Return the
+    source that reads them, which must be told their addresses. Return None if ``cache`` keeps nothing in host memory.
+
+    ``secret``: known to all engines that may read. ``endpoint``: where this engine is reached.
     """
     tiers = cache.source
     memory = tiers.sources[0] if isinstance(tiers, TieredBlocks) else None

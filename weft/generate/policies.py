@@ -35,8 +35,8 @@ class SchedulingPolicy:
 
     @classmethod
     def of_argument(cls, argument: str | None) -> Self | None:
-        """Build the policy from the text after the colon (None without a colon); return None if the text is
-        not valid.
+        """Build the policy from ``argument``, the text after the colon of ``--policy NAME:ARGUMENT``; None: there is no
+        colon. Return None if the argument is not valid.
         """
         return cls() if argument is None else None
 
@@ -60,9 +60,10 @@ class SchedulingPolicy:
 def exact_fill(
     running: Sequence[Request], waiting: Sequence[Request], budget: int
 ) -> list[tuple[Request, int]]:
-    """Give the step's ``budget`` of tokens to new tokens of ``running`` requests first, then to prompts, oldest first.
-    The last prompt is cut where the budget ends (Dynamic SplitFuse). Return the requests, each with the number of its
-    tokens.
+    """Return the requests of the next step, each with the number of its tokens in it.
+
+    The step's ``budget`` of tokens goes to new tokens of ``running`` requests first, then to prompts, oldest first. The
+    last prompt is cut where the budget ends (Dynamic SplitFuse).
     """
     order = sorted(running, key=lambda r: (r.wanted > 1, r.turn))
     return [(r, r.wanted) for r in (*order, *waiting)]

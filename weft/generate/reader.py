@@ -29,11 +29,16 @@ T = torch.Tensor
 
 
 class TextSlice(NamedTuple):
-    """The tokens ``ids`` of a text that a forward pass computes, behind ``past`` earlier ones. Logits are returned for
-    the last ``rows`` tokens.
+    """Tokens of one text that a forward pass computes.
 
-    ``table``: the cache blocks of the text. The text begins at position ``offset``, and attends to ``context`` as if
-    that stood before it.
+    Attributes:
+        ``ids``: the token ids.
+        ``past``: number of the text's tokens before them.
+        ``table``: numbers of the cache blocks of the text.
+        ``rows``: number of last tokens whose logits are returned.
+        ``offset``: position of the text's first token.
+        ``context``: cached tokens of other texts, to which the text attends as if they stood before it.
+        ``adapter``: the adapter with which the tokens are computed, or None.
     """
 
     ids: Sequence[int]
@@ -46,8 +51,10 @@ class TextSlice(NamedTuple):
 
 
 def parts_of(step: ScheduledStep, again: bool = False) -> list[TextSlice]:
-    """List the text slices that a step computes: for each request its tokens, with the draft in its own blocks, then
-    its other drafts. ``again``: texts are computed from their first tokens on, by a model that remembers nothing.
+    """Return a list of the text slices that a step computes: for each request its tokens, with the draft in its own
+    blocks, then its other drafts.
+
+    ``again``: texts are computed from their first tokens on, as by a model without a cache.
     """
     parts = []
     for request, tokens in step.work.items():
@@ -104,7 +111,15 @@ def tiles_of(request: Request, step: ScheduledStep) -> list[PrefixTile]:
 
 
 class PackedRow(NamedTuple):
-    """Parts of several texts, concatenated to one row that a forward pass computes without padding."""
+    """Parts of several texts, concatenated to one row that a forward pass computes without padding.
+
+    Attributes:
+        ``ids``: token ids of the row.
+        ``positions``: position of each token in its text.
+        ``spans``: where each text's part lies in the row, and where its cache blocks are.
+        ``wanted``: indices of the tokens whose logits are returned.
+        ``adapters``: the adapter of each span, or None.
+    """
 
     ids: list[int]
     positions: list[int]
@@ -114,7 +129,7 @@ class PackedRow(NamedTuple):
 
     @classmethod
     def of(cls, said: Sequence[Any]) -> "PackedRow":
-        """Build a row from its JSON form, in which all sequences are lists."""
+        """Build a row from its JSON form ``said``, in which all sequences are lists."""
         ids, positions, spans, wanted, adapters = said
         return cls(
             ids,
@@ -152,8 +167,9 @@ def pooled(hidden: T, last: bool) -> T:
 
 
 class PagedReader:
-    """Computes parts of many texts in one forward pass of ``model``. Up to ``depth`` passes may be under way
-    at once.
+    """Computes parts of many texts in one forward pass of ``model``. Up to ``depth`` passes may be under way at once.
+
+    ``size``: tokens of a cache block. ``alike``: whether logits are bitwise equal however texts are packed.
     """
 
     depth = 1
@@ -194,12 +210,14 @@ class PagedReader:
         return self.shelf.add(name, adapter)
 
     def block_form(self) -> list[LayerPart]:
-        """Return what each layer of the whole model holds of a cache block. The cache must have its memory."""
+        """Return one part per layer, which says what a cache block holds of the whole model. The cache must be
+        allocated already.
+        """
         return layer_parts(self.model, self.pages)
 
     def read_blocks(self, table: Sequence[int], tokens: int) -> T:
-        """Copy the first ``tokens`` tokens of the cache blocks in ``table`` to the host: uint8 ``[blocks, bytes]``, as
-        :mod:`weft.generate.block_contents` orders them.
+        """Copy the first ``tokens`` tokens of the cache blocks in ``table`` to the host. Return uint8 ``[blocks,
+        bytes]``: for each block the bytes of one layer after the other.
         """
         return read_pages(self.pages, self.block_form(), table, tokens)
 
@@ -229,8 +247,9 @@ class PagedReader:
     ) -> T:
         """Run a forward pass over ``parts`` and return the logits ``[rows of all parts, vocab]``.
 
-        Before it, blocks are copied (``copies``) and adapters are loaded (``loads``) as :class:`ScheduledStep` says.
-        ``early``: the early exit that the pass makes, unless it has texts of several models.
+        ``copies``: pairs of cache blocks (from, to) that are copied before the pass. ``loads``: pairs of an adapter's
+        name and the blocks into which it is loaded before the pass. ``early``: where the pass shows early logits,
+        unless it has texts of several models.
         """
         row, device = pack(parts), self.model.mesh.device
         filled = [0] * (-len(row.ids) % TILE if self.alike else 0)

@@ -21,8 +21,10 @@ T = torch.Tensor
 
 
 class Branch(NamedTuple):
-    """A draft of a request, with cache blocks. ``path``: the guessed tokens after the request's text. ``table``: the
-    blocks in which their keys and values are computed.
+    """A draft of a request for which cache blocks have been taken, so that the step computes it.
+
+    ``path``: the guessed tokens behind the request's text. ``table``: numbers of the text's blocks and of those with
+    the keys and values of ``path``.
     """
 
     path: Sequence[int]
@@ -39,7 +41,9 @@ class PrefixView(NamedTuple):
 
 
 class BlockFetch(NamedTuple):
-    """Blocks on their way to a request. ``blocks``: gets the contents of the leading ones; ``deadline``: when the
+    """Blocks that are being fetched for a request.
+
+    ``blocks``: future of the contents of the first ones, up to the first that could not be read. ``deadline``: when the
     request goes on without them, in seconds of ``time.monotonic``.
     """
 
@@ -121,7 +125,7 @@ class Request:
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Its place among others: first by priority, then by arrival."""
+        """Sort key by which requests take their turns: priority, then arrival."""
         return self.priority, self.arrival
 
     @property
@@ -147,15 +151,18 @@ class Request:
 
     @property
     def guessable(self) -> Sequence["Generation"]:
-        """The text itself if a drafter may guess its next tokens in the next step, else nothing."""
+        """A list of this text itself if a drafter may guess its next tokens in the next step; otherwise it is empty."""
         return ()
 
     def take_prompt(self, first: int, rows: T) -> None:
         """Take the logits ``rows`` ``[tokens, vocab]`` behind token ``first`` of the prompt and those after it."""
 
     def take(self, rows: T) -> Sequence["Generation"]:
-        """Take the logits ``rows`` behind the text's last token and behind each token of its branches: ``[1 + tokens of
-        branches, vocab]``. Return the texts for which the engine samples their next tokens from the first row.
+        """Take the logits ``rows`` ``[1 + tokens of branches, vocab]`` behind the text's last token and behind each
+        token of its branches.
+
+        Return a list of this text itself if the engine is to sample its next token from the first row; otherwise the
+        list is empty.
         """
         self.logits = rows[0].cpu()
         return ()
@@ -275,8 +282,10 @@ class Generation(Request):
     def append(
         self, token: int, said: tuple[float, dict[int, float]] | None
     ) -> "Written":
-        """Append the sampled ``token``, or end the text if it is one of the stops. ``said``: its log-probability and
-        those of the likeliest tokens, if they are kept.
+        """Append the sampled ``token`` and return what was written. If the token is one of the stops, end the text
+        instead.
+
+        ``said``: log-probability of the token, and those of the likeliest tokens by id; None: they are not kept.
         """
         ends = token in self.stops
         if ends:
@@ -319,8 +328,10 @@ class Written(NamedTuple):
 
 
 class WantedRows(NamedTuple):
-    """Rows of logits that a forward pass returns for a request: ``prompt`` rows from token ``first`` on, to score the
-    prompt, and ``drawn`` rows from which tokens are sampled.
+    """Which rows of logits a forward pass returns for a request.
+
+    ``prompt``: number of rows that score the prompt, from its token ``first`` on. ``drawn``: number of rows behind
+    these, from which tokens are sampled.
     """
 
     request: Request

@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 
 class Switch(NamedTuple):
-    """The model ``name`` is to be read, and the models ``leaving`` are to make room for it."""
+    """A change of the models in memory.
+
+    ``name``: model that is to be read into memory. ``leaving``: models that leave memory to make room for it.
+    """
 
     name: str
     leaving: list[str]
@@ -21,8 +24,8 @@ class Switch(NamedTuple):
 class Residency:
     """Decides which models are in memory.
 
-    ``limit``: room for models. ``cost``: the room that a model takes. ``bound``: seconds within which a request should
-    begin. Times are seconds of any clock that does not go back.
+    ``limit``: room for models. ``cost``: returns the room that a model takes, in the same unit. ``bound``: seconds
+    within which a request should begin. All times are in seconds of any clock that does not go back.
     """
 
     def __init__(
@@ -38,7 +41,9 @@ class Residency:
         self.switches = 0
 
     def enter(self, name: str, now: float) -> bool:
-        """Let a request to the model ``name`` run and return True, or return False: the request then waits."""
+        """Return whether a request to the model ``name``, which comes at the time ``now``, may run at once. If not, the
+        request counts as waiting.
+        """
         if name in self.running and name not in self.closed:
             self.running[name] += 1
             self.running.move_to_end(name)
@@ -57,7 +62,9 @@ class Residency:
             del self.waiting[name]
 
     def due(self) -> float | None:
-        """Return when the first waiting request has waited for half of the bound; None if no request waits."""
+        """Return the time at which the request that came first has waited for half of ``bound`` seconds; None if no
+        request waits.
+        """
         came = [times[0] for name, times in self.waiting.items() if name != self.coming]
         return min(came) + self.bound / 2 if came else None
 

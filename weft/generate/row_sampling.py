@@ -36,9 +36,12 @@ LIKELIEST = (64, 1024, 8192)
 class TextState(NamedTuple):
     """What the next token of a text depends on beside a row of logits.
 
-    ``number``: the random number from [0, 1) that selects it. ``counts``: the text's tokens, if they are penalised.
-    ``allowed``: mask of the ids that a grammar allows, bool ``[vocab]``; None: all. ``forbidden``: ids that are not
-    allowed either, unless no other id is.
+    Attributes:
+        ``how``: settings of sampling.
+        ``number``: random number from [0, 1) that selects the token.
+        ``counts``: counts of the text's tokens for penalties; None: no penalties.
+        ``allowed``: ids that a grammar allows, bool ``[vocab]``; None: all.
+        ``forbidden``: ids that are not allowed, unless no other id is.
     """
 
     how: Sampling
@@ -107,7 +110,9 @@ def likeliest_tokens(logits: T, texts: Sequence[TextState]) -> T:
 
 
 def portions(rows: Sequence[int], device: torch.device) -> Iterator[Sequence[int]]:
-    """Yield ``rows`` in the portions that are processed together on ``device``."""
+    """Yield ``rows`` in successive parts, each of which is processed at once on ``device``. The parts are small on a
+    CPU, so that they fit in its cache.
+    """
     most = ROWS_IN_CACHE if device.type == "cpu" else len(rows)
     for first in range(0, len(rows), most):
         yield rows[first : first + most]
@@ -178,7 +183,9 @@ def penalise(values: T, how: Sampling, counts: TokenCounts) -> None:
 
 
 def sampling_candidates(logits: T, texts: Sequence[TextState]) -> Iterator[Candidates]:
-    """Yield the tokens that can be sampled from ``logits`` ``[texts, vocab]``, of each row once."""
+    """Yield groups of rows of ``logits`` ``[texts, vocab]``, each with the tokens that can be sampled for these rows.
+    Every row is in one group.
+    """
     vocab = logits.shape[1]
     kinds: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for row, (how, *_) in enumerate(texts):
@@ -212,7 +219,9 @@ def exponentials(values: T, best: T, hows: Sequence[Sampling]) -> T:
 
 
 def above_least(weights: T, hows: Sequence[Sampling]) -> T:
-    """Return ``weights``, whose largest is 1 in each row, with 0 for those below the row's ``min_p``."""
+    """Return ``weights`` with 0 for tokens whose weight is below the row's ``min_p``. The largest weight of each row
+    must be 1.
+    """
     if not any(how.min_p for how in hows):
         return weights
     least = weights.new_tensor([[how.min_p] for how in hows])
@@ -220,8 +229,8 @@ def above_least(weights: T, hows: Sequence[Sampling]) -> T:
 
 
 def likeliest(values: T, hows: Sequence[Sampling], top_k: int) -> tuple[T, T]:
-    """Return the weights and ids of the tokens that each row of ``values`` ``[rows, vocab]`` keeps of its ``top_k``
-    likeliest.
+    """Return weights and ids, ``[rows, top_k]`` each, of the ``top_k`` likeliest tokens of each row of ``values``
+    ``[rows, vocab]``. Tokens that ``top_p`` or ``min_p`` of ``hows`` leave out have weight 0.
     """
     best, ids = top_values(values, top_k)
     weights = exponentials(best, best[:, :1], hows)
@@ -230,9 +239,10 @@ def likeliest(values: T, hows: Sequence[Sampling], top_k: int) -> tuple[T, T]:
 
 
 def nuclei(values: T, hows: Sequence[Sampling]) -> Iterator[Candidates]:
-    """Yield the smallest sets of likeliest tokens that make up ``top_p`` of all, for rows ``values`` ``[rows, vocab]``.
+    """Yield, for groups of the rows of ``values`` ``[rows, vocab]``, the smallest sets of likeliest tokens whose
+    probability is ``top_p`` together.
 
-    The fewer tokens a row needs, the fewer are sorted.
+    Rows that need few tokens come first, as only their likeliest tokens must be sorted.
     """
     vocab, left = values.shape[1], torch.arange(len(values), device=values.device)
     totals = exponentials(values, values.amax(-1, True), hows)
@@ -253,8 +263,10 @@ def nuclei(values: T, hows: Sequence[Sampling]) -> Iterator[Candidates]:
 
 
 def in_nucleus(weights: T, ends: T, total: T, hows: Sequence[Sampling]) -> T:
-    """Return ``weights`` with 0 for those behind the row's ``top_p`` of the ``total`` ``[rows, 1]``; the first always
-    stays. ``ends``: the cumulative sums of ``weights``.
+    """Return ``weights`` with 0 for tokens outside the nucleus: those before which the row's weights sum to ``top_p``
+    of ``total`` already. The first token of a row always stays.
+
+    ``weights``: in descending order. ``ends``: their cumulative sums. ``total`` ``[rows, 1]``: sum over all tokens.
     """
     if all(how.top_p == 1 for how in hows):
         return weights
@@ -270,7 +282,9 @@ def block_sums(values: T) -> T:
 
 
 def value_blocks(values: T, fill: float) -> T:
-    """Return the rows ``[rows, n]`` as ``[rows, blocks, BLOCK_VALUES]``, filled up with ``fill``."""
+    """Divide each row of ``values`` ``[rows, n]`` into blocks: ``[rows, blocks, BLOCK_VALUES]``. The last block is
+    padded with ``fill``.
+    """
     rest = -values.shape[1] % BLOCK_VALUES
     padded = F.pad(values, (0, rest), value=fill) if rest else values
     return padded.unflatten(1, (-1, BLOCK_VALUES))
@@ -295,8 +309,10 @@ def top_values(values: T, count: int) -> tuple[T, T]:
 
 
 def draw_rows(weights: T, numbers: T) -> T:
-    """Return for each row of ``weights`` ``[rows, n]`` the first index at which the cumulative sum exceeds the row's
-    share ``numbers`` ``[rows]``, from [0, 1), of its total. An index with weight 0 is never returned.
+    """Return for each row of ``weights`` ``[rows, n]`` the first index at which the row's cumulative sum exceeds a
+    share of its total. An index with weight 0 is never returned.
+
+    ``numbers`` ``[rows]``: these shares, from [0, 1).
     """
     if weights.shape[1] <= 4 * BLOCK_VALUES:
         ends = weights.double().cumsum(-1)

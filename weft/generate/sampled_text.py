@@ -23,8 +23,12 @@ T = torch.Tensor
 class SampledText:
     """A text for which tokens are sampled from the logits of a pass.
 
-    ``row``: the row of logits behind the text's last token; those behind the tokens of its branches follow. ``right``:
-    how many guessed tokens were right, which are the first ones of the branch ``best``.
+    Attributes:
+        ``generation``: the request.
+        ``row``: the row of logits behind the token that was sampled last. At first it is the row behind the text's last
+            token; those behind the tokens of its branches follow.
+        ``right``: number of guessed tokens that have been sampled, too.
+        ``best``: branch that begins with these tokens; None: no guess was right.
     """
 
     def __init__(self, generation: Generation, row: int) -> None:
@@ -43,12 +47,14 @@ class SampledText:
 
     @property
     def guess(self) -> Guess | None:
-        """The next token as a drafter has sampled it, if one has."""
+        """The next token that a drafter has sampled, with its probabilities; None if there is none."""
         at = self.right
         return self._guesses[at] if at < len(self._guesses) else None
 
     def follow(self, token: int) -> bool:
-        """Go on behind the ``token`` that was sampled; return whether there are logits behind it."""
+        """Go on behind ``token``, which was sampled. Return whether a branch has guessed it, so that logits behind it
+        exist.
+        """
         self._live = [
             (branch, first)
             for branch, first in self._live
@@ -87,7 +93,9 @@ def write_next_tokens(logits: T, texts: Sequence[SampledText]) -> list[Written]:
 def next_tokens(
     logits: T, texts: Sequence[SampledText], states: Sequence[TextState]
 ) -> list[int]:
-    """Sample the next token of each of ``texts``: in one call, but for those that a drafter has sampled before."""
+    """Sample the next token of each of ``texts``. Texts without a sampled guess of a drafter are sampled together in
+    one call.
+    """
     tokens = [0] * len(texts)
     together: list[int] = []
     for i, text in enumerate(texts):

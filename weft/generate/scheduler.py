@@ -23,8 +23,12 @@ from weft.generate.request import Branch, Request
 
 
 class ScheduledStep(NamedTuple):
-    """The tokens that a step computes of each request, and the cache changes before it: first the copies of blocks,
-    then the loads of adapters.
+    """What a step computes, and the cache changes before it.
+
+    Attributes:
+        ``work``: number of tokens that are computed of each request, behind its computed ones.
+        ``copies``: pairs of cache blocks (from, to) that are copied first.
+        ``loads``: pairs of an adapter's name and the cache blocks into which it is loaded then.
     """
 
     # how many tokens of each request, from its computed ones on
@@ -35,23 +39,27 @@ class ScheduledStep(NamedTuple):
 
 
 class OutsideBlocks(Protocol):
-    """Interface to blocks that are kept beyond the pool (:mod:`weft.generate.outside_cache`)."""
+    """Interface to the cache blocks that are kept outside the pool, in host memory or files."""
 
     def find(self, request: Request, keys: Sequence[bytes]) -> int:
-        """Return how many of the blocks with the leading ``keys`` are kept."""
+        """Return how many of ``keys``, from the first one on without a gap, are kept. They are the keys of blocks of
+        ``request`` that the pool lacks.
+        """
 
     def fetch(self, request: Request, keys: Sequence[bytes]) -> None:
-        """Start to read these blocks; ``request.fetch`` says what the request waits for, until
-        :meth:`Scheduler.arrived`.
+        """Start to read the blocks of ``keys`` for ``request``, which waits until :meth:`Scheduler.arrived` is called.
+        Sets ``request.fetch``.
         """
 
     def note_full(self, request: Request, key: bytes, block: int) -> None:
-        """Remember that ``block`` has become full, so that it is kept."""
+        """Note that the cache block number ``block`` is full, so that it is stored under ``key``."""
 
 
 class Scheduler:
-    """Plans steps of at most ``budget`` tokens from at most ``limit`` requests. ``policy``: shares the budget among
-    requests. ``version``: number of the weights, which :meth:`renew` changes.
+    """Plans the steps of an engine over its requests. Cache blocks are taken from ``pool``.
+
+    ``budget``: most tokens in a step. ``limit``: most requests in a step. ``policy``: shares the budget among requests.
+    The attribute ``version`` is the number of the weights, which :meth:`renew` raises.
     """
 
     def __init__(
@@ -94,9 +102,10 @@ class Scheduler:
                              f"{self.pool.blocks * size}{adapter}; ask for fewer")  # fmt: skip
 
     def expect(self, placeholder: Request, blocks: int) -> bool:
-        """Give ``placeholder``, one of :attr:`arriving`, so many more cache blocks; return False if there are too few.
+        """Take ``blocks`` more cache blocks for ``placeholder``, a request in :attr:`arriving` that stands for one on
+        its way here. Return False if too few are free.
 
-        Requests that run take these blocks back if they need them: then the placeholder is no longer in
+        Running requests take these blocks back if they need them. The placeholder is then no longer in
         :attr:`arriving`.
         """
         if blocks > self.pool.free:
@@ -112,10 +121,11 @@ class Scheduler:
         placeholder.table = []
 
     def adopt(self, placeholder: Request, request: Request) -> bool:
-        """Start ``request``, whose first ``request.computed`` tokens are in the blocks of ``placeholder``; without such
-        blocks it waits like a new request. Return False, without a change, if there is no room for it and its adapter.
+        """Start ``request``, which has arrived from another engine: its first ``request.computed`` tokens are in the
+        blocks of ``placeholder``. If the placeholder has lost its blocks, the request waits like a new one.
 
-        Raises :class:`UsageError` if the cache can never hold the request.
+        Return False, without a change, if there is no room for the request and its adapter. Raises :class:`UsageError`
+        if the cache can never hold the request.
         """
         self.check_size(request)
         if not placeholder.table:
@@ -162,7 +172,9 @@ class Scheduler:
         request.fetch = None
 
     def arrived(self, request: Request, blocks: int) -> None:
-        """Let ``request`` go on behind so many blocks that it has waited for; it computes all others itself."""
+        """Let ``request`` go on, for which the first ``blocks`` of the blocks that it waited for have been read. It
+        computes the other blocks itself.
+        """
         request.fetch = None
         request.computed += blocks * self.pool.size
         request.hits += blocks * self.pool.size
@@ -258,8 +270,8 @@ class Scheduler:
                 self._remember(request)
 
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
-        """Keep the first ``right`` tokens of ``branch``, which were guessed right, and free the blocks of all other
-        drafts. None: no branch was right.
+        """Keep the first ``right`` guessed tokens of ``branch`` as tokens of ``request``, and free the blocks of all
+        other drafts. None: no guess was right.
         """
         branches.merge_branches(self.pool, request, branch, right)
         kept = -(

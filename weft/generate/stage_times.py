@@ -40,7 +40,9 @@ class StageTokens:
             answers.add(written)
 
     def mean(self, stage: str) -> tuple[float, float]:
-        """Return the mean tokens of a prompt and of an answer of ``stage``; for an unknown stage, those of all."""
+        """Return two means of ``stage``: tokens of a prompt, and tokens of an answer. For an unknown stage, return
+        those over all stages.
+        """
         prompts, answers = self._stages.get(stage, self._all)
         return prompts.value, answers.value
 
@@ -60,7 +62,7 @@ class StageTimes:
 
     @property
     def measured(self) -> bool:
-        """Whether the engine has been measured."""
+        """Whether the engine has answered a request, so that seconds per token are known."""
         return bool(self.prompt_second.count or self.written_second.count)
 
     def writing_seconds(self, stage: str) -> float:

@@ -35,8 +35,10 @@ def launch_ranks(layout: Layout, checkpoint: str) -> int | None:
 
 @contextmanager
 def as_rank(layout: Layout, device: str) -> Iterator[str]:
-    """Make this process one of the ranks of ``layout`` while the context lasts, and yield its own device. ``device``:
-    "cpu" or "cuda".
+    """Return a context in which this process is one of the ranks of ``layout``. The context's value is the rank's own
+    device, such as "cuda:1".
+
+    ``device``: "cpu" or "cuda".
     """
     if layout.world == 1:
         yield device

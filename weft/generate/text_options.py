@@ -57,7 +57,7 @@ class TextOptions:
 
     @property
     def reasons(self) -> bool:
-        """Whether the texts begin with reasoning, of which ``--think`` gives the number."""
+        """Whether ``--think`` asks for a number of texts that begin with reasoning."""
         return self.think not in ("", NO_REASONING)
 
     @property
@@ -239,7 +239,8 @@ class TextOptions:
 
 
 def shown_choice(rated: Sequence[RatedAnswer], judge: str) -> Iterator[tuple[str, str]]:
-    """Yield a heading with the scores of all answers, and one with the best answer. ``judge``: what the scores are of.
+    """Yield two pairs of a heading and a text: first the scores of all answers, then the best answer. ``judge``: name
+    of what the scores are, for the heading.
 
     Raises :class:`WeftError` if no text has an answer.
     """
@@ -267,8 +268,8 @@ def _compiled(answer: str) -> re.Pattern[str]:
 
 
 def tags_of(tokenizer: Tokenizer) -> Tags:
-    """Return the tokens by which the model of ``tokenizer`` marks how its text forks. Raises :class:`UsageError` if the
-    tokenizer lacks one.
+    """Return the tokens by which the model of ``tokenizer`` writes parts of its text as parallel paths (Multiverse).
+    Raises :class:`UsageError` if the tokenizer lacks one of them.
     """
     tags = {
         tag: None if tokenizer.model is None else tokenizer.model.token_to_id(tag)

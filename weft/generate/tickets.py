@@ -21,8 +21,8 @@ END_S = 10.0
 
 
 def open_tickets() -> "TicketWriter | TicketReader":
-    """Open the channel of messages from the first rank to all others. Return a writer on the first rank and a reader on
-    each other rank. All ranks must call it.
+    """Open the connection over which the first rank sends messages to all others. Return a writer on the first rank and
+    a reader on each other rank. All ranks must call it.
     """
     # The store of the default process group; PyTorch has no public way to it.
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()

@@ -11,7 +11,9 @@ import torch
 
 
 class TokenCounts:
-    """Counts of the tokens that are written behind ``prompt``, whose own tokens are known and count 0."""
+    """Counts how often each token is written behind ``prompt``. Tokens that only ``prompt`` has are listed with the
+    count 0. ``written``: tokens that are counted at once.
+    """
 
     def __init__(self, prompt: Iterable[int] = (), written: Iterable[int] = ()) -> None:
         self._places: dict[int, int] = {}
@@ -26,7 +28,9 @@ class TokenCounts:
             self._counts[self._place(token)] += 1
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids of all distinct tokens, int64, and how often each has been written, float64."""
+        """Return the ids of all distinct tokens of the prompt and the text, int64, and how often each has been written,
+        float64.
+        """
         ids, counts = np.array(self._ids, np.int64), np.array(self._counts, np.float64)
         return torch.from_numpy(ids), torch.from_numpy(counts)
 

@@ -47,8 +47,10 @@ class Workflow:
         return cls(frame["id"], frame["stage"], tuple(frame["remaining"]), deadline)
 
     def stage_deadline(self, now: float, seconds: Callable[[str], float]) -> float:
-        """Return when this stage is to be done: the time that is left is shared among this and the remaining stages in
-        proportion to their estimated ``seconds``.
+        """Return when this stage is to be done, in seconds of ``time.monotonic``. The time until the workflow's
+        deadline is shared among this and the remaining stages in proportion to their estimated seconds.
+
+        ``now``: the present time. ``seconds``: returns the estimated seconds of a stage, by its label.
         """
         own = seconds(self.stage)
         whole = own + sum(map(seconds, self.remaining))
