@@ -46,8 +46,9 @@ class StoredBlock(NamedTuple):
 def cut_blocks(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
     """Cut the box ``box`` of a tensor into smaller boxes of similar size, the blocks of a checkpoint.
 
-    ``shape``: shape of the whole tensor; ``itemsize``: bytes of an element. Tensors with long rows are cut at fixed
-    columns first. Then all tensors are cut by rows.
+    ``shape``: shape of the whole tensor; ``itemsize``: bytes of an element. A tensor with long rows is first cut
+    between columns, at the same columns whatever the box is. Then every tensor is cut between rows. Yields the smaller
+    boxes.
     """
     if not box:
         yield box

@@ -177,8 +177,8 @@ class StoredCheckpoint:
         """Fill this rank's parts of tensors from the checkpoint, in place.
 
         ``locals_``: the parts, by the tensor's name in the checkpoint. Raises :class:`WeftError` with a table of
-        differences if names or shapes do not match, and :class:`DamagedCheckpoint` if stored bytes are not what was
-        saved.
+        differences if names or shapes do not match, and :class:`DamagedCheckpoint` if stored bytes differ from the
+        saved bytes.
         """
         begun = time.perf_counter()
         self.check_fits(locals_)

@@ -27,11 +27,17 @@ Stamps = tuple[tuple[str, int, int], ...]
 
 @dataclass
 class FamilyMember:
-    """A model that rests in its files: its ``name``, the folder ``where`` it is, and the ``files`` beside its weights.
+    """Model of a family, whose weights rest in its files until the model is opened.
 
-    ``digests``: hashes of the weights, known once the model has been opened. ``own``: bytes of the weights that the
-    base does not have; as many as the base has until the model has been opened. ``stamps``: sizes and times of the
-    files when the weights were read first. ``pretrained``: the opened files, whose weights have not been read.
+    Attributes:
+        ``name``: name of the model.
+        ``where``: folder of the model.
+        ``files``: contents of the files beside the weights, by name.
+        ``digests``: hashes of the weights, by parameter; None until the model has been opened.
+        ``own``: bytes of the weights that the base model does not have. Before the model has been opened, it is the
+            size of the whole base model.
+        ``stamps``: names, sizes and times of the files when the weights were last read.
+        ``pretrained``: the opened model files, from which weights are read; None until they are opened.
     """
 
     name: str
@@ -44,10 +50,10 @@ class FamilyMember:
 
 
 class ModelFamily:
-    """The models that share the weights of ``base``, which has been opened.
+    """Models that share memory with the opened model ``base`` for all weights of equal content.
 
-    ``form``: in which form weights multiply (:func:`weft.models.products.read_only`). Adapters are merged into the
-    weights, of ``base`` and of the other models.
+    ``form``: form in which weights are held and multiplied: ``float``, ``int8`` or ``int4``. Adapters are merged into
+    the weights, both of ``base`` and of the other models.
     """
 
     def __init__(self, base: Transformer, form: str = "float") -> None:
@@ -68,8 +74,8 @@ class ModelFamily:
     def member(self, where: Path, tokenizer: Tokenizer | None) -> FamilyMember:
         """Return the model in the folder ``where``, whose weights are not read yet.
 
-        Raises :class:`UsageError` if its shape, or its tokenizer if it has one, is not that of the base.
-        ``tokenizer``: that of the base.
+        ``tokenizer``: tokenizer of the base model. Raises :class:`UsageError` if the model's shape differs from the
+        base's. The same error is raised if the model has a tokenizer of its own that differs from ``tokenizer``.
         """
         pretrained = open_pretrained(where)
         if pretrained.values is None:
@@ -85,9 +91,10 @@ class ModelFamily:
         return FamilyMember(where.name, where, files, own=self.nbytes)
 
     def open(self, member: FamilyMember) -> Transformer:
-        """Open ``member``: read those of its weights that are not in memory, and all of them the first time.
+        """Open ``member``, and return it as a model with weights.
 
-        Raises :class:`WeftError` if its files have changed since the first time.
+        At the first call all weights are read and hashed. Later calls read only those weights that no open model of the
+        family has. Raises :class:`WeftError` if a weight that is read has changed since the first call.
         """
         stamps, known = stamps_of(member.where), member.digests
         unchanged = known is not None and stamps == member.stamps
@@ -125,13 +132,16 @@ class ModelFamily:
 
 
 def stamps_of(folder: Path) -> Stamps:
-    """Return names, sizes and times of all files in ``folder``, by which a change of them shows."""
+    """Return the name, size and time of last change of every file in ``folder``. A changed file changes the result."""
     files = ((file, file.stat()) for file in sorted(folder.rglob("*")))
     return tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files)
 
 
 def values_in(weights: Mapping[str, torch.Tensor]) -> Values:
-    """Return a function that reads values from ``weights``, whole parameters by name."""
+    """Return a function that reads the values of a parameter's box from ``weights``.
+
+    ``weights``: whole parameters, by name.
+    """
 
     def values(name: str, logical: Logical, box: Box) -> torch.Tensor:
         return weights[name][slices(box)]
@@ -140,9 +150,9 @@ def values_in(weights: Mapping[str, torch.Tensor]) -> Values:
 
 
 def model_folders(folder: Path, warn: Callable[[str], None]) -> list[Path]:
-    """Return the folders in ``folder`` that hold models, in order of their names; ``warn`` is told of other folders.
+    """Return the folders directly in ``folder`` that hold models, in order of their names.
 
-    Raises :class:`UsageError` if there is none.
+    ``warn``: called with a line of text for each other folder. Raises :class:`UsageError` if no folder holds a model.
     """
     if not folder.is_dir():
         raise UsageError(f"--models {folder} is no folder")

@@ -121,7 +121,8 @@ class Checkpoints:
     def save(self, levels: Sequence[LevelStore]) -> None:
         """Save the state at each of ``levels``, one after another. Collective.
 
-        Returns as soon as the last save has begun to copy the state in the background; see :meth:`wait_for_copy`.
+        Returns as soon as the last save has begun to copy the state in the background. The state must not change until
+        :meth:`wait_for_copy` has returned.
         """
         waited, meta = 0.0, {"progress": asdict(self._progress), **self._about}
         for level in levels:

@@ -51,9 +51,9 @@ def load_state(
 ) -> Progress:
     """Load ``checkpoint``, whatever layout it was saved from, into ``state``. Returns the progress of the saved run.
 
-    Tensors that the optimizer keeps beside the parameters, and that the checkpoint lacks, start as copies of the
-    parameters if they are named in :data:`LIKE_PARAMETERS` (such as moving averages). Collective over ``group``
-    (default: all ranks).
+    The checkpoint may lack some tensors that the optimizer keeps beside the parameters, such as moving averages. Those
+    named in :data:`LIKE_PARAMETERS` then start as copies of the parameters. Collective over ``group`` (default: all
+    ranks).
     """
     from weft.checkpoint import reshard
 

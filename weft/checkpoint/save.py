@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Saved:
-    """Report of one rank about a save: about its own part, or, if ``report.committed``, about the commit of the whole.
+    """Report of one rank about a save: about writing its own part, or about the commit of the whole save.
 
-    ``rank``: rank that reports; ``step``: step of the checkpoint; ``where``: address of the checkpoint; ``report``:
-    result of the work.
+    It is about the commit if ``report.committed`` is set. ``rank``: rank that reports; ``step``: step of the
+    checkpoint; ``where``: address of the checkpoint; ``report``: result of the work.
     """
 
     rank: int

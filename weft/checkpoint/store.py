@@ -157,10 +157,10 @@ def candidates(
 ) -> list[Storage]:
     """Return the checkpoints that can be loaded from ``where``, the highest step first.
 
-    Each ``where`` is a checkpoint, or the folder of a run, which stands for all checkpoints of the run. Of two
-    checkpoints of one step the first is that of the storage that is searched first. ``warn``, if given, is called for
-    every storage that cannot be read; without it such a storage is an error. Raises :class:`WeftError` if there is no
-    checkpoint.
+    Each ``where`` is a checkpoint, or the folder of a run, which stands for all checkpoints of the run. A run that came
+    to a step twice has two checkpoints of it; the newer one comes first. ``warn``, if given, is called with a line of
+    text for every storage that cannot be read; without ``warn`` such a storage is an error. Raises :class:`WeftError`
+    if there is no checkpoint.
     """
     checkpoints: list[Storage] = []
     problems: list[StorageError] = []

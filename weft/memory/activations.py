@@ -103,8 +103,8 @@ class Rooms:
     def give(self, room: HostRoom | Region, leaving: Transfer) -> None:
         """Return ``room`` to the pool.
 
-        ``leaving``: the transfer to the room. Those of its pieces that have not begun are cancelled, and the others are
-        waited for.
+        ``leaving``: the transfer that was moving storages to the room. Pieces of the transfer that have not begun are
+        cancelled. The method waits for the other pieces.
         """
         for piece in leaving.pieces:
             piece.cancel()
@@ -115,13 +115,13 @@ class Rooms:
 class SavedStorage:
     """Storage of a tensor that autograd has saved during one run of a block.
 
-    Only tensors that autograd has saved refer to this object, so that backward frees its memory.
+    Only autograd's saved tensors refer to this object. When backward drops these tensors, the memory is freed.
 
     Attributes:
         ``here``: bytes on the device (uint8), or None while they are only in the run's room.
         ``run``: run of the block that saved the storage.
         ``size``: number of bytes.
-        ``start``: byte of the room at which the storage begins; -1 if it is not moved.
+        ``start``: byte of the room at which the storage begins; -1 if the storage stays on the device.
     """
 
     def __init__(self, here: T, run: "BlockRun") -> None:
@@ -162,16 +162,16 @@ class BlockRun:
     """One forward run of a block, and the storages that it has saved for backward.
 
     Attributes:
-        ``before``: weak reference to the run before this one in the same pass, which backward reaches after this one.
+        ``before``: weak reference to the previous run in the same pass. Backward reaches that run after this one.
         ``index``: number of this run in the pass.
         ``stored``: storages that the run has saved.
         ``room``: room to which they are moved; None if they stay on the device.
-        ``leaving``: transfer to the room.
-        ``coming``: transfer back to the device.
+        ``leaving``: transfer of the storages to the room.
+        ``coming``: transfer of the storages back to the device.
         ``wanted``: whether backward has reached this run.
         ``timing``: times and sizes of the run.
-        ``leaves``: whether the storages are moved in this pass. It counts only in the first passes, which are profiled
-            in turns with and without moves.
+        ``leaves``: whether the storages are moved in this pass. The flag has an effect in the first passes only, while
+            the mover measures passes with and without moves in turn.
     """
 
     def __init__(self, before: "BlockRun | None") -> None:
@@ -196,8 +196,9 @@ class SavedActivations:
 
     ``device``: where the blocks run; ``file``: file to which tensors are moved, None for the host's memory; ``blocks``:
     number of first blocks of each pass whose tensors are moved, or 0 to decide by a profile of the first passes;
-    ``report``: called with the profile and the decision, as a dict for the metrics. The attribute ``sent`` is the
-    number of bytes that were to be moved so far, and ``peak`` the most bytes of saved tensors on the device at once.
+    ``report``: called with the profile and the decision, as a dict for the metrics. Two attributes count bytes:
+    ``sent`` is the number of bytes whose move has been begun so far, and ``peak`` the most bytes of saved tensors on
+    the device at once.
     """
 
     def __init__(
@@ -447,9 +448,10 @@ class SavedActivations:
         })  # fmt: skip
 
     def profile(self) -> Profile:
-        """Return a profile of the passes so far, from which the number of moved blocks is chosen.
+        """Return a profile of the passes so far, from which the number of blocks with moved tensors is chosen.
 
-        It holds the fastest times of each block without transfers, the bandwidths, and the time that transfers add.
+        The profile holds the fastest times of each block without transfers, the bandwidths, and the time that transfers
+        add.
         """
         if self.cuda:
             torch.cuda.synchronize(self.device)

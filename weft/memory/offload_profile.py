@@ -19,8 +19,9 @@ def most_leaving(index: int, away: int, length: int) -> int:
     """Return how many earlier blocks may still be in transfer off the device when forward begins a block.
 
     ``index``: number of the block that begins; ``away``: number of first blocks whose activations are moved;
-    ``length``: number of blocks. The memory that later blocks will fill with activations that stay on the device is
-    still free, and serves blocks in transfer until then, so that a slow disk has the whole forward pass.
+    ``length``: number of blocks. Later blocks whose activations stay on the device have not filled their memory yet.
+    Until they do, that memory holds the activations of blocks in transfer. A slow disk can therefore use the whole
+    forward pass.
     """
     return max(0, length - max(index, away)) + MOST_LEAVING - 1
 
@@ -106,7 +107,7 @@ class Profile:
         return BlocksSaving(away, most, now)
 
     def recomputed(self, count: int) -> BlocksSaving:
-        """Return the effect of recomputing the first ``count`` blocks during backward, on memory and time.
+        """Return the memory and time of the pass if backward recomputes the first ``count`` blocks.
 
         Each of these blocks keeps only its input until backward recomputes the block. One block at a time is
         recomputed.
@@ -129,10 +130,11 @@ class Profile:
         return max(n for n in numbers if self.offloaded(n).seconds <= limit)
 
     def curve(self) -> dict[str, Any]:
-        """Return the effects of moving, and of recomputing, the activations of the first n blocks, as lists over n.
+        """Return how memory and time change with the number of first blocks that are moved, or recomputed.
 
-        The lists begin at n = 0. Their keys are ``offload`` and ``recompute``. ``recompute`` is missing if the blocks
-        are recomputed already.
+        The result is a dict with two lists of :class:`BlocksSaving`. Item n of ``offload`` has the activations of the
+        first n blocks moved off the device. Item n of ``recompute`` has the first n blocks recomputed. ``recompute`` is
+        missing if the blocks are recomputed already.
         """
         numbers = range(len(self.blocks) + 1)
         points: dict[str, Any] = {"offload": [self.offloaded(n) for n in numbers[:-1]]}

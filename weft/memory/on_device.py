@@ -12,8 +12,9 @@ class OnDevice:
     """Tiers (places of memory in which tensors rest) of a run that keeps all tensors on the device.
 
     Its methods move nothing and wait for nothing. The subclass :class:`weft.memory.resting.Tiers` moves tensors to the
-    host's memory or a file while they are not in use. ``places``: where each kind of tensor ("weights", "gradients" or
-    "moments") rests; ``room``: bytes of weights that may stay in memory between uses.
+    host's memory or a file while they are not in use. ``places`` (attribute): where each kind of tensor ("weights",
+    "gradients" or "moments") rests, by kind; ``room`` (attribute): bytes of weights that may stay in memory between
+    uses.
     """
 
     places: Mapping[str, str] = {}
@@ -83,13 +84,17 @@ class OnDevice:
     def updating(
         self, owner: Hashable, behind: int = 1
     ) -> AbstractContextManager[None]:
-        """Return a context in which the tensors of the unit ``owner`` may change. ``behind`` has no effect here."""
+        """Return a context in which the tensors of the unit ``owner`` may change.
+
+        ``owner``: parameters that are updated together; ``behind`` has no effect here.
+        """
         return nullcontext()
 
     def trying(self, owner: Hashable) -> AbstractContextManager[None]:
         """Return a context in which the tensors of the unit ``owner`` may change on trial.
 
-        Unlike in :class:`weft.memory.resting.Tiers`, :meth:`undo` cannot take the changes back here.
+        ``owner``: parameters that are updated together. Unlike in :class:`weft.memory.resting.Tiers`, :meth:`undo`
+        cannot take the changes back here.
         """
         return nullcontext()
 
@@ -111,7 +116,7 @@ class OnDevice:
         """Compare all tensors in the file with the checksums of what was written. Here there is no file."""
 
     def restart(self) -> None:
-        """Declare that the unit which is updated next is the first of a step. Here this changes nothing."""
+        """Declare that a step begins, so that the next unit to be updated is its first. Here this changes nothing."""
 
     def forget_sums(self) -> None:
         """Drop the checksums of all tensors in the file. Here there is no file."""

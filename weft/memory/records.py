@@ -99,11 +99,12 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """Slots in a device's memory, each for one record; a record that is needed replaces that used longest ago.
+    """Slots in a device's memory, each for one record. A new record replaces the record that was used longest ago.
 
-    ``records``: store of all records; ``slots``: number of slots; ``device``: where the slots are. ``counts["read"]``:
-    number of records whose read was begun and not cancelled; ``counts["awaited"]``: number of records for which the
-    computation waited, because no other record that it needed was in memory.
+    ``records``: store of all records; ``slots``: number of slots; ``device``: where the slots are. The attribute
+    ``counts`` has two counts: ``counts["read"]`` is the number of records whose read was begun and not cancelled.
+    ``counts["awaited"]`` is the number of records for which the computation had to wait, because no other record that
+    it needed was in memory.
     """
 
     def __init__(self, records: Records, slots: int, device: torch.device) -> None:
@@ -147,10 +148,11 @@ class Slots:
             self._expected.add(record)
 
     def using(self, records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
-        """Yield all of ``records`` (numbers) in groups, each record with its memory (uint8 ``[size]``).
+        """Yield all of ``records`` (numbers) in groups. A group is a list of pairs of a number and the record's memory.
 
-        Records that are already in memory come first. The memory of a group is valid until the next group is requested.
-        Raises :class:`weft.memory.nameless_file.TierError` if a record cannot be read.
+        The memory is uint8 ``[size]``. Records that are already in a slot come first. The memory of a group is valid
+        until the next group is requested. Raises :class:`weft.memory.nameless_file.TierError` if a record cannot be
+        read.
         """
         self.expect(records)
         left = list(records)

@@ -134,8 +134,8 @@ class RestingGroup:
     def put(self, changed: bool, apart: bool = False) -> None:
         """Let the tensors rest again. If they have changed, begin to write them back.
 
-        ``changed``: whether they have changed; ``apart``: write them as the second version, beside the version that was
-        read. If ``kept`` is set, the buffer stays for the next use.
+        ``changed``: whether they have changed; ``apart``: write them as a second version, and keep the version that was
+        read. If the attribute ``kept`` is set, the buffer stays for the next use.
         """
         if changed and apart:
             self.turn()
@@ -190,7 +190,7 @@ class RestingGroup:
 
 @dataclass
 class AccessOrder:
-    """Order in which units of the state were used in the last round, which predicts the next unit.
+    """Order in which units of the state were used in the last step, which predicts the unit that is used next.
 
     ``following``: for each unit, the unit that was used after it; ``last``: unit that was used last.
     """
@@ -431,9 +431,9 @@ class Tiers(OnDevice):
             group.settle()
 
     def restart(self) -> None:
-        """Declare that the unit which is updated next is the first of a step.
+        """Declare that a step begins: the next unit to be updated is the first of the step.
 
-        Reads ahead follow the order of the units in the last step.
+        The order of units in the last step then predicts which unit to read ahead.
         """
         self.order.last = self.trials.last = None
 

@@ -123,8 +123,8 @@ class RestingExperts:
         """Replace the experts of ``model`` by slots, and store the experts' values in records.
 
         The parameters of ``model`` are not allocated yet. ``values``: function that reads the values of a parameter.
-        They are stored in their own type and widened when they are used: bfloat16 is half as many bytes to read. Raises
-        :class:`UsageError` if the model has no experts.
+        The values are stored in their own type, and widened when they are used: bfloat16 is half as many bytes to read
+        as float32. Raises :class:`UsageError` if the model has no experts.
         """
         blocks = [b for b in model.blocks.values() if isinstance(b.ffn, Mixture)]
         mixtures = [cast(Mixture, b.ffn) for b in blocks]

@@ -51,10 +51,11 @@ def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
 
 
 def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
-    """Return for each unit whether it is updated early (during backward), where ``waiting`` units are updated later.
+    """Return a list that says for each unit whether it is updated early, that is, during backward.
 
-    The waiting units are chosen among the free ones, which may be updated early, and spread evenly over them. The first
-    free unit is early, unless all of them wait. ``sizes``: sizes of each unit, with its ``free``.
+    ``sizes``: sizes of each unit; ``waiting``: number of units that could be updated early but are updated later. These
+    units are spread evenly over the units whose ``free`` is set. The first free unit is early, unless all of them wait.
+    A unit that is not free is never early.
     """
     places = [i for i, unit in enumerate(sizes) if unit.free]
     wait = {places[(2 * i + 1) * len(places) // (2 * waiting)] for i in range(waiting)}
@@ -62,11 +63,11 @@ def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
 
 
 def choose_early(sizes: Sequence[Sizes], backward: float) -> list[bool]:
-    """Return for each unit whether to update it early (during backward), so that transfers are hidden best.
+    """Return a list that says for each unit whether to update it early (during backward), to hide transfers best.
 
-    ``sizes``: sizes of each unit; ``backward``: computing time of the backward half of a step, in multiples of that of
-    the forward half. The choice minimises the larger of two ratios: the transfer time of either half to its computing
-    time.
+    ``sizes``: sizes of each unit; ``backward``: computing time of the backward half of a step, in multiples of the
+    computing time of the forward half. For each half of the step there is a ratio of transfer time to computing time.
+    The choice makes the larger of the two ratios as small as possible.
     """
 
     def longest(early: Sequence[bool]) -> float:

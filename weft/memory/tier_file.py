@@ -96,14 +96,15 @@ def page_buffer(size: int, pinned: bool = False) -> T:
 class BufferPool:
     """Pool of reusable buffers. Each size has its own buffers, so that small tensors do not occupy large buffers.
 
-    Buffers of a size with fewer than :data:`COMMON` users (:meth:`announce`) are freed after use, unless they are
-    pinned.
+    Groups of tensors announce the size of buffer that they will use (:meth:`announce`). A buffer is freed after use if
+    fewer than :data:`COMMON` groups have announced its size, unless buffers are pinned.
 
     Attributes:
         ``pinned``: whether buffers are pinned for copies to and from CUDA devices.
         ``bytes``: bytes of all buffers, in use or not.
         ``most``: the peak of ``bytes``.
-        ``when_short``: called when memory runs out, to return buffers that are still being written.
+        ``when_short``: function that the pool calls when memory runs out; it returns buffers that are still being
+            written to the pool.
     """
 
     def __init__(self, pinned: bool = False) -> None:
@@ -115,7 +116,10 @@ class BufferPool:
         self._users: Counter[int] = Counter()
 
     def announce(self, size: int) -> None:
-        """Count one more user of buffers of ``size`` bytes, which decides whether such buffers are kept after use."""
+        """Count one more group of tensors that will use buffers of ``size`` bytes.
+
+        Buffers of a size that many groups use are kept after use.
+        """
         self._users[whole_pages(size)] += 1
 
     def take(self, size: int) -> T:
@@ -144,7 +148,7 @@ class BufferPool:
         give_heap_back()
 
     def give(self, buffer: T) -> None:
-        """Return ``buffer`` to the pool, or free it if it is not pinned and its size has few users."""
+        """Return ``buffer`` to the pool, or free it if it is not pinned and few groups of tensors use its size."""
         if self._users[buffer.numel()] < COMMON and not self.pinned:
             self.bytes -= buffer.numel()
         else:
@@ -199,7 +203,7 @@ class Transfer:
 class Region:
     """Region of a file for offloaded tensors.
 
-    A transfer may not overlap with another transfer, or with a use of the memory, that changes the same bytes.
+    While a transfer runs, nothing else may change its bytes, neither another transfer nor a write to ``memory``.
 
     Attributes:
         ``file``: the file.
@@ -334,15 +338,15 @@ def _sum(data: T) -> int:
 
 
 class TierFile:
-    """File for the offloaded tensors of one rank. It grows by regions and disappears with its last user.
+    """File for the offloaded tensors of one rank. It grows by regions, and vanishes when no process has it open.
 
     Attributes:
         ``folder``: folder of the file.
         ``timeout``: seconds that a transfer may take.
         ``called``: setting that names the folder, for messages.
-        ``bytes``: bytes ``read`` and ``written`` by transfers so far.
+        ``bytes``: bytes that transfers have moved so far, by ``"read"`` and ``"written"``.
         ``note``: warning that the file goes through the page cache, because its file system has no direct I/O, or that
-            it is in memory; "" if there is none.
+            the file lies in memory; "" if there is none.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ T = torch.Tensor
 class LentAdapter(NamedTuple):
     """The adapter that a request uses.
 
-    ``table``: numbers of the cache blocks that hold a copy of the adapter.
+    ``name``: name under which the adapter was added to the :class:`AdapterShelf`; ``table``: numbers of the cache
+    blocks that hold a copy of the adapter.
     """
 
     name: str
@@ -42,7 +43,8 @@ class LentAdapter(NamedTuple):
 class AdapterShelf:
     """The adapters that requests can name, held in host memory.
 
-    Adapters in use are copied into blocks of the key/value cache. ``pages``: the cache of each layer.
+    Adapters in use are copied into blocks of the key/value cache. ``model``: the model that the adapters adapt;
+    ``pages``: the cache of each layer.
     """
 
     def __init__(self, model: Transformer, pages: Sequence[Pages]) -> None:

@@ -42,8 +42,9 @@ class LowRank(Module):
     """The low-rank factors ``a`` and ``b`` that adapt a weight ``[out, in]`` (LoRA).
 
     With kind ``dora`` there is also ``magnitude`` ``[out]``, the trained norm of each row of the weight. At the start
-    ``b`` is zero and the magnitude is that of the weight, so that the adapter changes nothing. ``scale``: factor of the
-    adapter's output. ``whole``: whether every rank of ``tp`` holds all of the weight.
+    ``b`` is zero and the magnitude is that of the weight, so that the adapter changes nothing. ``table``: descriptions
+    of the model's parameters; ``path``: name of this module in the model; ``scale``: factor of the adapter's output;
+    ``whole``: whether every rank of ``tp`` holds all of the weight.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class LowRank(Module):
 class TokenRows(Module):
     """Trained rows of an embedding or output layer ``[vocab, embed]``, in place of the weight's rows of some tokens.
 
-    ``tokens``: ids of these tokens, ascending. ``part``: the range of ids whose rows are in this rank's shard of the
-    weight. Every rank of ``tp`` holds all trained rows, and uses those in its range.
+    ``tokens``: ids of these tokens, ascending; ``part``: first id and end of the range of ids whose rows are in this
+    rank's shard of the weight; ``table``: descriptions of the model's parameters; ``path``: name of this module in the
+    model. Every rank of ``tp`` holds all trained rows, and uses those in its range.
     """
 
     def __init__(
@@ -95,10 +97,10 @@ class TokenRows(Module):
         return weight.index_copy(0, index.to(weight.device), rows.to(weight.dtype))
 
     def scored(self, hidden: T, logits: T) -> T:
-        """Return ``logits`` with those of tokens whose rows are trained computed anew.
+        """Return ``logits`` with the logits of some tokens replaced: those of tokens whose rows are trained.
 
-        ``hidden``: ``[..., embed]``. ``logits``: the logits of this rank's range of the vocabulary, ``[...,
-        vocab/tp]``.
+        The new logits are computed with the trained rows. ``hidden``: input of the output layer, ``[..., embed]``;
+        ``logits``: logits of this rank's range of the vocabulary, ``[..., vocab/tp]``.
         """
         index, rows = self._own()
         own_logits = F.linear(hidden, rows.to(hidden.dtype)).to(logits.dtype)
@@ -110,9 +112,10 @@ class TokenRows(Module):
 
 
 def adapt(module: Module, name: str, whole: bool) -> None:
-    """Register quantised form and adapter of the weight ``name`` of ``module``, if the parameter table has them.
+    """Give ``module`` the quantised form and the adapter of its weight ``name``, as submodules.
 
-    ``whole``: whether every rank of ``tp`` holds all of the weight.
+    Each is made only if the parameter table describes it. ``whole``: whether every rank of ``tp`` holds all of the
+    weight.
     """
     stored, beside = (module.path + part + name for part in (QUANTIZED, ADAPTERS))
     if module.inside(name) not in module.described:

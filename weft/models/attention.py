@@ -244,10 +244,11 @@ def _scores(q: T, k: T, causal: bool) -> T:
 def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
     """Compute causal attention within each document on one device.
 
-    This custom operator is opaque to ``torch.compile``, and selective recompute keeps its results. ``q``: ``[batch,
-    seq, heads, head_dim]``; ``k, v`` with ``kv_heads``; ``cu_seqlens`` as in :class:`weft.data.batch.Batch`.
-    ``window``: the number of tokens that a token sees, itself included, 0 for all. Returns ``out`` like ``q`` and
-    ``lse`` ``[batch * seq, heads]``.
+    ``q``: ``[batch, seq, heads, head_dim]``; ``k, v``: ``[batch, seq, kv_heads, head_dim]``; ``cu_seqlens``: index of
+    the first token of each document in the flattened ``batch * seq`` tokens, and at the end the number of all tokens;
+    ``window``: the number of tokens that a token sees, itself included, 0 for all. Returns ``out`` like ``q`` and the
+    log-sum-exps ``[batch * seq, heads]``. This custom operator is opaque to ``torch.compile``, and selective recompute
+    keeps its results.
     """
     flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
     if is_invariant():

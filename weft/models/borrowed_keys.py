@@ -23,7 +23,7 @@ T = torch.Tensor
 
 
 class LoanPart(NamedTuple):
-    """The tokens ``begin:end`` of a text, which are those of loan number ``loan``."""
+    """The tokens ``begin:end`` of a text, whose keys and values another engine holds as loan number ``loan``."""
 
     loan: int
     begin: int
@@ -31,9 +31,10 @@ class LoanPart(NamedTuple):
 
 
 class LentQuery(NamedTuple):
-    """Queries of one text for its tokens at a lender: the rows ``first:last`` of a message's queries.
+    """The queries of one text in a message to a lender, an engine that holds keys and values of the text.
 
-    ``past``: position of the first query in the text; ``parts``: the tokens of the text that the lender holds.
+    ``first:last``: rows of these queries among all queries of the message; ``past``: position of the first of them in
+    the text; ``parts``: the tokens of the text that the lender holds.
     """
 
     first: int
@@ -47,21 +48,21 @@ Partial = tuple[T, T]
 
 
 class BlockLender(Protocol):
-    """Interface to another engine that holds lent blocks."""
+    """Interface to another engine that lends cache blocks: it holds the keys and values of a text's first tokens."""
 
     def ask(
         self, layer: int, queries: Sequence[LentQuery], q: T, window: int
     ) -> Callable[[], Partial]:
-        """Send the queries ``q`` ``[queries, heads, width]`` of ``layer`` to the lender; return a function that waits
-        for their partial attention.
+        """Send queries of one layer to the lender. Returns a function that waits for their partial attention.
 
-        ``window``: the number of tokens that a token sees, itself included; 0: all. Raises :class:`LenderLost`, as the
-        returned function does.
+        ``layer``: index of the layer; ``queries``: which text each of the queries belongs to; ``q``: the queries
+        themselves, ``[queries, heads, width]``; ``window``: the number of tokens that a token sees, itself included; 0:
+        all. Raises :class:`LenderLost` if the lender does not answer, and so does the returned function.
         """
 
 
 class LenderLost(Exception):
-    """Error of a lender that does not answer any more. ``lender``: the lender."""
+    """Error of a lender that does not answer any more. ``lender``: the lender; ``why``: the message."""
 
     def __init__(self, lender: BlockLender, why: str) -> None:
         super().__init__(why)
@@ -70,7 +71,10 @@ class LenderLost(Exception):
 
 @dataclass(frozen=True)
 class LentBlock:
-    """A lent block of a text, which is part of loan number ``loan`` at ``lender``."""
+    """A cache block of a text that another engine holds.
+
+    ``lender``: that engine; ``loan``: number of the loan there that the block is part of.
+    """
 
     lender: BlockLender
     loan: int
@@ -81,10 +85,11 @@ LentBlocks = dict[int, LentBlock]
 
 
 class BorrowingGroup(NamedTuple):
-    """Spans whose texts begin with lent blocks.
+    """New tokens of texts whose first cache blocks are lent, that is, held by other engines.
 
-    ``own``: for each span the part of its text that lies in this cache, as a span whose rows count among ``rows``.
-    ``asked``: for each lender the queries that it gets, whose rows are those of ``sent[lender]``.
+    ``rows``: index of each new token in the packed row. ``own``: for each text a span that covers only the part of the
+    text in this engine's cache; its new tokens are counted within ``rows``. ``asked``: for each lender a triple: the
+    lender, its queries by text, and the places of these queries in ``rows``.
     """
 
     rows: T  # [queries], places in the packed row
@@ -95,8 +100,10 @@ class BorrowingGroup(NamedTuple):
 def group_borrowing(
     spans: Sequence[Span], lent: LentBlocks, size: int, device: torch.device
 ) -> BorrowingGroup:
-    """Group ``spans`` whose tables begin with lent blocks by the lenders of these blocks. ``size``: tokens of a
-    block.
+    """Group the queries of ``spans``, whose tables begin with lent blocks, by the engines that hold these blocks.
+
+    ``lent``: lent blocks by their numbers in the tables; ``size``: tokens of a block; ``device``: where the group's
+    tensors are made.
     """
     rows: list[int] = []
     own: list[Span] = []
@@ -134,8 +141,9 @@ def attend_borrowing(
 ) -> T:  # fmt: skip
     """Compute the attention of all queries of ``group``, ``[queries, heads, width]``, to their own texts.
 
-    ``read``: a function from a span and the window to the keys and values in this cache, and the number of the first
-    tokens that are left out. Lenders compute at the same time as this engine.
+    ``q``: the queries; ``layer``: index of the layer; ``window``: the number of tokens that a token sees, itself
+    included; 0: all. ``read``: a function from a span and the window to three values: the keys and the values in this
+    cache, and the number of the first tokens that these leave out. Lenders compute at the same time as this engine.
     """
     pending = [
         (lender.ask(layer, queries, q[places], window), places)
@@ -163,9 +171,12 @@ def attend_borrowing(
 def attend_lent(
     q: T, query: LentQuery, window: int, read: Callable[[int], tuple[T, T]]
 ) -> Partial:
-    """Compute the attention of ``q``, the rows of ``query``, to all parts of its text that lie here.
+    """Compute the attention of a text's queries to those of its tokens that this engine holds as loans.
 
-    ``read``: a function from the number of a loan to its keys and values ``[tokens, kv_heads, width]``.
+    ``q``: the queries, ``[queries, heads, width]``; ``query``: position of the queries, and the loaned tokens;
+    ``window``: the number of tokens that a token sees, itself included; 0: all. ``read``: a function from the number of
+    a loan to its keys and values ``[tokens, kv_heads, width]``. Returns the output like ``q``, and log-sum-exps
+    ``[queries, heads]``.
     """
     count = query.last - query.first
     total = q.new_zeros(q.shape, dtype=wide(q.dtype))

@@ -33,9 +33,10 @@ def token_draws(seed: int, sample: int, tokens: int) -> T:
 
 @contextmanager
 def drawing(draws: Sequence[T]) -> Iterator[None]:
-    """Return a context in which adapters with dropout use ``draws[0]``, random bits of the tokens.
+    """Return a context in which adapters with dropout derive what they drop from the random bits ``draws``.
 
-    The bits are those of :func:`token_draws`. If ``draws`` is empty, nothing is dropped.
+    ``draws``: a sequence with one tensor of bits of the tokens (:func:`token_draws`), or an empty sequence. If it is
+    empty, nothing is dropped.
     """
     token = _draws.set(draws[0] if draws else None)
     try:

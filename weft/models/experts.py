@@ -30,9 +30,12 @@ Stacks = Callable[..., tuple[T, ...]]
 class Dispatched(NamedTuple):
     """Rows of tokens for experts to compute on this rank, sorted by expert; a :class:`Dispatcher` makes it.
 
-    ``rows``: ``[rows, embed]``; ``counts``: the number of rows of each expert; ``meta``: the dispatcher's data for
-    returning the results. ``stacks``: None, unless some rows are for experts of other ranks; then a function from this
-    rank's gate, up and down weights to the stacks of weights that the rows need.
+    Attributes:
+        ``rows``: the rows, ``[rows, embed]``.
+        ``counts``: the number of rows of each expert.
+        ``meta``: the dispatcher's own data, which it needs to return the results.
+        ``stacks``: None, if all rows are for experts of this rank. Otherwise a function from this rank's gate, up and
+            down weights to the stacks of weights that the rows need.
     """
 
     rows: T
@@ -57,8 +60,9 @@ class Dispatcher(Protocol):
     def combine(self, rows: T, meta: Any) -> Callable[[], T]:
         """Begin to return the experts' results ``rows`` to the ranks of their tokens.
 
-        ``meta``: the field of :class:`Dispatched`. Returns a function that waits for the weighted sum of each token's
-        experts, ``[tokens, embed]``.
+        ``rows``: one result for each row that :meth:`dispatch` gave; ``meta``: the data that :meth:`dispatch` put into
+        :class:`Dispatched` for this call. Returns a function that waits for the weighted sum of each token's experts,
+        ``[tokens, embed]``.
         """
 
 
@@ -169,7 +173,7 @@ def weighted(rows: T, order: T, weights: T) -> T:
 
 
 class MovedRows(torch.autograd.Function):
-    """Autograd function that moves rows by a linear map and their gradient by its transpose.
+    """Autograd function that moves rows by a linear map ``there``. Its transpose ``back`` moves their gradient.
 
     The result is ``there(rows, *orders)``, and the gradient of ``rows`` is ``back(grad, *orders)``. ``orders``: at most
     one index tensor, which both functions take.
@@ -479,9 +483,10 @@ class Experts(Module):
     ) -> T:
         """Run each expert on its rows, and return the results: ``[rows, embed]``.
 
-        ``rows``: sorted by expert; ``counts``: the number of rows of each expert. ``lent``: stacks of weights of other
-        ranks' experts, which come after this rank's own. ``stacks``: the field of :class:`Dispatched`. Where a mesh
-        axis cuts each expert, the result is this rank's summand of a sum over that axis.
+        ``rows``: sorted by expert; ``counts``: the number of rows of each expert; ``lent``: stacks of weights of other
+        ranks' experts, which come after this rank's own; ``stacks``: function from this rank's gate, up and down
+        weights to the stacks of weights that the rows need, or None to use this rank's weights. A layout may cut each
+        expert over a mesh axis. The results of its ranks must then be added up.
         """
         own = self.own if stacks is None else stacks(*self.own)
         if not lent:

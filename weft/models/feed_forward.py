@@ -45,9 +45,9 @@ class FeedForward(Projections):
         """
 
     def share(self, whole: T) -> T:
-        """Map ``whole`` ``[batch, seq, embed]`` to this rank's summand of the output.
+        """Map ``whole`` ``[batch, seq, embed]`` to this rank's part of a sum, which is the output of the same shape.
 
-        The output is the sum over the ranks of ``tp``.
+        The sum runs over the ranks of ``tp``.
         """
         gate, up = self.project(whole, "gate", "up")  # [batch, seq, ffn/tp]
         return self.project(self.activate(gate) * up, "down")[0]

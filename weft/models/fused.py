@@ -32,7 +32,10 @@ Tape = list[Callable[[], None]]
 
 
 class ImmediateTape(Tape):
-    """A tape that runs each call when it is appended: weights' gradients are added to ``.grad`` during backward."""
+    """A tape that runs each call when it is appended, so that backward adds weight gradients to ``.grad`` at once.
+
+    Other tapes are plain lists of such calls, which run later.
+    """
 
     def append(self, call: Callable[[], None]) -> None:
         """Run ``call`` at once."""
@@ -40,10 +43,11 @@ class ImmediateTape(Tape):
 
 
 def run_tape(tape: Tape) -> None:
-    """Run the calls on a tape in order, and empty the tape.
+    """Run the calls on ``tape`` in order, and empty the tape.
 
-    Each call is dropped as soon as it has run: it holds tensors as large as activations, in a reference cycle with the
-    tape that garbage collection would find late.
+    A tape is a list of calls that add weight gradients to ``.grad``. Each call is dropped as soon as it has run,
+    because it holds tensors as large as activations. It is part of a reference cycle with the tape, which garbage
+    collection would find late.
     """
     tape.reverse()
     while tape:
@@ -95,7 +99,10 @@ def times(x: T, weight: T, plus: T | None = None) -> T:
 
 
 def has_usual_sizes(weight: T) -> bool:
-    """Return whether both dimensions of ``weight`` are multiples of 16, and at least 64."""
+    """Return whether both dimensions of ``weight`` are multiples of 16, and at least 64.
+
+    For such weights oneDNN's own product is used.
+    """
     return min(weight.shape) >= 64 and not any(n % 16 for n in weight.shape)
 
 
@@ -170,7 +177,10 @@ class _Project(torch.autograd.Function):
 
 
 def add_product(weight: T, grad: T, x: T) -> None:
-    """Add ``grad.T @ x`` to ``weight.grad``."""
+    """Add ``grad.T @ x`` to ``weight.grad``.
+
+    ``grad``: ``[tokens, out]``; ``x``: ``[tokens, in]``; ``weight``: ``[out, in]``.
+    """
     if weight.grad is None:
         weight.grad = multiply(grad.t(), x)
     else:

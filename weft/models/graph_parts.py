@@ -54,9 +54,9 @@ def running(part: GraphPart) -> Iterator[None]:
 
 
 def read(x: T, maker: GraphPart | None) -> T:
-    """Return ``x`` for use in the running part: a detached leaf if another part, ``maker``, has computed ``x``.
+    """Return ``x`` for use in the running part: a detached leaf if another part has computed ``x``.
 
-    ``maker`` None: ``x`` belongs to no part, and is returned unchanged.
+    ``maker``: the part that has computed ``x``. If it is None, ``x`` belongs to no part and is returned unchanged.
     """
     if maker is None or maker is current_part() or not x.requires_grad:
         return x

@@ -58,8 +58,8 @@ NO_HOOKS = Hooks()
 class EarlyUpdates(NamedTuple):
     """Parameter updates that run during backward.
 
-    ``update``: called for a unit of the model as soon as the unit's gradient is complete. ``units``: the units that are
-    updated so.
+    ``units``: the units (parameters that are updated together) that are updated during backward; ``update``: called for
+    each of them as soon as its gradient is complete.
     """
 
     units: Container[object]
@@ -67,7 +67,10 @@ class EarlyUpdates(NamedTuple):
 
 
 class Stages(Protocol):
-    """Interface of the pipeline stages of a model that this rank runs (:class:`weft.parallel.pipeline.Pipeline`)."""
+    """Interface of the pipeline stages of a model that this rank runs (:class:`weft.parallel.pipeline.Pipeline`).
+
+    ``streamed``: whether weights rest in files, so that units pass through memory one by one.
+    """
 
     #: Whether units pass memory one by one, as their weights rest in files.
     streamed: bool
@@ -85,7 +88,10 @@ class Stages(Protocol):
         """
 
     def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
-        """Return this rank's share of the sum of the losses of the microbatches ``batches``, without gradients."""
+        """Return this rank's share of the sum of the losses of the microbatches ``batches``, without gradients.
+
+        ``hooks``: functions whose losses replace the model's own; None: the model's own.
+        """
 
     def evaluate_at(
         self, points: Sequence[Callable[..., T]], batches: Sequence[Batch]

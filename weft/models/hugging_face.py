@@ -109,9 +109,9 @@ class HuggingFaceFolder:
 
     @cached_property
     def weight_blocks(self) -> list[int]:
-        """Rows and columns of the blocks of a weight that share a scale; empty if the weights have no scales.
+        """Rows and columns of the blocks of a weight that share a scale, as a list of two numbers.
 
-        See :func:`weft.shapes.config.weight_blocks`.
+        The list is empty if the weights are not quantised.
         """
         return weight_blocks(
             self.folder / "config.json", read_json(self.folder / "config.json", AGAIN)
@@ -283,11 +283,16 @@ def export(
 ) -> None:  # fmt: skip
     """Write a model to ``folder`` as transformers reads it. The folder must be new or empty.
 
-    ``values``: whole tensors by Weft's names. ``dtype``: type to store; None: the type of each tensor. ``files``: files
-    of the tokenizer, and the model's ``config.json``. ``max_positions``: see
-    :func:`weft.shapes.carried_files.exported_config`. ``max_file_bytes``: largest size of a file; the tensors of one
-    file are in memory at a time. The folder appears when it is complete, or not at all. Raises :class:`WeftError` if it
-    cannot be written.
+    Raises :class:`WeftError` if the folder cannot be written. It appears when it is complete, or not at all.
+
+    Args:
+        ``values``: whole tensors by Weft's names, or a function that returns the tensor of a name.
+        ``shape``: shape of the model.
+        ``folder``: the folder.
+        ``dtype``: type to store; None: the type of each tensor.
+        ``files``: contents of the tokenizer's files and of the model's ``config.json``, by name.
+        ``max_positions``: context length in tokens to write into ``config.json``, if ``files`` has no ``config.json``.
+        ``max_file_bytes``: largest size of a file; the tensors of one file are in memory at a time.
     """
     with new_folder(folder) as draft:
         get = values.__getitem__ if isinstance(values, Mapping) else values

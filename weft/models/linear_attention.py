@@ -54,11 +54,11 @@ def log_decay(mixer: str, heads: int) -> list[float]:
 
 
 def state_to_tokens(positions: T, decay: T) -> T:
-    """Return the factor of the state before a stretch in each token's output: ``[rows, heads, tokens, 1]``.
+    """Return the factors by which each token's output uses the state before a stretch: ``[rows, heads, tokens, 1]``.
 
     A stretch is a run of tokens of each row that one rank holds. The factor is 0 for tokens of documents that begin in
-    the stretch. ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithms
-    ``[heads]``.
+    the stretch. ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the
+    decay per token, ``[heads]``.
     """
     i = torch.arange(positions.shape[1], device=positions.device)
     began_before = (positions > i)[:, None]
@@ -66,9 +66,11 @@ def state_to_tokens(positions: T, decay: T) -> T:
 
 
 def tokens_to_state(positions: T, decay: T) -> T:
-    """Return the factor of each token in the state after the stretch: ``[rows, heads, tokens, 1]``.
+    """Return the factor with which each token enters the state after its stretch: ``[rows, heads, tokens, 1]``.
 
-    The factor is 0 for tokens that are not of the stretch's last document. Arguments as of :func:`state_to_tokens`.
+    A stretch is a run of tokens of each row that one rank holds. The factor is 0 for tokens outside the stretch's last
+    document. ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the
+    decay per token, ``[heads]``.
     """
     after = torch.arange(positions.shape[1] - 1, -1, -1, device=positions.device)
     same_document = (after <= positions[:, -1:])[:, None]
@@ -76,9 +78,11 @@ def tokens_to_state(positions: T, decay: T) -> T:
 
 
 def state_to_state(positions: T, decay: T) -> T:
-    """Return the factor of the state before a stretch in the state after it: ``[rows, heads, 1, 1]``.
+    """Return the factor by which a stretch multiplies the state before it: ``[rows, heads, 1, 1]``.
 
-    The factor is 0 where a document begins in the stretch. Arguments as of :func:`state_to_tokens`.
+    A stretch is a run of tokens of each row that one rank holds. The factor is 0 where a document begins in the
+    stretch. ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the
+    decay per token, ``[heads]``.
     """
     tokens = positions.shape[1]
     return ((decay * tokens).exp() * (positions[:, -1:] >= tokens))[..., None, None]
@@ -87,7 +91,8 @@ def state_to_state(positions: T, decay: T) -> T:
 def tokens_to_tokens(positions: T, decay: T) -> T:
     """Return the factor of each token in the output of every later token: ``[rows, heads, later, earlier]``.
 
-    The factor is 0 between tokens of different documents. Arguments as of :func:`state_to_tokens`.
+    The factor is 0 between tokens of different documents. ``positions``: position of each token in its document,
+    ``[rows, tokens]``; ``decay``: logarithm of the decay per token, ``[heads]``.
     """
     i = torch.arange(positions.shape[1], device=positions.device)
     apart = i[:, None] - i
@@ -103,7 +108,9 @@ def _chunks(positions: T, size: int) -> Iterator[tuple[slice, T]]:
 def local_state(k: T, v: T, positions: T, decay: T) -> T:
     """Return the state after a stretch if the state before it is zero: ``[rows, heads, dk, dv]``.
 
-    ``k, v``: ``[rows, heads, tokens, dk or dv]``; ``positions`` and ``decay`` as for :func:`state_to_tokens`.
+    A stretch is a run of tokens of each row that one rank holds. ``k, v``: ``[rows, heads, tokens, dk or dv]``;
+    ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the decay per
+    token, ``[heads]``.
     """
     return (k * tokens_to_state(positions, decay)).mT @ v
 
@@ -111,8 +118,9 @@ def local_state(k: T, v: T, positions: T, decay: T) -> T:
 def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
     """Return the outputs of a stretch if the state before it is zero: ``[rows, heads, tokens, dv]``.
 
-    ``q, k, v``: ``[rows, heads, tokens, dk or dv]``; ``positions`` and ``decay`` as for :func:`state_to_tokens`.
-    ``size``: tokens of a chunk, within which attention is computed with a matrix of scores.
+    A stretch is a run of tokens of each row that one rank holds. ``q, k, v``: ``[rows, heads, tokens, dk or dv]``;
+    ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the decay per
+    token, ``[heads]``; ``size``: tokens of a chunk, within which attention is computed with a matrix of scores.
     """
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     state: T | None = None
@@ -261,10 +269,16 @@ def linear_attention(
 ) -> tuple[T, T]:
     """Compute linear attention over packed documents, whose rows are cut into stretches over the ranks of ``group``.
 
-    ``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]``; ``cu_seqlens`` as in
-    :class:`weft.data.batch.Batch`; ``decay``: logarithms, one per head. ``owner[s]``: the rank that holds stretch ``s``
-    of every row; ``index``: this rank. ``routine``: how ranks exchange states (:func:`weft.models.prefix.prefixes`).
     Returns ``out`` like ``q``, and the states before this rank's stretches.
+
+    Args:
+        ``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]``.
+        ``cu_seqlens``: boundaries of the documents in the flattened tokens of the whole rows.
+        ``decay``: logarithms of the decay per token, one per head.
+        ``owner``: rank that holds each stretch; it is the same for every row.
+        ``index``: number of this rank.
+        ``group``: name of the process group.
+        ``routine``: how ranks exchange states (:func:`weft.models.prefix.prefixes`).
     """
     cut, (qs, ks, vs) = _prepare(
         q * q.shape[-1] ** -0.5, k, v, cu_seqlens, decay, owner, index

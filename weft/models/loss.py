@@ -37,9 +37,10 @@ def linear_cross_entropy(
 ) -> T:
     """Return the sum of ``-log p(label)`` over all tokens with a label, each times its weight in ``counts`` if given.
 
-    ``hidden``: ``[tokens, embed]``. ``weight``: rows of the output layer from row ``first`` on, ``[vocab/tp, embed]``.
-    ``labels`` and ``counts``: ``[tokens]``. ``chunk``: number of tokens whose logits are computed at a time. Returns a
-    float64 scalar, equal on all ranks of ``tp``; on other mesh axes it is the sum over a data rank's own tokens.
+    ``hidden``: ``[tokens, embed]``; ``weight``: rows of the output layer from row ``first`` on, ``[vocab/tp, embed]``;
+    ``labels`` and ``counts``: ``[tokens]``; ``chunk``: number of tokens whose logits are computed at a time. Returns a
+    float64 scalar. It covers the tokens that the rank was given, and the whole vocabulary, so that it is equal on all
+    ranks of ``tp``.
     """
     group = vocabulary_group(mesh)
     return _LinearCrossEntropy.apply(
@@ -66,14 +67,17 @@ def scale_of(labels: T, counts: T | None, dtype: torch.dtype) -> T:
 class SummedLoss(torch.autograd.Function):
     """Base of autograd functions of a loss that is summed over tokens.
 
-    The forward of a subclass computes the gradients of ``hidden`` and ``weight`` and saves them. It sets
-    ``ctx.tokens``, the number of tokens, and ``ctx.rows``, indices of the tokens for which the saved gradient of
-    ``hidden`` has rows; None: it has a row for every token.
+    The forward of a subclass computes the gradients of ``hidden`` and ``weight`` and saves them. It sets two
+    attributes: ``ctx.tokens`` is the number of tokens. ``ctx.rows`` lists the tokens for which the saved gradient of
+    ``hidden`` has a row, or is None if it has a row for every token.
     """
 
     @staticmethod
     def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
-        """Declare, for the type check of distributed tensors, a loss summed over tokens and the ranks of ``group``."""
+        """Declare to the type check of distributed tensors that the loss is a sum over tokens and ranks of ``group``.
+
+        The arguments are those of a subclass's forward.
+        """
         of_tokens = [labels] if counts is None else [labels, counts]
         total = rules.einsum(
             f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens
@@ -148,7 +152,7 @@ class _LinearCrossEntropy(SummedLoss):
 def labelled_rows(labels: T) -> T | None:
     """Return the indices of the tokens with a label, so that the output layer can skip prompts and padding.
 
-    None is returned if few tokens lack a label, so that copying the other rows costs more than it saves. On a GPU the
+    Returns None if few tokens lack a label, because copying the other rows then costs more than it saves. On a GPU the
     result is always None: to count the labels, the host would have to wait for the queued work.
     """
     if labels.device.type != "cpu" or not has_numbers(labels):
@@ -187,8 +191,10 @@ def token_scores(
 ) -> T:
     """Return two scores of every token's label, float64 ``[tokens, 2]``.
 
-    The first score is the label's log-probability; the second is 1 if no other token is likelier, else 0. Arguments as
-    of :func:`linear_cross_entropy`, for tokens that all have a label. If ``weight`` is None, ``hidden`` are the logits.
+    The first score is the label's log-probability; the second is 1 if no other token is likelier, else 0. ``hidden``:
+    ``[tokens, embed]``, or the logits if ``weight`` is None; ``weight``: rows of the output layer from row ``first``
+    on, ``[vocab/tp, embed]``; ``labels``: ``[tokens]``, none missing; ``chunk``: number of tokens whose logits are
+    computed at a time.
     """
     group, dtype = vocabulary_group(mesh), wide(hidden.dtype)
     scores = torch.empty(len(hidden), 2, dtype=torch.float64, device=hidden.device)

@@ -36,8 +36,8 @@ class Module(nn.Module):
     def weight(self, name: str, whole: bool = False) -> Logical:
         """Register the parameter ``name``: this rank's shard of the tensor that the parameter table describes.
 
-        ``whole``: whether every rank holds the whole tensor along axes such as ``tp``, whose ranks compute the same
-        data. Statistics that no gradient changes are always held so. Returns the description of the whole tensor.
+        ``whole``: whether the tensor stays uncut over mesh axes whose ranks compute the same data, such as ``tp``.
+        Statistics that no gradient changes are never cut over them. Returns the description of the whole tensor.
         """
         row = self.described[self.inside(name)]
         fixed = row.kind == "statistic"

@@ -85,7 +85,10 @@ class Reading:
 
     @cached_property
     def blocks(self) -> int:
-        """The number of cache blocks that the pass may need, which is more than the number of any block of a span."""
+        """Number of blocks that the cache must have for this pass.
+
+        It is one more than the highest block number of any text.
+        """
         return max(max(span.table) for span in self.spans) + 1
 
 
@@ -107,9 +110,16 @@ class SpanKeys(NamedTuple):
 class Pages:
     """The cache of one layer, in blocks of ``size`` tokens: a tensor ``[parts, blocks, size, ...]``.
 
-    Blocks are assigned to texts. ``parts`` counts the tensors kept per token, such as keys and values. ``reading``: the
-    tokens that the current forward pass computes. ``layer``: number of the layer among those of this rank; ``lent``:
-    blocks of texts that lie in the cache of another engine, by the negative numbers that stand for them in tables.
+    Blocks are assigned to texts. ``parts`` counts the tensors kept per token, such as 2 for keys and values.
+
+    Attributes:
+        ``size``: tokens of a block.
+        ``reading``: the tokens that the current forward pass computes.
+        ``layer``: number of the layer among those of this rank.
+        ``lent``: blocks of texts that lie in the cache of another engine, by the negative numbers that stand for them
+            in the texts' tables.
+        ``store``: the tensor; None until the first block is needed.
+        ``growing``: lock that is held while the tensor is replaced by a larger one.
     """
 
     reading: Reading
@@ -158,8 +168,8 @@ class Pages:
 class KeyValuePages(Pages):
     """Cache of softmax attention: each new token attends to itself and to the earlier tokens of its text.
 
-    ``size``: tokens of a block. ``freq``: frequencies of rotary embedding, to rotate queries further where they attend
-    to prefixes of other texts; None: no rotation.
+    ``size``: tokens of a block; ``freq``: frequencies of rotary embedding. They are used to rotate queries further
+    where these attend to prefixes of other texts. None: such queries are not rotated.
     """
 
     def __init__(self, size: int, freq: T | None = None) -> None:
@@ -276,7 +286,10 @@ class LatentPages(KeyValuePages):
 
     @property
     def tokens(self) -> int:
-        """The largest number of cached tokens of any text of the forward pass; 0 if all texts begin in it."""
+        """The largest number of tokens that any text of the forward pass has in the cache from earlier passes.
+
+        It is 0 if no text has any.
+        """
         return max(
             span.past + sum(tile.tokens for tile in span.context)
             for span in self.reading.spans

@@ -25,10 +25,11 @@ class PairLoss:
         ``scores``: whether the model has a scalar head whose score is the value of an answer.
         ``smooths``: whether the loss uses ``loss.label_smoothing``.
         ``has_margin``: whether the loss uses ``loss.margin``.
-        ``judged``: whether the first answer of each pair is judged as good or bad (a ``margin`` of 1 or -1), and
-            the second answer belongs to another prompt.
-        ``has_point``: whether ``point`` is set before the passes of a step, to the mean of :meth:`divergence` or 0
-            if that is negative.
+        ``judged``: whether the first answer of each pair is judged as good or bad (a ``margin`` of 1 or -1). The second
+            answer then belongs to another prompt.
+        ``has_point``: whether the loss uses ``point``.
+        ``point``: the mean of :meth:`divergence`, or 0 if that mean is negative. Training sets it before the passes of
+            a step if ``has_point`` is set.
     """
 
     averaged: ClassVar[bool] = False

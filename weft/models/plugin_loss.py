@@ -22,17 +22,20 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Sums a plugin's loss ``of(logits, labels)``, weighted, over all tokens (:data:`weft.models.loss.Criterion`).
+    """Sum of a plugin's loss over all tokens, each token's loss times the weight of its label.
 
-    What ``of`` may assume, and must keep to, so that every layout computes the same:
+    ``of``: the plugin's function from logits and labels to losses; ``vocab``: size of the vocabulary. So that every
+    layout computes the same, the following holds for ``of``:
 
-    - ``logits`` ``[tokens, vocab]`` are whole rows, in float32 (in float64, if the run is), whatever cuts the
-    vocabulary; ``labels`` ``[tokens]`` are ids, none of them missing. It returns the losses ``[tokens]``.
+    - The logits ``[tokens, vocab]`` are whole rows in float32 (in float64, if the run is), even where the layout cuts
+    the vocabulary. The labels ``[tokens]`` are ids, and every token has one. The function returns the losses
+    ``[tokens]``.
 
-    - Tokens come in chunks of ``train.loss_chunk``, of any documents and in any order. The loss of a token depends on
-    its own row and label alone: no mean over the chunk, no state, nothing random.
+    - Tokens come in chunks of ``train.loss_chunk``, of any documents and in any order. The loss of a token must depend
+    on its own row and label alone: no mean over the chunk, no state, nothing random.
 
-    - PyTorch differentiates it. It is called once per chunk, for the loss and the gradients together.
+    - PyTorch must be able to differentiate the function. It is called once per chunk, for the loss and the gradients
+    together.
 
     Weft multiplies by the labels' weights, adds up, and divides by the weight of all the step's labels. With tensor
     parallelism a chunk's logits are summed over ``tp``, which the cross entropy does not need.

@@ -61,7 +61,10 @@ class PluginModel(Transformer):
         self, tokens: T, positions: T, cu_seqlens: T, learned: Batch | None = None, only: slice | T | None = None,
         seen: Any = None, hooks: Hooks | None = None, route: Sequence[int] | None = None,
     ) -> T:  # fmt: skip
-        """Return logits, or the loss of the batch ``learned``; arguments as of :meth:`Transformer.forward`."""
+        """Return the logits of the plugin's module, or the loss of the batch ``learned`` if it is given.
+
+        The arguments are those of :meth:`Transformer.forward`.
+        """
         who = find("model", self.shape.kind)
         logits: T = blaming(who, self.net)(tokens, positions, cu_seqlens)
         if logits.shape != (*tokens.shape, self.shape.vocab):

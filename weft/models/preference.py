@@ -44,11 +44,11 @@ def pair_losses(
     mesh: Mesh,
     *axes: str,
 ) -> tuple[T, T]:
-    """Return this rank's share of the loss ``of`` the pairs in ``batch``, and its derivative by each of ``values``.
+    """Return this rank's share of the loss of the pairs in ``batch``, and its derivative by each of ``values``.
 
     An answer's value is the sum of its tokens' ``values``, each times the token's factor in ``counts``; both are
     float64. ``documents``: index of each token's document. All three are ``[tokens]``, for the tokens of this rank.
-    ``axes``: mesh axes over which the tokens of a row are cut.
+    ``of``: function that computes the loss of pairs; ``axes``: mesh axes over which the tokens of a row are cut.
     """
     rows = batch.paired
     assert rows is not None
@@ -78,8 +78,8 @@ def weigh(nll: T, batch: Batch, of: Objective | None, mesh: Mesh) -> tuple[T, T]
     """Return this rank's share of a batch's loss, and the loss's derivative by each token's ``nll``.
 
     ``nll``: negative log-probabilities of the labels of this rank's tokens, ``[tokens]``, equal on all ranks of ``tp``;
-    0 where there is no label. ``of``: the loss of pairs. If ``of`` is None or the batch has no pairs, the loss is the
-    weighted sum of ``nll``.
+    0 where there is no label. ``of``: function that computes the loss of pairs. If it is None or the batch has no
+    pairs, the loss is the weighted sum of ``nll``.
     """
     counts = None if batch.weights is None else batch.weights.flatten()
     scale = scale_of(batch.labels.flatten(), counts, nll.dtype)[:, 0]
@@ -101,10 +101,11 @@ def preference_loss(
     of: Objective,
     mesh: Mesh,
 ) -> T:
-    """Return the loss ``of`` the pairs in ``batch``, from the log-probabilities of their answers: a float64 scalar.
+    """Return the loss of the pairs in ``batch``, from the log-probabilities of their answers: a float64 scalar.
 
-    The output layer runs once for the log-probabilities, and again for the gradients, when the factor of every token is
-    known. Other arguments as of :func:`weft.models.loss.linear_cross_entropy`.
+    ``of``: function that computes the loss of pairs. The output layer runs once for the log-probabilities, and again
+    for the gradients, when the factor of every token is known. The other arguments are those of
+    :func:`weft.models.loss.linear_cross_entropy`.
     """
     labels = batch.labels.flatten()
     with torch.no_grad(), untyped():
@@ -123,10 +124,11 @@ def preference_loss(
 
 
 def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> T:
-    """Return the loss ``of`` the pairs in ``batch``, from the score that the model's scalar head gives each answer.
+    """Return the loss of the pairs in ``batch``, from the score that the model's scalar head gives each answer.
 
     The score is read at the last token of the answer, the only token with a label. ``normed``: outputs of the final
-    norm, ``[rows, seq/cp/tp, embed]``; ``head``: weight of the scalar head, ``[1, embed]``.
+    norm, ``[rows, seq/cp/tp, embed]``; ``head``: weight of the scalar head, ``[1, embed]``; ``of``: function that
+    computes the loss of pairs.
     """
     assert batch.documents is not None
     # of the tokens that are here between blocks

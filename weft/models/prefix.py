@@ -41,13 +41,18 @@ def prefixes(
     routine: str,
     backward: bool = False,
 ) -> dict[int, T]:
-    """Return, by stretch of this rank, the state of linear attention before the stretch; zero before the first.
+    """Return the state of linear attention before each stretch of tokens that this rank holds, by stretch.
 
-    ``states``: by stretch of this rank, what the stretch adds to the state, ``[rows, heads, dk, dv]``. ``through[s]``:
-    the factor by which stretch ``s`` multiplies the state before it, broadcastable to that shape. ``places``: the ranks
-    that hold the stretches. ``backward``: run from the last stretch to the first, for gradients. ``routine``: with
-    ``gather`` all ranks gather all states; otherwise each rank passes the state on to the next. Collective over the
-    process group named ``group``, unless one rank has all stretches.
+    The state before the first stretch is zero. Collective over ``group``, unless one rank has all stretches.
+
+    Args:
+        ``states``: by stretch of this rank, what the stretch adds to the state, ``[rows, heads, dk, dv]``.
+        ``through``: for every stretch the factor by which it multiplies the state before it, broadcastable to that
+            shape.
+        ``places``: the ranks that hold the stretches.
+        ``group``: name of the process group.
+        ``routine``: with ``gather`` all ranks gather all states; otherwise each rank passes the state on to the next.
+        ``backward``: whether to run from the last stretch to the first, for gradients.
     """
     order = range(len(places.owner))[:: -1 if backward else 1]
     if len(set(places.owner)) == 1:

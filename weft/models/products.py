@@ -213,7 +213,10 @@ Forming = Callable[[str, Sequence[str], T], Packed | Int8 | Int4]
 
 
 def new_form(word: str, names: Sequence[str], weight: T) -> Packed | Int8 | Int4:
-    """Return ``weight`` in the form ``word`` (:func:`form_of`), whatever the ``names`` of its parameters are."""
+    """Return ``weight`` in the form ``word`` (:func:`form_of`).
+
+    ``names``: names of the parameters that are concatenated to the weight; they have no effect here.
+    """
     return form_of(word, weight)
 
 
@@ -222,10 +225,10 @@ def read_only(
 ) -> int:
     """Convert the weights of ``model`` for generation only, to the form ``word``. Returns their size in bytes.
 
-    ``word``: ``float``, ``int8`` or ``int4``. ``forming``: returns each weight in its form. The weights are those of
-    attention, dense feed-forwards and the output layer; the embedding stays. Weights that have been converted before
-    stay as they are. Returns 0 if nothing is converted, as on a GPU. Raises :class:`UsageError` if the model or the
-    device does not support the form.
+    ``word``: ``float``, ``int8`` or ``int4``; ``forming``: function that converts one weight (:data:`Forming`). The
+    converted weights are those of attention, dense feed-forwards and the output layer; the embedding stays. Weights
+    that have been converted before stay as they are. Returns 0 if nothing is converted, as on a GPU. Raises
+    :class:`UsageError` if the model or the device does not support the form.
     """
     if word not in FORMS:
         raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")

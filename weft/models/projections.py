@@ -22,7 +22,11 @@ Products = Callable[[T], tuple[T, ...]]
 
 
 class Projections(Module):
-    """Base class of modules with linear projections, which have an adapter where ``adapter.targets`` names them."""
+    """Base class of modules with linear projections, which have an adapter where ``adapter.targets`` names them.
+
+    ``TOGETHER`` (class attribute): groups of names of weights. The weights of a group have the same input, so that one
+    product can compute all their outputs.
+    """
 
     #: Names of the weights that may be one product each time, as they have the same input.
     TOGETHER: tuple[tuple[str, ...], ...] = ()

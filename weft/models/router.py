@@ -165,7 +165,10 @@ class Loads:
 
 
 def by_token(mesh: Mesh) -> dict[str, Kind]:
-    """Return by mesh axis whether tensors with a row per routed token are equal on its ranks or differ."""
+    """Return, for each mesh axis, whether tensors with a row per routed token are equal on all ranks of the axis.
+
+    The result has the kind of distribution of such a tensor, by axis.
+    """
     return BY_DATA | {"tp": V if mesh.layout.folds_tp else R}
 
 
@@ -184,10 +187,11 @@ def by_layer(
 
 
 class Router(Module):
-    """Routes tokens to experts (see :class:`weft.recipe.ModelShape`), in float32 or wider.
+    """Router of a layer: it chooses the experts of each token, and computes in float32 or wider.
 
-    ``bias``: added to the scores by which experts are chosen, but not to the weights of their results. ``load``: each
-    expert's fraction of the routes in the last step. ``own``: whether each rank of ``tp`` routes only its own tokens.
+    ``bias`` (statistic): added to the scores by which experts are chosen, but not to the weights of their results;
+    ``load`` (statistic): each expert's fraction of the routes in the last step; ``own``: whether each rank of ``tp``
+    routes only its own tokens. The settings of the router are fields of the model's shape.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int, table: Table) -> None:

@@ -22,8 +22,15 @@ T = torch.Tensor
 class Factors(NamedTuple):
     """Where the two factors of one weight's adapter are in the flat tensor of all adapter values of a layer.
 
-    ``module`` and ``name`` name the weight in the layer. Factor ``a``, ``[rank, into]``, begins at ``first``, and
-    ``b``, ``[out, rank]``, follows it.
+    Factor ``a``, ``[rank, into]``, comes first. Factor ``b``, ``[out, rank]``, follows it.
+
+    Attributes:
+        ``module``: name in the layer of the module that has the weight.
+        ``name``: name of the weight in the module.
+        ``rank``: rank of the factors.
+        ``into``: size of the weight's input.
+        ``out``: size of the weight's output.
+        ``first``: index in the flat tensor at which ``a`` begins.
     """
 
     module: str

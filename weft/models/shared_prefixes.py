@@ -24,8 +24,9 @@ class PrefixReaders(NamedTuple):
     """A prefix that several texts share, and the queries that attend to it.
 
     The prefix is the first ``tokens`` tokens in the cache blocks of ``table``. ``places``: indices of the queries among
-    all queries of the :class:`PrefixGroup`. ``turns``: cosines and sines, ``[queries, 1, rotated / 2]``, by which each
-    query is rotated further; None: no rotation.
+    all queries of the :class:`PrefixGroup`; ``turns``: cosines and sines, ``[queries, 1, rotated / 2]``. Each query is
+    rotated by these further angles, because the prefix counts as standing at other positions than those it was cached
+    at. None: no rotation.
     """
 
     table: Sequence[int]
@@ -50,8 +51,9 @@ class PrefixGroup(NamedTuple):
 def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGroup:
     """Group the queries of ``spans`` by the prefixes of other texts that they attend to.
 
-    Each prefix is then read once. ``freq``: frequencies by which queries are rotated further; None: no rotation.
-    ``like``: a tensor of the queries' type and device.
+    Each prefix is then read once. ``freq``: frequencies of rotary embedding, by which queries are rotated further if a
+    prefix counts as standing at other positions than those it was cached at; None: no rotation. ``like``: a tensor of
+    the queries' type and device.
     """
     rows = [list(range(span.first, span.last)) for span in spans]
     viewers = defaultdict[tuple[tuple[int, ...], int], list[tuple[int, int]]](list)

@@ -41,8 +41,8 @@ def digest_of(tensor: T) -> bytes:
 class SharedWeights:
     """The weights of all models that are alive, each content once.
 
-    ``form``: in which form weights multiply (:func:`weft.models.products.read_only`); None: as they are read. Nothing
-    here keeps a model's weights: they are freed with the last model that has them.
+    ``form``: form in which weights are held and multiplied (``float``, ``int8`` or ``int4``), or None for the form in
+    which they are read. This object keeps no weights alive: they are freed with the last model that has them.
     """
 
     def __init__(self, form: str | None = "float") -> None:
@@ -61,7 +61,10 @@ class SharedWeights:
         return sum(each.nbytes for each in alive)
 
     def living(self, known: Digests) -> dict[str, nn.Module]:
-        """Return the parts of a model with weights of these hashes that other models have, by the parts' names."""
+        """Return those parts of a model that living models have already, with equal weights, by the parts' names.
+
+        ``known``: hashes of the model's weights, by the names of the parameters.
+        """
         parts = {
             part: self.modules.get(part_key(part, names, known))
             for part, names in names_by_part(known).items()
@@ -72,12 +75,18 @@ class SharedWeights:
         self, model: Transformer, values: Values, known: Digests | None = None,
         living: Mapping[str, nn.Module] | None = None, unchanged: bool = False,
     ) -> Digests:  # fmt: skip
-        """Give ``model``, which is new and on the meta device, its weights; return their hashes.
+        """Give ``model``, which is new and on the meta device, its weights. Returns their hashes.
 
-        ``values``: reads the values of a parameter. ``known``: hashes that an earlier call returned. ``living``: parts
-        that become those of the model and are not read (:meth:`living`); the model may lack blocks among them.
-        ``unchanged``: what is read is known to be what it was at the earlier call, and is not hashed. Raises
-        :class:`WeftError` if other weights are read than at that call.
+        Raises :class:`WeftError` if a weight that is read has another hash than in ``known``.
+
+        Args:
+            ``model``: the model. It may lack blocks that are in ``living``.
+            ``values``: function that reads the values of a parameter.
+            ``known``: hashes that an earlier call for this model returned; None at the first call.
+            ``living``: parts of other models with equal weights (:meth:`living`). They become parts of ``model`` and
+                are not read.
+            ``unchanged``: whether the files are known to be unchanged since that earlier call. What is read is then not
+                hashed.
         """
         living, described = living or {}, dict(model.logical_parameters())
         digests = dict(known or {})
@@ -163,7 +172,10 @@ def names_by_part(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def part_key(part: str, names: Iterable[str], digests: Digests) -> Hashable:
-    """Return what two models have in common that have equal weights in ``part``, whose parameters are ``names``."""
+    """Return a key that is equal for two models if all their weights in the part ``part`` are equal.
+
+    ``names``: the part's parameters; ``digests``: hashes of the model's weights, by the names of the parameters.
+    """
     return part, *(digests[name] for name in sorted(names))
 
 
@@ -186,7 +198,12 @@ def chain_of(model: Transformer) -> list[object]:
 
 
 def check_same_shape(name: str, shape: ModelShape, base: ModelShape) -> None:
-    """Raise :class:`UsageError` if the model ``name`` of ``shape`` cannot share steps with one of shape ``base``."""
+    """Raise :class:`UsageError` if one generation step of a server cannot compute texts of two models together.
+
+    ``name`` and ``shape``: the one model; ``base``: shape of the other model. All fields of the shapes must be equal,
+    except those that make no difference once an adapter is merged (:data:`BEGINNING`). A model of a plugin is always
+    refused.
+    """
     if shape.kind:
         raise UsageError(f"{name} is a plugin's model, which shares no weights; serve it alone")  # fmt: skip
     apart = [

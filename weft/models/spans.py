@@ -31,7 +31,8 @@ PADDED, MOST = 1.5, 1024
 class PrefixTile(NamedTuple):
     """A prefix of another text that a text attends to: the first ``tokens`` tokens in the cache blocks of ``table``.
 
-    ``turn``: the number of positions by which the queries are rotated further when they attend to this prefix.
+    ``turn``: number of positions by which the queries are rotated further when they attend to this prefix. The prefix
+    then counts as standing that many positions earlier than it was cached at.
     """
 
     table: Sequence[int]
@@ -57,10 +58,13 @@ class SpanBatch(NamedTuple):
     """New tokens of several texts whose attention is one call; every text has equally many.
 
     Attributes:
-        ``rows``: indices of the tokens in the packed row, ``[texts, tokens]``.
+        ``rows``: indices of the tokens in the packed row, ``[texts, tokens]``; a slice if they follow each other.
+        ``shape``: the numbers of texts and of tokens in a text.
         ``blocks``: cache blocks of each text, ``[texts, blocks]``; shorter tables are padded with their last block.
-        ``bias``: 0 where a token sees a key, else -inf, ``[texts, 1, tokens * group, keys]``.
-        ``keys``: which keys of the blocks are read, if every token attends by itself; None: all.
+        ``bias``: 0 where a token sees a key, else -inf, ``[texts, 1, tokens * group, keys]``; ``group`` is the number
+            of query heads per key head.
+        ``keys``: range of keys in the blocks that is read, in a batch in which each token attends by itself; None: all
+            keys.
     """
 
     # [texts, tokens], places in the packed row; a slice if they follow each other there
@@ -84,7 +88,7 @@ def seen_blocks(span: Span, size: int, window: int) -> tuple[int, int]:
 def batch_spans(
     spans: Iterable[Span], size: int, window: int, q: T, group: int
 ) -> list[SpanBatch | Span]:
-    """Group spans by call of attention.
+    """Group the spans whose attention is computed in one call. Returns the groups.
 
     Spans of at most :data:`SHORT` tokens share a call if they have equally many tokens and about equally many cache
     blocks; every other span has a call of its own. ``size``: tokens of a cache block; ``window``: the number of tokens
@@ -118,10 +122,11 @@ def batch_spans(
 def batch_each_query(
     spans: Iterable[Span], size: int, window: int, q: T, group: int
 ) -> Iterator[SpanBatch]:
-    """Group spans by call of attention where results must not depend on the batch (:mod:`weft.models.invariant`).
+    """Group spans by call of attention so that the results do not depend on what else is in the batch.
 
-    Queries that read equally many keys share a call, in which each query attends by itself. Arguments as of
-    :func:`batch_spans`.
+    Queries that read equally many keys share a call, in which each query attends by itself. ``size``: tokens of a cache
+    block; ``window``: the number of tokens that a token sees, itself included; 0: all. ``q``: a tensor of the queries'
+    type; ``group``: query heads of each key/value head.
     """
     reaches_by_size: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(
         list
@@ -170,8 +175,9 @@ def _batch(
 
 
 def packed_rows(rows: Sequence[Sequence[int]], like: T) -> T | slice:
-    """Return the places ``rows`` ``[texts, tokens]`` as a tensor on the device of ``like``, or as a slice if they
-    follow each other.
+    """Return the indices ``rows`` as a slice if they follow each other, else as a tensor on the device of ``like``.
+
+    ``rows``: indices in the packed row, ``[texts, tokens]``.
     """
     places = [place for row in rows for place in row]
     first, count = places[0], len(places)
@@ -183,8 +189,9 @@ def packed_rows(rows: Sequence[Sequence[int]], like: T) -> T | slice:
 def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
     """Compute the attention of several texts' queries in one call: ``[texts, tokens, heads, width]``.
 
-    ``k, v``: keys and values in the cache blocks of ``batch``, ``[texts, keys, kv_heads, width]``. Query heads that
-    share a key head are treated as further queries of this head, so that its keys are read once for all of them.
+    ``q``: the queries, of the same shape; ``k, v``: keys and values in the cache blocks of ``batch``, ``[texts, keys,
+    kv_heads, width]``. Query heads that share a key head are treated as further queries of this head, so that its keys
+    are read once for all of them.
     """
     if batch.keys is not None:
         attended, _ = attend_each(

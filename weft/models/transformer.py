@@ -372,10 +372,18 @@ class Transformer(Module):
     ) -> T:
         """Return logits ``[batch, seq, vocab]`` of this rank's data, or the summed loss of the batch ``learned``.
 
-        ``tokens, positions``: ``[batch, seq]``; these and ``cu_seqlens`` as in :class:`weft.data.batch.Batch`. A model
-        that scores texts has one logit per token. ``only``: positions of each row whose logits are computed, None: all.
-        ``seen``: where routers record their counts. ``hooks``: functions whose losses replace the model's own.
-        ``route``: indices of the blocks to run, in order; None: all (partial pipelines skip some).
+        A model that scores texts has one logit per token.
+
+        Args:
+            ``tokens``: token ids, ``[batch, seq]``.
+            ``positions``: position of each token in its document, ``[batch, seq]``.
+            ``cu_seqlens``: boundaries of the documents in the flattened tokens of the whole rows.
+            ``learned``: batch with the labels, to get the loss; None: return logits.
+            ``only``: positions of each row whose logits are computed; None: all.
+            ``seen``: where routers record their counts; None: nowhere.
+            ``hooks``: functions whose losses replace the model's own; None: the model's own.
+            ``route``: indices of the blocks to run, in order; None: all. In a partial pipeline a text skips some
+                blocks.
         """
         draws = None if learned is None else learned.draws
         hidden = self.hidden(tokens, positions, cu_seqlens, seen, draws, route)
@@ -420,8 +428,10 @@ class Transformer(Module):
     ) -> T:
         """Return the input of the output layer, after the final norm: ``[batch, seq/tp, embed]``.
 
-        ``draws``: random bits of the tokens for dropout (:mod:`weft.models.dropout`); other arguments as of
-        :meth:`forward`.
+        ``tokens, positions``: token ids, and the position of each token in its document, ``[batch, seq]``;
+        ``cu_seqlens``: boundaries of the documents in the flattened tokens of the whole rows; ``seen``: where routers
+        record their counts; ``draws``: random bits of the tokens for dropout (:mod:`weft.models.dropout`); ``route``:
+        indices of the blocks to run, in order; None: all.
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype, draws)
@@ -437,7 +447,11 @@ class Transformer(Module):
         cu_seqlens: T,
         seen: RouterPass | None = None,
     ) -> T:
-        """Run block ``i`` on ``x`` ``[batch, seq/tp, embed]``. Other arguments as of :meth:`Block.forward`."""
+        """Run the block with index ``i`` on ``x`` ``[batch, seq/tp, embed]``, and return its output of the same shape.
+
+        ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin; ``seen``:
+        where routers record their counts.
+        """
         block, saver = self.blocks[str(i)], self.hooks.saver
         if saver is None:
             return block(x, rope, cu_seqlens, seen)
@@ -447,8 +461,8 @@ class Transformer(Module):
     def learn_loads(self, loads: Sequence[int]) -> None:
         """Update the routers of all mixtures after a training step.
 
-        ``loads``: how many tokens were routed to each expert, layer after layer
-        (:meth:`weft.models.router.Loads.share`).
+        ``loads``: how many of the step's tokens were routed to each expert on all ranks, for the experts of the first
+        mixture, then of the second, and so on.
         """
         if not self.shape.mixtures:
             return

@@ -79,7 +79,11 @@ class Foreign:
 
 
 def naming(path: object, error: WeftError) -> WeftError:
-    """Return ``error`` if its message names ``path``, else a new :class:`WeftError` that has ``path`` before it."""
+    """Return an error whose message names ``path``.
+
+    This is ``error`` itself if its message has the path already, else a new :class:`WeftError` whose message begins
+    with the path.
+    """
     return error if str(path) in str(error) else WeftError(f"{path}: {error}")
 
 

@@ -84,8 +84,9 @@ class PeftAdapter:
         ``base``: name of the base model, or None if the folder does not name one.
         ``sizes``: shape of each tensor, by PEFT's name.
         ``tokens``: ids of the tokens whose rows of embedding or output layer are trained.
-        ``placed``: for each weight that has grown with the vocabulary, and is stored as two tensors (the base weight,
-            and the trained rows): the names of both tensors, and the tokens of the rows.
+        ``placed``: weights that have grown with the vocabulary, by PEFT's name. Such a weight is stored as two tensors,
+            the base weight and its trained rows. The value is a triple: the names of both tensors, and the token ids of
+            the rows.
         ``orders``: for each tensor of trained rows, the permutation that sorts its rows by token id.
     """
 
@@ -202,8 +203,8 @@ class PeftAdapter:
     def vocab(self) -> int:
         """Least size of the vocabulary with which the adapter can be used.
 
-        It is the larger of two numbers: the rows of the embedding or output layer that is saved whole, and the highest
-        trained token plus 1.
+        If the adapter stores a whole embedding or output layer, the vocabulary has at least as many tokens as that
+        layer has rows. It also includes all tokens whose rows are trained.
         """
         sizes = [
             self.sizes[peft_name(VOCABULARY[name])][0] for name in self.adapter.whole

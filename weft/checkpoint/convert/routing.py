@@ -62,7 +62,8 @@ def most_chosen(
 
     The line says how many choices fell on experts that are not kept. ``chosen``: the experts of each token, by layer
     (:func:`chosen_experts`). Raises :class:`UsageError` if ``keep`` is less than the experts per token or more than the
-    experts of a layer, or if the router's weights would no longer add up as in training.
+    experts of a layer. The error is also raised for a router that does not normalise the weights of a token's experts:
+    with fewer experts these weights would be larger than in training.
     """
     counts = list(shape.mixtures.values())
     if not shape.experts_per_token <= keep <= min(counts):
@@ -90,10 +91,10 @@ def best_order(
 ) -> tuple[list[list[int]], str]:
     """Return an order of each layer's experts in which few tokens move between ranks, and a line about its effect.
 
-    The order is a list of expert numbers for each layer, cut into ``ranks`` runs of consecutive experts. ``chosen``:
-    the experts of each token, by layer (:func:`chosen_experts`); ``level``: weight of even loads of the ranks against
-    tokens that stay on a rank, 0: loads do not count. Raises :class:`UsageError` if a layer has fewer experts than
-    ranks.
+    The order is a list of expert numbers for each layer. Cut into ``ranks`` equal runs, it gives the experts of each
+    rank. ``chosen``: the experts of each token, by layer (:func:`chosen_experts`); ``level``: how much an even load of
+    the ranks counts, compared with tokens that stay on their rank. With ``level`` 0 the loads do not count. Raises
+    :class:`UsageError` if a layer has fewer experts than ranks.
     """
     counts = list(shape.mixtures.values())
     if ranks > min(counts):
