@@ -46,11 +46,16 @@ class PassGroup:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of neighbouring documents, of which the first is the preferred answer. Fields are arrays ``[pairs]``.
+    """Pairs of documents that a loss compares, as arrays with one entry for each pair.
 
-    ``number``: int64, index of the pair among all pairs of the run. ``weight``: float64, weight of the pair's loss.
-    ``margin``: float64, by how much the first answer's score should exceed the second's. ``reference`` ``[pairs, 2]``:
-    log-probabilities of both answers under the reference model, zeros without a reference model.
+    The documents of a pair are neighbours, and the first of the two is the preferred answer.
+
+    Attributes:
+        ``number``: index of the pair among all pairs of the run, int64 ``[pairs]``.
+        ``weight``: weight of the pair's loss, float64 ``[pairs]``.
+        ``margin``: by how much the first answer's score should exceed the second's, float64 ``[pairs]``.
+        ``reference``: log-probabilities of both answers under the reference model, ``[pairs, 2]``; zeros without a
+            reference model.
     """
 
     number: np.ndarray
@@ -84,9 +89,9 @@ class Pairs:
 class PairedRows:
     """Pairs of documents that are in the rows of a batch.
 
-    ``segments``: int64 ``[2 * pairs]``, the index in the batch's ``cu_seqlens`` of every document of the pairs.
-    ``counted``: whether this rank counts the pairs in sums over ranks. Of the ranks with parts of the same rows exactly
-    one does.
+    ``pairs``: the numbers, weights and margins of the pairs. ``segments``: int64 ``[2 * pairs]``, for each document of
+    the pairs its index in the batch's ``cu_seqlens``. ``counted``: whether this rank counts the pairs in sums over
+    ranks. Several ranks may hold parts of the same rows, and only one of them counts the pairs.
     """
 
     pairs: Pairs
@@ -110,8 +115,8 @@ class Batch:
         ``documents``: index in ``cu_seqlens`` of each token's document, int64 ``[rows, seq/cp]``, -1 for padding; None
             if no layer needs it.
         ``paired``: the pairs of documents to compare; None if rows hold no pairs.
-        ``samples``: numbers of the samples in these rows on one of the ranks that have a part of a row, empty on the
-            other ranks.
+        ``samples``: numbers of the samples in these rows. They are set on the first of the ranks that have parts of
+            the same rows, and empty on the others.
         ``draws``: a random number for the dropout of each token, int64 ``[rows, seq/cp]``; None without dropout.
     """
 

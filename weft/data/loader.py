@@ -182,26 +182,26 @@ def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
 class Loader:
     """Makes the batches of one rank, step by step.
 
-    The samples of a step are distributed over the *places*: the positions along the axes that get different samples
-    (:data:`weft.layout.axes.BATCH_AXES`).
+    The samples of a step are distributed over *places*. A place is a position along the axes whose ranks get different
+    samples (:data:`weft.layout.axes.BATCH_AXES`); all ranks at the same place share its samples.
 
     Attributes:
         ``order``: the order of all samples.
         ``layout``: the layout of the run.
-        ``batch_rank``: the place of this rank.
+        ``batch_rank``: index of this rank's place.
         ``cp_rank``: the coordinate of this rank along ``cp``.
         ``batch``: number of samples of a step over all ranks.
         ``rows``: number of rows of this rank in a pass.
         ``passes``: number of passes in a step.
         ``seq_len``: number of tokens of a row.
-        ``plan``: function that distributes a step's documents among ranks in a balanced step, by the documents' lengths
-            and by the most tokens of a rank in a pass (:mod:`weft.parallel.document_balance`); None if all ranks make
-            ``passes`` passes of ``rows`` rows.
-        ``ends``: whether only the last token of each document has a label, which is where a reward model's score is
-            read.
+        ``plan``: function that distributes a step's documents among ranks in a balanced step
+            (:mod:`weft.parallel.document_balance`). It gets the documents' lengths, and the largest number of tokens
+            that a rank may have in a pass. None if all ranks make ``passes`` passes of ``rows`` rows.
+        ``ends``: whether only the last token of each document has a label, as a reward model needs it, whose score is
+            read there.
         ``joined``: whether the rows of a pass are joined into one row, padded to the longest such row of any rank. This
             removes padding and changes nothing else.
-        ``more``: further places whose batches this rank computes after its own.
+        ``more``: indices of further places whose batches this rank computes after its own.
         ``speeds``: relative speeds of the places, of which slower ones get fewer samples; if empty, all places get
             equally many.
         ``draws``: seed of the tokens' random numbers for dropout, None without dropout.
@@ -224,7 +224,10 @@ class Loader:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """Number of samples that each place (rank with samples of its own) gets in a step with a full batch."""
+        """Number of samples that each place gets in a step with a full batch.
+
+        A place is a rank, or a group of ranks, with samples of its own.
+        """
         ranks = self.layout.size(*BATCH_AXES)
         return (
             shares_of(self.batch, self.speeds)
@@ -233,10 +236,11 @@ class Loader:
         )
 
     def sample_ranges(self, position: int) -> list[range]:
-        """Return the range of sample numbers that each place gets in the step that starts at sample ``position``.
+        """Return a list with the range of sample numbers that each place gets in one step.
 
-        Samples are divided among islands first, so that the samples of an island do not depend on the island's own
-        layout.
+        ``position``: number of the first sample of the step. A place is a rank, or a group of ranks, with samples of
+        its own. Samples are divided among islands first, so that the samples of an island do not depend on the island's
+        own layout.
         """
         end = min(position + self.batch, self.order.total or sys.maxsize)
         islands = self.layout.island

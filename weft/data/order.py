@@ -290,9 +290,9 @@ class Order:
 
     @cached_property
     def block(self) -> int:
-        """Number of samples after which the shares of all streams are kept: at least 1,024.
+        """Number of samples of a block: in each block of successive samples all streams have their shares.
 
-        It is large enough that every block has samples of every stream.
+        It is at least 1,024, and so large that every block has samples of every stream.
         """
         least = -(-self._edges[-1] // Fraction(min(self.weights)))
         return max(1024, 1 << (least - 1).bit_length())

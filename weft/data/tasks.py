@@ -218,8 +218,9 @@ class Answered:
 class OpenTask:
     """Task whose questions are read and tokenized.
 
-    ``name``: the task's name in metrics. ``every``: number of steps between evaluations, as in the recipe. ``texts``:
-    for each question, the ids of the prompt with each answer.
+    ``name``: the task's name in metrics. ``every``: number of steps between evaluations, as in the recipe.
+    ``questions``: the questions as they were read. ``texts``: for each question, the token ids of the prompt with each
+    answer.
     """
 
     name: str

@@ -51,11 +51,15 @@ class Difference:
     """Largest relative differences of a layout's results from those of one device.
 
     Attributes:
-        ``ok``: whether rounding explains all of them.
-        ``loss``, ``grad_norm``: largest difference of the losses and of the gradients' norms, over all steps.
-        ``grad``, ``param``: largest difference of a gradient in any step, and of a parameter at the end, over tensors.
-        ``slot``: largest difference at the end of a tensor that the optimizer keeps with a parameter.
-        ``worst_grad``, ``worst_param``, ``worst_slot``: names of the tensors with these differences.
+        ``ok``: whether rounding explains all differences.
+        ``loss``: largest difference of a loss, over all steps.
+        ``grad_norm``: largest difference of the gradients' global norm, over all steps.
+        ``grad``: largest difference of a gradient, over all tensors and steps.
+        ``param``: largest difference of a parameter after the last step, over all tensors.
+        ``slot``: largest difference, after the last step, of a tensor that the optimizer keeps with a parameter.
+        ``worst_grad``: name of the tensor with the difference ``grad``.
+        ``worst_param``: name of the tensor with the difference ``param``.
+        ``worst_slot``: name of the tensor with the difference ``slot``.
     """
 
     ok: bool
@@ -74,10 +78,11 @@ class StepTrace:
     """The results of some training steps on this rank, for comparison with those of another layout.
 
     Attributes:
-        ``losses``, ``norms``: loss and norm of the gradients in each step.
-        ``grads``: for each step, this rank's parts of the gradients, reduced and unclipped, by name.
-        ``params``: this rank's parts of the parameters at the end, by name.
-        ``slots``: this rank's parts of what the optimizer keeps, at the end, by slot and by parameter.
+        ``losses``: loss of each step.
+        ``norms``: global norm of the gradients in each step.
+        ``grads``: for each step, this rank's parts of the gradients, reduced and unclipped, by parameter name.
+        ``params``: this rank's parts of the parameters after the last step, by name.
+        ``slots``: this rank's parts of what the optimizer keeps after the last step, by slot name and parameter name.
     """
 
     losses: list[float]
@@ -94,10 +99,11 @@ def run_layout(
     watch: Callable[[Transformer, State], object] | None = None,
     follow: Sequence[dict[str, torch.Tensor]] = (),
 ) -> StepTrace:
-    """Train ``steps`` steps from the seeded initial values and the first sample of the data; return the results.
+    """Train the first ``steps`` steps of a run from seeded initial values, and return their results on this rank.
 
-    ``job``: the prepared recipe; ``mesh``: the layout over ranks; ``watch``: called with the model and its state before
-    the first step; ``follow``: for each step, whole gradients by name that replace the run's own in updates.
+    ``job``: the prepared recipe. ``mesh``: the layout over ranks. ``watch``: a function that is called with the model
+    and its state before the first step. ``follow``: for each step, whole gradients by name, with which parameters are
+    updated in place of the run's own gradients.
     """
     *_, (_, trace) = walk(job, mesh, steps, watch, follow)
     return trace
@@ -111,12 +117,15 @@ def walk(
     follow: Sequence[dict[str, torch.Tensor]] = (),
     begun: int = 0,
 ) -> Iterator[tuple[State, StepTrace]]:
-    """Train from step ``begun`` to ``steps``; yield after each step the state and the trace, complete at the end.
+    """Train from step ``begun`` up to ``steps``, and yield the state and the trace of results after each step.
 
-    ``job``: the prepared recipe; ``mesh``: the layout over ranks; ``watch``: called with the model and its state before
-    the first step; ``follow``: for each step, whole gradients by name that replace the run's own in updates. With
-    ``layout.skip`` the reference on one device skips the same blocks as the pipeline, microbatch by microbatch. Raises
-    :class:`WeftError` if the data ends before.
+    The trace is the same object each time, and is complete only when the iterator has ended. ``job``: the prepared
+    recipe. ``mesh``: the layout over ranks. ``watch``: a function that is called with the model and its state before
+    the first step. ``follow``: for each step, whole gradients by name, with which parameters are updated in place of
+    the run's own gradients.
+
+    If ``layout.skip`` is set, a run on one device skips the same blocks in each microbatch as the pipeline. Raises
+    :class:`WeftError` if the data ends before the last step.
     """
     taken: list[tuple[int, ...]] = []
     if job.recipe.layout.skip and mesh.size("pp") == 1:
@@ -192,12 +201,14 @@ def prove(recipe: Recipe, steps: int) -> Difference | None:
 def compare_with_one_device(
     trace: StepTrace, job: Job, mesh: Mesh
 ) -> Difference | None:
-    """Compare every rank's trace with a run on one device. Collective; other ranks than the first get None.
+    """Compare every rank's trace with a run on one device. Collective.
 
-    ``trace``: the results of this rank; ``job``: the prepared recipe. One device computes its own gradients in every
-    step, which are compared, and then updates its parameters with the layout's gradients. Otherwise the rounding noise
-    of a gradient that is zero would become an update of full size in Adam, and the runs would part. The parameters at
-    the end thus compare the optimizers alone.
+    ``trace``: the results of this rank. ``job``: the prepared recipe. Returns the differences on the first rank, and
+    None on all others.
+
+    One device computes its own gradients in every step, and these are compared. It then updates its parameters with the
+    layout's gradients, so that the parameters at the end compare the optimizers alone. With its own gradients the runs
+    would part: Adam turns the rounding noise of a gradient that should be zero into an update of full size.
     """
     traces = [trace] * mesh.layout.world
     if mesh.layout.world > 1:
@@ -212,9 +223,9 @@ def compare_with_one_device(
 
 
 def worst_island(difference_here: Difference, mesh: Mesh) -> Difference | None:
-    """Return the largest of all islands' differences from one device, on the first island; None on the others.
+    """Return the differences of the island whose results are farthest from those of one device.
 
-    ``difference_here``: the differences of this island.
+    ``difference_here``: the differences of this island. Returns None on all islands but the first.
     """
     if mesh.island_store is None:
         return difference_here
@@ -318,15 +329,15 @@ def difference(
     dtype: str,
     apart: float | None = None,
 ) -> Difference:
-    """Compare all ranks' traces with that of one device, ``reference``, relative to the norm of each tensor.
+    """Compare all ranks' traces with ``reference``, the trace of one device.
 
-    ``dtype``: type of the computation, on which the tolerance depends. ``apart``: distance of the two points, if
-    gradients are estimated from losses at two points.
+    Differences are relative to the norm of each tensor. ``dtype``: type of the computation, on which the tolerance
+    depends. ``apart``: distance of the two points, if gradients are estimated from losses at two points.
 
     A gradient that is zero in exact arithmetic consists of rounding noise, so that its relative difference says
-    nothing. A difference of gradients is therefore divided by the gradient's norm or by the following slope, whichever
-    is larger: that at which the loss changes by no more than its own rounding over the distance ``apart``, or over the
-    norm of the trained parameters.
+    nothing. Differences of gradients are therefore divided by a least slope if the gradient's norm is smaller than
+    that. With the least slope, the loss changes over a certain distance by no more than its own rounding. The distance
+    is ``apart`` or, if that is None, the norm of the trained parameters.
     """
 
     def relative(a: float, b: float) -> float:

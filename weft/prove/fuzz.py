@@ -274,8 +274,9 @@ class CaseResult:
 class Summary:
     """The outcome of a campaign of random cases.
 
-    ``counts``: number of cases by kind of result, such as "equal" or "wrong". ``cases``: a dictionary for each failed
-    case, which is shrunk to as few settings as possible.
+    ``counts``: number of cases by kind of result, such as "equal" or "wrong". ``cases``: one dictionary for each failed
+    case, with the keys ``kind`` (of the result), ``why`` and ``command`` (a command line that repeats the case). The
+    case has been shrunk to the settings that the failure needs.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -291,9 +292,9 @@ class Summary:
 
 
 def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
-    """Draw a case for ``recipe``: sizes of the mesh axes for at most ``ranks`` ranks, and some other settings.
+    """Draw a random case for ``recipe``: sizes of the mesh axes for at most ``ranks`` ranks, and some other settings.
 
-    ``rng``: the random numbers from which the case follows.
+    ``rng``: source of the random numbers. The same numbers give the same case.
     """
     case: Case = dict(PAIRS) if recipe.loss.of_pairs else {}
     left = rng.randint(2, ranks)
@@ -426,10 +427,11 @@ class Fuzzer:
     def campaign(
         self, count: int, seed: int, ranks: int, minutes: float | None, first: int = 0
     ) -> Iterator[tuple[Case, CaseResult]]:
-        """Run ``count`` random cases and yield each with its result; stop after ``minutes`` if that is given.
+        """Run random cases, and yield each case with its result. A failing case is shrunk before it is yielded.
 
-        ``seed``: of the random numbers that draw the cases; ``first``: number of the first case, so that a campaign can
-        be continued; ``ranks``: the largest number of ranks of a case. A failing case is shrunk before it is yielded.
+        ``count``: number of cases. ``seed``: seed of the random numbers that draw the cases. ``ranks``: the largest
+        number of ranks of a case. ``minutes``: time after which the campaign ends early; None: no limit. ``first``:
+        number of the first case, by which a campaign can be continued.
         """
         write_corpus()
         recipe = load_recipe(self.path)

@@ -44,8 +44,9 @@ class RankResult:
     """The result of a call on one rank, as a worker process sends it to the pool.
 
     Attributes:
-        ``ok``: whether the call returned.
-        ``payload``: the pickled value, or the pickled exception; None for an exception that cannot be pickled.
+        ``ok``: whether the call returned without an exception.
+        ``payload``: the pickled value or, if the call failed, the pickled exception; None for an exception that cannot
+            be pickled.
         ``trace``: traceback of the exception.
         ``secondary``: whether the exception only follows from the failure of another rank.
         ``leaving``: whether the worker process ends after this call.

@@ -29,10 +29,10 @@ def agree(
 ) -> None:
     """Change the parameters of all islands as the sync method of ``how`` does after ``step`` (counted from 1).
 
-    ``states``: the state of each island, by its number; ``how``: the recipe's section ``[sync]``; ``past``: a
-    dictionary that every call gets, in which methods keep values for later. ``members(number, i)``: if islands come and
-    go, the islands with which island ``i`` averages in the exchange with this number, itself included; None if all
-    islands take part.
+    ``states``: the state of each island, by the island's number. ``how``: the recipe's section ``[sync]``. ``past``: a
+    dictionary in which methods keep values for later steps; every call gets the same one. ``members``: a function that
+    is needed if islands come and go. ``members(number, i)`` returns the islands, ``i`` included, with which island
+    ``i`` averages in exchange ``number``. None: all islands take part in every exchange.
     """
     method: SyncMethod = how.method
     for held in zip(*(state.learning for state in states.values()), strict=True):

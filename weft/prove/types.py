@@ -49,7 +49,8 @@ from weft.train.step import reduced_gradients
 class TypeFault:
     """A type error in a layout's computation.
 
-    ``file``, ``line``, ``code``: the innermost line of code outside of the type checker; ``message``: the reason.
+    ``file``, ``line``, ``code``: place and text of the innermost line of code outside of the type checker. ``message``:
+    the reason.
     """
 
     file: str
@@ -71,12 +72,12 @@ def check_types(
 ) -> TypeFault | None:
     """Check a whole training step of ``layout`` by types, in this process alone, for any number of ranks.
 
-    Returns the first fault, or None if there is none. ``shape``: the model; all other arguments are sections of the
-    recipe. Tensors are on the meta device and collectives in a fake process group, so neither memory nor ranks are
-    needed. The code that shards the state is not run: its results have the types that it promises (from gradients that
-    are partial sums over the data axes it makes each rank's rows of the whole sums). Pipeline stages exchange tensors
-    of a single type, so one stage stands for all stages, and one island for all islands. Raises :class:`UsageError` for
-    a model of a plugin, whose types are not known.
+    Returns the first fault, or None if there is none. ``shape``: the model. All other arguments are sections of the
+    recipe. Raises :class:`UsageError` for a model of a plugin, whose types are not known.
+
+    Tensors are on the meta device and collectives in a fake process group, so neither memory nor ranks are needed. The
+    code that shards the state is not run: its results are taken to have the types that it promises. Pipeline stages
+    exchange tensors of a single type, so one stage stands for all stages. One island stands for all islands.
     """
     check_fits(shape, layout, train, optimizer, memory)
     if shape.kind:

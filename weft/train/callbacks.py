@@ -25,12 +25,13 @@ class Running:
     """A run as a callback of the recipe sees it; every hook gets this object as its first argument.
 
     Attributes:
+        ``recipe``: the recipe of the run.
         ``folder``: the run's folder.
         ``mesh``: this rank's position among the ranks of the run.
-        ``model``, ``state``: this rank's shard of the model and of its state, which a callback may read and must
-            not change.
+        ``model``: this rank's shard of the model. A callback may read it and must not change it.
+        ``state``: this rank's shard of parameters and optimizer state. A callback may read it and must not change it.
         ``progress``: numbers of steps, samples and tokens so far.
-        ``recorder``: writes the run's records, and prints.
+        ``recorder``: object that writes the run's records, and prints.
         ``checkpoint``: the last checkpoint, set at the end of the run; None before, or if none was saved.
         ``stopping``: why a callback of this rank asked the run to end; empty if none did.
     """

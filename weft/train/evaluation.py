@@ -28,9 +28,15 @@ class Evaluation:
     With ``optimizer.use_ema`` the moving averages of the parameters replace the parameters during an evaluation.
 
     Attributes:
-        ``before_change``: called before the averages replace the parameters; returns when the state may change.
-        ``interrupted``: whether this rank is asked to end the run. A task is given up on all ranks as soon as that
-            is true on one rank.
+        ``job``: the checked recipe with its opened data.
+        ``mesh``: this rank's position among the ranks of the run.
+        ``model``: this rank's shard of the model.
+        ``state``: this rank's shard of parameters and optimizer state.
+        ``recorder``: object that writes the run's records, and prints.
+        ``before_change``: function that is called before the averages replace the parameters. It returns when the state
+            may change.
+        ``interrupted``: function that returns whether this rank is asked to end the run. A task is given up on all
+            ranks as soon as that is true on one rank.
         ``validations``: list to which each validation loss is appended.
     """
 
@@ -59,9 +65,10 @@ class Evaluation:
         ]
 
     def missing(self, step: int) -> list[str]:
-        """Return the names of the evaluations, ``validation`` and tasks, whose last run was not after ``step``.
+        """Return the names of the evaluations that this process has not run after ``step``.
 
-        Only runs in this process count.
+        The names are ``validation`` and those of tasks. An evaluation counts as run if its last run was after exactly
+        this step.
         """
         return [name for name in self._every if self._done.get(name) != step]
 

@@ -25,7 +25,7 @@ class Regroup(Exception):
 
 
 class Guard:
-    """Opens a run and fills its state.
+    """Opens a run, and fills its state from a checkpoint.
 
     The training loop calls a guard's methods at every step; here they do nothing. :mod:`weft.resilience` derives guards
     that keep a run going when ranks are lost. ``out``: the folder to create. ``resume``: the run or checkpoint to
@@ -46,7 +46,8 @@ class Guard:
     def open(self, recipe: Recipe, lease: Lease, size: int) -> Run:
         """Choose and lease the run's folder and the storage of its checkpoints. Called on the main rank only.
 
-        ``size``: estimated bytes of a checkpoint.
+        ``lease``: the lease that is taken, so that no other run writes there. ``size``: estimated bytes of a
+        checkpoint.
         """
         return open_run(recipe, self.out, self.resume, lease, size)
 

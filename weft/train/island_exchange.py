@@ -100,13 +100,13 @@ class IslandExchange:
     ) -> Exchanged:
         """Exchange this rank's part of ``values``, and return its mean over the partner islands.
 
-        A thread may call it. ``f``: index of the fragment. ``number``: index of the exchange, from the beginning of the
-        run. ``values``: the fragment's elements, flat. ``step``: the number of steps so far. ``shared``: slots (tensors
-        kept for each parameter) that must be equal on all islands, flat by name.
+        A background thread may call this method. ``f``: index of the fragment. ``number``: index of the exchange, from
+        the beginning of the run. ``values``: the fragment's elements, flat. ``step``: the number of steps so far.
 
-        If this island's slots differ from the majority's, the majority's replace them in the result. What this island
-        sends is then corrected by the majority's ``anchor`` slot (the parameters at the beginning of the round) minus
-        its own.
+        ``shared``: slots (tensors kept for each parameter) that must be equal on all islands, flat by name. If this
+        island's slots differ from those of most islands, the result holds the slots of these other islands. What this
+        island sends is then corrected by the difference between their slot ``anchor`` and its own. The anchor is the
+        parameters at the beginning of the round.
         """
         held, here = self.fragments[f], self.replicas[f].part(values.numel())
         shared = {name: values[here] for name, values in shared.items()}
@@ -156,9 +156,9 @@ class IslandExchange:
     ) -> Exchanged:
         """Return the mean of ``values`` over the islands ``members``, computed with compressed messages.
 
-        ``values``: this rank's elements, flat: the slice ``here`` of the concatenated parameters ``held``. ``tag``:
-        prefix of the messages' names. ``number``: index of the round. The compression errors (residuals) are in the
-        result's ``kept``.
+        The result's ``kept`` holds the compression errors (residuals). ``held``: the fragment's parameters. ``values``:
+        this rank's elements of these parameters, flat. ``here``: the slice of the concatenated parameters that
+        ``values`` is. ``tag``: prefix of the messages' names. ``number``: index of the round.
         """
         left: dict[str, T] = {
             name: flat_values(held, name)[here]
@@ -212,12 +212,14 @@ class IslandExchange:
     def allocation(
         self, wanted: Mapping[str, T], tag: str, number: int, members: Sequence[int]
     ) -> Mapping[str, Compressor]:
-        """Return the compressor of each tensor of ``wanted`` (the messages by parameter name).
+        """Return the compressor of each tensor of ``wanted``, by parameter name.
 
-        All tensors have the same compressor, unless ``how.allocate`` is set: then L-GreCo chooses them on the first
-        island of ``members``, anew every ``how.allocate`` rounds. That island sends its choice in each round, because
-        an island may have missed the round before. ``number``: index of the round. ``tag``: prefix of the messages'
-        names.
+        ``wanted``: the messages by parameter name. ``number``: index of the round. ``tag``: prefix of the messages'
+        names. ``members``: the islands that take part.
+
+        All tensors have the same compressor, unless ``how.allocate`` is set. The algorithm L-GreCo then chooses a
+        compressor for each tensor, anew every ``how.allocate`` rounds, on the first island of ``members``. That island
+        sends its choice in each round, because an island may have missed the round before.
         """
         if not self.how.allocate or len(members) == 1:
             return dict.fromkeys(wanted, self.there)
@@ -255,9 +257,9 @@ class IslandExchange:
     ) -> PerTensor:
         """Return a compressor that compresses each parameter's elements in this rank's message separately.
 
-        ``held``: the fragment's parameters. ``wanted``: the message, flat: the slice ``here`` of the concatenated
-        parameters. ``tag``: prefix of the messages' names. ``number``: index of the round. ``members``: the islands
-        that take part, the first of which chooses the compressors.
+        ``held``: the fragment's parameters. ``wanted``: the message, flat. ``here``: the slice of the concatenated
+        parameters that the message is. ``tag``: prefix of the messages' names. ``number``: index of the round.
+        ``members``: the islands that take part, the first of which chooses the compressors.
         """
         parts: dict[str, T] = {}
         start = 0

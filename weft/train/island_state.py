@@ -20,11 +20,12 @@ T = torch.Tensor
 
 
 def slots_of(how: Sync) -> tuple[str, ...]:
-    """Return the names of the slots (tensors kept for each parameter) that islands need under the settings ``how``.
+    """Return the names of the slots (tensors kept for each parameter) that islands need.
 
-    They are the slots of the synchronisation method; ``answer``, the result of an exchange that is not yet applied, if
-    results are applied later; and with a biased compressor the residuals of error feedback: ``up`` for the messages
-    that islands send, ``down`` for the means that they get back.
+    The slots of the synchronisation method come first. If results of exchanges are applied later, the slot ``answer``
+    follows, which keeps such a result until then. With a biased compressor there are residuals of error feedback:
+    ``up`` for the messages that islands send, ``down`` for the means that they get back. ``how``: the recipe's section
+    ``[sync]``.
     """
     method, (there, back) = how.method, compressors(how)
     names = [*method.slots, *(["answer"] if method.late or how.delay else [])]
@@ -98,7 +99,8 @@ def state_of(state: State, how: Sync, number: int) -> Iterator[tuple[str, Held, 
     """Yield the tensors that a joining island receives at the end of the round with index ``number``.
 
     Each item is a message tag, a parameter, and the name of the parameter's slot to send, or "" for the parameter
-    itself. Compression residuals and the optimizer's moments are not sent, because each island has its own.
+    itself. Compression residuals and the optimizer's moments are not sent, because each island has its own. ``how``:
+    the recipe's section ``[sync]``.
     """
     for h in state.held:
         if h.local.is_floating_point():
@@ -117,11 +119,11 @@ def send_state(
     number: int,
     about: Sequence[int],
 ) -> None:
-    """Send the state that a joining island needs to the rank of ``island`` with this rank's place, without waiting.
+    """Send the state that a joining island needs, without waiting for its arrival.
 
-    The state is the tensors of :func:`state_of`. ``how``: the recipe's section ``[sync]``. ``streams``: the connections
-    to other islands. ``number``: index of the round that has ended. ``about``: integers to send with the state, such as
-    counts of tokens.
+    This rank sends to the rank of ``island`` that has the same place there. The tensors are those of :func:`state_of`.
+    ``how``: the recipe's section ``[sync]``. ``streams``: the connections to other islands. ``number``: index of the
+    round that has ended. ``about``: integers to send with the state, such as counts of tokens.
     """
     streams.send(island, f"state {number}", torch.tensor(about))
     for tag, h, slot in state_of(state, how, number):
@@ -134,11 +136,11 @@ def send_state(
 def take_state(
     state: State, how: Sync, streams: Streams, island: int, number: int
 ) -> list[int]:
-    """Receive into ``state`` what the rank of ``island`` with this rank's place sends by :func:`send_state`.
+    """Receive into ``state`` what another island sends by :func:`send_state`, and return the integers sent with it.
 
-    Returns the integers that came with the state. Waits without limit for the sender to end the round with index
-    ``number``. ``how``: the recipe's section ``[sync]``. ``streams``: the connections to other islands. Raises
-    :class:`IslandLost` if the sender is lost.
+    The sender is the rank of ``island`` that has the same place there as this rank here. This function waits without
+    limit until the sender has ended the round with index ``number``. ``how``: the recipe's section ``[sync]``.
+    ``streams``: the connections to other islands. Raises :class:`IslandLost` if the sender is lost.
     """
     about: list[int] = streams.receive(
         island, f"state {number}", torch.int64, limit=inf

@@ -29,8 +29,9 @@ T = torch.Tensor
 def put_in_ring(streams: Streams, state: State, how: Sync) -> str:
     """Measure the links between islands, and order the islands in the fastest ring. Returns a line to report.
 
-    Does nothing and returns an empty string with fewer than three islands, if the settings ``how`` use no ring or fix
-    its order, or if the islands share no key-value store. ``streams``: the connections to other islands.
+    ``streams``: the connections to other islands. ``how``: the recipe's section ``[sync]``. In these cases nothing is
+    done and the line is empty: there are fewer than three islands, ``how`` uses no ring, ``how`` fixes the order of the
+    ring, or the islands share no key-value store.
     """
     if (
         streams.islands < 3
@@ -48,9 +49,11 @@ class Apart(PhaseFiller):
     """Fills the phase after a step for islands, which exchange parameters every ``how.every`` steps.
 
     A *round* lasts ``how.every`` steps. In each round, each *fragment* (a subset of the parameters) is exchanged once
-    with the partner islands. ``presence``: which islands take part. ``steps``: the number of steps so far. A request to
-    end the run is sent to the other islands in the next round, and ends the run with the round after that, so that all
-    islands end after the same step.
+    with the partner islands. ``presence``: which islands take part. ``how``: the recipe's section ``[sync]``.
+    ``steps``: the number of steps so far.
+
+    All islands end the run after the same step. For this, a request to end the run is sent to the other islands at the
+    end of a round, and all end with the round after that.
     """
 
     def __init__(self, context: StepContext, presence: Presence, how: Sync) -> None:
@@ -118,7 +121,8 @@ class Apart(PhaseFiller):
         return self.presence.take_news()
 
     def without_stop(self, results: list[StepResult]) -> list[StepResult]:
-        """Return ``results`` with all requests to end the run cleared, and note whether there was one."""
+        """Return ``results`` with all requests to end the run cleared, and remember whether there was such a request.
+        """
         self.stops = self.stops or any(result.stop for result in results)
         return [result._replace(stop=False) for result in results]
 
@@ -203,8 +207,8 @@ class Apart(PhaseFiller):
     def hand_over(self, island: int, tokens: int) -> None:
         """Send this rank's state to the island ``island``, which joins or comes back.
 
-        ``tokens``: number of tokens of the last steps, whose results the run's progress does not count yet. The new
-        island gets the sum of both.
+        ``tokens``: number of tokens of the last steps, which the run's progress does not count yet. The new island is
+        told the number of tokens of the whole run: the count of the progress plus ``tokens``.
         """
         self.keep_answers()
         counts = [

@@ -55,7 +55,7 @@ class Loop:
         ``again``: whether the run continues from the state in the ranks' memory, after ranks left or joined.
             Evaluations and checkpoints that were due after the last step are then run first.
         ``stopped``: whether some rank asks to end the run.
-        ``skipped_in_a_row``: number of the latest steps that were skipped, without one in between that was not.
+        ``skipped_in_a_row``: number of steps that were skipped since the last step that was not.
         ``enough``: why the run ends early because of its validation loss; empty if it does not.
     """
 
@@ -227,9 +227,9 @@ class Loop:
         self.callbacks.call("end")
 
     def complete(self) -> bool:
-        """Return whether the run is to end as if complete, because a callback asked for its end. Collective.
+        """Return whether a callback asked the run to end, which then ends as if complete. Collective.
 
-        Returns False if a rank has received a signal, too, or if no callback has asked.
+        Returns False if no callback has asked, or if a rank has also received a signal to end.
         """
         wishes = from_all(
             (bool(self.signals), self.callbacks.running.stopping), self.mesh.step_group
@@ -242,7 +242,10 @@ class Loop:
         return True
 
     def regroups(self) -> bool:
-        """Return whether the run only pauses for ranks that leave or join: nothing else asked it to end. Collective."""
+        """Return whether the run only pauses because ranks leave or join. Collective.
+
+        Returns False if anything else has asked the run to end, and in a run of several islands.
+        """
         return self.mesh.islands == 1 and not any(
             from_all(self.wants_to_end, self.mesh.step_group)
         )

@@ -61,7 +61,10 @@ class LowestLoss:
     improved: bool = False
 
     def take(self, step: int, loss: float) -> None:
-        """Make ``loss``, measured after ``step``, the best loss if it is the lowest; that of step 0 does not count."""
+        """Make ``loss``, measured after ``step``, the best loss if it is the lowest so far.
+
+        A loss before training (``step`` 0) does not count.
+        """
         if step and loss < self.best.loss:
             self.best, self.improved = Best(step, loss, data=self.data), True
 

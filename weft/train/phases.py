@@ -61,9 +61,10 @@ class AgreePhase(Protocol):
         """
 
     def beyond(self, number: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``number``, a total over this island's ranks, over all islands that share one update.
+        """Return the sum of ``number`` over all islands that share one update.
 
-        The plain gradient phase calls this method. Without islands ``number`` itself is returned.
+        ``number``: a total over the ranks of this island. Without islands ``number`` itself is returned. The plain
+        gradient phase calls this method.
         """
 
     def agree(self, given: StepInput, shares: torch.Tensor) -> Agreed:

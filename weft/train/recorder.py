@@ -135,8 +135,8 @@ class Recorder:
     def activations(self, choice: Mapping[str, Any]) -> None:
         """Record and print how many blocks' activations are offloaded.
 
-        ``choice``: ``blocks`` of ``of`` blocks, their ``place`` (host or file), and the measured rates ``write`` and
-        ``read`` in bytes per second.
+        ``choice``: a dictionary with the keys ``blocks`` (number of blocks that are offloaded), ``of`` (number of all
+        blocks), ``place`` (``host`` or ``file``), and ``write`` and ``read`` (measured rates in bytes per second).
         """
         self.log("activations", **choice)
         self.event(
@@ -187,9 +187,9 @@ class Recorder:
             self._seconds, self._begun = (now - self._begun) / len(results), now
 
     def step(self, result: StepResult, lr: float) -> None:
-        """Record the final result of the step that ``progress`` has counted last.
+        """Record the final result of a step, the last one that ``progress`` counts.
 
-        ``lr``: the learning rate of the step.
+        ``result``: the result of the step. ``lr``: the learning rate of the step.
         """
         memory = memory_gib(self._mesh.device)
         seen: dict[str, float | None] = {

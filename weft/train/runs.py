@@ -89,10 +89,10 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
 
 
 def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
-    """Return ``recipe`` with the older defaults of the run to resume, where Weft's defaults have changed since.
+    """Return ``recipe`` with the defaults that held when the run to resume was started.
 
-    ``out``: the folder to create. ``resume``: the run or checkpoint to continue. Runs from before ``data.bos`` existed
-    had a warm-up of 100 steps, and documents without a BOS token.
+    They differ from today's for runs from before ``data.bos`` existed: such runs had a warm-up of 100 steps, and
+    documents without a BOS token. ``out``: the folder to create. ``resume``: the run or checkpoint to continue.
     """
     if resume is None or (
         recipe.data.bos != "auto" and recipe.optimizer.warmup is not None
@@ -163,10 +163,11 @@ def open_run(
 def open_for_island(
     mesh: Mesh, open_first: Callable[[], Run], recipe: Recipe, lease: Lease, size: int
 ) -> Run:
-    """Open the run of this island, on the island's first rank.
+    """Open the run of this island. Called on the island's first rank.
 
-    Folders of other islands are inside the first island's. ``open_first``: opens the run of the first island. ``size``:
-    estimated bytes of a checkpoint. Raises :class:`WeftError` if the first island cannot open its run.
+    The first island opens the run by ``open_first``. All other islands get a folder inside the first island's folder.
+    ``lease``: the lease that is taken on the island's folder. ``size``: estimated bytes of a checkpoint. Raises
+    :class:`WeftError` if the first island cannot open its run.
     """
     if mesh.island_store is None:
         return open_first()

@@ -26,9 +26,11 @@ from weft.train.step import loss_sum, sum_over_passes
 class Scorer:
     """Function that replaces a model's loss during scoring, and adds up the scores of labels for each text.
 
-    ``sums``: float64 ``[texts, 2]``, for each text the log-probability of its labels, and how many labels are the
-    likeliest token at their position. A call's ``counts``, which are label weights in other losses, hold here the
-    number (from 1) of the text of each label, as :func:`pack_texts` has packed them.
+    ``sums``: float64 ``[texts, 2]``. For each text, the first number is the sum of its labels' log-probabilities, and
+    the second is how many of its labels are the likeliest token at their position.
+
+    The argument ``counts`` of a call holds, for each label, the number of its text, counted from 1. (A loss gets the
+    labels' weights there.) :func:`pack_texts` puts these numbers into the rows.
     """
 
     # float64 [texts, 2]: log-probability, and how many tokens are the likeliest

@@ -376,7 +376,10 @@ def step_result(sums: torch.Tensor) -> StepResult:
 def update(
     state: State, grads: Mapping[str, torch.Tensor], lr: float, scale: float = 1.0
 ) -> None:
-    """Update all parameters by their reduced gradients ``grads`` times ``scale``, unit by unit."""
+    """Update all parameters by their reduced gradients ``grads`` times ``scale``, unit by unit.
+
+    A unit is a group of parameters that are updated together. ``lr``: the learning rate.
+    """
     for unit in state.units:
         state.update(unit, grads, lr, scale)
     state.settle()
@@ -400,15 +403,18 @@ class StepContext:
     """What the phases of a run's steps work on and call.
 
     Attributes:
-        ``before_update``: returns when parameters and optimizer state may change. Every rank calls it before it
-            contributes to the step's sums, so that a rank that has these sums knows that the call has returned on all
-            ranks.
-        ``inspect``: called with the reduced, unclipped gradients of this rank.
+        ``model``: this rank's shard of the model.
+        ``state``: this rank's shard of parameters and optimizer state.
+        ``mesh``: this rank's position among the ranks of the run.
+        ``before_update``: function that returns when parameters and optimizer state may change. Every rank calls it
+            before it contributes to the step's sums. A rank that has these sums thus knows that the call has returned
+            on all ranks.
+        ``inspect``: function that is called with the reduced, unclipped gradients of this rank.
         ``routes``: for each pass, the indices of the blocks to run; empty: all blocks.
         ``presence``: which islands take part; None if the run has no islands.
         ``begun``: the number of steps taken before.
-        ``report``: called when a technique has chosen something, with a kind of record, a line to print, and the
-            record's values.
+        ``report``: function that is called when a technique has chosen something, with a kind of record, a line to
+            print, and the record's values.
     """
 
     model: Transformer
@@ -444,9 +450,10 @@ class PhaseFiller:
         return None
 
     def beyond(self, number: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``number``, a total over this island's ranks, over all islands that share one update.
+        """Return the sum of ``number`` over all islands that share one update.
 
-        Unless a subclass sums over islands, ``number`` itself is returned.
+        ``number``: a total over the ranks of this island. Unless a subclass sums over islands, ``number`` itself is
+        returned.
         """
         return number
 
@@ -562,8 +569,12 @@ class Step:
     finite, all ranks skip the update.
 
     Attributes:
-        ``gradients``, ``agree``, ``update``, ``after``: the objects that fill these phases; ``after`` may be None.
-        ``fillers``: the objects of techniques among them, each once.
+        ``state``: this rank's shard of parameters and optimizer state.
+        ``gradients``: the object that runs forward and backward.
+        ``agree``: the object that sums gradients over ranks.
+        ``update``: the object that updates the parameters.
+        ``after``: the object that works between steps; None if there is none.
+        ``fillers``: the objects among these that belong to techniques, each once even if it fills several phases.
         ``clip``: largest global gradient norm, above which gradients are scaled down; 0: no limit.
     """
 
@@ -664,10 +675,11 @@ def loss_sum(
 
 
 def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
-    """Return this rank's share of ``numbers``, sums over its forward passes, such that all ranks' shares add up.
+    """Return this rank's share of ``numbers``, which are sums over its forward passes.
 
-    The shares add up to the sums over all data. Of ranks that have computed the same passes one counts, and of pipeline
-    ranks the one with the last stage, where losses are computed.
+    The shares of all ranks add up to the sums over all data. Of ranks that have computed the same passes, the numbers
+    of only one count. Of the ranks of a pipeline, those of the rank with the last stage count, where losses are
+    computed.
     """
     # gathered copies are kept for a backward that did not come, and parameters may change
     if mesh.size("near"):

@@ -44,8 +44,8 @@ class StepResult(NamedTuple):
 class StepInput(NamedTuple):
     """The input of a step on this rank.
 
-    ``batches``: the microbatches. ``clip``: largest global gradient norm; 0: no limit. ``stop``: whether this rank asks
-    to end the run.
+    ``batches``: the microbatches. ``lr``: the learning rate. ``clip``: largest global gradient norm; 0: no limit.
+    ``stop``: whether this rank asks to end the run.
     """
 
     batches: Sequence[Batch]

@@ -71,8 +71,8 @@ class Outcome:
 class Ending(NamedTuple):
     """End of a run on one rank.
 
-    ``outcome``: None if other ranks finished the run without this rank. ``concludes``: whether this rank writes the
-    report of the run.
+    ``recipe``: the recipe of the run. ``outcome``: the result of the run; None if other ranks finished the run without
+    this rank. ``concludes``: whether this rank writes the report of the run, as one rank alone does.
     """
 
     recipe: Recipe

@@ -17,11 +17,13 @@ from weft.data.chat.followed import follow_words
 def split_at_questions(
     template: ChatTemplate, talk: Conversation, learned: Sequence[float]
 ) -> list[Conversation]:
-    """Split ``talk`` into samples, in order, whose learned turns keep their reasoning if the template ever writes it.
+    """Split ``talk`` into samples, in order, in which learned turns keep their reasoning.
 
-    Templates drop the reasoning of turns before the last question. So a sample is a beginning of the conversation that
-    ends with the turns after some question, and only these turns are learned in it. ``learned``: loss weight of every
-    message, 0 if it is not learned. A conversation stays whole if no learned turn would lose its reasoning.
+    Chat templates drop the reasoning of turns before the last question. A sample is therefore a beginning of the
+    conversation that ends with the answer to some question, and only this answer is learned in it. All other learned
+    turns are learned in one last sample, the whole conversation; among them are those whose reasoning the template
+    never writes. A conversation stays whole if no learned turn would lose its reasoning. ``learned``: loss weight of
+    every message, 0 if it is not learned.
     """
     lost = {i for i in reasoning_left_out(template, talk) if learned[i]}
     if not lost:

@@ -28,8 +28,10 @@ def thoughts_of(template: str) -> Thoughts | None:
 
 
 def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> bool:
-    """Return whether an answer after ``prompt`` begins inside its reasoning. ``thoughts``: the tags of reasoning.
-    ``continued``: the beginning of the answer, if the prompt ends with it already.
+    """Return whether an answer after ``prompt`` begins inside its reasoning.
+
+    ``thoughts``: the tags of reasoning. ``continued``: the beginning of the answer, if the prompt already contains it
+    at its end.
     """
     if continued:
         return continued.rfind(thoughts.opening) > continued.rfind(thoughts.closing)
@@ -37,11 +39,12 @@ def begins_thinking(thoughts: Thoughts, prompt: str, continued: str = "") -> boo
 
 
 def without_reasoning(thoughts: Thoughts, template: str, prompt: str) -> str:
-    """Return ``prompt`` with its reasoning block closed and empty, so that the answer begins at once.
+    """Return ``prompt`` with a closed, empty block of reasoning at its end, so that the answer begins at once.
 
-    ``template``: text of the chat template that has written ``prompt``, with the variable ``enable_thinking`` set to
-    false. ``prompt`` is returned unchanged if it ends with a closed block, or if the template reads this variable and
-    has opened none. ``thoughts``: the tags of reasoning.
+    ``thoughts``: the tags of reasoning. ``template``: text of the chat template that has written ``prompt``, with the
+    variable ``enable_thinking`` set to false. A prompt that ends with a closed block is returned unchanged. So is a
+    prompt without an opened block if the template reads ``enable_thinking``, because the template itself then asks for
+    an answer without reasoning.
     """
     begun = begins_thinking(thoughts, prompt)
     closed = prompt.rstrip().endswith(thoughts.closing)
@@ -53,6 +56,7 @@ def without_reasoning(thoughts: Thoughts, template: str, prompt: str) -> str:
 
 class ReasoningFinder:
     """Separates the reasoning at the beginning of an answer from the rest, as the answer's text comes in pieces.
+
     ``thoughts``: the tags around the reasoning.
     """
 
@@ -63,8 +67,10 @@ class ReasoningFinder:
         self._shown = False
 
     def add(self, piece: str) -> tuple[str, str]:
-        """Add ``piece``. Return the new text that certainly belongs to the reasoning, and the new text that certainly
-        belongs to the answer.
+        """Add ``piece``, and return the new text that is certain, as a pair ``(reasoning, answer)``.
+
+        The first is the new text that certainly belongs to the reasoning, the second that of the answer. Text that may
+        begin a tag is held back.
         """
         self._kept += piece
         if not self.inside and not self.over:
@@ -73,9 +79,7 @@ class ReasoningFinder:
         return thought, self._release(len(self._kept)) if self.over else ""
 
     def end(self) -> tuple[str, str]:
-        """End the text. Return the text that was held back as a pair: the rest of the reasoning, and the rest of the
-        answer.
-        """
+        """End the text, and return the text that was held back, as a pair ``(reasoning, answer)``."""
         rest, self._kept = self._kept, ""
         return (rest.rstrip(), "") if self.inside else ("", rest)
 

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     figure="as Krum's, where 1 of 7 sends garbage",
 )
 class Bulyan(Aggregator):
-    """Selects gradients by repeated Krum, and takes in each coordinate the mean of those nearest to their median.
+    """Selects gradients by repeated Krum, then averages the selected values of each coordinate without outliers.
 
-    Of ``p`` gradients, ``faulty`` of which may be wrong, ``p - 2 faulty`` are selected, one after the other. The mean
-    leaves out ``2 faulty`` of these in each coordinate.
+    Of ``p`` gradients, ``faulty`` may be wrong. Krum is applied ``p - 2 faulty`` times, and selects one more gradient
+    each time. In each coordinate, the ``2 faulty`` selected values that are farthest from their median are left out of
+    the mean.
     """
 
     each = 4

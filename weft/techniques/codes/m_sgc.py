@@ -35,13 +35,15 @@ SHORT_BURSTS = Rule(
 class Multiplexed(Code):
     """M-SGC: each rank computes most parts of a job alone (uncoded), and only the last parts in a gradient code.
 
-    A job is the gradient of some samples, computed in parts. It takes ``window - 1 + burst`` rounds, in each of which a
-    rank computes one task, a few parts. Successive jobs overlap, so that a rank works on so many jobs in each round.
+    A job is the gradient of some samples, computed in parts. A task is a few parts that a rank computes in one round. A
+    job takes ``window - 1 + burst`` rounds, with one task of each rank in every round. A new job begins in every round,
+    so that a rank works on several jobs in the same round.
 
     In the first ``window - 1`` rounds of a job a rank computes parts that no other rank computes. In the last ``burst``
-    rounds it repeats those of these tasks whose results arrived late. If none is left to repeat, it computes a coded
-    task instead: parts that several ranks compute, of which it sends a weighted sum. ``burst``: number of rounds in
-    which a rank may be late among any ``window`` rounds.
+    rounds it repeats those of its tasks whose results arrived late. If none is left to repeat, it computes a coded task
+    instead: parts that several ranks compute, of which it sends a weighted sum.
+
+    ``burst``, ``window``: a rank may be late in at most ``burst`` of any ``window`` successive rounds.
     """
 
     burst: int = 1
@@ -62,7 +64,7 @@ class Multiplexed(Code):
 
     @cached_property
     def code(self) -> GradientCode:
-        """The gradient code of the coded tasks, by which their parts' sum follows although some ranks are late."""
+        """The gradient code of the coded tasks. It gives the sum of their parts although some ranks are late."""
         return GradientCode(self.ranks, self.stragglers)
 
     def own_task(self, rank: int, job: int, which: int) -> CodedTask:

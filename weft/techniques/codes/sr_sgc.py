@@ -32,10 +32,12 @@ WHOLE_BURSTS = Rule(
 class SelectiveRepetition(GradientCode):
     """SR-SGC: a gradient code whose ranks compute missing results again later, so that a weaker code suffices.
 
-    A job is the gradient of some samples. In each round a rank computes a result of a new job or, if too few results of
-    the job of ``burst`` rounds earlier arrived in time, one of that job. At most ``ranks_late`` different ranks may be
-    late in any ``window`` rounds, each in at most ``burst`` of them. From these numbers follows ``stragglers``, the
-    number of late ranks that the code tolerates in a round.
+    A job is the gradient of some samples. In each round a rank computes a result of a new job. If too few results of
+    the job of ``burst`` rounds earlier arrived in time, some ranks compute a result of that job instead.
+
+    ``burst``, ``window``, ``ranks_late``: in any ``window`` successive rounds at most ``ranks_late`` different ranks
+    may be late, each in at most ``burst`` rounds. From these numbers follows ``stragglers``, the number of late ranks
+    that the code tolerates in a round.
     """
 
     burst: int = 1

@@ -43,8 +43,8 @@ ROUNDS, SHARE = 10, 0.2
 class Cocktail(Compressor):
     """Sends the largest fifth of a random tenth of the elements, in 4 bits each.
 
-    The tenths of ten successive rounds together contain every element. ``unbiased`` is False: the mean of decoded
-    tensors is not the tensor itself.
+    The tenths of ten successive rounds together contain every element. ``values``: the compressor of the elements that
+    are sent. ``unbiased`` is False: the mean of decoded tensors is not the tensor itself.
     """
 
     unbiased: bool = False

@@ -34,12 +34,13 @@ class PowerSGD(Compressor):
     """Sends a matrix as the product of two thin matrices of ``rank`` columns, by one iteration of the power method.
 
     The matrix ``M`` is a tensor ``[m, n, k]`` seen as ``[m, n k]``. The product is ``P (M^T P)^T``, where ``P`` is an
-    orthonormal basis of ``M Q``, and ``Q`` is ``M^T P`` of the last round, or random in the first. Both ``M Q`` and
-    ``M^T P`` are linear in ``M``, so that islands need only sum these two thin matrices to get those of their mean. A
-    tensor that would not become smaller (a vector) is sent unchanged.
+    orthonormal basis of ``M Q``. In the first round ``Q`` is random. In every other round it is the ``M^T P`` of the
+    round before. Both ``M Q`` and ``M^T P`` are linear in ``M``. Islands therefore need only sum these two thin
+    matrices to compress the mean of their matrices. A tensor that would not become smaller (a vector) is sent
+    unchanged.
 
-    :meth:`error` is the error with a random ``Q``. With that of the last round the error is smaller, if the matrices of
-    successive rounds are similar. ``unbiased`` is False: the mean of decoded tensors is not the tensor itself.
+    :meth:`error` estimates the error with a random ``Q``. The error is smaller from the second round on if the matrices
+    of successive rounds are similar. ``unbiased`` is False: the mean of decoded tensors is not the tensor itself.
     """
 
     unbiased: bool = False

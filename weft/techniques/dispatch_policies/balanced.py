@@ -26,9 +26,9 @@ WEIGHT = 0.2
 class ByWorkload:
     """Chooses the engine with the largest ``weight * t_min / t - (1 - weight) * work / mean``.
 
-    ``t`` is the estimated time of the request on an engine, ``t_min`` the smallest of all engines, ``work`` the
-    estimated seconds of all that an engine has not ended, and ``mean`` the mean of that over all engines. Work falls as
-    requests end. Without any work, the fastest engine is chosen.
+    ``t``: the estimated time of the request on an engine. ``t_min``: the smallest of these times over all engines.
+    ``work``: the estimated seconds of all requests that an engine has not ended, which fall as requests end. ``mean``:
+    the mean ``work`` of all engines. Without any work, the fastest engine is chosen.
     """
 
     def __init__(self, weight: float = WEIGHT) -> None:

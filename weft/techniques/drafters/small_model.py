@@ -71,11 +71,12 @@ class Guessed(NamedTuple):
 class DraftModel(Drafter):
     """Guesses up to ``most`` tokens with ``model``, a small model with the vocabulary of the large one.
 
-    While the large model checks guesses, a thread guesses what follows each likely outcome of the check: that all
-    guesses are right, or that at some position a likely other token comes. ``ahead``: number of likely other tokens at
-    each position; 0: no thread. ``early_layer``: number of layers after which the large model's own hidden states say
-    which tokens these are; 0: the small model says it. ``tokens``: size of the small model's cache; longer texts get no
-    guesses.
+    While the large model checks guesses, a thread guesses what follows each likely outcome of the check. The outcomes
+    are that all guesses are right, or that at some position another likely token comes instead.
+
+    ``ahead``: number of other likely tokens at each position; 0: no thread. ``early_layer``: number of the large
+    model's layers after which its hidden states predict these tokens; 0: the small model predicts them. ``tokens``:
+    size of the small model's cache in tokens; longer texts get no guesses.
     """
 
     looks_ahead = True

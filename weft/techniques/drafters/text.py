@@ -21,4 +21,5 @@ from weft.registry import register
     ),
 )
 class OwnText(Lookup):
-    """Finds an earlier occurrence of a text's last tokens in this text, and guesses the tokens that followed."""
+    """Finds an earlier occurrence of a text's last tokens in the same text, and guesses the tokens that followed there.
+    """

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     figure="as DPO's; transformers' scores of the export equal ours",
 )
 class Reward(PairLoss):
-    """The logistic loss of a reward model: chosen answer's score minus rejected one's, minus ``loss.margin``."""
+    """The logistic loss of a reward model, on the difference of the scores of two answers.
+
+    The difference is the chosen answer's score minus the rejected answer's score, minus a margin. The margin is
+    ``loss.margin`` plus the margin that the data gives the pair.
+    """
 
     has_reference = False
     scores = True

@@ -55,12 +55,13 @@ class _Rank(NamedTuple):
 class Urgency(SchedulingPolicy):
     """Schedules new tokens first, then prompts; of both, the most urgent first.
 
-    A workflow is a series of requests (stages) with one deadline. The time until the deadline is divided among this and
-    the remaining stages, in proportion to their estimated times. Urgency is the estimated time of a request minus the
-    time that its stage has left. The policy estimates times from the requests that it has seen.
+    A workflow is a series of requests (stages) with one deadline. The time until the deadline is divided among the
+    present and the remaining stages, in proportion to their estimated times. The urgency of a request is its estimated
+    time minus the time that its stage has left. The policy estimates times from the requests that it has seen.
 
-    Among prompts, as among new tokens, requests without a deadline or past it come last, in the order of arrival.
-    Requests that came longer than ``patience`` seconds ago come first, so that no request waits without end.
+    Requests without a deadline, or past it, come after the others of their kind (new tokens or prompts), in the order
+    of arrival. Requests that arrived more than ``patience`` seconds ago come first, so that no request waits without
+    end.
     """
 
     example: ClassVar[str] = "urgency:30"

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class VHalf(ScheduleBuilder):
     """Holds the activations of about half the microbatches of 1F1B, with less than half of its bubble.
 
-    Its peak is ``ranks / 2 + 1`` microbatches if ``ranks`` is even, else ``(ranks + 3) / 2``.
+    A rank holds the activations of at most ``ranks / 2 + 1`` microbatches if ``ranks`` is even, else ``(ranks + 3) /
+    2``.
     """
 
     about = "half of 1F1B's peak and bubble"

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     figure="published bubbles to 4 decimals",
 )
 class ZeroBubbleH2(ScheduleBuilder):
-    """Fills the bubble at the start of a step with more forwards; the peak is ``2 * ranks - 1`` microbatches."""
+    """Fills the bubble at the start of a step with more forwards than 1F1B makes there.
+
+    A rank holds the activations of at most ``2 * ranks - 1`` microbatches.
+    """
 
     about = "no bubble if F=B=W, peak 2P-1"
     paper = "2401.10241"

@@ -54,9 +54,10 @@ class CO2Settings(OuterSettings):
     ),
 )
 class CO2(OuterMomentum):
-    """Applies an outer momentum to the islands' mean parameter difference of the last round, which is a round late.
+    """Applies an outer momentum to the islands' mean parameter difference, which arrives one round late.
 
-    The difference is divided by a penalty for its staleness, and each element of the momentum is clipped.
+    After each round, islands use the mean difference of the round before. It is divided by the setting ``penalty``
+    because it is late, and each element of the momentum is clipped to the setting ``clip``.
     """
 
     late = True

@@ -53,8 +53,8 @@ class StreamingSettings(OuterSettings):
 class Streaming(OuterMomentum):
     """Synchronises one fragment of the parameters at a time, by Nesterov's momentum, while training goes on.
 
-    A fragment is a subset of the parameters. The parameters after the outer update, which arrive ``sync.delay`` steps
-    later, are mixed with those that the island has trained in the meantime.
+    A fragment is a subset of the parameters. The result of an outer update arrives ``sync.delay`` steps after the
+    exchange began. It is then mixed with the parameters that the island has trained in the meantime.
     """
 
     in_fragments = True

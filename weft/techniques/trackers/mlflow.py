@@ -13,9 +13,9 @@ from weft.registry import register
 
 @register("tracker", "mlflow")
 class MLflow:
-    """Sends a run's records to the experiment ``weft`` at ``MLFLOW_TRACKING_URI``.
+    """Sends a run's records to the experiment ``weft`` of the MLflow server at ``MLFLOW_TRACKING_URI``.
 
-    Without this variable they go to the folder ``mlruns`` in the run's folder, ``run``.
+    Without this environment variable the records go to the folder ``mlruns`` in ``run``, the run's folder.
     """
 
     def __init__(self, run: Path) -> None:

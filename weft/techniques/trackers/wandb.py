@@ -12,7 +12,7 @@ from weft.registry import register
 
 @register("tracker", "wandb")
 class WandB:
-    """Sends a run's records to Weights & Biases, which its ``WANDB_*`` variables configure.
+    """Sends a run's records to Weights & Biases, which its environment variables ``WANDB_*`` configure.
 
     With ``WANDB_MODE=offline`` nothing is sent. ``run``: the run's folder.
     """

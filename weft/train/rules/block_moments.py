@@ -29,8 +29,8 @@ T = torch.Tensor
 class BlockMoments:
     """Stores a parameter's two moments as codes of ``bits`` bits (8 or 4), in blocks of ``size`` neighbouring elements.
 
-    The scale of a block is its element of largest magnitude, with its sign. ``ranks``: sums over the ranks that share a
-    block.
+    Each block has a scale: the element of largest magnitude, with its sign. ``ranks``: collectives over the ranks that
+    hold parts of the same block.
     """
 
     def __init__(self, bits: int, size: int, ranks: RankSums) -> None:

@@ -37,7 +37,10 @@ class Encoding(Protocol):
         """Return the two moments of the parameter ``held``, decoded to the precision of the state."""
 
     def store(self, held: Held, moments: Sequence[T]) -> None:
-        """Encode and store the two moments of ``held``. ``held.updates`` counts already the update that gave them."""
+        """Encode and store the two moments of the parameter ``held``.
+
+        ``held.updates``, the number of the parameter's updates, includes the update from which these moments come.
+        """
 
 
 class CompactAdamW(UpdateRule):
@@ -80,7 +83,7 @@ class BlockSettings(Section):
 
 
 class BlockAdamW(CompactAdamW):
-    """AdamW whose moments are codes of ``bits`` bits, with a scale for each block of a row."""
+    """AdamW whose moments are codes of ``bits`` bits, with a scale for each block of neighbouring elements of a row."""
 
     bits: ClassVar[int]
     shaping = ("block",)

@@ -25,8 +25,9 @@ T = torch.Tensor
 class Extent(NamedTuple):
     """One dimension of a slot (a tensor that an update rule keeps for a parameter).
 
-    ``of``: index of the parameter's dimension that the slot's dimension follows, with one entry for every ``per``
-    elements. If ``of`` is None, the parameter has no such dimension, and the slot has ``size`` entries along it.
+    ``of``: index of the parameter's dimension that the slot's dimension follows. The slot then has one entry for every
+    ``per`` elements of that dimension. For example, ``Extent(1, per=2)`` has 512 entries if the parameter has 1,024
+    columns. None: the slot's dimension follows none of the parameter, and has ``size`` entries.
     """
 
     of: int | None
@@ -41,7 +42,10 @@ class RankSums:
     mesh: Mesh
 
     def axes(self, held: Held, dims: Sequence[int]) -> list[str]:
-        """Return the mesh axes larger than 1 that cut dimensions of the parameter ``held``; ``dims``: their indices."""
+        """Return the mesh axes larger than 1 that cut the parameter ``held`` along some dimensions.
+
+        ``dims``: indices of these dimensions.
+        """
         _, sharing = self.mesh.sharing(held.logical)
         cutting = [axis for i in dims for axis in held.logical.cuts[i]] + [sharing] * (
             0 in dims
@@ -53,7 +57,10 @@ class RankSums:
         return self._reduced(x, held, dims, dist.ReduceOp.SUM)
 
     def largest(self, x: T, held: Held, *dims: int) -> T:
-        """Replace ``x``, in place, by its elementwise maximum over the ranks of :meth:`sum`."""
+        """Replace ``x``, in place, by its elementwise maximum over ranks.
+
+        The ranks are those among which the parameter ``held`` is cut along the dimensions with indices ``dims``.
+        """
         return self._reduced(x, held, dims, dist.ReduceOp.MAX)
 
     def _reduced(

@@ -35,7 +35,7 @@ class UpdateRule:
     Attributes:
         ``for_matrices``: whether the rule is only for the matrices of blocks (two dimensions or more, none of them
             the vocabulary); AdamW then updates all other parameters.
-        ``for_stacks``: whether such a rule also updates stacks of matrices, such as those of experts.
+        ``for_stacks``: whether a rule for matrices also updates stacks of matrices, such as experts' weights.
         ``elementwise``: whether the update of an element needs only that element's gradient and state, so that
             ranks need not communicate.
         ``kept``: about how many elements of optimizer state the rule keeps per element of a parameter.

@@ -21,10 +21,12 @@ T = torch.Tensor
 class Spot(NamedTuple):
     """A rectangle of attention scores, of one block of queries and one block of keys.
 
-    ``q``, ``k``: the rectangle's tokens among the block's flattened queries and keys. ``at``: position of the rectangle
-    in the tensor of scores, ``[batch, heads, seq held, seq]``. ``causal``: whether a query sees only the keys up to its
-    own position, instead of all. ``flipped``: whether a query of a causal rectangle sees instead the keys from its own
-    position on.
+    Attributes:
+        ``q``: the rectangle's queries, as a slice of the block's flattened queries.
+        ``k``: the rectangle's keys, as a slice of the block's flattened keys.
+        ``at``: position of the rectangle in the tensor of scores, ``[batch, heads, seq held, seq]``.
+        ``causal``: whether a query sees only some keys of the rectangle: those up to its own position.
+        ``flipped``: whether a query of a causal rectangle sees, instead, the keys from its own position on.
     """
 
     q: slice

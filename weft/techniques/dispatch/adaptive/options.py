@@ -31,10 +31,12 @@ class Option(NamedTuple):
     """One way to bring tokens and experts together: a dispatcher, and blocks of ranks that share expert weights.
 
     In a block every rank gathers the weights of all experts of the block, so that tokens need not be sent within it.
-    ``way``: the dispatcher between blocks. ``joined``: number of pieces, into which one expert is cut over ranks, that
-    come together in a block. ``weights``: number of elements that all ranks send to share weights in a pass, forward
-    and backward. ``stacks``: a function from a rank's stacked weights to those of the block; None: no weights are
-    shared.
+
+    Attributes:
+        ``way``: the dispatcher between blocks.
+        ``joined``: number of pieces of an expert that one block holds, if experts are cut over ranks.
+        ``weights``: number of elements that all ranks send to share weights in a pass, forward and backward.
+        ``stacks``: a function from a rank's stacked weights to those of the block; None: no weights are shared.
     """
 
     way: Dispatcher
@@ -115,10 +117,11 @@ class Adaptive:
 
 
 def part_of(choice: Choice, joined: int) -> Choice:
-    """Return ``choice`` for experts of which every ``joined`` neighbouring pieces are joined to one.
+    """Return ``choice`` with the numbers of joined experts in place of the numbers of their pieces.
 
-    ``choice`` routes a token to all pieces of an expert that is cut over ranks. In the result, the routes of a token to
-    pieces that are joined are one route.
+    An expert that is cut over ranks consists of pieces, and ``choice`` routes a token to all of them. ``joined``:
+    number of neighbouring pieces that are joined to one. The result has one route of a token where ``choice`` has
+    ``joined`` routes.
     """
     return (
         choice
@@ -130,8 +133,8 @@ def part_of(choice: Choice, joined: int) -> Choice:
 def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
     """Return how many elements all ranks send, forward and backward, to share expert weights within blocks.
 
-    ``stacks``: for each rank its number of experts, their width and the model's. ``block``: number of ranks in a block.
-    All ranks of a block send messages of the size of the largest.
+    ``stacks``: for each rank, its number of experts, the width of an expert and the width of the model. ``block``:
+    number of ranks in a block. All ranks of a block send messages of the size of the largest.
     """
     blocks = [stacks[start : start + block] for start in range(0, len(stacks), block)]
     return sum(
@@ -144,9 +147,10 @@ def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
     """Return how many elements each of three dispatchers sends for this rank's tokens: int64 ``[3]``.
 
     Forward and backward are counted. ``choice``: the experts of the tokens; ``width``: elements of a token. The first
-    dispatcher sends a row for each route, the second a copy to each rank that has experts of the token, the third all
-    tokens to all ranks. The last two also send the experts' weights in a token's sum, expert numbers, and gradients of
-    these weights. With ``members`` None every rank has all experts, and the result is one zero, ``[1]``.
+    dispatcher sends a token once for each of its experts. The second sends it once to each rank that has experts of the
+    token. The third sends all tokens to all ranks. The last two also send the numbers of a token's experts, the factors
+    of the experts' outputs, and the gradients of these factors. With ``members`` None every rank has all experts, and
+    the result is one zero, ``[1]``.
     """
     tokens, k = choice.ids.shape
     if members is None:
@@ -164,11 +168,11 @@ def numbers_sent(choice: Choice, width: int, members: Members | None) -> T:
 def stacks_of_block(
     *weights: T, parts: Sequence[tuple[int, ...]], joined: int, members: Members
 ) -> tuple[T, ...]:
-    """Gather the stacked weights of all experts of a block from this rank's stacks ``weights`` (gate, up and down).
+    """Gather the stacked weights of all experts of a block from this rank's stacks.
 
-    ``parts``: for each rank of the block its number of experts, their width and the model's. ``joined``: pieces of an
-    expert in the block. ``members``: the ranks of the block. In backward each rank gets the sum of all gradients of its
-    own experts.
+    ``weights``: this rank's stacks of the matrices gate, up and down. ``parts``: for each rank of the block, its number
+    of experts, the width of an expert and the width of the model. ``joined``: number of pieces of an expert in the
+    block. ``members``: the ranks of the block. In backward each rank gets the sum of all gradients of its own experts.
     """
     experts, hidden, _ = map(max, zip(*parts, strict=True))
     waiting = []

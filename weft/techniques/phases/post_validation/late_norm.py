@@ -40,8 +40,8 @@ T = torch.Tensor
 class PendingUpdate(NamedTuple):
     """A step whose parameters have been updated although its gradient norm is not known yet.
 
-    ``lr``: the learning rate of the step. ``clip``: largest gradient norm without clipping. ``agreed``: the gradients,
-    and a function that waits for the norm.
+    ``lr``: the learning rate of the step. ``clip``: the gradient norm above which the step must be clipped. ``agreed``:
+    the gradients, and a function that waits for the norm.
     """
 
     lr: float
@@ -52,8 +52,9 @@ class PendingUpdate(NamedTuple):
 class PostValidation(PhaseFiller):
     """Updates a pipelined model before the gradient norm is known, and undoes an update that should have been clipped.
 
-    Results equal those of the plain step, and are returned one step later. The object holds a copy of parameters and
-    optimizer state. ``repeated``: number of steps whose passes had to be run again.
+    Parameters after a step equal those of the plain step, once its update is complete. The result of a step is returned
+    one step later. The object holds a copy of parameters and optimizer state. ``repeated``: number of steps whose
+    passes had to be run again.
     """
 
     def __init__(self, context: StepContext) -> None:
@@ -79,9 +80,10 @@ class PostValidation(PhaseFiller):
         return self._run(given)
 
     def agree(self, given: StepInput, shares: T) -> Agreed:
-        """Complete the previous step.
+        """Complete the previous step, then reduce the gradients of this step.
 
-        If its update was wrong, correct the update and run the passes of this step again.
+        If the previous update was wrong, it is corrected and the passes of this step are run again. Returns this step's
+        gradients, and a function that waits for its result. ``shares``: this rank's share of the mean loss.
         """
         context, loss = self.context, shares
         context.before_update()

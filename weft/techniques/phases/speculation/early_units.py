@@ -36,9 +36,10 @@ def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
 
 
 def sizes(unit: Unit, memory: Memory, free: bool) -> Sizes:
-    """Return how many bytes of a unit's weights, gradients and moments are kept in files, over all ranks.
+    """Return the bytes that a unit's weights, gradients and moments take in files, over all ranks.
 
-    ``free``: whether the unit may be updated early.
+    What is kept in memory counts as 0. The result also says whether the unit has trained parameters and whether it may
+    be updated early. ``memory``: the recipe's section ``[memory]``. ``free``: whether the unit may be updated early.
     """
     learning = [h for h in unit.held if h.learns]
     moments = [part.tensor for h in learning for part in h.slots.values()]

@@ -44,9 +44,10 @@ class Speculation(PhaseFiller):
 
     A unit is a group of parameters that are updated together, mostly a block of the model. Units that are kept in files
     are updated by the training thread as soon as their gradients are complete. Other units are updated in a thread of
-    their own, which copies them during forward so that their update can be undone. ``elementwise``: whether the update
-    rule needs no other ranks; if not, several ranks use no such thread. ``undone``: number of steps whose early updates
-    were undone.
+    their own, which copies them during forward so that their update can be undone.
+
+    ``elementwise``: whether the update rule works without messages between ranks. If it does not, runs of several ranks
+    make all updates in the training thread. ``undone``: number of steps whose early updates were undone.
     """
 
     def __init__(

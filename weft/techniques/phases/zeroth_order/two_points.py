@@ -61,8 +61,9 @@ class ZerothOrder(PhaseFiller):
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
         """Return this rank's shares of the step's sums, float64 ``[3, 2]``.
 
-        The rows are loss and label weight at the upper point, loss and label weight at the lower point, and the number
-        of tokens and of requests to stop.
+        The first row is loss and label weight at the upper point, where parameters are moved along the random
+        direction. The second row is the same at the lower point, where they are moved against it. The third row is the
+        number of tokens and the number of requests to stop.
         """
         self.context.before_update()
         stops = own_share(given.stop, self.mesh, **OWN)
