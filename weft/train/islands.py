@@ -121,8 +121,7 @@ class Apart(PhaseFiller):
         return self.presence.take_news()
 
     def without_stop(self, results: list[StepResult]) -> list[StepResult]:
-        """Return ``results`` with all requests to end the run cleared, and remember whether there was such a request.
-        """
+        """Return ``results`` with all requests to end the run cleared, and remember whether there was one."""
         self.stops = self.stops or any(result.stop for result in results)
         return [result._replace(stop=False) for result in results]
 

@@ -49,9 +49,10 @@ class SelectiveRepetition(GradientCode):
         return self.burst
 
     def first(self, job: int, arrived: Arrived) -> list[Result]:
-        """Return the results of ``job`` that arrived in round ``job``, from the ranks that repeated no other job then.
+        """Return the results of ``job`` that arrived in round ``job``, in which ranks compute this job first.
 
-        ``arrived``: by round, the ranks whose results arrived in time.
+        Ranks that repeated an earlier job in that round have no such result. ``arrived``: by round, the ranks whose
+        results arrived in time.
         """
         late = self.repeating_ranks(job, arrived)
         return [Result(rank, job) for rank in arrived[job] if rank not in late]

@@ -21,5 +21,4 @@ from weft.registry import register
     ),
 )
 class OwnText(Lookup):
-    """Finds an earlier occurrence of a text's last tokens in the same text, and guesses the tokens that followed there.
-    """
+    """Finds an earlier occurrence of a text's last tokens in the text, and guesses the tokens that followed there."""
