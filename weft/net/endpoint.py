@@ -84,10 +84,10 @@ class _Stranger:
 class Endpoint:
     """Listener of this process at one address, shared by all channels (named conversations with other processes).
 
-    ``host`` and ``port``: where it listens, at any free port for 0; ``encrypt``: which connections are encrypted:
-    "auto" (those that leave this machine and the private network), "always" or "never"; ``dialler``: if given, gives
-    the endpoint its address, and connects it with other endpoints. Raises :class:`UsageError` if it cannot listen
-    there.
+    ``host`` and ``port``: where the endpoint listens; for port 0 at any free port. ``encrypt``: which connections are
+    encrypted: "auto" (those that leave this machine and the private network), "always" or "never". ``dialler``:
+    connects this endpoint with others in another way than over TCP, and provides the address at which they reach it.
+    Raises :class:`UsageError` if the endpoint cannot listen there.
     """
 
     def __init__(
@@ -266,9 +266,9 @@ class Channel:
     ) -> SealedConnection:
         """Connect to the endpoint at ``address``, and return the connection after its handshake.
 
-        ``hello``: what this end says about itself; ``limit``: seconds that this may take; ``stall``: seconds that each
-        MiB of a message may take later; ``name``: the channel's name at the other endpoint, by default the name of this
-        channel. Raises OSError if nobody listens there, the handshake fails, or the time is over.
+        ``hello``: what this end says about itself; ``limit``: seconds that connecting may take; ``stall``: seconds that
+        each MiB of a message may take later; ``name``: the channel's name at the other endpoint, by default the name of
+        this channel. Raises OSError if nobody listens there, the handshake fails, or the time is over.
         """
         sock = self._socket(address)
         deadline = time.monotonic() + limit
@@ -302,7 +302,7 @@ class Channel:
         """Begin to connect to the endpoint at ``address``, and return the connection, which ``poller`` watches.
 
         Frames sent before the connection is complete are queued. ``hello``: what this end says about itself. Raises
-        OSError if it is known at once that nobody listens there.
+        OSError if the connection is refused at once, because nobody listens there.
         """
         sock = self._socket(address)
         sock.setblocking(False)
@@ -389,7 +389,7 @@ def process_endpoint(
 
     ``host`` and ``port``: where it listens, by default at :func:`own_address` and any free port; ``encrypt``: which
     connections are encrypted: "auto" (those that leave this machine and the private network), "always" or "never";
-    ``dialler``: if given, gives the endpoint its address, and connects it with other endpoints.
+    ``dialler``: connects the endpoint with others in another way than over TCP, and provides its address for them.
     """
     pid = os.getpid()
     if pid not in _own or _own[pid].closed:

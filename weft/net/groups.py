@@ -53,8 +53,8 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
 def enter_group(ranks: Sequence[int], name: str) -> dist.Store:
     """Replace the default process group by a group of the world ranks ``ranks`` alone.
 
-    All these ranks must call this function. ``name``: tells the group from others. Returns the key-value store of the
-    old group, which is then the only connection to the other ranks.
+    All these ranks must call this function. ``name``: a text that no other group has. Returns the key-value store of
+    the old group, which is then the only connection to ranks outside the new group.
     """
     # PyTorch has no public way to ask for the store of a group.
     whole, rank, backend = (

@@ -78,10 +78,10 @@ def _inodes() -> set[int]:
 class HangUp:
     """Breaks off all waits in process groups, by shutting the groups' connections. Create it before the groups.
 
-    Every connection that appears afterwards counts as one of the groups', as gloo also connects later. Sockets given to
-    :func:`spare` are the exception. Call ``hang_up()`` in any thread, and ``close()`` when no thread is in any of the
-    groups any more: nothing is shut after that. ``stuck()`` is called in another thread if the main thread keeps
-    waiting although its connections are shut.
+    Every connection that appears in this process afterwards counts as a connection of the groups, because gloo also
+    connects later. Sockets given to :func:`spare` are the exception. Call ``hang_up()`` in any thread. Call ``close()``
+    when no thread waits in any of the groups any more; nothing is shut after that. ``stuck()`` is called in another
+    thread if the main thread keeps waiting although the connections are shut.
     """
 
     def __init__(self, stuck: Callable[[], None] = lambda: None) -> None:

@@ -91,7 +91,10 @@ class PolledConnection:
         self._out, self._early = bytearray(), list[Head]()
 
     def begin(self, opening: Session | Steps[Session]) -> None:
-        """Watch this connection. ``opening``: its session, or the handshake that will lead to a session."""
+        """Let the poller watch this connection from now on.
+
+        ``opening``: the session (keys) of the connection, or the handshake that will return a session.
+        """
         if isinstance(opening, Session):
             self._session = opening
         else:

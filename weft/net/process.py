@@ -30,8 +30,8 @@ Sight = Literal["gone", "stopped", "works", "idle"]
 class ProcessSight(NamedTuple):
     """State of a process at one look.
 
-    ``state``: "gone", "stopped", "works" (it has used a processor since the last look, or waits for one) or "idle";
-    ``ticks``: its processor time so far in clock ticks.
+    ``state``: "gone", "stopped", "works" (the process has used a processor since the last look, or waits for one) or
+    "idle". ``ticks``: processor time of the process so far, in clock ticks.
     """
 
     state: Sight

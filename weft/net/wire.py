@@ -201,8 +201,9 @@ class _Records:
 class Session:
     """Keys of one connection, on which both ends have agreed in the handshake.
 
-    ``outgoing``: seals or encrypts what is sent; ``incoming``: checks and decrypts what is received; ``hello``: what
-    the dialling end says about itself.
+    A connection is sealed (every record has a tag that only the two ends can make) or encrypted. ``outgoing``: seals or
+    encrypts what is sent; ``incoming``: checks or decrypts what is received; ``hello``: what the dialling end says
+    about itself.
     """
 
     outgoing: _Records
@@ -223,11 +224,12 @@ class Session:
             yield from self.outgoing.seal(piece, b"")
 
     def decode(self, place: Place | None = None) -> Steps[Frame]:
-        """Read the next frame (a head in JSON and a raw payload), as a generator that yields memory to be filled.
+        """Read the next frame (a head in JSON and a raw payload), as a generator.
 
-        Each memory is to be filled with the next received bytes. ``place(head, size)`` returns the memory for the
-        frame's payload; by default new memory is allocated. Raises :class:`WireForged` if received data does not match
-        its seal.
+        The generator yields writable buffers, one after another. The caller fills each of them with the next received
+        bytes, and then resumes the generator, which returns the frame at its end. ``place(head, size)``: returns the
+        buffer for the frame's payload of ``size`` bytes; by default a new buffer is allocated. Raises
+        :class:`WireForged` if received data does not match its seal.
         """
         yield (fixed := memoryview(bytearray(_FRAME.size)))
         length, size = _FRAME.unpack(fixed)
@@ -281,11 +283,12 @@ def greet(
     allows: Callable[[bool], bool],
     send: Callable[[bytes], object],
 ) -> Steps[tuple[str, Session]]:
-    """Run the listening end of a handshake, as a generator that yields memory to fill.
+    """Run the listening end of a handshake, as a generator.
 
-    Returns the channel and the session. ``key_for(channel)`` returns the key of a channel by its name, or None if there
-    is no such channel; ``allows(encrypted)`` returns whether such a connection is allowed; ``send`` sends bytes. Raises
-    :class:`WireForged` if the other end does not know the key or is not allowed.
+    The generator yields writable buffers. The caller fills each of them with the next received bytes, and then resumes
+    the generator. At its end it returns the channel's name and the session. ``key_for(channel)`` returns the key of a
+    channel by its name, or None if there is no such channel; ``allows(encrypted)`` returns whether such a connection is
+    allowed; ``send`` sends bytes. Raises :class:`WireForged` if the other end does not know the key or is not allowed.
     """
     challenge = bytearray(secrets.token_bytes(NONCE))
     # the last bit says whether this end has the cipher; it is part of what is proved
@@ -322,7 +325,10 @@ def introduce(
     encrypted: bool,
     send: Callable[[bytes], object],
 ) -> Steps[Session]:
-    """Run the dialling end of a handshake, as a generator that yields memory to fill. Returns the session.
+    """Run the dialling end of a handshake, as a generator.
+
+    The generator yields writable buffers. The caller fills each of them with the next received bytes, and then resumes
+    the generator. At its end it returns the session.
 
     ``channel``: name of the channel at the other end; ``key``: its key; ``hello``: what this end says about itself;
     ``encrypted``: whether the connection is to be encrypted; ``send`` sends bytes. Raises :class:`WireForged` if the
@@ -381,11 +387,11 @@ def _session(secret: bytes, mode: _Mode, hello: Head, dials: bool) -> Session:
 
 
 class Incoming(Generic[R]):
-    """Runs a generator that yields memory to fill, with the bytes that a non-blocking socket receives.
+    """Runner of a generator that reads from a non-blocking socket, such as a handshake.
 
-    The generator, such as a handshake, is resumed each time when the memory that it has yielded is full. ``steps``: the
-    generator; ``result``: what it returns at its end; ``begun``: whether any byte has come; ``filled``: how many pieces
-    of memory are full.
+    The generator yields writable buffers. It is resumed each time when the buffer that it has yielded is filled with
+    received bytes. ``steps``: the generator; ``result``: what it returns at its end; ``begun``: whether any byte has
+    come; ``filled``: number of buffers that have been filled.
     """
 
     def __init__(self, steps: Steps[R]) -> None:
@@ -448,8 +454,9 @@ class SealedConnection:
     def receive(self, place: Place | None = None, limit: float = math.inf) -> Frame:
         """Wait for the next frame and return it.
 
-        ``place(head, size)`` returns the memory for the frame's payload, by default new memory; ``limit``: seconds to
-        wait until the frame begins. Raises TimeoutError after that, and OSError if the connection is broken.
+        ``place(head, size)``: returns the buffer for the frame's payload of ``size`` bytes, by default a new buffer.
+        ``limit``: seconds to wait until the frame begins. Raises TimeoutError after that, and OSError if the connection
+        is broken.
         """
         return read_steps(self.socket, self.session.decode(place), limit, self.stall)
 
@@ -492,11 +499,12 @@ def send_all(sock: socket.socket, buffer: Buffer, stall: float) -> None:
 
 
 def read_steps(sock: socket.socket, steps: Steps[R], limit: float, stall: float) -> R:
-    """Run a generator that yields memory to fill, with the bytes that a socket receives.
+    """Run a generator that reads from a socket, such as a handshake, and return its result.
 
-    Returns the generator's result. ``sock``: non-blocking socket; ``steps``: the generator; ``limit``: seconds to wait
-    for the first byte; ``stall``: seconds to wait for each further memory to be full. Raises TimeoutError after
-    ``limit``, and :class:`WireBroken` after ``stall``.
+    The generator yields writable buffers. It is resumed each time when its buffer is filled with received bytes.
+    ``sock``: non-blocking socket; ``steps``: the generator; ``limit``: seconds to wait for the first byte; ``stall``:
+    seconds that it may take to fill each further buffer. Raises TimeoutError after ``limit``, and :class:`WireBroken`
+    after ``stall``.
     """
     incoming, begun, filled = Incoming(steps), False, 0
     deadline = time.monotonic() + limit

@@ -147,7 +147,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
 def expert_loads(records: list[Record]) -> list[Record]:
     """Draw a heat map of how often tokens were routed to each expert, relative to the mean over its layer.
 
-    ``records``: the records of kind ``experts``. The list has the chart, or is empty without records.
+    Returns a list with the chart, which is empty without records. ``records``: the records of kind ``experts``.
     """
     shown = records[:: max(1, len(records) // COLUMNS)]
     layers = list(shown[0]["loads"]) if shown else []
@@ -186,10 +186,11 @@ def expert_loads(records: list[Record]) -> list[Record]:
 
 
 def saved_activations(records: list[Record]) -> list[Record]:
-    """Draw the predicted seconds of a step over the bytes of activations that the blocks save.
+    """Draw the predicted seconds of a pass over the bytes of activations that the blocks save.
 
-    Each point is a number of blocks that are offloaded, or recomputed. ``records``: the records of kind
-    ``activations``. The list has the chart, or is empty without records.
+    There is a line for offloading and one for recomputation. Each point of a line is for another number of blocks whose
+    activations are offloaded or recomputed. Returns a list with the chart, which is empty without records.
+    ``records``: the records of kind ``activations``.
     """
     if not records:
         return []
@@ -214,9 +215,10 @@ def saved_activations(records: list[Record]) -> list[Record]:
 
 
 def membership(records: Records) -> list[Record]:
-    """Draw the loss and the number of ranks over time, from a run's records by kind.
+    """Draw the loss and the number of ranks over time.
 
-    The list is empty unless ranks have left or joined the run.
+    Returns a list with the chart. The list is empty unless ranks have left or joined the run. ``records``: the records
+    of a run, by kind.
     """
     views, trained = records.get("view", []), records.get("train", [])
     if len(views) < 2 or not trained:
@@ -305,10 +307,10 @@ def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Re
 
 
 def checkpoint_charts(records: Records) -> list[Record]:
-    """Return the charts about checkpoints, from a run's records by kind.
+    """Return the charts about checkpoints.
 
-    They are a heat map of seconds by rank and stage, and the seconds that training waited for each save. The list is
-    empty if the run has no such records.
+    One chart is a heat map of seconds by rank and stage; the other has the seconds that training waited for each save.
+    The list is empty if the run has no such records. ``records``: the records of the run, by kind.
     """
     saved, checkpoints = records.get("saved", []), records.get("checkpoint", [])
     drawn = (
@@ -356,9 +358,10 @@ def style(
 def line(
     records: Records, chart: Chart, series: Series, label: str, dash: str
 ) -> list[Record]:
-    """Draw the line ``series`` of a chart, named ``label``, from a run's records by kind.
+    """Draw the line ``series`` of a chart, and return its Plotly traces (curves).
 
-    A long noisy line becomes faint below its bold running mean. ``dash``: Plotly's dash style.
+    A long noisy line has two traces: the values, drawn faintly, and their running mean, drawn boldly. ``records``: the
+    records of a run, by kind. ``label``: name of the line in the legend. ``dash``: Plotly's dash style.
     """
     rows = records.get(series.kind, [])
     steps: Sequence[float]
@@ -388,7 +391,8 @@ def line(
 def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
     """Return the minutes of running time at each record in ``rows``.
 
-    ``attempts``: the records of the run's starts; the time between the last record and such a start does not count.
+    ``attempts``: the records of the run's starts. The pause before a restart, from the last record to the start, does
+    not count.
     """
     elapsed, spent, last = [], 0.0, attempts[0]["time"] if attempts else rows[0]["time"]
     for row in rows:
@@ -433,9 +437,10 @@ def thin(steps: Sequence[float], values: list[float]) -> Record:
 
 
 def step_times(runs: Sequence[RecordedRun]) -> list[Record]:
-    """Draw a bar per profiled step, stacked by what the step's time is spent on.
+    """Draw a bar chart of the time of profiled steps, stacked by what the time is spent on.
 
-    With one run the bars are its last sixty profiled steps, with several runs the mean step of each.
+    Returns a list with the chart, which is empty without profiled steps. With one run there is a bar for each of its
+    last sixty profiled steps. With several runs there is a bar for the mean step of each run.
     """
     split = runs[0].records.get("split", [])[-60:]
     bars = [(str(r["step"]), r) for r in split]

@@ -80,17 +80,18 @@ def work(seconds: Mapping[str, float]) -> float:
 def ratio(seconds: float, middle: float, whole: float) -> float:
     """Return ``seconds`` divided by the median ``middle``.
 
-    Where both are a small part of the ``whole`` seconds of a save or load, the ratio is drawn towards 1, so that a
-    difference of 1 ms does not look like a slow rank.
+    ``whole``: seconds of the complete save or load. If the stage is a small part of it, the ratio is moved towards 1.
+    So a difference of 1 ms does not look like a slow rank.
     """
     damp = NOISE * whole or 1e-9
     return (seconds + damp) / (middle + damp)
 
 
 def slowest_in_words(of: Times, what: str) -> str:
-    """Return a sentence about the rank and the stage that exceed the median by most, or that no rank stands out.
+    """Return a sentence about the rank and stage whose time exceeds the median by most.
 
-    ``of``: seconds by rank and stage; ``what``: the sentence's first word, such as ``Saves``.
+    If no rank stands out, the sentence says so. ``of``: seconds by rank and stage; ``what``: the sentence's first word,
+    such as ``Saves``.
     """
     if not of:
         return ""
@@ -120,7 +121,7 @@ def slowest_in_words(of: Times, what: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text of three digits: 850 us, 12.3 ms, 1.23 s, 123 s; the space does not break."""
+    """Return seconds as text of three digits, such as 850 us, 12.3 ms, 1.23 s or 123 s, with a no-break space."""
     if seconds <= 0:
         return "0\u00a0s"
     size, unit = next(

@@ -32,10 +32,14 @@ def periods(records: list[Record]) -> list[tuple[str, str]]:
 def card(records: list[Record]) -> Record:
     """Return the values that the report's card about slow ranks shows, by name; empty if no rank was slow.
 
-    ``periods``: the verdicts with their steps. ``step``: the last step with a verdict. ``rows``: for each rank whether
-    a verdict names it, and the percentages of the longest step in which it computes and waits. ``matrix``: milliseconds
-    and heat (0 to 100) of the links between ranks. ``kib``: size of the messages that measured the links. The argument
-    ``records`` are the records of kind ``delays``.
+    ``records``: the records of kind ``delays``. The names in the result are:
+
+    ``periods``: the verdicts with their steps.
+    ``step``: the last step with a verdict.
+    ``rows``: for each rank, whether a verdict names it, and how long it computes and waits in a step. Both times are
+    percentages of the time of the rank that takes longest.
+    ``matrix``: milliseconds and heat (0 to 100) of the links between ranks.
+    ``kib``: size in KiB of the messages with which the links were measured.
     """
     telling = [record for record in records if record.get("verdicts")]
     if not telling:

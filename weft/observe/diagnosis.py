@@ -143,7 +143,7 @@ def status_of_rank(trace: Trace, process: str, now: int) -> RankStatus:
 def standstill(
     traces: Mapping[int, Trace], states: Mapping[int, str], now: int
 ) -> list[Verdict]:
-    """Return a verdict on each rank for which other ranks wait too long; empty if the run does not hang.
+    """Return a list with a verdict on each rank for which others wait too long; it is empty if the run does not hang.
 
     In a chain of ranks that each wait for the next, the verdict is about the last rank. ``traces``: trace of each rank.
     ``states``: running, stopped or gone, by rank. ``now``: present time in nanoseconds of the monotonic clock.

@@ -29,9 +29,9 @@ SLOW_S = 10.0
 class Display:
     """Context manager that shows the progress of a run up to ``total_steps``, in a panel below ``title`` on a terminal.
 
-    Off a terminal (CI, Slurm logs) it prints one line every ``interval`` seconds, and one at the end. Of a step that
-    takes longer than ``slow`` seconds the passes are shown as well: off a terminal ever more rarely. With
-    ``enabled=False``, on ranks other than the first, nothing is shown.
+    Off a terminal (CI, Slurm logs) it prints one line every ``interval`` seconds, and one at the end. If a step takes
+    longer than ``slow`` seconds, the number of its finished passes is shown as well; off a terminal the pauses between
+    these lines grow. With ``enabled=False``, which is used on ranks other than the first, nothing is shown.
     """
 
     def __init__(

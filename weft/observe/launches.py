@@ -31,10 +31,10 @@ class Launches:
         ``seconds``: seconds from its first event to its last.
         ``kernels``: number of kernels.
         ``waited``: sum of the times from a kernel's launch to its start (TKLQT).
-        ``floor``: that time for the quickest tenth of the kernels.
-        ``busy``: share of the time in which a kernel runs.
+        ``floor``: mean time from launch to start, of the tenth of the kernels for which this time is shortest.
+        ``busy``: share of the trace's duration in which a kernel runs.
         ``mean``: mean time of a kernel, or of an operator if there is no device.
-        ``between``: share of the time in which no operator runs on the host.
+        ``between``: share of the trace's duration in which no operator runs on the host.
         ``small``: share of the operators' time that is spent in short operators.
     """
 

@@ -196,9 +196,9 @@ def slow_links(
     """Return a verdict on each slow sender, receiver or link.
 
     ``matrix[a, b]``: seconds of a message of ``size`` bytes from rank a to rank b, ``nan`` if not measured.
-    ``digests``: summary of every rank. If there are several machines, the ranks of one share its network and count as
-    one. Slowness that does not cost a step much is left out. If the slow cells form neither rows nor columns nor a few
-    single links, there is no verdict, because the network then has distant parts.
+    ``digests``: summary of every rank. If there are several machines, the ranks of a machine count as one, because they
+    share its network. Slow messages that do not lengthen a step much are ignored. If many links are slow, and they are
+    not the links of a few senders or receivers, there is no verdict. Such a network just has distant parts.
     """
     machines = [d.machine for d in digests]
     keys: list[Any] = machines if len(set(machines)) > 1 else [d.rank for d in digests]
@@ -413,8 +413,9 @@ class DelayWatch:
     def look(self) -> bool:
         """Count a step, and every :data:`EVERY` steps judge all ranks and links. Collective.
 
-        Returns whether the judgement is to be recorded, because a verdict has changed or :data:`RECORDED` judgements
-        have passed since the last that was recorded without a change.
+        Returns whether the caller is to record the judgement. That is so if a verdict is new or no longer holds.
+        Otherwise the first of every :data:`RECORDED` judgements is to be recorded. After a step without a judgement
+        the result is False.
         """
         self._seen += 1
         self.news = []

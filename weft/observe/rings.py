@@ -161,9 +161,10 @@ def collective_text(trace: Trace, record: Any) -> str:
 
 
 def held_in(trace: Trace) -> Any:
-    """Return the record of the collective in which the rank of ``trace`` waits, or whose failure has ended the rank.
+    """Return the record of the collective in which the rank of ``trace`` waits.
 
-    Returns None if the rank computes.
+    If a failed collective has ended the rank, the record of that collective is returned. Returns None if the rank
+    computes.
     """
     calls = trace.calls
     waits = calls[

@@ -35,8 +35,9 @@ class Metrics:
     ``run``: the run's folder; None, on ranks other than the first, if nothing is to be written. ``trackers``: names of
     the trackers, such as "tensorboard".
 
-    Opening an existing file continues it; an incomplete last line after a crash is removed. A ``run`` record at step s
-    supersedes the records of steps after s. NaN and infinity are written as ``null``.
+    Opening an existing file continues it; an incomplete last line after a crash is removed. A record of kind ``run`` at
+    step ``s`` marks a start of the run, after which earlier records of steps beyond ``s`` no longer count. NaN and
+    infinity are written as ``null``.
 
     If the disk is full or fails, ``warn`` is called once and the run goes on. Records that could not be written are
     kept, up to :data:`KEPT` bytes, and written before the next record.

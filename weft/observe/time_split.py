@@ -112,7 +112,7 @@ def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
 def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
     """Divide the time of ``step`` among ``layers`` of events, and return the seconds of each layer.
 
-    A layer gets the time that its events cover and that no event of an earlier layer covers.
+    A layer is a list of events. It gets the time that its events cover, except what events of an earlier layer cover.
     """
     edges = [
         (min(max(t, step.start), step.end), change, layer)

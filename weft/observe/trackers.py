@@ -19,8 +19,9 @@ class Tracker(Protocol):
     def record(self, kind: str, step: int, values: Values) -> None:
         """Receive one record, with the fields ``values``, after ``step`` finished steps.
 
-        ``kind``: ``run``, ``train``, ``validation``, ``event`` or another kind of record. The kind ``run`` comes first,
-        and again when the run is resumed; such a record supersedes earlier records of the steps after its step.
+        ``kind``: ``run``, ``train``, ``validation``, ``event`` or another kind of record. The first record is of kind
+        ``run``, and another one comes each time when the run is resumed. The steps after its ``step`` are then trained
+        again, so that earlier records of these steps no longer count.
         """
 
     def close(self) -> None:

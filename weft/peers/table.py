@@ -31,9 +31,9 @@ class Entry(NamedTuple):
 
     @property
     def rank(self) -> tuple[Stamp, str]:
-        """Key by which entries of one table key are compared: the entry with the greatest one wins.
+        """Rank of this entry among entries for the same key of the table. The entry with the greatest rank is kept.
 
-        It is the stamp. Values are compared only if a writer has used a stamp twice.
+        The stamp decides. Values are compared only if a writer has used a stamp twice.
         """
         return self.stamp, json.dumps(self.value, sort_keys=True)
 
@@ -41,8 +41,8 @@ class Entry(NamedTuple):
 class SharedTable:
     """Table of keys and values that all peers write, and merge with the tables of other peers.
 
-    ``writer``: this peer's name in stamps; ``clock``: function that returns milliseconds, which need be neither right
-    nor steady; ``entries``: the entry of each key; ``changes``: number of changes so far.
+    ``writer``: name of this peer in the stamps of its writes. ``clock``: function that returns milliseconds; the clocks
+    of peers may differ and jump. ``entries``: the entry of each key. ``changes``: number of changes so far.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ PIECE = 256 << 10
 class PeerError(WeftError):
     """Error of a peer or a relay that could not be reached, has refused, or has sent invalid data.
 
-    The message names it.
+    The message names the peer or relay.
     """
 
 
@@ -32,7 +32,7 @@ class PeerError(WeftError):
 def iroh() -> Any:
     """Import the package iroh and return it. Raises :class:`UsageError` if the package is not installed.
 
-    A slow function in its bindings, which copies sent bytes (a second per MiB), is replaced by a fast one.
+    The call also replaces a function of the package's Python bindings that copies sent bytes slowly (a second per MiB).
     """
     try:
         import iroh
@@ -127,8 +127,8 @@ async def receive(
 ) -> tuple[dict[str, Any], bytes]:
     """Receive the next message from ``stream``. Returns its head (JSON values by name) and its body.
 
-    ``body`` and ``head``: the most bytes that each may have. Raises :class:`PeerError` for longer or malformed
-    messages.
+    ``body`` and ``head``: the largest number of bytes that body and head may have. Raises :class:`PeerError` for longer
+    or malformed messages.
     """
     (length,) = struct.unpack("!I", await _read(stream, 4))
     if length > head:

@@ -39,9 +39,9 @@ def divisors(n: int, most: float = math.inf) -> list[int]:
 class Refused:
     """A rule of divisibility that excludes layouts: how many ways to divide the ranks it excludes, and an example.
 
-    A way to divide the ranks gives the sizes of ``tp``, ``pp``, ``cp`` and the data axes, and counts for the first rule
-    that it breaks. ``rule``: the rule in words; ``count``: number of excluded ways; ``example``: the conflicting values
-    of one of them; ``fix``: a remedy.
+    A way to divide the ranks gives the sizes of ``tp``, ``pp``, ``cp`` and the data axes. A way that breaks several
+    rules is counted for the first of them only. ``rule``: the rule in words. ``count``: number of ways that the rule
+    excludes. ``example``: the conflicting values of one such way. ``fix``: what the user can change, in words.
     """
 
     rule: str
@@ -224,13 +224,13 @@ def variants(
 ) -> Plan:
     """Return variants of ``plans`` with secondary partitions (ZeRO++ hpZ), and with state away from the device.
 
-    Both cost time, so they are tried only where they may help. A secondary partition is tried where ZeRO-3 gathers
-    across slow links and memory is left; state away from the device where device memory is not enough.
+    A variation is tried only where it may help. A secondary partition is tried where ZeRO-3 gathers across slow links
+    and memory is left. State is placed away from the device where device memory is not enough.
 
-    ``fits``: which plans fit in memory. ``cheap``: under the keys "secondary" and "away", which plans might be the
-    fastest if that variation cost no time; others are not varied. ``wanted``: values that the user demands by field of
-    :class:`Plan`; plans are varied to these everywhere. ``places``: the places to try, host and file, as indices into
-    :data:`weft.recipe.PLACES`.
+    ``fits``: which plans fit in memory. ``cheap``: for the keys "secondary" and "away", which plans might become the
+    fastest if that variation cost no time. Other plans are not varied. ``wanted``: values that the user demands, by
+    field of :class:`Plan`. Demanded variations are tried also where they do not help. ``places``: the places to try
+    for state (host, file), as indices into :data:`weft.recipe.PLACES`.
     """
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
@@ -310,8 +310,10 @@ def nearby(
 ) -> NDArray[np.float64]:
     """Return for each plan the largest secondary partition (ZeRO++ hpZ) whose ranks are joined by fast links alone.
 
-    The size of a partition divides ``state``, the number of ranks over which ZeRO cuts the state. ``tp``: by how much
-    the world ranks of neighbours in a partition differ. All arrays are ``[plans]``.
+    A secondary partition is a group of ranks that together keep a copy of all parameters. ``state``: number of ranks
+    over which ZeRO cuts the state; the size of a partition divides this number. ``tp``: size of the tensor-parallel
+    axis. The ranks of a partition have numbers that are ``tp`` apart, so fewer of them share fast links if ``tp`` is
+    large. All arrays are ``[plans]``.
     """
     pairs = {
         (s, t): max(divisors(int(s), machine.domain // t), default=1)

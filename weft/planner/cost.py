@@ -61,20 +61,21 @@ class Plan:
     """Distribution of a step over ``dp * shard * cp * pp * tp`` ranks. Each field is a number or an array of numbers.
 
     Attributes:
-        ``dp``, ``shard``, ``cp``, ``pp``, ``tp``: ranks along the axes of the layout.
-        ``ep``: ranks over which experts are spread. They are ranks of the other axes, not further ones.
+        ``dp``, ``shard``, ``cp``, ``pp``, ``tp``: number of ranks along each axis of the layout.
+        ``ep``: number of ranks over which experts are spread. They are ranks of the other axes, not further ones.
         ``zero``: ZeRO stage, 0 to 3.
-        ``secondary``: ranks over which ZeRO-3 keeps parameters cut between forward and backward, if not all (ZeRO++
-            hpZ); 0: all.
+        ``secondary``: number of ranks over which ZeRO-3 cuts the parameters that it keeps between forward and backward
+            (ZeRO++ hpZ); 0: all ranks over which the state is cut.
         ``context``: scheme of attention along ``cp``, an index into :data:`CONTEXT`.
         ``schedule``: pipeline schedule, an index into :func:`schedules`; ``virtual``: stages per pipeline rank.
-        ``batch``, ``micro_batch``: sequences of a step over all ranks, and of a rank's pass.
+        ``batch``: number of sequences of a step over all ranks.
+        ``micro_batch``: number of sequences of one pass of a rank.
         ``seq``: tokens of a sequence.
         ``recompute``: a value of :class:`Recompute`.
         ``bits``: width of the operands of matrix products.
         ``weights``, ``moments``, ``activations``: where each rests, an index into :data:`weft.recipe.PLACES`.
-        ``outer``: 1 if the copies along ``dp`` are further apart in the network than pipeline ranks, 0 if pipeline
-            ranks are.
+        ``outer``: which ranks are placed furthest apart in the network: 1 for the copies along ``dp``, 0 for the stages
+            of a pipeline.
     """
 
     dp: Num = 1
@@ -191,10 +192,10 @@ def axis_link(
 ) -> AxisLink:
     """Return bandwidth and latency of collectives over ``size`` ranks, whose numbers are ``stride`` apart.
 
-    ``engine``: constants of the training program, such as the share of the nominal bandwidth that it reaches. A ring
-    over several fast domains crosses each border by the network links of all its members inside the domain. Links
-    between sites are shared in the same way. Inside a domain the start of a collective takes time, and the number of
-    hops does not count.
+    ``engine``: constants of the training program, such as the share of the nominal bandwidth that it reaches. A fast
+    domain is a group of devices that fast links join. Where a ring leaves a domain, all its members in the domain use
+    their network links at once. The same holds for links between sites. Inside a domain a collective costs a fixed
+    time to start, however many ranks take part.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     local = np.clip(machine.site // stride, 1, size)
@@ -224,7 +225,8 @@ def axis_link(
 def gather(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
     """Return the seconds of ring all-gathers or reduce-scatters over ``size`` ranks, joined by ``link``.
 
-    ``full``: bytes of the whole tensor, which is moved in ``times`` collectives.
+    ``full``: bytes of all that is gathered or scattered. ``times``: number of collectives into which these bytes are
+    divided. A larger ``times`` moves no more bytes, but adds the latency of each collective.
     """
     return (size > 1) * (
         (size - 1) / size * full / link.bandwidth + times * link.ring_latency
@@ -234,7 +236,8 @@ def gather(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
 def reduce(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
     """Return the seconds of all-reduces over ``size`` ranks: the bytes of two all-gathers at the latency of a tree.
 
-    ``full``: bytes of the whole tensor, which is moved in ``times`` collectives. ``link``: what joins the ranks.
+    ``full``: bytes of all that is reduced. ``times``: number of collectives into which these bytes are divided. A
+    larger ``times`` moves no more bytes, but adds the latency of each collective. ``link``: the links of the ranks.
     """
     return (size > 1) * (
         2 * (size - 1) / size * full / link.bandwidth + times * 2 * link.tree_latency
@@ -265,7 +268,8 @@ class MicrobatchSeconds:
         ``weight``: the part of ``backward`` that computes the gradients of weights.
         ``again``: recomputation of one layer in backward.
         ``tp``, ``cp``, ``ep``: exposed communication along each axis in the forward of one layer.
-        ``count``: how many times forward, backward and recomputation together have this communication.
+        ``count``: how often the communication of a forward occurs in a microbatch: 2 (forward and backward), or 3 if
+            backward computes the whole layer again.
         ``head``: output layer and loss, in forward and backward.
         ``hop``: the transfer from one pipeline stage to the next.
     """
@@ -582,9 +586,11 @@ def builder_numbered(number: Num) -> ScheduleBuilder:
 
 
 def by_schedule(plan: Plan, form: Callable[[ScheduleBuilder], Num]) -> Num:
-    """Return for every plan the value of ``form`` for the plan's schedule.
+    """Return ``form(builder)``, where ``builder`` is the builder of the plan's pipeline schedule.
 
-    ``form``: a function of the builder of a schedule. 1F1B with several stages per rank counts as interleaved 1F1B.
+    If the fields of ``plan`` are arrays, with an entry for each of many plans, the result is an array as well.
+    ``form``: a function that takes the builder of a schedule and returns a number or an array. The schedule 1F1B with
+    several stages per rank counts as interleaved 1F1B.
     """
     looped = (plan.schedule == schedule_number("1f1b")) & (plan.virtual > 1)
     schedule, values = (
@@ -622,18 +628,19 @@ def most_layers(shape: Shape, stages: Num) -> Num:
 def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
     """Return the numbers of layers in the first and last stage of a pipeline that is cut by work.
 
-    The embedding counts as no work. The output layer counts in proportion to its weights, and a stage ends with the
-    layer that fills its share (nanotron).
+    The embedding counts as no work, and the output layer as work in proportion to its weights. A stage ends with the
+    layer that fills its share of the work, as in nanotron.
     """
     share = (shape.layers + shape.table / shape.active_weights) / plan.pp
     return np.ceil(share), np.maximum(shape.layers - np.ceil(share * (plan.pp - 1)), 0)
 
 
 class StageLayers(NamedTuple):
-    """Numbers of layers in a pipeline's stages: in the first, in the fullest of those between (``most``), in the last.
+    """Numbers of layers in the stages of a pipeline.
 
-    ``by_work``: whether stages are cut by the time that their layers take, including the output layer, and not by
-    number.
+    ``first`` and ``last``: layers of the first and of the last stage. ``most``: layers of the fullest stage between
+    these. ``by_work``: whether the stages are cut so that they take equal time, where the output layer counts too.
+    Otherwise they are cut so that they have equally many layers.
     """
 
     first: Num

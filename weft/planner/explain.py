@@ -125,10 +125,11 @@ def _schedule(plan: Any) -> str:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The fastest layout in which the setting ``axis`` has another value than in the best layout: ``value``.
+    """The fastest layout that has another value of one setting than the best layout.
 
-    ``gib``: memory of the layout's fullest rank in GiB. If no layout with this value fits, ``final`` is None, and
-    ``gib`` is the memory of the layout with this value that needs least.
+    ``axis``: name of the setting. ``value``: its other value. ``final``: the fastest layout with this value, None if no
+    layout with it fits. ``gib``: memory in GiB of the fullest rank of ``final``. If ``final`` is None, it is the memory
+    of the layout with this value that needs least.
     """
 
     axis: str
@@ -233,11 +234,14 @@ def record(final: Final) -> dict[str, Any]:
 def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
     """Return figures about the expert exchanges of a layout as JSON; empty if the layout has no ``ep``.
 
-    The keys are ``sent``, bytes that a rank sends for a microbatch in one layer and direction, by dispatcher, the least
-    first; ``dispatch``, the recipe's dispatcher; and ``load``, load of the busiest rank over the mean. Exchanges could
-    run during passes of another microbatch: ``beside`` says which passes (a value of
-    :class:`weft.schedule.exchange.Beside`), and ``save`` what share of a step this would save, None where it cannot be
-    simulated.
+    The keys are:
+
+    ``sent``: for each dispatcher, the bytes that a rank sends in one layer for one microbatch in one direction. The
+    dispatcher that sends least comes first.
+    ``dispatch``: name of the dispatcher that the layout uses.
+    ``load``: tokens of the busiest rank divided by the mean over ranks.
+    ``beside``: computation during which the exchanges could run, a value of :class:`weft.schedule.exchange.Beside`.
+    ``save``: share of a step that this overlap would save, None where it cannot be simulated.
     """
     plan = final.plan
     if plan.ep <= 1:

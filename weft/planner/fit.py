@@ -79,8 +79,8 @@ class Knob:
     """An engine constant that is fitted: a preset value times a factor that is found from measured runs.
 
     ``field``: name of the constant in :class:`EngineConstants`. ``sigma``: prior standard deviation of the factor's
-    logarithm. ``key``: text that says to which measured runs the factor applies, by default all; whoever fits turns it
-    into the masks of :func:`fit`.
+    logarithm. ``key``: text that names the measured runs to which the factor applies, by default all runs. The caller
+    of :func:`fit` computes the argument ``masks`` from it.
     """
 
     field: str

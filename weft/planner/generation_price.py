@@ -27,7 +27,10 @@ WIDTH = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts to generate for: ``prompts``, the tokens in each, and ``new``, the tokens to generate for each."""
+    """A generation job.
+
+    ``prompts``: number of tokens of each prompt, ``[prompts]``. ``new``: number of tokens to generate for each prompt.
+    """
 
     prompts: np.ndarray
     new: int
@@ -61,7 +64,7 @@ class Throughput:
         ``rate``: predicted new tokens per second.
         ``together``: the largest number of sequences in progress at a time.
         ``seconds``: seconds of the whole job.
-        ``limits``: shares of time in which link, device and host are the bottleneck, by these names.
+        ``limits``: share of the time in which each of "link", "device" and "host" is the bottleneck, by these names.
     """
 
     bound: float
@@ -94,7 +97,7 @@ def room(shape: Shape, machine: Machine) -> Num:
 def together(shape: Shape, machine: Machine, job: Workload) -> Num:
     """Return how many sequences of ``job`` are in progress at a time, so that their keys and values fit in memory.
 
-    Each counts with its mean length over its passes.
+    The cache of a sequence grows with every pass. The mean over its passes counts.
     """
     held = job.prompt + (job.new - 1) / 2 + (PAGE - 1) / 2
     return np.minimum(len(job.prompts), np.floor(room(shape, machine) / held))
@@ -103,11 +106,11 @@ def together(shape: Shape, machine: Machine, job: Workload) -> Num:
 def generation_passes(
     shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num
 ) -> dict[str, Num]:
-    """Return the seconds that a pass through all layers takes on the link, the device and the host.
+    """Return the seconds that a pass through all layers takes on "link", "device" and "host", by these names.
 
-    ``read``: prompt tokens in the pass; ``written``: new tokens that it generates. ``scored``: the sum of the squared
-    lengths of the prompts, whose attention runs on the device. ``attended``: the total number of tokens to which new
-    tokens attend, on the host.
+    ``read``: number of prompt tokens in the pass. ``written``: number of new tokens that the pass generates.
+    ``scored``: sum of the squared lengths of the prompts, whose attention runs on the device. ``attended``: number of
+    tokens to which the new tokens attend, summed over the new tokens; this attention runs on the host.
     """
     inside = 2 * shape.layers * shape.heads * shape.score_dim / machine.peak16
     flops = 2 * shape.active_parameters / (machine.peak * machine.clock)

@@ -59,7 +59,7 @@ class Islands:
     ways: tuple[AgreementCost, ...]
 
     def lines(self, together: float) -> list[str]:
-        """Describe in words the islands, and for comparison one layout over all sites.
+        """Return lines of text that describe the islands, and compare them with one layout over all sites.
 
         ``together``: seconds of a step under that one layout.
         """

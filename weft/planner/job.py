@@ -43,7 +43,7 @@ class PlanJob:
 
     ``name``: the model's name. ``machines``: the cluster. ``engine``: the class of training program whose constants
     apply. ``precision``: number format of matrix products. ``pins``: the user's demands on the layout. ``hottest``:
-    tokens that are routed to the busiest expert, over the mean of all experts.
+    number of tokens that are routed to the busiest expert, divided by the mean over all experts.
     """
 
     name: str

@@ -33,10 +33,10 @@ class Hardware:
         ``memory``, ``hbm``: the device's memory and its bandwidth.
         ``link``: bandwidth of the fast links among devices; ``domain``: number of devices that these links join.
         ``network``: the device's share of the bandwidth of its node's network.
-        ``host``: the link to the host (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450).
+        ``host``: bandwidth of the link between device and host (PCIe 3, 4, 5: 12, 25, 55; NVLink-C2C 450).
         ``host_memory``: the device's share of the host's memory; 0: the device is the host.
         ``host_bandwidth``: the device's share of the bandwidth of the host's memory.
-        ``disk_read``, ``disk_write``: the device's share of the disk's bandwidths.
+        ``disk_read``, ``disk_write``: the device's share of the bandwidths at which the disk is read and written.
         ``disk_bytes``: the device's share of the free space on the disk; 0: nothing rests in files.
     """
 
@@ -57,9 +57,10 @@ class Hardware:
 class Device(Hardware):
     """Data-sheet figures of one device.
 
-    ``bf16``, ``fp8``, ``fp4``: dense peaks in TFLOP/s. ``clock``: share of the 16-bit peak that a large product
-    reaches, because of power and clock limits. ``low``: the same share for 8 bits; that for 4 bits is :data:`LEAST`.
-    Both are pooled from measurements of published runs (docs/explanations/planner.md).
+    ``bf16``, ``fp8``, ``fp4``: peak rates in TFLOP/s of matrix products in these formats, without sparsity. ``clock``:
+    share of the 16-bit peak that a large product reaches, because of power and clock limits. ``low``: the same share
+    for 8 bits; that for 4 bits is :data:`LEAST`. ``clock`` and ``low`` come from measurements of published runs
+    (docs/explanations/planner.md).
     """
 
     name: str
@@ -108,20 +109,24 @@ class Cluster(Section):
     """Description of a cluster, as a cluster file has it. Values that are left out come from the preset of ``device``.
 
     Attributes:
-        ``device``: name of the device; ``count``: number of devices; ``per_node``: devices of a node.
-        ``domain``: devices that the fast links join, by default ``per_node``.
+        ``device``: name of the device; ``count``: number of devices; ``per_node``: number of devices of a node.
+        ``domain``: number of devices that the fast links join, by default ``per_node``.
         ``memory``: memory of a device in GB.
-        ``bf16``, ``fp8``: peaks in TFLOP/s.
+        ``bf16``, ``fp8``: peak rates in TFLOP/s of matrix products in these formats.
         ``hbm``, ``link``, ``network``: bandwidths of device memory, fast links and network, in GB/s per device and
             direction.
         ``slowest_network``: bandwidth of the slowest NIC, if they differ; a collective is as fast as its slowest
             member.
         ``link_latency``: microseconds to start a collective or a message over the fast links, however many take part.
         ``network_latency``: microseconds of a message over the network.
-        ``host``, ``host_memory``, ``host_bandwidth``, ``disk_read``, ``disk_write``, ``disk_bytes``: each device's
-            share of its host and disk, see :class:`Hardware`.
-        ``site``: devices of one site, if there are several; ``between``: GB/s per device among sites;
-            ``between_latency``: microseconds of a message among sites.
+        ``host``: bandwidth of the link between a device and its host, in GB/s per direction.
+        ``host_memory``: a device's share of the host's memory in GB; 0: the device is the host.
+        ``host_bandwidth``: a device's share of the bandwidth of the host's memory, in GB/s.
+        ``disk_read``, ``disk_write``: a device's share of the disk's bandwidths, in GB/s.
+        ``disk_bytes``: a device's share of the free space on the disk, in GB; 0: nothing is kept in files.
+        ``site``: number of devices of one site, if there are several sites.
+        ``between``: bandwidth between sites, in GB/s per device.
+        ``between_latency``: microseconds of a message between sites, one way.
         ``calibration``: curves that ``weft probe`` has measured.
     """
 
@@ -224,7 +229,8 @@ class Machine(Hardware):
         ``clock``: share of ``peak`` that a large product reaches.
         ``link_latency``, ``network_latency``: seconds to start a collective over fast links, and of a message over the
             network.
-        ``site``: devices of one site; ``between``, ``between_latency``: bandwidth and latency among sites.
+        ``site``: number of devices of one site.
+        ``between``, ``between_latency``: bandwidth of a device between sites, and latency of a message between sites.
     """
 
     peak: Num

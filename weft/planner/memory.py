@@ -47,8 +47,9 @@ class RankMemory:
 def in_flight(plan: Plan, position: Num) -> Num:
     """Return the largest number of microbatches whose activations pipeline rank ``position`` holds at once.
 
-    A microbatch counts as the share of the rank's stages that hold its activations. If the weights rest in a file, the
-    result is the number of all microbatches, because a layer processes all of them before the next layer begins.
+    Where a rank has several stages, a microbatch may be held by some of them only. It then counts as a fraction, such
+    as 0.5 if half of the stages hold it. If the weights rest in a file, the result is the number of all microbatches,
+    because a layer processes all of them before the next layer begins.
     """
     first = by_schedule(
         plan, lambda builder: builder.in_flight(plan.pp, np.maximum(1, plan.virtual), 0)

@@ -260,7 +260,8 @@ def memory_pieces(
 ) -> list[BarSegment]:
     """Return the segments of a bar, one for each field of ``split`` that is not zero.
 
-    ``names``: the text of each field. ``whole``: the value at the bar's full length. ``show``: formats a value.
+    ``names``: the fields to show, with the text for each. ``whole``: the value to which the bar's full length
+    corresponds. ``show``: function that returns the text for a value.
     """
     sizes = {name: page_part(split, name) for name in names}
     return [

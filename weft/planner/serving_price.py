@@ -44,10 +44,11 @@ class EnginePrice:
     def step_seconds(
         self, tokens: float, texts: float, rows: float, keys: float, pairs: float
     ) -> float:
-        """Return the seconds of a step.
+        """Return the seconds of one generation step of the engine.
 
-        ``tokens``: tokens that it computes, of so many ``texts``. ``rows``: rows of logits. ``keys``: keys that are
-        read. ``pairs``: products of a query and a key, per head.
+        ``tokens``: number of tokens that the step computes. ``texts``: number of texts to which these tokens belong.
+        ``rows``: number of tokens for which logits are computed. ``keys``: number of cached tokens whose keys and
+        values are read. ``pairs``: number of pairs of a query and a key in attention, per head.
         """
         shape, machine = self.shape, self.machine
         layers, embed = float(shape.layers), float(shape.embed)

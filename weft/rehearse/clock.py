@@ -40,11 +40,12 @@ class Do:
 
 @dataclass(frozen=True)
 class Far:
-    """Computes the time of collectives and messages over links that are much slower than the fastest link.
+    """Model of the time that collectives and messages take over links that are much slower than the fastest link.
 
     The measured curves (:mod:`weft.rehearse.curves`) leave such links out. ``links``: the measured links. ``groups``:
-    for the ranks of each collective, all groups that are busy at the same time, ``[groups, ranks]``. ``workers``: for
-    each rank, the process of the probe on whose links the rank communicates.
+    for each group of ranks with a collective, all groups that have this collective at the same time and so share slow
+    links, ``[groups, ranks]``. ``workers``: for each rank, the process of the probe whose links the rank is taken to
+    have.
     """
 
     links: WorkerLinks

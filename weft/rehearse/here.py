@@ -77,7 +77,7 @@ class Estimate:
         ``seconds``: seconds of a step.
         ``tokens``: number of tokens to train for.
         ``learning``: number of parameters that are trained.
-        ``places``: where state rests in files, by kind; ``memory`` counts only buffers for it.
+        ``places``: kinds of state that rest in files, each with its place. Of these ``memory`` counts only buffers.
     """
 
     method: str

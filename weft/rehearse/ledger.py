@@ -61,11 +61,11 @@ class Ledger:
 
 
 class AllocationWatch(TorchDispatchMode):
-    """Context that counts every tensor that is created in it in ``ledger``.
+    """Context in which ``ledger`` counts the bytes of every tensor that is created.
 
-    ``inside``: whether temporary tensors inside Weft's own operators count too. Units of a model gather and free
-    parameters by resizing storages, without new tensors; inside the context of the method ``resizes`` this is counted,
-    too.
+    ``inside``: whether temporary tensors inside Weft's own operators count too. Gathering and freeing of sharded
+    parameters resizes storages and creates no tensor. To count it as well, enter the context that the method
+    ``resizes`` returns.
     """
 
     def __init__(self, ledger: Ledger, inside: bool = False) -> None:

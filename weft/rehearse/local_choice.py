@@ -168,9 +168,10 @@ def at_hand(
 ) -> tuple[SearchResult, list[Final]]:  # fmt: skip
     """Rehearse the best layouts for several numbers of ranks, and compare them.
 
-    Returns the search to which the fastest layout belongs, and all rehearsed layouts, fastest first. ``founds``: the
-    result of the search for each number of ranks. ``local``: the probed machine. ``recipe_of``: returns the recipe of a
-    layout. ``rehearse``: rehearses the step of a recipe on every rank. ``say``: called with lines about progress.
+    Returns the search to which the fastest layout belongs, and the rehearsed layouts that fit in memory, fastest first.
+    If none fits, all rehearsed layouts are returned. ``founds``: a search for each number of ranks. ``local``: the
+    probed machine. ``recipe_of``: function that returns the recipe of a layout. ``rehearse``: function that returns the
+    rehearsals of a recipe's step, one per rank. ``say``: called with lines about progress.
     """
     finals: list[tuple[Final, SearchResult]] = []
     chosen = [
@@ -254,8 +255,8 @@ LARGEST = 2e9
 class RehearsedLayouts(NamedTuple):
     """Layouts that were rehearsed on this machine.
 
-    ``finals``: the layouts, fastest first. ``searched``: the search at the number of ranks of the fastest.
-    ``compared``: a text that says what was compared.
+    ``finals``: the layouts, fastest first. ``searched``: the search to which the fastest layout belongs; each search is
+    for one number of ranks. ``compared``: a text that says what was compared.
     """
 
     searched: SearchResult

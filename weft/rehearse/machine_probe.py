@@ -78,8 +78,8 @@ def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
 
     Returns rows ``[bytes, cpu seconds of a rank, further seconds]`` by collective and group size, such as ``reduce.2``.
     A collective takes longer than the work of all ranks on the shared cores; the further seconds are the difference.
-    ``sizes``: bytes of the whole tensor; ``turns``: repetitions of each call. Groups smaller than the world work at the
-    same time.
+    ``sizes``: the sizes to measure, each as bytes of the whole tensor. ``turns``: repetitions of each call. If groups
+    are smaller than the world, all of them run the collective at the same time.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     cores = cores_here()
@@ -255,10 +255,10 @@ def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
 def empty_memory(world: int) -> dict[str, float]:
     """Measure the resident bytes that a rank needs beside its tensors, in a group of ``world`` ranks, by name.
 
-    With one rank the names are ``plain``, resident bytes without tensors, and ``per_byte``, resident bytes per byte of
-    tensors at their peak (the heap has gaps). With more ranks they are ``sharded`` and ``message``, the bytes that
-    sharding and messages between stages add; and, for :func:`cluster`, ``peak`` and ``tensors``, the resident bytes and
-    the bytes of tensors at the peak under tensor parallelism.
+    With one rank, the names are ``plain``, the resident bytes without tensors, and ``per_byte``, the resident bytes per
+    byte of tensors. With more ranks, there are four names. ``sharded`` and ``message`` are the bytes that sharding, and
+    messages between pipeline stages, add. ``peak`` and ``tensors`` are the resident bytes, and the bytes of tensors, at
+    the peak of a step with tensor parallelism.
     """
     resident: dict[str, float] = {}
     if world == 1:

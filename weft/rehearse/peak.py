@@ -96,7 +96,10 @@ def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
 
 
 def pipeline_ranks(layout: Layout) -> list[int]:
-    """Return one rank of every pipeline position, by the rank's number in a run with at most two replicas (``dp``)."""
+    """Return the number of one rank at every pipeline position.
+
+    The numbers are those of a run with at most two replicas (``dp``), as :func:`peak_of` rehearses it.
+    """
     world = layout.model_copy(update={"dp": min(layout.dp, 2)}).world
     return [p * world // layout.pp for p in range(layout.pp)]
 

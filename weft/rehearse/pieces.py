@@ -59,7 +59,7 @@ class Piece:
         ``forward``, ``both``: seconds of forward, and of forward with backward, by tokens of a pass.
         ``kept``: bytes kept for backward, by tokens.
         ``working``: most bytes beyond those kept while the part runs, without gradients of weights, by tokens.
-        ``lean``: most bytes of a forward without backward, by tokens.
+        ``lean``: most bytes that a forward needs if no backward follows, by tokens.
         ``update``: seconds of the optimizer.
         ``weights``, ``gradients``, ``slots``: bytes of weights, of their gradients and of optimizer state.
     """

@@ -74,8 +74,8 @@ def every_rank(
     """Rehearse the step of all ranks, and return a rehearsal per rank.
 
     ``shape``: the model. ``batches``: returns the batches of a rank's step, given its mesh. Ranks along ``dp``,
-    ``shard`` and ``tp`` do the same work on parts of equal size (up to one row), so only one of them is run. The
-    rehearsals of the others are copies of it in which the ranks of groups and messages are shifted along these axes.
+    ``shard`` and ``tp`` do the same work on parts of equal size, so only one of them is run. The rehearsals of the
+    others are copies of its rehearsal. Only the numbers of the ranks that take part in collectives and messages differ.
     """
     layout = recipe.layout
     rehearsals: dict[tuple[int, ...], Rehearsal] = {}
@@ -118,7 +118,7 @@ def watch(
     """Run steps in the existing process group: first one whose tensors are counted, then several that are timed.
 
     ``shape``: the model. ``batches``: returns the batches of a rank's step, given its mesh. ``journal``: records the
-    events. Of several times of the same work the shortest counts.
+    events. Each piece of work is timed once per step, and its shortest time counts.
     """
     mesh = Mesh.create(recipe.layout, "cpu")
     model, state = build_for_training(shape, mesh, recipe, lambda *_: torch.zeros(()))

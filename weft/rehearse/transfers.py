@@ -28,8 +28,8 @@ def disk_curves(
     """Measure writing and reading with a file of ``room`` bytes in ``folder``, which is removed afterwards.
 
     Returns rows ``[bytes, seconds]`` of transfers under ``write`` and ``read``, and a ``note`` about the file.
-    ``called``: the user's name for the folder. Raises :class:`weft.memory.nameless_file.TierError` if no such file can
-    be created.
+    ``called``: the setting or option that names the folder, for error messages. Raises
+    :class:`weft.memory.nameless_file.TierError` if no such file can be created.
     """
     file, buffers = (
         TierFile(folder, called=called),

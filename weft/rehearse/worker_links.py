@@ -46,9 +46,9 @@ class WorkerLinks:
     def pairs(self, groups: np.ndarray, chain: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return ``(bandwidth, latency)`` of the links inside each group of workers, ``[groups, links]`` each.
 
-        ``groups``: the workers of each group, one row per group. With ``chain`` a group's links go from each worker to
-        the next; without, also from the last worker to the first. All groups are busy at once, and groups that cross a
-        shared link divide its bandwidth among them.
+        ``groups``: the workers of each group, one row per group. ``chain``: if true, the links of a group lead from
+        each worker to the next one; if false, they form a ring, which also leads from the last worker to the first. All
+        groups are taken to communicate at once. Groups that cross the same slow link divide its bandwidth.
         """
         ends = np.stack([groups, np.roll(groups, -1, 1)], -1)
         if chain:

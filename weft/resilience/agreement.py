@@ -47,11 +47,11 @@ class Agreement:
         ``census``: what this member knows of the others.
         ``send``: ``send(address, message)`` sends a message to the member at ``(host, port)``, and may lose the
             message.
-        ``seen``: view that this process was last given; None before the first.
+        ``seen``: the last view that was committed and passed on to this process; None before the first.
         ``fatal``: reason why the run must end at all members; "" while it may go on.
         ``ended``: whether this process has come to the end of the run.
         ``outcome``: result of :meth:`want`: the next view, or the error that prevents it; None while it is undecided.
-        ``noted``: for a newcomer, whether a member has answered it.
+        ``noted``: for a newcomer, whether a member of the run has answered its request to join.
     """
 
     def __init__(

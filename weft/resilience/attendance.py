@@ -27,7 +27,7 @@ class Stay(NamedTuple):
 
     Attributes:
         ``island``: number of the island.
-        ``life``: random word that identifies one start of the island.
+        ``life``: random word that tells this start of the island from earlier starts.
         ``after``: number of the last exchange before the period.
         ``until``: number of the last exchange in the period; None while the island is present.
     """
@@ -48,8 +48,8 @@ class Stay(NamedTuple):
 class Changes(NamedTuple):
     """Islands that a run has lost or gained with a new view (set of the run's members).
 
-    ``went``: stays of islands that are lost; ``joined``: numbers of islands that are back; ``unable``: why this rank
-    cannot go on, or "" if it can.
+    ``went``: for each lost island, the period in which it took part; ``joined``: numbers of the islands that join;
+    ``unable``: why this rank cannot go on, or "" if it can.
     """
 
     went: list[Stay]
@@ -59,23 +59,25 @@ class Changes(NamedTuple):
 
 @dataclass
 class Attendance:
-    """What one rank knows about the islands and their exchanges.
+    """What one rank knows about the islands of a run and their exchanges.
+
+    An island is a group of ranks that trains by itself. A stay is a period in which an island takes part in exchanges.
 
     Attributes:
         ``start``: number of this rank's island, and the random word that identifies this start of the island.
         ``place``: number of this rank within its island.
         ``ranks``: number of ranks per island.
         ``how``: the recipe's section ``[sync]``.
-        ``stays``: periods in which islands take or took part.
-        ``members``: numbers of the members, by island and by place in the island.
-        ``known``: facts of each member, by the member's number.
-        ``waiting``: future stays of islands that have no state yet.
+        ``stays``: stays of all islands, present and past.
+        ``members``: the member's number of each rank, by island and by place in the island.
+        ``known``: what each member has told about itself (the result of :meth:`facts`), by the member's number.
+        ``waiting``: future stays of islands that have no model state yet.
         ``giver``: number of the island that hands its state to the waiting islands.
-        ``begun``: number of the last exchange that has begun here.
+        ``begun``: number of the last exchange that this rank has begun.
         ``committed``: number of the last exchange that is over.
-        ``pending``: exchange for which this rank has received everything (its number, and the function that draws
-            partners).
-        ``got``: number of the exchange after which this rank received its state; None before that.
+        ``pending``: the number of an exchange for which this rank has received everything, and the function that draws
+            its partners; None if there is no such exchange.
+        ``got``: number of the exchange after which this rank received its model state; None before that.
     """
 
     start: Start
@@ -118,8 +120,9 @@ class Attendance:
     def facts(self) -> Facts:
         """Return what this rank tells the other ranks when they agree on the next view, as JSON.
 
-        It names the rank's island, its place there, the periods in which islands take part, and the numbers of the last
-        exchanges that have begun, are over, and gave the rank its state.
+        The result has the rank's island (``island``, ``life``), its place there, and the stays (periods of taking part)
+        of all islands. It also has three numbers of exchanges: the last that this rank has begun (``begun``), the last
+        that is over (``committed``), and the one after which this rank received its state (``got``).
         """
         island, life = self.start
         return {
@@ -128,17 +131,18 @@ class Attendance:
         }  # fmt: skip
 
     def population(self, number: int) -> list[int]:
-        """Return the islands, present or lost since, among which the partners of an exchange between islands are drawn.
+        """Return the numbers of the islands among which the partners of an exchange are drawn.
 
-        ``number``: number of the exchange.
+        These are all islands that take part in the exchange, even if some of them have been lost since. ``number``:
+        number of the exchange.
         """
         return sorted({stay.island for stay in self.stays if stay.covers(number)})
 
     def partners(self, number: int, draw: Draw) -> list[int]:
-        """Return the present islands with which this rank's island exchanges updates in one exchange.
+        """Return the numbers of the islands with which this rank's island exchanges updates in one exchange.
 
         ``number``: number of the exchange; ``draw(islands)``: chooses the partners among the islands that
-        :meth:`population` returns.
+        :meth:`population` returns. Partners that are lost by now are left out.
         """
         here = {stay.island for stay in self.present if stay.covers(number)}
         return [island for island in draw(self.population(number)) if island in here]

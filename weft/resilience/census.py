@@ -30,9 +30,9 @@ Message = dict[str, Any]
 class OtherMember:
     """Another process that is a member of the run or wants to be one.
 
-    ``member``: its address and number; ``said``: the last message by which it told its state
-    (:meth:`.Agreement.stand`), {} if there is none in this view; ``life``: how often it had started over as a newcomer
-    when its last message came.
+    ``member``: address and number of the process. ``said``: the last message by which the process told its state
+    (:meth:`.Agreement.stand`), {} if none has come in this view. ``life``: how many times the
+    process has asked to join the run, as its last message says.
     """
 
     member: Member
@@ -46,7 +46,10 @@ class OtherMember:
 
     @property
     def accused(self) -> list[tuple[Address, str, bool]]:
-        """Members that this member considers lost: address, reason, and whether the loss is proved, of each."""
+        """Members that this member considers lost, as ``(address, reason, proved)``.
+
+        ``proved``: whether the lost member is certainly gone, and not just silent.
+        """
         return [
             ((host, port), why, proved)
             for host, port, why, proved in self.said.get("lost", ())
@@ -56,6 +59,8 @@ class OtherMember:
 class Census:
     """What one member knows of the other processes: which are lost, and whether the present view still works.
 
+    A view is the set of members that take part in the run.
+
     Attributes:
         ``me``: this member.
         ``view``: last committed view; None for a newcomer.
@@ -63,8 +68,8 @@ class Census:
         ``lost``: losses of members of the present view, by address.
         ``leaving``: whether this member is about to leave the run.
         ``why``: reason why the present view can do no further step; "" while it can.
-        ``breaks``: those reasons why a view can do no further step (each was ``why`` once) which the agent's thread has
-            not yet passed on to the training thread.
+        ``breaks``: reasons why a view could do no further step, oldest first. The agent's thread removes a reason when
+            it passes the reason on to the training thread.
     """
 
     def __init__(self, me: Member) -> None:
@@ -90,7 +95,7 @@ class Census:
         }
 
     def know(self, members: Collection[Member]) -> None:
-        """Replace the addresses that a newcomer knows by ``members``, all members of the run.
+        """Record ``members``, all members of the run, in place of the addresses that this newcomer knew before.
 
         A member of the run has sent the newcomer this list.
         """
@@ -143,10 +148,10 @@ class Census:
     ) -> None:
         """Record that the member at ``address`` is lost, for the reason ``why``.
 
-        ``proved``: whether the member is certainly gone, and not just silent. ``witnessed``: whether the loss is
-        reported by another member, which had contact to the lost member up to its end. Without such a witness the proof
-        does not count if either of the two members, this one and the lost one, had considered the other lost before.
-        The lost member may then have gone on in another view, and died only later.
+        ``proved``: whether the member is certainly gone, and not just silent. ``witnessed``: whether another member
+        reports the loss, which had contact to the lost member up to its end. Without such a witness, the proof does not
+        count if the lost member had already been recorded as lost, or had itself considered this member lost. It may
+        then have gone on in another view, and died only later.
         """
         peer, known = self.peers[address], self.lost.get(address)
         if known and (known.proved or not witnessed):

@@ -33,7 +33,7 @@ class Handover(NamedTuple):
 class Company(Presence):
     """Decides which islands take part in which exchange, for islands that come and go.
 
-    ``party``: this rank's part in the views of the run, from which the present islands follow.
+    ``party``: follows the views (sets of members) of the run for this rank, and so knows the present islands.
     """
 
     def __init__(self, party: IslandParty) -> None:
@@ -151,10 +151,13 @@ class Company(Presence):
     ) -> Handover:
         """Receive the model's state from another island at the end of a round.
 
-        Returns the number of the round, and its tokens. If the other island is lost meanwhile, the next one is asked.
-        ``take(island, round)`` receives the state of ``island`` after ``round``. It returns a list of integers: the
-        count of tokens, then for each fragment of the model the number of islands in its last mean, then the order in
-        which islands form a ring. ``all_say(value)`` gathers a value from every rank of this island.
+        Returns the number of that round, and the tokens that the run had counted by then. If the other island is lost
+        meanwhile, the next one is asked.
+
+        ``take(island, round)``: receives the state of ``island`` after ``round``, and returns a list of integers. The
+        first is the number of tokens. Then follow, for each fragment of the model, the number of islands over which it
+        was last averaged, and at the end the numbers of the islands in the order in which they form a ring.
+        ``all_say(value)``: returns the values that all ranks of this island pass to it.
         """
         attendance, fragments = self.attendance, self.attendance.how.fragments
         while True:

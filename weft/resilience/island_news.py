@@ -17,10 +17,11 @@ class IslandEvent(NamedTuple):
 
 
 class IslandNews:
-    """Lines for the user and events for the metrics about other islands, collected until they are taken.
+    """News about other islands, collected until the training loop takes them.
 
-    ``attendance``: what this rank knows about the islands; ``folder``: folder of the run's first island, as shown in
-    commands.
+    ``attendance``: what this rank knows about the islands. ``lines``: lines of text for the user. ``events``: records
+    for the run's metrics. ``folder``: path of the folder of the run's first island, "" until that folder is open. It
+    appears in the shell command that starts an island again (:meth:`way_back`).
     """
 
     def __init__(self, attendance: Attendance) -> None:
@@ -84,8 +85,8 @@ class IslandNews:
     def tell(self, text: str) -> None:
         """Add a line of text for the user.
 
-        The lines are printed by the run's first island. If that island is absent, the first present island prints this
-        line at once.
+        Usually the run's first island prints the lines. If that island is absent, the present island with the lowest
+        number prints this line at once.
         """
         self.lines.append(text)
         first = min((stay.island for stay in self.attendance.present), default=0)

@@ -222,8 +222,8 @@ class IslandParty:
     def give_up(self, error: Exception) -> None:
         """End this process because of ``error``.
 
-        A thread ends the process in a short while. The main thread raises ``error`` itself if it asks for the view
-        before that (:meth:`steady`).
+        A thread ends the process after a short while. If the main thread calls :meth:`steady` before that, ``error`` is
+        raised there instead.
         """
         with self.changed:
             if self.fatal is not None or self.closing:

@@ -89,7 +89,8 @@ class Life:
     def enter(self, view: View, entry: ViewEntry) -> None:
         """Record that this rank has entered ``view``. ``entry``: whether this rank can take part in it.
 
-        If the view has lost members, failures are counted anew, as the run may go far back.
+        If members of the previous view are lost, the count of failures begins anew, because the run may then go back
+        many steps.
         """
         if view.lost:
             self.attempts = self.step = 0
@@ -116,8 +117,8 @@ class Life:
         """Record that training in the present view has failed with ``error`` after step number ``step``.
 
         Returns the text to report to the other ranks, or "" if there is nothing to report. ``broken``: whether the
-        members know already that the view has lost a member. An error of this rank's own ends the run, and so do too
-        many failures of one step.
+        members know already that the view has lost a member. An error that has its cause in this rank ends the run. So
+        do too many failures of one step.
         """
         cause = cause_of(error)
         own = isinstance(error, WeftError) or isinstance(cause, SystemExit)
@@ -182,8 +183,8 @@ class Party(Protocol[R_co]):
     def enter(self, view: View) -> ViewEntry:
         """Make ``view`` (a set of members) the present one.
 
-        Returns why this rank cannot take part in the view, if it cannot, and otherwise whether all members must agree
-        on one more view, because another member cannot take part.
+        The result says whether this rank can take part in the view, and whether all members must agree on one more
+        view, because another member cannot take part.
         """
 
     def stay(self) -> R_co:
@@ -199,9 +200,11 @@ class Party(Protocol[R_co]):
 def live(life: Life, agent: Agent, party: Party[R], limit: float) -> R | None:
     """Go from view to view (set of members) until this rank's part in the run is over.
 
-    Returns the result of the last stay. ``life``: decides the next action; ``agent``: agrees on views; ``party``: takes
-    part in them (:meth:`Party.stay`); ``limit``: seconds that an agreement may take. Returns None if this rank was
-    asked to leave, or the run has ended without it. Raises the error that ends this rank.
+    Returns the result of the last call of :meth:`Party.stay`, which is the result of the run. Returns None if this rank
+    was asked to leave, or the run has ended without it. Raises the error that ends this rank.
+
+    ``life``: decides the next action; ``agent``: agrees on views with the other ranks; ``party``: takes part in views;
+    ``limit``: seconds that an agreement may take.
     """
     ending: R | None = None
     while life.move is not LifeMove.END:

@@ -72,8 +72,8 @@ class _Link:
 class Membership:
     """Agent of this process: a thread that watches the other members of the run, and agrees with them on views.
 
-    A view is the set of members that take part in the run. The attribute ``published`` holds what members have
-    published, by their numbers.
+    A view is the set of members that take part in the run. The attribute ``published`` has, by the number of each
+    member, the values that this member has passed to :meth:`publish`.
 
     Args:
         ``detect``: seconds of silence after which a member counts as lost.

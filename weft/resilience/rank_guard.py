@@ -53,7 +53,8 @@ class RankGuard(Watching):
         ``run``: the run's folder and storages; None before it is opened.
         ``snapshots``: copies of the state in memory. Those of the previous view are kept until the present view has its
             own.
-        ``recovery``: copies from which the present view continues; None if it continues from a checkpoint or begins.
+        ``recovery``: copies in memory from which the present view continues; None if the view continues from a
+            checkpoint, or begins the run.
         ``slow``: slow ranks and the reaction to them.
         ``progress``: progress through steps and data.
         ``seconds``: duration of each stage of the change to the present view.

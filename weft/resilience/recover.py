@@ -33,8 +33,9 @@ class Recovery:
     Attributes:
         ``epoch``: number of the old view.
         ``progress``: progress of the run at that state.
-        ``gives``: for each new rank, the segments that it sends, as pairs of an old rank and a segment's number.
-        ``helpers``: pairs of a new rank and the lost old rank whose parts it sends.
+        ``gives``: for each new rank, the segments that it sends to the others. A segment is given by the old rank whose
+            state it is part of, and by its number.
+        ``helpers``: pairs of a new rank and a lost old rank, where the new rank sends the parts of the lost one.
         ``differing``: new ranks whose copies differ from the majority's copies of the same parts, and are not used.
     """
 
@@ -59,8 +60,9 @@ def newest_recovery(facts: Sequence[Facts]) -> Recovery | None:
     """Return the newest state of which the members of the next view together hold complete copies.
 
     Returns None if no state is complete. ``facts``: for each member, by its rank in the next view, what it said in the
-    agreement, with a list of its copies (:data:`FACT`). If copies of the same elements differ, the version that most
-    old ranks had is taken. Without a majority the state counts as incomplete.
+    agreement, with a list of its copies (under the key :data:`FACT`). If copies of the same elements differ, the
+    version that more than half of the copied ranks had is taken. Without such a majority the state counts as
+    incomplete.
     """
     views: dict[int, dict[int, Facts]] = {}
     for rank, fact in enumerate(facts):

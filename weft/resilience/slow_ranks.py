@@ -66,7 +66,7 @@ class SlowRanks:
         members: Sequence[Member],
         remove: Callable[[int], None],
     ) -> None:
-        """Apply the recipe's action to members that ``watch`` has judged slow twice in succession.
+        """Apply the recipe's action to slow members, if two successive judgements of ``watch`` name the same ones.
 
         ``watch``: judges which ranks are slow; without a new judgement nothing is done. ``members``: members of the
         present view, by rank; ``remove(number)``: asks a member to leave.

@@ -62,9 +62,10 @@ def why_none(recipe: Recipe) -> str:
 def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]:
     """Return the buddy of every rank: the rank that keeps a copy of its part of the state.
 
-    ``machines``: the machine of each rank; ``leaving``: ranks that are no buddies as long as others stay. The buddy is
-    on another machine, if there are several: the first rank of a machine has the first rank of the next machine as its
-    buddy, and so on. On a single machine it is the next rank, and a single rank is its own buddy.
+    If there are several machines, the buddy is on another machine: the first rank of a machine has the first rank of
+    the next machine as its buddy, and so on. On a single machine the buddy is the next rank, and a single rank is its
+    own buddy. ``machines``: the machine of each rank; ``leaving``: ranks that are about to leave. They become buddies
+    only if all ranks leave.
     """
     order = sorted(
         range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank)
@@ -84,8 +85,8 @@ def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]
 class TensorSlice(NamedTuple):
     """Slice of a tensor in a segment of a copy.
 
-    ``name``: name of the tensor; ``box``: its elements in the slice; ``tensor``: description of the whole tensor;
-    ``start``: byte of the segment at which the elements begin.
+    ``name``: name of the tensor; ``box``: index ranges of the elements in the slice; ``tensor``: description of the
+    whole tensor; ``start``: byte of the segment at which the elements begin.
     """
 
     name: str
@@ -109,8 +110,8 @@ class SnapshotSegment:
     Attributes:
         ``holders``: ranks that hold the parts.
         ``fixed``: whether the parts never change (frozen parameters).
-        ``sender``: holder that sends the parts to its buddy; -1 if another holder remains after the loss of any rank or
-            host.
+        ``sender``: the one of ``holders`` that sends the parts to its buddy, the rank that keeps a copy for it. -1: no
+            copy is needed, because the parts survive the loss of any machine (with a single machine, of any rank).
         ``pieces``: slices of tensors in the segment.
     """
 
@@ -129,11 +130,12 @@ def segments_of(
 ) -> list[SnapshotSegment]:
     """Return the parts of the state of all ranks, grouped into segments by the ranks that hold them.
 
-    A segment also names the rank that sends its parts to a buddy (a rank that keeps a copy), unless the parts survive
-    the loss of a machine anyway, because ranks on several machines hold them. With a single machine they must survive
-    the loss of a rank, and if ranks leave, only the loss of these ranks. ``tables``: description of each rank's parts;
-    ``machines``: the machine of each rank; ``leaving``: ranks that are about to leave. The result is the same on every
-    rank.
+    The result is the same on every rank. ``tables``: for each rank, a description of its parts; ``machines``: the
+    machine of each rank; ``leaving``: ranks that are about to leave.
+
+    A segment also names the rank that sends its parts to its buddy, a rank that keeps a copy. No rank sends parts that
+    ranks on several machines hold, because these parts survive the loss of a machine. With a single machine, no rank
+    sends parts that several ranks hold. If ``leaving`` is not empty, only parts that no staying rank holds are sent.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, table in enumerate(tables):
@@ -173,10 +175,10 @@ class SnapshotCopy:
     Attributes:
         ``segments``: segments of the copy, by number, in the order in which they lie in ``memory``.
         ``pinned``: whether the memory is pinned for copies from a GPU.
-        ``step``: step after which the state was copied; None before, and for parts that never change.
+        ``step``: step after which the state was copied; None before the first copy, and for parts that never change.
         ``whole``: whether the copy is complete.
         ``progress``: progress of the run after that step.
-        ``rows``: row numbers of tensors whose rows are not those of their box (experts that were moved), by name.
+        ``rows``: for tensors of experts that were moved, the numbers of the rows that this rank holds, by name.
         ``digests``: digest of each segment, by number.
         ``starts``: byte of ``memory`` at which each segment begins, by number.
         ``memory``: bytes of the copy.
@@ -206,7 +208,7 @@ class SnapshotCopy:
         return hash_views([self.view(start, start + self.segments[number].size)])
 
     def values(self, number: int) -> Iterator[tuple[TensorSlice, T]]:
-        """Yield every slice of a tensor in a segment, with a tensor that views its elements in this copy's memory.
+        """Yield each slice in a segment, with a tensor that views the slice's elements in this copy's memory.
 
         ``number``: number of the segment.
         """

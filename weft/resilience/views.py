@@ -187,9 +187,9 @@ def reach_each_other(
 ) -> list[int]:
     """Return the numbers of members that can go on together, sorted.
 
-    ``numbers``: the members to choose from; ``accusations``: pairs (a, b) of members' numbers, where a does not reach
-    b. One member of each such pair must go: first the member that is in most pairs; of several, the member with the
-    highest number, which is the newest.
+    ``numbers``: the members to choose from; ``accusations``: pairs ``(a, b)`` of members' numbers, where a does not
+    reach b. One member of each such pair must go. The member that is in most pairs goes first, and so on until no pair
+    is left. If several are in equally many pairs, the one with the highest number goes, which is the newest.
     """
     kept = set(numbers)
     pairs = {frozenset(pair) for pair in accusations if kept.issuperset(pair)}
@@ -210,10 +210,11 @@ def is_quorum(
     """Return whether the members ``kept`` may go on from ``view`` without the risk that other members of it do so too.
 
     ``view``: members of the view; ``kept``: addresses of those that would go on; ``excused``: addresses of members that
-    are known not to go on anywhere; ``stopped``: addresses of members whose process is stopped. The kept members must
-    be more than half of those that are not excused, or exactly half if the lowest number is among them. Stopped members
-    are excused, too, if all members are kept, excused or stopped. Otherwise a stopped member might be continued, and go
-    on with members that are not kept.
+    are known not to go on anywhere; ``stopped``: addresses of members whose process is stopped (SIGSTOP).
+
+    The kept members must be more than half of the members that are not excused. Exactly half suffices if the member
+    with the lowest number is among the kept. If every member is kept, excused or stopped, the stopped members are
+    excused, too. Otherwise a stopped member might be continued, and go on with members that are not kept.
     """
     gone = {member.address for member in view}.intersection(excused)
     if all(

@@ -26,7 +26,9 @@ _PEER_LOST = r"(?i)gloo/|NCCL|by peer|Broken pipe|Timed out|wait timeout|Connect
 
 
 class Grade(IntEnum):
-    """Grade of a failure by how well it explains the failures of other ranks. The lowest grade explains best.
+    """Grade of a failure by how well it explains the failures of other ranks.
+
+    Of several failures, that with the lowest grade is taken as the cause of the others.
 
     ``WEFT_ERROR``: an error that Weft has foreseen. ``UNEXPECTED``: any other error. ``NAMED``: the loss of another
     rank, which the error names. ``LOST``: the loss of an unknown rank. ``ASKED``: the process was asked to stop.
@@ -63,9 +65,9 @@ class Failure:
 def report_failure(error: BaseException) -> int:
     """Record ``error``, because of which this process fails, and return the exit code.
 
-    A rank among others ends here, at once. In a rank that ``launch`` started, the record goes to the launcher, which
-    prints one line for all ranks. Otherwise (one process, or ranks of torchrun or Slurm) the line is printed here.
-    ``WEFT_DEBUG=1`` adds the traceback.
+    If this process is one of several ranks, the call ends the process and does not return. In a rank that ``launch``
+    started, the record goes to the launcher, which prints one line for all ranks. Otherwise (one process, or ranks of
+    torchrun or Slurm) the line is printed here. The environment variable ``WEFT_DEBUG=1`` adds the traceback.
     """
     cause = cause_of(error)
     if not isinstance(cause, SystemExit) and is_secondary(cause):
@@ -166,7 +168,7 @@ def root_cause(
     """Return the failure that explains the others; None if there is no failure.
 
     ``records``: failures that ranks have recorded; ``failed``: exits of the ranks that failed, by rank; ``oom``:
-    whether the kernel has killed processes for lack of memory meanwhile, or None if it does not say.
+    whether the kernel has killed processes for lack of memory since the ranks were started; None if that is not known.
     """
     candidates = list(records)
     for rank in failed.keys() - {record.rank for record in records}:
@@ -217,9 +219,9 @@ def show(failure: Failure, name_rank: bool = True) -> None:
 def leave(code: int, at_once: bool = False) -> None:
     """End this process with exit code ``code`` after flushing output, if it is a rank among others.
 
-    Otherwise return without any effect, unless ``at_once`` is set. Taking the interpreter down beside the threads of
-    process groups can hang or abort. A rank that was started alone is among others, too, if it has joined a run (``weft
-    ranks add``).
+    Otherwise the function has no effect, unless ``at_once`` is set, which always ends the process. The process ends
+    without the usual shutdown of the interpreter, which can hang beside the threads of process groups. A rank that was
+    started alone counts as a rank among others once it has joined a run (``weft ranks add``).
     """
     others = "WEFT_LAUNCHED" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if ("RANK" not in os.environ or not others) and not at_once:

@@ -38,9 +38,10 @@ GENERATING = ("weft.generate.leader", "torch._dynamo")
 class ForkedRank(psutil.Process):
     """Forked process that waits for its environment variables, and then becomes a rank.
 
-    Besides the methods of :class:`psutil.Process` it has ``poll``, and ``returncode``, which only ``poll`` sets: the
-    exit code, None before. ``pid``: number of the process; ``environment``: file descriptor of the pipe through which
-    the process gets its environment variables.
+    Besides the methods of :class:`psutil.Process` it has ``poll`` and ``returncode``, as :class:`subprocess.Popen` has.
+    ``returncode``: the exit code; None until a call of ``poll`` has found that the process has ended. ``pid``: number
+    of the process; ``environment``: file descriptor of the pipe through which the process gets its environment
+    variables.
     """
 
     returncode: int | None = None

@@ -75,8 +75,8 @@ def launch(
     ``argv``: the arguments of ``weft``. ``ranks``: number of processes. ``command``: command to run instead.
     ``threads``: threads of each rank, 0 for an equal share of the cores. ``survive``: whether ranks survive others, so
     that the loss of a rank is no failure. ``patience``: seconds after which a rank that is stopped (SIGSTOP) counts as
-    failed. ``shared``: modules that this process imports before it forks the ranks from itself; without any, ranks are
-    started anew. After a signal, lines that the ranks could not print themselves are printed here.
+    failed. ``shared``: modules that this process imports before it forks the ranks from itself. If ``shared`` is empty,
+    each rank is started as a new process. After a signal, lines that the ranks could not print are printed here.
     """
     ended = run_ranks(
         command or [sys.executable, "-m", "weft", *argv],
@@ -96,8 +96,8 @@ def launch(
 class RanksEnded(NamedTuple):
     """End of a launch.
 
-    ``code``: exit code; ``cause``: failure that caused the end, or None; ``unsaid``: lines about a received signal that
-    the ranks could not print themselves.
+    ``code``: exit code of the launch; ``cause``: failure that caused the end, or None; ``unsaid``: lines of text about
+    a received signal, which the ranks could not print themselves.
     """
 
     code: int
@@ -115,15 +115,15 @@ def run_ranks(
 ) -> RanksEnded:
     """Run ``command`` as several processes of this machine (the ranks), and return how they have ended.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop. Another signal ends them
-    at once, unless it is a repetition (:mod:`weft.run.signals`). The exit code is then 128 + signal. If a rank fails,
-    the others are stopped.
+    Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop. A second signal ends them
+    at once, unless it follows so soon that it counts as a repetition of the first. The exit code is then 128 + signal.
+    If a rank fails, the others are stopped.
 
     Args:
         ``ranks``: number of processes.
         ``threads``: threads of each rank; 0: an equal share of the cores.
-        ``survive``: whether ranks survive others. A rank that was killed or left out then does not count as failed,
-            once all ranks have met.
+        ``survive``: whether the run goes on if ranks are lost. Once all ranks have met, a rank that was killed or left
+            out then does not count as failed.
         ``patience``: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
         ``fork``: function that returns forked processes to be the ranks; if it returns none, ``command`` is started.
     """
