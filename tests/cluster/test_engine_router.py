@@ -37,6 +37,7 @@ from weft.generate.embedding import embed
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY, Sampling
 from weft.net.endpoint import Endpoint
+from weft.net.sockets import listen
 
 Scores = Sequence[tuple[float, dict[int, float]]]
 
@@ -265,6 +266,36 @@ def test_a_request_that_ends_every_engine_ends_itself() -> None:
         assert asyncio.run(written_by(cluster.router, [asked([1], 5)]))
 
 
+def test_answers_that_lose_engines_by_accident_do_not_end_together() -> None:
+    """Three engines are lost in a row before any of eight answers has a token: one of them at most is blamed."""
+    requests = [asked([i + 1, 7], 6) for i in range(8)]
+    plain = [alone(request)[0].written for request in requests]
+    with Cluster(1) as cluster:
+        cluster.engines[0].engine.step = lambda: time.sleep(0.01)  # type: ignore[method-assign,assignment,return-value]
+
+        async def main() -> list[Any]:
+            texts = [
+                asyncio.create_task(written_by(cluster.router, [request]))
+                for request in requests
+            ]
+            for i in range(3):
+                last = cluster.engines[-1]
+                while not len(cluster.router.links):
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.3)
+                cluster.engines.append(cluster.add(f"next{i}"))
+                if i < 2:
+                    cluster.engines[-1].engine.step = lambda: time.sleep(0.01)  # type: ignore[method-assign,assignment,return-value]
+                await asyncio.to_thread(last.kill)
+            return await asyncio.gather(*texts, return_exceptions=True)
+
+        texts = asyncio.run(main())
+        ended = [text for text in texts if isinstance(text, WeftError)]
+        assert len(ended) <= 1
+        for text, expected in zip(texts, plain, strict=True):
+            assert text in ended or text == [expected]
+
+
 def test_a_router_that_starts_again_gets_its_engines_back() -> None:
     request = asked(list(range(40)), 4)
     with Cluster(2) as cluster:
@@ -286,6 +317,23 @@ def test_a_router_that_starts_again_gets_its_engines_back() -> None:
 
         asyncio.run(main())
         assert asyncio.run(written_by(cluster.router, [request] * 2)) == before
+
+
+def test_a_proxy_before_a_router_that_is_gone_is_no_stranger() -> None:
+    """A tunnel or proxy takes connections while the router behind it starts, and ends them without a word."""
+    with Cluster(1) as cluster:
+        host, port = cluster.endpoint.address
+        cluster.router.close()
+        cluster.endpoint.close()
+        with listen(host, port) as proxy:
+            for _ in range(5):
+                proxy.accept()[0].close()
+        cluster.endpoint = Endpoint(host, port)
+        cluster.router = EngineRouter(
+            cluster.endpoint, SECRET, MODEL, cluster.said.append
+        )
+        until(lambda: cluster.router.links)
+        assert cluster.engines[0].error is None
 
 
 def test_too_much_is_refused_and_what_nobody_wants_is_cancelled() -> None:

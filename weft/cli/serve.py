@@ -200,6 +200,11 @@ def serve_command(
         lend,
     )  # fmt: skip
     options.check()
+    if dispatch != "load" and (cluster or not engines):
+        raise UsageError(
+            "--dispatch is for --engines; leave it out"
+            + (", and set policy in the file of --cluster" if cluster else "")
+        )
     if resident and (engines or cluster):
         raise UsageError(
             "--resident is for one engine; leave out --engines and --cluster"
@@ -381,10 +386,11 @@ def _routed(
             about = f"{settings.engines} engines and {cache:,} tokens in their caches"
         yield _Routed(router, dict(model.files), [*digests], about)
     finally:
+        joined = {*router.links} if router is not None else set[str]()
         if router is not None:
             router.close()
         if processes is not None:
-            processes.close()
+            processes.close(joined)
         endpoint.close()
 
 

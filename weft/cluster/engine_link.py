@@ -132,6 +132,11 @@ class EngineLink:
             load.borrowed > 0,
         )
 
+    @property
+    def suspects(self) -> bool:
+        """Whether it has an answer that may be the one that ends engines."""
+        return any(flight.suspected for flight in self.flights.values())
+
     def submit(
         self, number: int, request: AnswerRequest, flights: Sequence[Flight]
     ) -> None:

@@ -134,25 +134,29 @@ class EngineMember:
         host, port = endpoint.address
         self.about = self.about._replace(host=host, port=port)
         self._moves = endpoint.open(MOVES, secret, self._arrive)
-        place, deadline, mute = f"{router[0]}:{router[1]}", _after(redial), 0
+        place, deadline = f"{router[0]}:{router[1]}", _after(redial)
+        mute, joined = 0, False
         while not self._ended.is_set():
             try:
                 connection = self._dial(channel, router)
             except OSError as error:
                 mute = mute + 1 if isinstance(error, WireBroken) else 0
-                if isinstance(error, WireForged) or mute == MUTE:
+                late = time.monotonic() >= deadline
+                # who has taken this engine before is a router: a tunnel or proxy may stand before it while it is gone
+                alien = mute >= MUTE and (late or not joined)
+                if isinstance(error, WireForged) or alien:
                     raise RouterRefusal(
                         f"{place} does not take this engine: it has another secret, or is no router of Weft's; "
                         "give both the same WEFT_SECRET or --secret"
                     ) from None
-                if time.monotonic() >= deadline:
+                if late:
                     raise WeftError(
                         f"the router at {place} cannot be reached: {error.strerror or error}; "
                         "start it, or name another with --join"
                     ) from None
                 self._ended.wait(AGAIN_S)
                 continue
-            mute = 0
+            mute, joined = 0, True
             try:
                 if self._serve(connection, redial):
                     return

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from weft.errors import WeftError
@@ -86,15 +86,21 @@ class EngineProcesses:
                         return
                     self._running[name] = self._start(name)
 
-    def close(self) -> None:
-        """End all processes. Those that have not ended after some seconds are killed."""
+    def close(self, joined: Collection[str] = ()) -> None:
+        """End all processes. Those of the engines ``joined`` get some seconds to end by themselves, as their router
+        has asked them to; others have nothing to end, and are killed at once.
+        """
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
         deadline = time.monotonic() + END_S
-        for process in self._running.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            if process.poll() is None:
-                process.kill()
+        try:
+            for name, process in self._running.items():
+                if name in joined:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(max(0.0, deadline - time.monotonic()))
+        finally:  # also when Ctrl-C is pressed again
+            for process in self._running.values():
+                if process.poll() is None:
+                    process.kill()
                 process.wait()

@@ -259,8 +259,11 @@ class EngineRouter:
                 if flights:
                     self._submit(link, request, flights)
 
-    def _choose(self, request: AnswerRequest, session: str) -> EngineLink:
-        """Return the engine for ``request``. Raises :class:`NoEngine` if there is none, :class:`Busy` if all have too
+    def _choose(
+        self, request: AnswerRequest, session: str, suspected: bool = False
+    ) -> EngineLink:
+        """Return the engine for ``request``; for one that is ``suspected``, an engine without another such answer.
+        Raises :class:`NoEngine` if there is none, :class:`Busy` if all have too
         many answers, and :class:`UsageError` if none can ever answer it.
         """
         able = self._able()
@@ -271,6 +274,7 @@ class EngineRouter:
             link
             for link in able
             if link.takes(request.adapter, tokens, request.answers)
+            and not (suspected and link.suspects)
         ]
         if not fitting:
             if request.adapter and not any(
@@ -535,7 +539,7 @@ class EngineRouter:
         for orphan in [*orphans, *link.calls.values()]:
             orphan.engine, orphan.since = "", time.monotonic()
             orphan.losses += lost
-            if orphan.losses < LOSSES:
+            if orphan.losses < LOSSES or orphan.unproved:
                 self._waiting.append(orphan)
                 continue
             error = WeftError(
@@ -557,13 +561,14 @@ class EngineRouter:
                 continue
             request = each.continued()
             try:
-                link = self._choose(request, each.session)
+                link = self._choose(request, each.session, each.suspected)
             except (NoEngine, Busy):
                 self._waiting.append(each)
                 continue
             except UsageError as error:  # the engines that are left are too small
                 self._end_flight(each, error)
                 continue
+            each.alone = each.suspected
             self.continued += 1
             self._submit(link, request, [each])
 

@@ -28,6 +28,7 @@ class Flight:
         ``log_probabilities``: those of ``tokens``, if they were asked for.
         ``engine``: name of the engine that writes it, empty if it waits for an engine.
         ``losses``: engines lost since its last token.
+        ``alone``: whether its engine has got it as the only suspected answer.
         ``since``: when it began to wait for an engine, on the monotonic clock.
         ``target``: name of the engine to which it is moving, or empty.
         ``target_number``: its number there.
@@ -47,6 +48,7 @@ class Flight:
     log_probabilities: list[LogProbability] = field(default_factory=list)
     engine: str = ""
     losses: int = 0
+    alone: bool = False
     since: float = 0.0
     target: str = ""
     target_number: int = -1
@@ -59,6 +61,16 @@ class Flight:
     def priority(self) -> int:
         """Priority of the request: when engines are lost, answers with a smaller one are continued first."""
         return self.request.priority
+
+    @property
+    def suspected(self) -> bool:
+        """Whether it may be the answer that ends engines, so that no engine gets two of the kind at a time."""
+        return self.losses >= LOSSES - 1
+
+    @property
+    def unproved(self) -> bool:
+        """Whether its engine may as well have been lost for another suspected answer."""
+        return not self.alone
 
     @property
     def length(self) -> int:
@@ -98,3 +110,4 @@ class RemoteCall:
     losses: int = 0
     since: float = 0.0
     priority: int = 0
+    unproved: bool = False
