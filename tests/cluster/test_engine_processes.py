@@ -20,7 +20,7 @@ def test_engines_that_have_not_joined_are_killed_at_once(
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
-    processes = EngineProcesses(2, "127.0.0.1:9", [], 0.4, print)
+    processes = EngineProcesses(["", ""], "127.0.0.1:9", [], 0.4, print)
     begun = time.monotonic()
     processes.close()
     assert time.monotonic() - begun < 5
