@@ -115,12 +115,12 @@ class Alternating:
 
     A unit is a group of parameters that are updated together. The units updated on the device are spread evenly among
     all; each is copied to the device, updated there and copied back. Host and device give the same bits if their
-    arithmetic does; a CPU as ``device`` stands for a second thread.
+    arithmetic does. With a CPU as ``device`` a second thread takes its place.
 
-    ``share``: a number from 0 to 1, or "auto". With "auto" half of the units are updated on the device in the first
-    calls, which are timed; then the number of units on the device that is fastest in a simulation with these times is
-    chosen. ``report``: called once with a dict of this choice. ``wrap`` (attribute): called with each copy or update as
-    an action of a schedule, and with the callable that runs the action.
+    ``share``: a number from 0 to 1, or "auto". With "auto" the first calls update half of the units on the device, and
+    are timed. A simulation with these times then chooses the number of units on the device. ``report``: called once
+    with a dict about this choice. ``wrap`` (attribute): a function through which each copy or update is run. It gets
+    the schedule's action and the callable that runs it.
     """
 
     def __init__(

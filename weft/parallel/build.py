@@ -214,7 +214,7 @@ def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
 
 
 def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) -> bool:
-    """Return whether the state needs other tensors than the parameters with which the model computes.
+    """Return whether the state keeps tensors of its own, apart from the parameters with which the model computes.
 
     This is so where the state is cut over ranks, replicated over ``dp``, kept in a wider type than that of compute, or
     offloaded. With ``summed`` False, replicas over ``dp`` do not count, because something else than the state sums
@@ -298,9 +298,10 @@ def attention_over(mesh: Mesh, shape: ModelShape) -> Attend:
 def resident_state(
     model: Transformer, mesh: Mesh, make: Callable[..., State] = State
 ) -> State:
-    """Build the state of a model whose parameters are all whole on this rank and are themselves the state.
+    """Build the state of a model whose parameters are all whole on this rank.
 
-    ``make`` creates the state from units: each block is a unit, and the parameters outside of blocks are one more.
+    The model's parameters are themselves the state: no other copy is kept. ``make`` creates the state from units. Each
+    block is a unit, and the parameters outside of blocks are one more.
     """
     described = dict(model.logical_parameters())
     held = {}

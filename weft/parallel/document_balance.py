@@ -33,9 +33,13 @@ NODES = 200
 class DocumentTimes(NamedTuple):
     """Coefficients of the modelled time of documents, in one unit of time.
 
-    A document of ``s`` tokens on ``d`` ranks takes ``(linear * s + max(quadratic * s**2, move * s * (d - 1))) / d``:
-    every rank of a group receives the keys and values of the other ranks while it attends. ``fixed``: time of a pass
-    that does not depend on its documents.
+    A document of ``s`` tokens on ``d`` ranks takes ``(linear * s + max(quadratic * s**2, move * s * (d - 1))) / d``.
+
+    Attributes:
+        ``quadratic``: time of attention for a pair of tokens.
+        ``linear``: all other computing time of a token.
+        ``move``: time to receive a token's keys and values from another rank, which overlaps with attention.
+        ``fixed``: time of a pass that does not depend on its documents.
     """
 
     quadratic: float
@@ -77,10 +81,10 @@ def greedy(
     ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``costs``: coefficients
     of documents' times.
 
-    A document gets as many ranks as its memory needs, and more if it would take longer than a share of the ideal step
-    on so few. The ranks of such a document compute one pass together; they are those that are free first. Documents
-    that need one rank fill the time in which ranks wait for such a pass, and then go to the least busy ranks, longest
-    document first. Plans are made for several such shares, and the fastest is returned.
+    A document gets as many ranks as its memory needs. It gets more if it would otherwise take longer than a limit,
+    which is a share of the ideal time of the step. The ranks of such a document compute one pass together; they are
+    those that are free first. Documents that need one rank fill the time in which ranks wait for such a pass, and then
+    go to the least busy ranks, longest document first. Plans are made for several limits, and the fastest is returned.
     """
     need = _ranks_needed(lengths, capacity, ranks)
     plans = [

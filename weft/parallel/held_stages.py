@@ -17,8 +17,8 @@ class HeldStages:
     Attributes:
         ``shape``, ``mesh``: the model and the layout over ranks.
         ``seq_len``: tokens of a sequence.
-        ``cut``: the stages as they are assigned to ranks, each a run of layers.
-        ``stages``: the stages of the schedule: ``cut``, or one stage for each layer under ``layout.overlap``.
+        ``cut``: the stages that are assigned to ranks, each a run of layers.
+        ``stages``: the stages that schedules name: those of ``cut``, or under ``layout.overlap`` one for each layer.
         ``held``: indices in ``stages`` of the stages that this rank holds.
         ``holders``: for each of ``stages``, the ranks along ``pp`` that hold it.
     """

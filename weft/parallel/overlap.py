@@ -60,9 +60,10 @@ class LayerPass:
 
     Attributes:
         ``steps``: generator that runs one part of forward at a time.
-        ``leaf``: the layer's input, a leaf whose gradient backward leaves; None behind the embedding.
+        ``leaf``: the layer's input as a leaf of the autograd graph, in whose ``grad`` backward leaves the input's
+            gradient. None in the first layer, behind the embedding.
         ``tape``: where weight gradients are postponed to; None if they are not.
-        ``end``: computes the layer's output from what ``steps`` returns.
+        ``end``: function that computes the layer's output from what ``steps`` returns.
         ``parts``: the parts of the autograd graph so far; backward takes them from the end.
         ``result``: the layer's output, None until forward is complete.
     """
@@ -106,11 +107,11 @@ class LayerPass:
 def layer_ops(
     begin: Callable[[Action, Sequence[T]], LayerPass], table: Table, rank: int
 ) -> dict[str, Op]:
-    """Return the functions that run a rank's actions of a schedule cut by :func:`with_turns`, by kind of action.
+    """Return, for each kind of action, the function that runs such actions in a schedule cut by :func:`with_turns`.
 
-    ``begin``: function from an action and the values that the action reads to a new :class:`LayerPass`, before any part
-    has run; ``table``: the schedule; ``rank``: its rank. Actions of one pass on the same rank hand the
-    :class:`LayerPass` itself to each other; only what goes to other ranks are tensors.
+    ``begin``: function that makes a new :class:`LayerPass` from an action and the values that the action reads; no part
+    of the pass has run then. ``table``: the schedule; ``rank``: the rank whose actions are run. Actions of one pass on
+    the same rank hand the :class:`LayerPass` itself to each other. What goes to other ranks are tensors.
     """
     travels = {a.reads[0] for a in table.ranks[rank] if a.kind == SEND}
 

@@ -137,10 +137,11 @@ class Pipeline:
         total: Callable[[], T],
         early: EarlyUpdates | None = None,
     ) -> T:
-        """Run forward and backward of every microbatch; return this rank's share of the mean loss, equal on ``tp``.
+        """Run forward and backward of every microbatch; return this rank's share of the step's mean loss.
 
-        ``batches``: one batch per microbatch; ``total``: returns the sum of the weights of the step's labels, and is
-        called when the first loss is computed; ``early``: units to update during backward.
+        Ranks along ``tp`` return the same share; over all other axes the shares add up to the loss. ``batches``: one
+        batch per microbatch; ``total``: returns the sum of the weights of the step's labels, and is called when the
+        first loss is computed; ``early``: units to update during backward.
         """
         passed = self._run(self.table(len(batches)), batches, total, early=early)
         rest = [unit for unit in self.here.units if unit not in passed.summed]

@@ -42,8 +42,8 @@ KEPT = 2
 class Turns(NamedTuple):
     """The gathered weights that stay in memory until their stage runs again, as :func:`turns` chooses them.
 
-    ``again``: ids of the gather actions whose weights stay until the next gather of the same stage; ``first``: the
-    stages gathered first in the step, whose weights stay until the next step.
+    ``again``: the gather actions whose weights stay until the next gather of the same stage, each as its Python
+    ``id()``. ``first``: the stages gathered first in the step, whose weights stay until the next step.
     """
 
     again: frozenset[int]
@@ -85,7 +85,8 @@ class PipelineRank:
         ``streamed``: whether weights rest in files.
         ``output``: this rank's share of the vocabulary, if the vocabulary is cut; else None.
         ``wire``: transfers to other ranks; None on a single rank.
-        ``visit``, ``fetch``: the methods of :class:`weft.parallel.state.State` with these names.
+        ``visit``: function that runs the postponed update of a unit before the unit's weights are used.
+        ``fetch``: function that starts to fetch the tensors of a unit from where they rest.
         ``live``: the stages whose weights are gathered at present.
     """
 
@@ -121,9 +122,12 @@ class PipelineRank:
 class StageInput(NamedTuple):
     """What a stage computes with in forward.
 
-    ``x``: its input; ``leaf``: the same tensor as leaf of the autograd graph, whose gradient backward leaves (None
-    where the stage embeds the tokens itself); ``rope``: rotary angles; ``seen``: counts of the routers, None if nothing
-    counts.
+    Attributes:
+        ``x``: the stage's input.
+        ``leaf``: the same tensor as a leaf of the autograd graph, in whose ``grad`` backward leaves the input's
+            gradient. None where the stage embeds the tokens itself.
+        ``rope``: cosines and sines of rotary embedding.
+        ``seen``: where routers of experts record how many tokens each expert gets; None if nothing is recorded.
     """
 
     x: T

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 class Kept(NamedTuple):
     """What a ZeRO stage (Rajbhandari et al. 2020) keeps whole on every rank between uses.
 
-    ``parameters``: gathered once per step, not in forward and backward of every pass; ``gradients``: reduced once per
-    step, not after every pass.
+    ``parameters``: whether parameters stay whole for a step. They are then gathered once per step, otherwise again in
+    forward and backward of every pass. ``gradients``: whether gradients stay whole for a step. They are then reduced
+    once per step, otherwise after every pass.
     """
 
     # gather once per step instead of once per forward and backward of every pass

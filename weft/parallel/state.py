@@ -83,9 +83,10 @@ class Held:
 class Unit:
     """Parameters that are gathered, reduced and updated together, usually those of one block.
 
-    The parameters of this class are always whole on this rank, and are not shared with ranks that have other data, so
-    that its methods do nothing. Subclasses gather and reduce. ``visited``: whether :meth:`State.visit` is called for
-    the unit before each use of its weights, so that its update can be postponed until then.
+    This class is for parameters that are always whole on this rank, and that no rank with other data shares. Its
+    methods therefore do nothing; subclasses gather and reduce. ``held``: the parameters. ``visited``: whether
+    :meth:`State.visit` is called for the unit before each use of its weights, so that its update can be postponed until
+    then.
     """
 
     held: list[Held]
@@ -277,8 +278,8 @@ class State:
     def fetch(self, unit: Unit) -> None:
         """Start to fetch from tiers the tensors that the next :meth:`visit` of ``unit`` needs.
 
-        These are the unit's weights, or all its tensors if :meth:`update_later` has postponed its update. The tensors
-        of the unit whose postponed update has waited longest follow.
+        These are the unit's weights, or all its tensors if :meth:`update_later` has postponed its update. If any
+        updates are postponed, the tensors of the unit that has waited longest for its update are fetched after them.
         """
         groups = self.tiers.groups
         kinds = groups.get(unit, ()) if unit in self.due else ["weights"]
@@ -344,7 +345,7 @@ class State:
 
     @property
     def updates(self) -> int:
-        """The number of updates that the parameters have had, postponed updates included."""
+        """The number of updates that each parameter has had. A postponed update counts as done."""
         if not self.learning:
             return 0
         first = self.learning[0]
@@ -363,18 +364,20 @@ class State:
             self.release()  # what was gathered is of other rows
 
     def tensors(self) -> dict[str, Part]:
-        """Return this rank's part of every tensor of the state by name, prepared for changes. Collective.
+        """Return this rank's part of every tensor of the state by name; the caller may change the tensors. Collective.
 
-        Names are ``model.PARAMETER`` for values and ``optimizer.SLOT.PARAMETER`` for slots such as moments.
+        Names are ``model.PARAMETER`` for values and ``optimizer.SLOT.PARAMETER`` for slots such as moments. Experts
+        that have moved to other ranks are moved back first, and postponed updates are run.
         """
         self.bring_home()
         self.expose()
         return self.parts()
 
     def parts(self) -> dict[str, Part]:
-        """Return this rank's part of every tensor by name, for reading between two steps without any waiting.
+        """Return this rank's part of every tensor of the state by name, for reading between two steps.
 
-        Names are those of :meth:`tensors`. Experts that have moved to other ranks are left there.
+        Nothing is waited for. Names are ``model.PARAMETER`` for values and ``optimizer.SLOT.PARAMETER`` for slots such
+        as moments. Experts that have moved to other ranks are left there.
         """
         slots = {
             f"optimizer.{slot}.{h.name}": part
@@ -384,9 +387,10 @@ class State:
         return {f"model.{h.name}": h.part(h.local) for h in self.held} | slots
 
     def saved(self) -> dict[str, Part]:
-        """Return the tensors that a checkpoint holds, by name. Collective.
+        """Return this rank's part of every tensor that a checkpoint holds, by name. Collective.
 
-        Tensors that rest in files are first compared with their checksums.
+        Frozen parameters are left out if ``base_elsewhere`` is set. Tensors that rest in files are first compared with
+        their checksums.
         """
         self.bring_home()
         self.settle()

@@ -33,9 +33,9 @@ class Stripes:
     """The ranks that own each new token of texts whose tokens are dealt out in turn to the ranks of ``group``.
 
     The token at position ``p`` of a text belongs to rank ``p`` modulo the number of ranks; without a group this rank
-    owns all tokens. A row is one new token in a forward pass of generation. Tensors with the rows of all ranks have
-    first those of rank 0, then those of rank 1, and so on. ``spans``: the new tokens of each text, with the number of
-    its past tokens; ``size``: tokens of a cache block on all ranks together.
+    owns all tokens. A row is one new token in a forward pass of generation. In tensors with the rows of all ranks,
+    those of rank 0 come first, then those of rank 1, and so on. ``spans``: the new tokens of each text, and the number
+    of its past tokens; ``size``: tokens of a cache block, counted over all ranks.
     """
 
     def __init__(
@@ -237,7 +237,11 @@ class SplitStates(StatePages):
 def striped(
     pages: KeyValuePages | StatePages, group: dist.ProcessGroup
 ) -> StripedKeys | SplitStates:
-    """Return the cache pages that replace ``pages`` where the tokens of a text are cut over the ranks of ``group``."""
+    """Return the cache pages to use in place of ``pages`` where the ranks of ``group`` share a text's tokens.
+
+    The result is a :class:`StripedKeys` for keys and values or for latent vectors, and a :class:`SplitStates` for the
+    states of linear attention.
+    """
     if isinstance(pages, StatePages):
         lo, hi = part(len(pages.decay), group.size(), group.rank())
         return SplitStates(pages.size, pages.decay[lo:hi])

@@ -47,7 +47,11 @@ def exchanged_rows(
 class Full(NamedTuple):
     """A whole parameter that this rank computes with.
 
-    ``logical``: the tensor of the one-device model; ``placement``: which rows of it this rank holds as state.
+    Attributes:
+        ``name``: the parameter's name.
+        ``logical``: the same parameter as the one-device model has it, and the part that this rank computes with.
+        ``parameter``: the PyTorch parameter.
+        ``placement``: which rows of it this rank holds as state.
     """
 
     name: str
@@ -57,12 +61,14 @@ class Full(NamedTuple):
 
 
 class TableUnit(Unit):
-    """Unit that actions of a schedule gather and reduce; whole only between :meth:`gather` and :meth:`release`.
+    """A unit (parameters updated together) that a pipeline's schedule gathers before use and reduces after backward.
 
-    The state, the rows that this rank holds, is in full precision, on the host or in a file if it is offloaded.
+    Its parameters are whole only between :meth:`gather` and :meth:`release`. Otherwise this rank has only its rows of
+    them, which are the state. They are on the device, on the host or in a file.
+
     ``named``: the parameters, all frozen or none; ``compute``: data type of the gathered parameters; ``tiers``: where
-    tensors rest. The state is float32, or float64 if ``compute`` is; the state of frozen parameters has the type
-    ``compute``, as no small updates can get lost.
+    tensors rest. The state is float32, or float64 if ``compute`` is. The state of frozen parameters has the type
+    ``compute``, as they have no small updates that could get lost.
     """
 
     visited = True
@@ -216,9 +222,9 @@ class TableUnit(Unit):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the whole parameters' gradients over the ranks that share the state. Collective.
+        """Sum the whole parameters' gradients over the ranks that share the state; keep this rank's rows. Collective.
 
-        Each rank adds the rows that it holds to its sums of the step's earlier reductions.
+        If gradients are reduced several times in a step, the rows are added to those of the earlier reductions.
         """
         if not (self.apart and self.learns):
             return

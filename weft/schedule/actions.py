@@ -28,9 +28,10 @@ LOCAL = ("saved", "tape")
 
 
 class Key(NamedTuple):
-    """Kind, stage and microbatch of an action, by which :attr:`Action.deps` of other actions name it.
+    """Name of an action in a schedule's table: its kind, stage and microbatch.
 
-    No two actions of a table share a key until :func:`weft.schedule.lower.lower` inserts transfers into the table.
+    ``kind``: name of the action's kind, such as ``F``; ``stage``, ``microbatch``: what the action works on. Two actions
+    have the same key only in a table into which :func:`weft.schedule.lower.lower` has inserted transfers.
     """
 
     kind: str

@@ -23,8 +23,8 @@ class ScheduleBuilder:
         ``free``: whether the caller may choose another number of chunks.
         ``splits``: whether backward is split into I (input gradient) and W (weight gradient), wholly or in part.
         ``twice``: whether two ranks hold every stage.
-        ``falls``: how many fewer microbatches' activations each rank holds than the rank before it (without the inputs
-            of postponed weight gradients).
+        ``falls``: how many fewer microbatches' activations each rank holds than the rank before it. 1F1B has 1. Inputs
+            of postponed weight gradients do not count.
         ``place``: position in the planner's order; of equally good schedules that with the lowest position is chosen.
     """
 

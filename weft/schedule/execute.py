@@ -44,8 +44,8 @@ def execute(
     ``table``: a schedule with all transfers, as :func:`weft.schedule.validate.validate` returns it. ``ops[kind]``:
     function that computes an action of the kind; inserted actions (transfers, gathers, frees) may do without. ``wire``:
     sends and receives values, which are tensors, tuples of tensors or None; it may be None on a single rank.
-    ``window``: receives that are posted ahead per rank, and sends to one rank that may be under way before the next
-    send waits, so that buffers are bounded.
+    ``window``: how many values from each rank are asked for ahead. It is also the number of sends to one rank that may
+    be under way: the next send waits, so that buffers are bounded.
 
     Raises :class:`weft.net.lost.PeerLost` naming a rank that does not deliver within the wire's timeout, and
     :class:`ScheduleError` for a kind of action that ``ops`` lacks.

@@ -40,7 +40,10 @@ class Clock(Enum):
 
 
 class Visit(NamedTuple):
-    """A microbatch at a stage. ``before``, ``after``: the neighbouring stages on its path; None at an end."""
+    """A microbatch at a stage of its path.
+
+    ``before``, ``after``: the stages that the microbatch passes before and after this one; None if there is none.
+    """
 
     stage: int
     microbatch: int
@@ -85,16 +88,20 @@ class Value(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """The values that an action reads and writes."""
+    """The values that an action reads and writes.
+
+    A value is a result of one action that other actions read, such as a stage's output.
+    """
 
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
 
 
 def duty_time(action: Any, times: ModelTimes) -> float:
-    """Return the modelled time of ``action``: the stage's time for each duty (forward or a part of backward) it does.
+    """Return the modelled time of ``action``: the sum of its stage's times for the duties that the action does.
 
-    It is the default ``cost`` of a :class:`Kind`. ``times``: times of all stages of the model.
+    A duty is the forward or one of the two parts of backward (:class:`Duty`). ``times``: times of all stages of the
+    model. A :class:`Kind` without a ``cost`` of its own uses this function.
     """
     stage, duties = times.stage(action.stage), action.declared.duties
     return (

@@ -34,7 +34,7 @@ REDUCE = _inserted(
 
 
 def links(lowered: Table) -> set[tuple[int, int]]:
-    """Return the ordered pairs ``(source, target)`` of ranks between which a table sends values.
+    """Return all pairs ``(source, target)`` of ranks such that the table sends a value from ``source`` to ``target``.
 
     ``lowered``: a table with sends and receives, as :func:`lower` returns it.
     """

@@ -74,8 +74,8 @@ def stage_costs(
 ) -> Costs:
     """Return the costs for simulating a table with these ``stages``.
 
-    ``times``: times of one microbatch's passes at each stage; ``kept``: memory of one layer's saved activations of a
-    microbatch; ``move``: time of a transfer from one rank to another.
+    ``times``: times of one microbatch's passes at each stage; ``kept``: memory that a rank needs to save the
+    activations of one layer for one microbatch; ``move``: time of a transfer from one rank to another.
     """
 
     def size(value: Value) -> float:

@@ -46,8 +46,8 @@ NONE = Times(0.0, 0.0, 0.0)
 class ModelTimes:
     """Times of one microbatch in a whole model, from which a :class:`weft.schedule.kinds.Kind` computes its cost.
 
-    ``stages[s]``: times of stage ``s``. ``embedding`` and ``output``: times of these whole layers, if each is cut into
-    ``shares`` equal shares, one per rank, instead of being on the first and last stage.
+    ``stages[s]``: times of stage ``s``. ``embedding`` and ``output``: times of the whole embedding and output layer
+    where these are not in a stage, but cut into ``shares`` equal shares, one per rank.
     """
 
     stages: Sequence[Times]

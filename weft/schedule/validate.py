@@ -143,7 +143,10 @@ def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
 
 
 def why_stuck(table: Table) -> str:
-    """Explain why ``table`` cannot run to its end, however many messages may be under way; name the actions."""
+    """Return a text that says why ``table`` cannot run to its end, and names the actions that wait.
+
+    The reason holds however many messages may be under way.
+    """
     try:
         lowered = lower(table)
         for actions in lowered.ranks:

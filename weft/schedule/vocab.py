@@ -62,15 +62,18 @@ LAST = 4
 
 
 def share_stage(stages: int, rank: int) -> int:
-    """Return the number of the virtual stage for ``rank``'s share of the vocabulary, behind ``stages`` model stages."""
+    """Return the number of the virtual stage that stands for the share of the vocabulary on ``rank``.
+
+    Virtual stages are numbered after the ``stages`` stages of the model, in the order of ranks.
+    """
     return stages + rank
 
 
 def output_times(product: float, barriers: int) -> Times:
-    """Return the times of the whole output layer, where it is cut over ranks and runs as two passes, S and T.
+    """Return the times of the whole output layer if it runs as the passes S and T, each cut over ranks.
 
-    S computes logits, and T the gradient of the layer's weight. With one barrier S computes the gradient of the layer's
-    input too; with two, T does. ``product``: time of one of the layer's three matrix products; ``barriers``:
+    S computes logits, and T the gradient of the layer's weight. The gradient of the layer's input is computed in S with
+    one barrier, and in T with two. ``product``: time of one of the layer's three matrix products; ``barriers``:
     synchronisations of the ranks per microbatch, 1 or 2.
     """
     if barriers == 1:
@@ -83,9 +86,10 @@ def with_vocabulary(
 ) -> Table:
     """Add passes over shares of the vocabulary to a table whose stages compute neither embedding nor output layer.
 
-    ``barriers``: synchronisations of the ranks per microbatch, 1 or 2; for each a rank may hold one more microbatch, so
-    that it has other work while shares are combined. ``cost``: time of an action; None: every pass of a stage takes 1,
-    and so does a matrix product with a rank's share of the embedding or output layer.
+    ``barriers``: synchronisations of the ranks per microbatch, 1 or 2. While the ranks' shares are combined, a rank
+    needs other work; so it may hold one more microbatch at once for each of these synchronisations. ``cost``: time of
+    an action. None: every pass of a stage takes 1, and so does a matrix product with a rank's share of the embedding or
+    output layer.
     """
     ranks = len(table.ranks)
     if cost is None:

@@ -43,10 +43,13 @@ def across(
     q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
     window: int = 0,
 ) -> T:  # fmt: skip
-    """Return causal attention over the global ranks ``peers``, by the context scheme named ``scheme``.
+    """Return causal attention over the ranks ``peers``, by the context scheme named ``scheme``.
 
-    The operator of the scheme computes the result if the scheme has one, otherwise :func:`tile_attention`, which
-    explains all other arguments.
+    ``q``, ``k``, ``v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of the blocks that this rank owns;
+    ``cu_seqlens``: cumulative document boundaries on all ranks; ``peers``: global ranks in the order of the scheme's
+    table; ``index``: this rank's position among them; ``lengths``: tokens of a row in every block, empty for equal
+    lengths; ``window``: number of tokens that a token sees, 0 for all. The result is shaped like ``q``. If the scheme
+    has an operator, such as a fused kernel, the operator computes it.
     """
     if operator := find("context", scheme).implementation().operator():
         out: T = operator(q, k, v, cu_seqlens, peers, index, lengths, window)[0]

@@ -19,7 +19,10 @@ class AttentionScheme:
     paired: ClassVar[bool] = False
 
     def table(self, ranks: int) -> TileTable:
-        """Return the table of tiles for ``ranks`` ranks."""
+        """Return the table that says which rank computes which tile of the score matrix in which step.
+
+        ``ranks``: number of ranks along ``cp``. A tile is a block of queries against a block of keys.
+        """
         raise NotImplementedError
 
     def operator(self) -> Callable[..., Any] | None:

@@ -33,10 +33,13 @@ class Tile(NamedTuple):
 class Move(NamedTuple):
     """A transfer of a block from rank ``source`` to rank ``target`` while ``step`` is computed.
 
-    ``block``: index of the block of the sequence. ``kind``: what of the block is sent. Queries ("q") and keys and
-    values ("kv") go from the block's owner to the ranks that use them. Results go back to the block's owner: "o" of
-    queries, "dkv" (gradients) of keys and values. In forward "o" is the output; in backward "o" is the gradient of the
-    queries, and "q" takes the output's gradient and statistics along.
+    ``block``: index of the block of the sequence. ``kind``: what of the block is sent.
+
+        ``q``: queries, from the block's owner to the ranks that use them; in backward with the output's gradient and
+            statistics.
+        ``kv``: keys and values, from the block's owner to the ranks that use them.
+        ``o``: results of queries, back to the block's owner: the output in forward, the queries' gradient in backward.
+        ``dkv``: gradients of keys and values, back to the block's owner.
     """
 
     step: int
@@ -106,7 +109,7 @@ class TileTable:
 
     @cached_property
     def visits(self) -> tuple[GuestBlock, ...]:
-        """The stays of blocks on ranks that do not own them, as :class:`GuestBlock`."""
+        """All stays of blocks on ranks that do not own them, each a :class:`GuestBlock`."""
         used: dict[tuple[str, int, int], list[int]] = defaultdict(list)
         for t in self.tiles:
             for kind, block in (("q", t.q), ("kv", t.k)):
@@ -122,8 +125,8 @@ class TileTable:
     def moves(self) -> tuple[Move, ...]:
         """The transfers of blocks, in an order that is the same on all ranks.
 
-        A block is sent by the nearest preceding rank that holds it in the step before, as in a ring; its result is sent
-        to the block's owner.
+        A rank gets a block from a rank that held it one step before: of several, the nearest preceding one, as in a
+        ring. The block's result is sent straight to the block's owner.
         """
         # who else has a block at a step
         held: dict[tuple[str, int, int], list[int]] = defaultdict(list)

@@ -98,8 +98,8 @@ class Trip:
     ) -> dict[Key, list[T]]:
         """Run the table; return the results for the blocks that this rank owns, by kind and index of the block.
 
-        Kinds are those of :class:`weft.parallel.context.tables.Move`: "q" and "kv" for what is attended, "o" and "dkv"
-        for results; what has one kind is a list of tensors, such as keys and values.
+        A kind is what of a block is meant: "q" (queries), "kv" (keys and values), "o" (results of queries) or "dkv"
+        (results of keys and values). A list has the tensors of one kind, such as keys and values.
 
         ``held``: the tensors of this rank's own blocks, by kind and index; blocks of other ranks are added while this
         rank uses them. ``like``: for each kind, empty tensors with the data type and row shape of its tensors.
@@ -285,9 +285,12 @@ def trip_of(
     lengths: Sequence[int],
     window: int = 0,
 ) -> Trip:
-    """Return the :class:`Trip` for the arguments of :func:`tile_attention`: the tile table applied to these documents.
+    """Return the tile table of a context scheme, applied to documents as this rank runs it.
 
-    ``q``: queries ``[batch, seq held, heads, head_dim]``; all other arguments are those of :func:`tile_attention`.
+    ``q``: queries ``[batch, seq held, heads, head_dim]``, for the numbers of rows and tokens; ``cu_seqlens``:
+    cumulative document boundaries on all ranks; ``scheme``: name of the scheme; ``peers``: global ranks in the order of
+    the table; ``index``: this rank's position among them; ``lengths``: tokens of a row in every block, empty for equal
+    lengths; ``window``: number of tokens that a token sees, 0 for all.
     """
     cu, seq = tuple(cu_seqlens.tolist()), q.shape[1]
     return _trip(scheme, cu, tuple(lengths), seq, tuple(peers), index, window)

@@ -38,10 +38,12 @@ T = torch.Tensor
 class CopyPlan:
     """Assignment of a layer's experts to ranks in the passes of a step, with copies on other ranks than the owner.
 
+    A slot is a position in a rank's stack of expert weights, numbered over all ranks.
+
     Attributes:
-        ``copies``: the ranks that have each expert, bool ``[experts, ranks]``.
-        ``slots``: the slot (position in a rank's stack of weights) of the expert on these ranks, ``[experts, ranks]``.
-        ``lent``: indices of this rank's own experts whose weights other ranks get, rank by rank.
+        ``copies``: whether a rank has an expert, bool ``[experts, ranks]``.
+        ``slots``: the slot in which the rank has the expert, ``[experts, ranks]``.
+        ``lent``: positions, among this rank's own experts, of those whose weights other ranks get, rank by rank.
         ``sent``, ``received``: numbers of experts that this rank sends to each rank, and receives from each rank.
     """
 
@@ -68,7 +70,7 @@ class Copies:
     Attributes:
         ``ranks``: the ranks that hold the layer's experts.
         ``order``: all experts, those of the first owner first, then those of the second owner, and so on.
-        ``home``: what ``order`` is before any expert has moved: with the owners that follow from the layout.
+        ``home``: the same list with the owners that the layout gives, before any expert has moved.
         ``state``: the experts' parameters on this rank; empty as long as experts may not move.
     """
 
@@ -109,7 +111,8 @@ class Copies:
     def move_to(self, order: np.ndarray) -> None:
         """Move experts between ranks, with their state. Collective.
 
-        ``order``: the experts owner by owner after the move.
+        ``order``: all experts as they are owned after the move: those of the first rank, then those of the second, and
+        so on.
         """
         places = Places(self.order, self.sizes, self.home)
         move_experts(self.ranks, self.state, places, order)
@@ -173,8 +176,8 @@ class Copies:
     def borrowed(self, *weights: T) -> Callable[[], tuple[T, ...]]:
         """Start to receive the weights of the experts that this rank borrows; return a function that waits for them.
 
-        ``weights``: stacks ``[experts, ...]`` of this rank's own experts, of which other ranks get theirs. The function
-        returns the borrowed experts' weights, one stack for each of ``weights``.
+        ``weights``: stacks ``[experts, ...]`` of this rank's own experts, from which other ranks get the weights that
+        they borrow. The function returns the borrowed experts' weights, one stack for each of ``weights``.
         """
         plan = self.plan
         rows = torch.cat([w[plan.lent].flatten(1) for w in weights], 1)

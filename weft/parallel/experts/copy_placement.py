@@ -103,8 +103,9 @@ def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
 def swapped(loads: Array, order: Array, sizes: Array) -> Array:
     """Swap experts between two owners at a time until the owners' loads are even; return the new order of experts.
 
-    ``loads``: tokens routed to each expert; ``order``: experts owner by owner; ``sizes``: number of experts that each
-    rank owns. The part of an expert's load above the ranks' mean does not count, as only copies can take it.
+    An order lists all experts: those of the first rank, then those of the second, and so on. ``order``: the present
+    order; ``loads``: tokens routed to each expert; ``sizes``: number of experts that each rank owns. The part of an
+    expert's load above the ranks' mean load is left out, as only copies of the expert can take that part over.
     """
     order, rank_of = order.copy(), np.arange(len(sizes)).repeat(sizes)
     loads = np.minimum(loads / max(1, loads.sum()) * len(sizes), 1)
@@ -126,7 +127,8 @@ def swapped(loads: Array, order: Array, sizes: Array) -> Array:
 def copies_away(copies: Array, order: Array, sizes: Array) -> int:
     """Count the copies of experts on ranks that do not own the expert.
 
-    ``copies``: bool ``[experts, ranks]``; ``order``: experts owner by owner; ``sizes``: number of experts per owner.
+    ``copies``: whether a rank has an expert, bool ``[experts, ranks]``; ``order``: all experts, those of the first
+    owner, then those of the second, and so on; ``sizes``: number of experts of each owner.
     """
     return int(copies.sum() - copies[order, np.arange(len(sizes)).repeat(sizes)].sum())
 

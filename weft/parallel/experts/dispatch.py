@@ -157,9 +157,10 @@ class AllGather:
 
 @dataclass(frozen=True)
 class EachChoice:
-    """Dispatcher that hands a copy of a token for each expert that the token is routed to over to dispatcher ``inner``.
+    """Dispatcher that makes a copy of a token for each expert that the token is routed to.
 
-    The experts' results come back one by one, and the rank that the token came from weights them and adds them up.
+    The dispatcher ``inner`` takes the copies to the experts. The experts' results come back one by one, and the rank
+    that the token came from weights them and adds them up.
     """
 
     inner: Dispatcher
@@ -183,8 +184,8 @@ class EachChoice:
 def then(arriving: Arriving, meta: tuple[Any, ...]) -> Arriving:
     """Return a function that waits for the rows of an inner dispatcher, and appends ``meta`` to their metadata.
 
-    ``arriving``: the inner dispatcher's function that waits for the rows; ``meta``: what the outer dispatcher needs to
-    combine the results.
+    ``arriving``: the inner dispatcher's function that waits for the rows; ``meta``: values that the outer dispatcher
+    keeps until the experts' results come back, such as which row belongs to which token.
     """
 
     def arrived() -> Dispatched:

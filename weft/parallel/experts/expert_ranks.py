@@ -23,9 +23,13 @@ class ExpertRanks(Homes):
     """The ranks that hold all experts of a layer together, and the slots of each expert.
 
     A slot is a position in a rank's stack of expert weights; slots are numbered over all ranks, rank by rank. If there
-    are fewer experts than ranks, each expert is cut in ``pieces``, which are placed like experts. ``slot_of``
-    (attribute): the slot of each expert or piece. A rank's slots after those of its own experts are for ``copies`` of
-    other ranks' experts; the attribute ``copies`` is None without such slots.
+    are fewer experts than ranks, each expert is cut in pieces, which are placed like experts.
+
+    Attributes:
+        ``pieces``: number of pieces of each expert; 1 where experts are not cut.
+        ``slot_of``: the slot of each expert or piece.
+        ``copies``: copies of other ranks' experts, which take the slots after those of a rank's own experts; None
+            without such slots.
     """
 
     def __init__(self, mesh: Mesh, dims: Sequence[Dim], sent: Counter[str]) -> None:
@@ -83,8 +87,8 @@ class ExpertRanks(Homes):
     def across(self, block: int, joined: int = 1) -> Members:
         """Return the ranks at this rank's position in every block of ``block`` neighbouring ranks, such as a node.
 
-        A token for any expert of a block is sent to the block's rank among these. ``joined``: number of neighbouring
-        slots (positions in the ranks' stacks of expert weights) that count as one slot.
+        A token for any expert of a block is sent to the one of these ranks that is in that block. ``joined``: number of
+        neighbouring slots (positions in the ranks' stacks of expert weights) that count as one slot.
         """
         start = self.rank // block * block
         first = self.shares[start][0] // joined
@@ -96,8 +100,9 @@ class ExpertRanks(Homes):
     def within(self, block: int, from_anywhere: bool = False) -> Members:
         """Return the ranks of this rank's block of ``block`` neighbouring ranks, each with its own slots.
 
-        A slot is a position in a rank's stack of expert weights. With ``from_anywhere`` a token for a slot of another
-        block is sent on as well: to the member at the same position in this block as the slot's owner has in its own.
+        A slot is a position in a rank's stack of expert weights. ``from_anywhere``: whether a token for a slot of
+        another block is sent on too, and not dropped. It goes to the rank of this block whose position in the block is
+        that of the slot's owner in the other block.
         """
         here = from_anywhere | (self.owner // block == self.rank // block)
         owner = torch.where(here & (self.owner < self.count), self.owner % block, block)

@@ -18,16 +18,19 @@ T = torch.Tensor
 class Members:
     """Ranks of a process group that exchange rows of tokens on the way to the slots of experts.
 
-    A slot is a position in a rank's stack of expert weights; slots are numbered over all ranks. A member has the slots
-    of its own experts; it may also pass rows on to slots of ranks outside of the group.
+    A slot is a position in a rank's stack of expert weights; slots are numbered over all ranks. Rows for a slot are
+    sent to one member of the group: to the rank that has the slot or, if that rank is outside of the group, to a member
+    that passes them on. Rows for a slot without such a member are sent to nobody.
 
     Attributes:
-        ``owner``: for each slot the number of the member that gets the slot's rows, ``[slots + 1]``; ``count`` where no
-            member does. The last entry, for tokens that are dropped, is ``count`` too.
+        ``mesh``: the layout over ranks.
+        ``owner``: for each slot the number of the member that gets the slot's rows, ``[slots + 1]``. The number
+            ``count`` means nobody. The last entry is for tokens that are dropped, and is ``count`` too.
         ``slots``: the number of slots.
         ``first``, ``last``: this rank has the slots from ``first`` up to but not including ``last``.
         ``count``, ``rank``: the number of members, and this rank's number among them.
-        ``sent``: counts the bytes that this rank sends to others, by kind of data (:data:`weft.models.router.SENT`).
+        ``sent``: counts the bytes that this rank sends to others. Its keys are ``tokens`` (rows of tokens), ``copies``
+            (lent weights) and ``moves`` (experts that change their owner).
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class Members:
     def note(self, what: str, rows: T, count: int) -> None:
         """Add the bytes of ``count`` rows shaped like those of ``rows`` to the bytes sent for ``what``.
 
-        ``what``: a key of the counter ``sent``.
+        ``what``: the kind of data, such as ``tokens``.
         """
         self.sent[what] += count * rows.shape[1:].numel() * rows.element_size()
 

@@ -34,8 +34,8 @@ def exchanged(
     """Start an all-to-all of rows between members; return a function that waits for the received rows.
 
     The first ``sent[0]`` of ``rows`` go to member 0, the next ``sent[1]`` to member 1, and so on; ``received[i]`` rows
-    come from member ``i``. In backward the gradients travel back. ``what``: the kind of data, by which bytes are
-    counted (:data:`weft.models.router.SENT`).
+    come from member ``i``. In backward the gradients travel back. ``what``: the kind of data for counting bytes:
+    ``tokens``, ``copies`` (lent weights) or ``moves`` (experts that change their owner).
     """
     there, back = (
         partial(start_exchange, sent=out, received=into, members=members, what=what)
@@ -47,8 +47,8 @@ def exchanged(
 def gathered(x: T, members: Members, what: str = "tokens") -> Awaited:
     """Start to gather the rows ``x`` of all members; return a function that waits for ``[members * rows, ...]``.
 
-    All members have equally many rows. ``what``: the kind of data, by which bytes are counted
-    (:data:`weft.models.router.SENT`).
+    All members have equally many rows. ``what``: the kind of data for counting bytes: ``tokens``, ``copies`` (lent
+    weights) or ``moves`` (experts that change their owner).
     """
     there, back = (
         partial(way, members=members, what=what) for way in (_gather, _scatter)

@@ -23,9 +23,10 @@ class Policy:
     backward. ``patience``: a rank that could only run a weight gradient stays idle if the input of a forward or
     backward arrives within this share of the weight gradient's time.
 
-    ``ahead``: limit of the microbatches that a rank has run forward, but not yet backward, at a stage. The unit of the
-    limit is the number of pairs of forward and backward that the rank could run while one microbatch travels from the
-    stage to the last one and back: 1 gives the order of 1F1B, 2 leaves no idle time.
+    ``ahead``: limit of the microbatches that a rank has run forward, but not yet backward, at a stage. The limit is
+    relative to a round trip, in which a microbatch travels from the stage to the last one and back. 1 allows as many
+    microbatches as the rank can run forward and backward in a round trip, as in 1F1B. 2 allows twice as many, which
+    leaves no idle time.
     """
 
     alternate: bool = False
@@ -148,10 +149,11 @@ class Listing:
         return self.between[self.paths[a.m][a.i]] < ahead - EPS
 
     def safe(self, m: int, where: list[int], step: int) -> bool:
-        """Return whether all microbatches under way can still finish (banker's rule), with ``m`` at step ``step``.
+        """Return whether all microbatches under way can still finish if microbatch ``m`` is at step ``step``.
 
-        ``m``: a microbatch; ``where``: the rank of every position on its path; ``step``: the number of its passes that
-        have started. All other microbatches count at their present steps.
+        They can if they fit in memory one after the other in some order (banker's rule). ``where``: the rank of every
+        position on the path of ``m``; ``step``: how many forwards and backwards of ``m`` have started. All other
+        microbatches count at their present steps.
         """
         under_way = {n: (n, self.where[n], k) for n, k in self.step.items()}
         return self.trips.safe((under_way | {m: (m, where, step)}).values())
@@ -159,7 +161,7 @@ class Listing:
     def start(self, rank: int, a: _Item, now: float) -> bool:
         """Run the action ``a`` on ``rank`` from time ``now`` on, and make the actions ready that need its result.
 
-        Returns True, so that :meth:`turn` can return the call.
+        The result is always True, for callers that report whether an action was started.
         """
         m, i, stage = a.m, a.i, self.paths[a.m][a.i]
         self.free[rank] = end = now + self.trips.time(rank, m, i, a.kind)
@@ -245,10 +247,10 @@ class Listing:
         )
 
     def rebind(self, m: int, i: int, end: float) -> None:
-        """Give position ``i`` of the path of microbatch ``m`` to the rank that would end the forward there first.
+        """Give position ``i`` of the path of microbatch ``m`` to that rank which would end the forward there first.
 
-        Nothing changes if only one rank may run the stage. A rank is passed over if the microbatches under way could
-        then not all finish. ``end``: the time at which the forward at position ``i - 1`` ends.
+        Nothing changes if only one rank may run the stage. A rank is passed over if some microbatch under way could
+        then not finish. ``end``: the time at which the forward at position ``i - 1`` ends.
         """
         where, before = self.where[m], self.where[m][i - 1]
         value = Value("act", self.paths[m][i - 1], m)

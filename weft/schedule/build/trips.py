@@ -57,11 +57,11 @@ class Trips:
         return sum(self.time(rank, m, i, kind) for kind in self.kinds)
 
     def rounds_ahead(self, m: int, i: int, where: Sequence[int]) -> float:
-        """Return how many pairs of forward and backward the rank of position ``i`` can run in a round trip from there.
+        """Return how many pairs of forward and backward a rank can run while microbatch ``m`` makes a round trip.
 
-        The round trip of microbatch ``m`` goes from the start of its forward at position ``i`` over the end of its path
-        until its gradient is back. The number is a float, and infinity if a pair takes no time. ``where``: the rank of
-        every position on the path.
+        The rank is that of position ``i`` on the microbatch's path. The round trip begins with the microbatch's forward
+        there, and ends when its gradient is back from the end of the path. The number is a float, and infinity if a
+        pair takes no time. ``where``: the rank of every position on the path.
         """
         key = (m, i, *where)
         if key not in self.rounds:
@@ -90,9 +90,9 @@ class Trips:
     def claim(self, m: int, where: Sequence[int], step: int) -> Claim:
         """Return two dicts by rank: the memory that microbatch ``m`` still needs to finish, and what it holds.
 
-        ``where``: the rank of every position on its path; ``step``: the number of its passes that have started. A tape,
-        the input of a postponed weight gradient, counts only while it is recorded, as the weight gradient can always
-        run.
+        ``where``: the rank of every position on its path; ``step``: how many of its forwards and backwards have
+        started. The input of a postponed weight gradient (its tape) counts only at the moment when it is recorded.
+        After that a rank that needs memory can always run the weight gradient, and so free the tape.
         """
         key = (m, step, *where)
         if key not in self.claims:

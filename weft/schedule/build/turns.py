@@ -19,8 +19,9 @@ def alternate(kinds: list[str], rank: int, ahead: int, microbatches: int) -> Ord
 def split(rank: int, ahead: int, late: int, microbatches: int) -> Order:
     """Return the order of one rank whose backward is split: ``ahead`` forwards (F), then I, W and F in turn.
 
-    I is the gradient of a stage's input, W the gradient of its weights, which runs ``late`` turns after I of the same
-    microbatch. ``rank``: number of the rank, and of the only stage that it holds.
+    I is the gradient of a stage's input, W the gradient of its weights. W of a microbatch runs ``late`` turns after I
+    of the same microbatch. ``rank``: number of the rank, and of the only stage that it holds; ``microbatches``: their
+    number in a step.
     """
     order = [("F", rank, m) for m in range(min(ahead, microbatches))]
     for m in range(microbatches + late):

@@ -33,7 +33,7 @@ def two_flows(half: int, near: int, count: int) -> list[Entry]:
 
 
 def number_microbatches(steps: list[tuple[str, int]]) -> list[Entry]:
-    """Turn each ``(kind, flow)`` of ``steps`` into ``(kind, flow, number)``, with the microbatch as ``number``.
+    """Turn each ``(kind, flow)`` of ``steps`` into ``(kind, flow, number)``, where ``number`` is the microbatch.
 
     Each flow counts its microbatches from 0. ``("W", -1)`` stands for the oldest postponed weight gradient of any flow.
     Weight gradients that are still postponed after the last step are added at the end.

@@ -21,11 +21,15 @@ PATIENCE = (0.5, 0.75, 1.0)
 class Pattern:
     """Building block of a V-shaped schedule: the time slots of F, F', I' and I of one microbatch.
 
-    F and I (forward, input gradient) are passes of the stage on the way down the ranks, F' and I' those of the stage on
-    the way up. ``steps``: slots from one rank to the next for F, F', I' and I; ``turns``: slots from the last F to the
-    first F', from the last F' to the first I', and from the last I' to the first I. ``limit``: saved activations that a
-    rank may hold at once, those of one microbatch at one stage counting 1; ``pull``: whether forwards may run earlier
-    than the pattern says to fill idle times.
+    F and I (forward, input gradient) are passes of the stage on the way down the ranks. F' and I' are those of the
+    stage on the way up.
+
+    Attributes:
+        ``steps``: for F, F', I' and I, the slots from one rank to the next.
+        ``turns``: the slots from the last F to the first F', from the last F' to the first I', and from the last I' to
+            the first I.
+        ``limit``: how many saved activations a rank may hold at once; those of one microbatch at one stage count 1.
+        ``pull``: whether forwards may run earlier than the pattern says, to fill idle times.
     """
 
     steps: tuple[int, int, int, int]
