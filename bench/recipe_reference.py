@@ -95,6 +95,11 @@ def linked(text: str) -> str:
     return re.sub(r"\bdocs/([\w/-]+)\.md", r"[\1](../\1.md)", text)
 
 
+def of_technique(text: str) -> bool:
+    """Whether a description is that of a technique's setting, which begins with the names of its techniques."""
+    return bool(re.match(r'With \w+ = "', text))
+
+
 def sections(schema: Schema) -> Iterator[str]:
     """The sections of a recipe: a table each, then those of the techniques that it can name, and of tables in it."""
     definitions = schema["definitions"]
@@ -105,7 +110,7 @@ def sections(schema: Schema) -> Iterator[str]:
             continue
         fields = definitions[reference.rpartition("/")[2]]["properties"]
         title = f"[[{name}]]" if "items" in node else f"[{name}]"
-        own = {k: v for k, v in fields.items() if not v["description"].startswith("With ")}  # fmt: skip
+        own = {k: v for k, v in fields.items() if not of_technique(v["description"])}  # fmt: skip
         yield from (f"## `{title}`", "", linked(field.description or ""), "")
         yield from table(own)
         for kind, about in KINDS.items():

@@ -25,14 +25,16 @@ class Layout(Section):
     dp: int = Field(
         1,
         ge=1,
-        description="Data parallel ranks: copies of the model that each process other sequences.",
+        description=(
+            "Data parallel ranks: each has a copy of the model and processes other sequences."
+        ),
     )
     shard: int = Field(
         1,
         ge=1,
         description=(
-            "Sharded data parallel ranks (ZeRO): they process other sequences and divide "
-            "parameters and optimizer state among them."
+            "Sharded data parallel ranks (ZeRO). Each processes other sequences, and they "
+            "divide optimizer state, gradients and parameters among them, as 'zero' says."
         ),
     )
     cp: int = Field(
@@ -54,8 +56,9 @@ class Layout(Section):
         1,
         ge=1,
         description=(
-            "Expert parallel ranks: neighbouring data ranks that divide the experts among them. "
-            "It must divide dp x shard x cp, or that product times tp."
+            "Expert parallel ranks: so many of the ranks that already exist, neighbours in "
+            "dp, shard and cp, divide the experts among them. It must divide dp x shard x cp,"
+            " or that product times tp."
         ),
     )
     island: int = Field(
@@ -77,52 +80,61 @@ class Layout(Section):
         0,
         ge=0,
         description=(
-            "ZeRO stage 3: gather parameters for backward from this many neighbouring ranks "
-            "only, over fast links (ZeRO++ hpZ); 0: from all."
+            "With zero = 3: gather parameters for backward from this many neighbouring ranks "
+            "only, over fast links (ZeRO++ hpZ). 0: from all ranks of shard and cp."
         ),
     )
     context: str = Field(
         "zigzag",
         description=(
-            "Attention across the ranks of cp: how they divide the work and exchange keys (ring "
-            "schemes), or heads (ulysses)."
+            "Attention across the ranks of cp. 'ring' passes keys and values around, 'zigzag'"
+            " also gives each rank an early and a late block so that all have equal work, "
+            "'tokenring' passes queries instead of keys, 'gather' fetches all keys at once, "
+            "'lightseq' lets idle ranks compute for later ones, 'ulysses' divides heads "
+            "instead of tokens, 'rsa' keeps whole rows of scores (a slow baseline)."
         ),
     )
     ulysses: int = Field(
         1,
         ge=1,
         description=(
-            "Number of neighbouring ranks of cp that exchange heads; 'context' then works "
-            "between groups of them. 1: none."
+            "Number of neighbouring ranks of cp that divide the attention heads among them. "
+            "Between such groups 'context' divides the tokens. 1: heads are not divided."
         ),
     )
     scan: Literal["gather", "pass"] = Field(
         "gather",
         description=(
-            "How linear attention crosses the ranks of cp: every rank gathers all states, or "
-            "each passes a running state to the next."
+            "How linear attention gets the state of earlier tokens from other ranks of cp: "
+            "'gather' exchanges the states of all ranks at once, 'pass' hands a running state"
+            " from rank to rank."
         ),
     )
     schedule: str = Field(
         "1f1b",
         description=(
-            "Pipeline schedule: the order of forward and backward passes on each rank. 'weft "
-            "schedule' lists and draws them."
+            "Pipeline schedule: the order of forward and backward passes on each rank. "
+            "'gpipe' runs all forward passes, then all backward passes ('breadth-first': the "
+            "same with several stages on a rank); '1f1b' alternates them ('interleaved-1f1b':"
+            " with several stages on a rank); 'zb-...' fill waits with weight gradients; "
+            "'v-half' and 'v-min' take less memory; 'dualpipe' and 'dualpipe-v' run two flows"
+            " of microbatches. 'weft schedule' lists and draws all."
         ),
     )
     virtual: int | None = Field(
         None,
         ge=1,
         description=(
-            "Pipeline stages on each rank, for schedules that allow several. Left out: the "
-            "schedule's own number."
+            "Pipeline stages on each rank, for schedules that allow several numbers, as "
+            "'interleaved-1f1b' and 'breadth-first' do. Left out: the schedule's own number."
         ),
     )
     vocab_barriers: Literal[0, 1, 2] = Field(
         0,
         description=(
-            "Divide embedding and output layer among all pipeline ranks, with 1 or 2 "
-            "synchronisation points; 0: keep them whole on the first and last stage."
+            "Divide embedding and output layer among all pipeline ranks, which then "
+            "synchronise 1 or 2 times in each microbatch. 0: the first stage has the whole "
+            "embedding, the last the whole output layer."
         ),
     )
     skip: float = Field(
@@ -130,38 +142,43 @@ class Layout(Section):
         ge=0,
         lt=1,
         description=(
-            "Share of pipeline stages that each microbatch skips (SkipPipe). It changes what "
-            "the model computes."
+            "Share of the pipeline stages that each microbatch leaves out, to save time "
+            "(SkipPipe). It changes what the model computes. 0: none."
         ),
     )
     overlap: Literal["", "passes", "pairs"] = Field(
         "",
         description=(
-            "Compute another microbatch while tokens travel to experts: a forward beside a "
-            "backward pass ('passes'), or two forward or backward passes ('pairs'); empty: "
-            "wait."
+            "What a rank computes while tokens travel to experts: a forward pass beside "
+            "another microbatch's backward pass ('passes'), two forward or two backward "
+            "passes of two microbatches ('pairs'), or nothing (empty)."
         ),
     )
     balance: Literal["", "greedy", "flexsp"] = Field(
         "",
         description=(
-            "Divide the documents of a step among data ranks by length, so that all finish "
-            "together; empty: row by row. It needs zero = 1."
+            "How the documents of a step are divided among data ranks so that all finish "
+            "together. 'greedy' gives the longest first to the ranks that are free; 'flexsp' "
+            "solves an integer program for better groups (needs scipy). Empty: each rank gets"
+            " equally many rows. Needs zero = 1."
         ),
     )
     dispatch: str = Field(
         "all-to-all",
         description=(
-            "How tokens travel to their experts. 'adaptive' picks the method with the fewest "
-            "bytes, 'timed' the fastest one."
+            "How tokens travel to their experts: once for each chosen expert ('all-to-all'), "
+            "once to each rank with one ('per-rank'), once to each machine with one "
+            "('per-node'), within machines and then between them ('two-level'), or every "
+            "token to all ranks ('all-gather'). 'adaptive' takes what sends the fewest bytes,"
+            " 'timed' what is measured as fastest."
         ),
     )
     node: int = Field(
         0,
         ge=0,
         description=(
-            "Ranks in one machine, for dispatchers that save traffic between machines; 0: not "
-            "given."
+            "Number of ranks in one machine, for the values 'two-level' and 'per-node' of "
+            "dispatch; 0: not given."
         ),
     )
     pieces: int = Field(
@@ -169,39 +186,49 @@ class Layout(Section):
         ge=0,
         description=(
             "Number of pieces in which tokens are sent to experts, so that one piece travels "
-            "while another is computed; 0: chosen by size."
+            "while another is computed. 1: all at once. 0: as many, up to 8, as leave each "
+            "message at least 1 MiB."
         ),
     )
     lsh: int = Field(
         0,
         ge=0,
         description=(
-            "Send one mean vector for similar tokens, found by this many random hashes "
-            "(LSH-MoE); 0: send every token. It changes what the model computes."
+            "Replace similar tokens on the way to an expert by their mean, to send less "
+            "(LSH-MoE). Tokens are similar if this many random hashes of them agree. It "
+            "changes what the model computes. 0: every token is sent."
         ),
     )
     lsh_residual: bool = Field(
         False,
         description=(
-            "With lsh, add each token's difference from the mean of its bucket to the "
-            "experts' result for this mean."
+            "If lsh is above 0: a token's result is the experts' result for the mean of "
+            "similar tokens plus the token's difference from this mean. Otherwise all of them"
+            " get the same result."
         ),
     )
     placement: Literal["static", "sharded", "moving"] = Field(
         "static",
         description=(
-            "Where experts are kept: 'static' with their owner, 'sharded' with copies of busy "
-            "experts in spare slots, 'moving' with owners that change."
+            "Which ranks compute an expert. 'static': its owner alone; 'sharded': also ranks "
+            "with copies of busy experts, made anew for each pass; 'moving': as 'sharded', "
+            "and experts also change owners where that pays."
         ),
     )
     spare: int = Field(
-        2, ge=1, description="Slots on each rank for copies of busy experts."
+        2,
+        ge=1,
+        description=(
+            "Slots on each rank for copies of busy experts, if placement is 'sharded' or "
+            "'moving'."
+        ),
     )
     order: str = Field(
         "",
         description=(
-            "Order of the axes from the slowest links to the fastest, such as 'pp dp tp'; every "
-            "axis above 1 must be named. Empty: the usual order."
+            "Order in which ranks are numbered along the axes, from the axis over the slowest"
+            " links to that over the fastest, such as 'pp dp tp'. Every axis above 1 must be "
+            "named. Empty: island pp dp shard cp tp."
         ),
     )
 

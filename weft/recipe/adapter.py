@@ -19,8 +19,9 @@ class Adapter(Section):
     kind: Literal["lora", "dora", "qlora"] = Field(
         "lora",
         description=(
-            "Type of adapter: 'lora'; 'dora', which also learns the norm of each weight's rows; "
-            "'qlora', which keeps the frozen weights in four bits."
+            "Type of adapter. 'lora': two thin matrices beside each weight; 'dora': these, "
+            "and the norm of each row of the weight is learned, too; 'qlora': as 'lora', with"
+            " the frozen weights kept in four bits."
         ),
     )
     rank: PositiveInt = Field(
@@ -48,11 +49,17 @@ class Adapter(Section):
     )
     rank_pattern: dict[str, PositiveInt] = Field(
         {},
-        description="Ranks for some weights, by name or path: { 'wq' = 16 }. The first match counts.",
+        description=(
+            "Ranks for some weights instead of 'rank', by name or path: { 'wq' = 16 }. The "
+            "first match counts."
+        ),
     )
     alpha_pattern: dict[str, PositiveFloat] = Field(
         {},
-        description="Alphas for some weights, by name or path: { 'wq' = 32.0 }. The first match counts.",
+        description=(
+            "Alphas for some weights instead of 'alpha', by name or path: { 'wq' = 32.0 }. "
+            "The first match counts."
+        ),
     )
     dropout: float = Field(
         0.0,
@@ -63,20 +70,24 @@ class Adapter(Section):
     whole: tuple[VocabularyWeight, ...] = Field(
         (),
         description=(
-            "Train the full weight of the embedding ('embed_tokens') or of the output layer "
-            "('lm_head') beside the adapter."
+            "Also train the whole embedding ('embed_tokens') or output layer ('lm_head'), "
+            "beside the adapters of other weights. Empty: neither."
         ),
     )
     tokens: tuple[int, ...] | Literal["new"] = Field(
         (),
         description=(
-            "Token ids whose embedding rows are trained too; 'new': the tokens that model.vocab "
-            "adds to the model in model.from."
+            "Token ids whose embedding rows are trained, too. 'new': the tokens by which "
+            "model.vocab is larger than the vocabulary of the model in model.from. Empty: "
+            "none."
         ),
     )
     tokens_of: tuple[VocabularyWeight, ...] = Field(
         ("embed_tokens", "lm_head"),
-        description="Layers in which the rows of 'tokens' are trained.",
+        description=(
+            "Where the rows of 'tokens' are trained: in the embedding ('embed_tokens'), the "
+            "output layer ('lm_head') or both."
+        ),
     )
 
     @field_validator("tokens")

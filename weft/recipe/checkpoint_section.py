@@ -18,7 +18,7 @@ class Level(Section):
     to: str = Field(
         "",
         description=(
-            "Where checkpoints are saved: a folder, s3://bucket/prefix, peer://path, or "
+            "Where checkpoints are saved: a folder, s3://bucket/prefix (object storage) or "
             "'memory' (this machine's memory). Left out: the folder 'checkpoints' of the run."
         ),
     )
@@ -51,8 +51,8 @@ class Checkpoint(Level):
     levels: tuple[Level, ...] = Field(
         (),
         description=(
-            "Several places with intervals of their own, fastest first, instead of 'to', "
-            "'every' and 'keep'. The last one gets the final checkpoint."
+            "Several places, each with its own 'to', 'every' and 'keep' instead of those of "
+            "this section; the fastest place first. The last one gets the final checkpoint."
         ),
     )
 

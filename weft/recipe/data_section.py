@@ -35,17 +35,19 @@ class Source(Section):
     kind: str = Field(
         "stdlib",
         description=(
-            "How the source is read: 'chat', 'preference' and 'feedback' are conversations "
-            "(docs/how-to/conversations.md, docs/how-to/preferences.md), 'tokens' is a file of token ids, "
-            "'huggingface' is a dataset saved to disk, 'stdlib' is Python's own source code; a plugin's name "
-            "is also possible."
+            "How the source is read. 'text': plain files; 'jsonl', 'json', 'csv', 'tsv' and "
+            "'parquet': one column of a table; 'huggingface': a column of a dataset saved to "
+            "disk; 'tokens': token ids; 'chat', 'preference' and 'feedback': conversations "
+            "(docs/how-to/conversations.md, docs/how-to/preferences.md); 'stdlib': Python's "
+            "own source code. A plugin's name is also possible."
         ),
     )
     path: str | None = Field(
         None, description="File, folder or glob to read. 'stdlib' needs none."
     )
     field: str = Field(
-        "text", description="Column of the text, or of the messages of a conversation."
+        "text",
+        description=("Column that holds the text, or the messages of a conversation."),
     )
     weight: PositiveFloat = Field(
         1.0,
@@ -63,18 +65,24 @@ class Source(Section):
         "auto",
         description=(
             "Format of the conversations. 'auto' recognises the format of each record; "
-            "'docstrings' makes questions and answers from Python code."
+            "'docstrings' makes questions and answers from Python code; "
+            "docs/how-to/conversations.md explains the others."
         ),
     )
     columns: dict[str, str] = Field(
         {},
         description=(
-            "What columns with unusual names hold: { ask = 'prompt', note = '' } reads 'ask' as "
-            "the prompt and ignores 'note'. 'dialogue.speaker' is a field of each turn."
+            "How to read columns with unusual names: { ask = 'prompt', note = '' } reads "
+            "'ask' as the prompt and ignores 'note'. A key such as 'dialogue.speaker' means "
+            "the field 'speaker' of each turn in the column 'dialogue'."
         ),
     )
     roles: dict[str, Role] = Field(
-        {}, description="Which speaker has which role: { Teacher = 'user' }."
+        {},
+        description=(
+            "Roles of speakers with unusual names: { Teacher = 'user' } reads turns of "
+            "'Teacher' as the user's."
+        ),
     )
     on_error: Literal["stop", "skip"] = Field(
         "stop",
@@ -134,8 +142,9 @@ class Chat(Section):
     learn: Literal["assistant", "last", "all"] | tuple[Role, ...] = Field(
         "assistant",
         description=(
-            "Tokens that count in the loss: of the assistant's turns, of its 'last' turn, of "
-            "'all' turns, or of the turns of a list of roles."
+            "Tokens that count in the loss: those of the assistant's turns ('assistant'), of "
+            "the assistant's last turn ('last'), of all turns ('all'), or of all turns of the"
+            " roles in a list."
         ),
     )
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = Field(
@@ -147,17 +156,25 @@ class Chat(Section):
     )
     pack: bool = Field(
         True,
-        description="Pack several whole conversations into one sequence. They do not see each other.",
+        description=(
+            "Pack several whole conversations into one sequence. Their tokens do not attend "
+            "to each other."
+        ),
     )
     control: bool = Field(
         False,
         description=(
-            "Turn names of special tokens in a message into these tokens. Leave it off for "
-            "messages that you do not trust."
+            "Read the text of a special token, such as '<|im_end|>', as that token where it "
+            "stands in a message; otherwise as plain text. Leave it off for messages that you"
+            " do not trust."
         ),
     )
     variables: dict[str, Any] = Field(
-        {}, description="Extra variables for the chat template."
+        {},
+        description=(
+            "Variables that the chat template gets in addition, such as { enable_thinking = "
+            "false }."
+        ),
     )
     date: str = Field(
         "",
@@ -167,9 +184,10 @@ class Chat(Section):
     reasoning: Literal["template", "split", "keep"] = Field(
         "template",
         description=(
-            "What happens to reasoning of earlier turns, which many templates remove: "
-            "'template' does not learn it, 'split' makes one sample per question so that all of "
-            "it is learned, 'keep' writes the reasoning of all turns into one sample."
+            "What happens to the reasoning of earlier turns, which many templates leave out. "
+            "'template': it is not learned; 'split': a conversation becomes several samples, "
+            "so that each turn's reasoning is learned in one; 'keep': one sample contains the"
+            " reasoning of all turns."
         ),
     )
 
@@ -192,8 +210,9 @@ class Data(Section):
     tokenizer: str = Field(
         "",
         description=(
-            "'bytes', a tokenizer.json or a folder with one, or 'train:N' to train a byte-level "
-            "BPE of N tokens on the data. Left out: the tokenizer of model.from, or bytes."
+            "'bytes' (a token for each byte), a tokenizer.json or a folder with one, or "
+            "'train:N' to train a byte-level BPE of N tokens on the data. Left out: the "
+            "tokenizer of model.from or, without one, 'bytes'."
         ),
     )
     seq_len: int = Field(
@@ -210,15 +229,15 @@ class Data(Section):
         0,
         ge=0,
         description=(
-            "End the run after so many passes over the data; 0: repeat the data until "
-            "train.steps is reached."
+            "End the run after so many passes over the data. 0: no such limit; the data "
+            "repeat until train.steps is reached."
         ),
     )
     validation: float | str = Field(
         0.02,
         description=(
-            "Share of the documents held out for validation, or the path of a file, folder or "
-            "glob of other documents."
+            "Share of the documents held out for validation, or the path (file, folder or "
+            "glob) of separate documents. 0: none."
         ),
     )
     cache: Path | None = Field(
@@ -228,8 +247,9 @@ class Data(Section):
     bos: bool | Literal["auto", "prompts"] = Field(
         "auto",
         description=(
-            "Whether texts begin with the tokenizer's BOS token; 'auto': if the tokenizer adds "
-            "one itself; 'prompts': in front of prompts only, as early versions of Weft did."
+            "Whether each text begins with the tokenizer's BOS token. 'auto': if the "
+            "tokenizer adds one by itself; 'prompts': only in front of prompts for "
+            "generation, as early versions of Weft did."
         ),
     )
     chat: Chat = Field(Chat(), description="How conversations become tokens.")

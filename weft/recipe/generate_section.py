@@ -8,16 +8,17 @@ from weft.section import Section
 class Generate(Section):
     """Section of the texts that the model writes at the end of the run."""
 
-    prompt: str = Field("def ", description="Text that the model continues.")
+    prompt: str = Field("def ", description=("Text that the model is to continue."))
     prompts: tuple[str, ...] = Field(
         (), description="Several texts to continue, instead of 'prompt'."
     )
     from_data: bool = Field(
         False,
         description=(
-            "Instead of 'prompt' and 'prompts' take the first two short questions of the conversations "
-            "that are learned, or the first five words of each of the first two texts. "
-            "weft train --data sets it, unless --set gives prompts."
+            "Take prompts from the training data instead of 'prompt' and 'prompts': the first"
+            " two short questions of conversations or, of plain texts, the first five words "
+            "of the first two. 'weft train --data FILE' turns it on, unless --set gives "
+            "prompts."
         ),
     )
     chat: bool = Field(
@@ -26,7 +27,10 @@ class Generate(Section):
     )
     before: bool = Field(
         False,
-        description="Also show what the model in model.from writes before training.",
+        description=(
+            "Also show what the model in model.from writes for the same prompts before "
+            "training."
+        ),
     )
     tokens: PositiveInt = Field(
         120, description="Most tokens to generate for each prompt."
@@ -34,7 +38,10 @@ class Generate(Section):
     temperature: float = Field(
         0.8,
         ge=0,
-        description="Randomness of sampling; 0: always the most likely token.",
+        description=(
+            "Randomness of sampling: logits are divided by it. 0: always the most likely "
+            "token."
+        ),
     )
     top_k: int = Field(
         40, ge=0, description="Sample from this many most likely tokens; 0: from all."

@@ -19,8 +19,9 @@ class Loss(HostSection):
     kind: str = Field(
         "cross-entropy",
         description=(
-            "The loss: 'cross-entropy' on the next token, a loss on pairs of answers such as "
-            "'dpo' (docs/how-to/preferences.md), or a plugin's."
+            "The loss: 'cross-entropy' on the next token, 'reward' for a reward model, 'kto' "
+            "on answers that are good or bad, a plugin's, or one of the other losses, which "
+            "compare two answers. docs/how-to/preferences.md explains all."
         ),
     )
     settings: dict[str, Any] = Field(
@@ -29,26 +30,36 @@ class Loss(HostSection):
     beta: PositiveFloat = Field(
         0.1,
         description=(
-            "Strength of a preference loss. In dpo, a larger value keeps the model closer to "
-            "the reference; in orpo, it weighs the odds ratio."
+            "Strength of a loss on answers. In 'dpo' and its like a larger value keeps the "
+            "model closer to the reference model; in 'orpo' it is the weight of the "
+            "comparison beside the cross entropy; in 'simpo' it scales the difference of the "
+            "two answers."
         ),
     )
     label_smoothing: float = Field(
         0.0,
         ge=0,
         lt=0.5,
-        description="Share of pairs that are assumed to have the better answer mislabelled.",
+        description=(
+            "Share of the pairs in which the worse answer is assumed to be marked as the "
+            "better one by mistake. 'dpo', 'dpo-norm', 'robust', 'simpo' and 'reward' use it;"
+            " 0: none."
+        ),
     )
     margin: float = Field(
         0.0,
         description=(
-            "By how much simpo and reward want the chosen answer to score above the rejected "
-            "one."
+            "In 'simpo' and 'reward': by how much the chosen answer should score above the "
+            "rejected one."
         ),
     )
     reference: str | None = Field(
         None,
-        description="Model that a preference loss compares with. Left out: the model in model.from.",
+        description=(
+            "Reference model of the losses that have one, 'dpo' for example: it stays as it "
+            "is, and the trained model's probabilities are compared with its. Left out: the "
+            "model in model.from."
+        ),
     )
 
     @field_validator("*")

@@ -25,20 +25,28 @@ class Memory(Section):
     weights: Place = Field(
         "device",
         description=(
-            "Where the weights in full precision are kept, and where they are updated: on the "
-            "device, in the host's memory, or in a file (then the host updates them)."
+            "Where the weights in full precision are kept and updated: on the device, in the "
+            "host's memory, or in a file. In the last two cases the host's CPU updates them."
         ),
     )
     gradients: Literal["", "device", "host", "file"] = Field(
-        "", description="Where gradients are kept. Left out: with the weights."
+        "",
+        description=(
+            "Where gradients are kept until the update. Left out: where the weights are."
+        ),
     )
     moments: Literal["", "device", "host", "file"] = Field(
         "",
-        description="Where the optimizer's moments are kept. Left out: with the weights.",
+        description=(
+            "Where the optimizer's moments are kept. Left out: where the weights are."
+        ),
     )
     activations: Place = Field(
         "device",
-        description="Where activations of the first blocks are kept between forward and backward.",
+        description=(
+            "Where activations of the first blocks are kept between forward and backward; "
+            "'blocks' says how many. Activations of all other blocks stay on the device."
+        ),
     )
     blocks: int = Field(
         0,
@@ -56,23 +64,25 @@ class Memory(Section):
         0,
         ge=0,
         description=(
-            "MiB of extra memory for weights read from files, so that backward need not read "
-            "them again."
+            "MiB of memory that keep weights read from files in forward, so that backward "
+            "need not read them again. 0: all are read again."
         ),
     )
     speculate: Literal["none", "even", "all"] = Field(
         "none",
         description=(
-            "Update units during backward, before the gradient norm is known, and undo the "
-            "updates if the norm is clipped: 'none', 'all' units, or 'even' as many as hide a "
-            "step's transfers."
+            "Update parameters already during backward, before the gradient norm is known, "
+            "and undo the updates if gradients had to be clipped. 'none': wait for the norm; "
+            "'all': all parameters; 'even': only so many that reading and writing files is "
+            "spread evenly over a step (without files the same as 'all')."
         ),
     )
     alternate: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = Field(
         0.0,
         description=(
-            "Share of the offloaded units that the device updates while the host updates the "
-            "others; 'auto': measured in the first steps."
+            "Share of the weights in the host's memory that the device updates while the host"
+            " updates the others. 0: the host updates all. 'auto': the best share, measured "
+            "in the first steps."
         ),
     )
 

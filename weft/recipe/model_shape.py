@@ -15,59 +15,79 @@ class RopeScaling(Section):
     """
 
     kind: Literal["llama3", "linear", "yarn"] = Field(
-        "llama3", description="Method of rescaling: 'llama3', 'linear' or 'yarn'."
+        "llama3",
+        description=(
+            "Method of rescaling. 'linear' divides all frequencies by 'factor'; 'llama3' and "
+            "'yarn' divide only low frequencies, each with its own settings below."
+        ),
     )
     factor: PositiveFloat = Field(
         1.0,
-        description="How many times longer texts can become. 'linear' uses this setting alone.",
+        description=(
+            "How many times longer texts can become: frequencies of the rotation are divided "
+            "by this number. 'linear' has no other setting."
+        ),
     )
     low_freq_factor: PositiveFloat = Field(
         1.0,
         description=(
-            "llama3: stretch wavelengths longer than the original length divided by this "
-            "number."
+            "llama3: divide a frequency fully by 'factor' if its wavelength is longer than "
+            "original_max_position / low_freq_factor tokens."
         ),
     )
     high_freq_factor: PositiveFloat = Field(
         4.0,
-        description="llama3: keep wavelengths shorter than the original length divided by this number.",
+        description=(
+            "llama3: keep a frequency if its wavelength is shorter than original_max_position"
+            " / high_freq_factor tokens. Between the two limits it is partly divided."
+        ),
     )
     original_max_position: PositiveInt = Field(
-        8192, description="Text length in tokens that the model was first trained on."
+        8192,
+        description=(
+            "Text length in tokens that the model was first trained on. 'linear' does not use"
+            " it."
+        ),
     )
     beta_fast: PositiveFloat = Field(
         32.0,
-        description="yarn: keep frequencies that turn more often than this within the original length.",
+        description=(
+            "yarn: keep frequencies that make more turns than this within "
+            "original_max_position tokens."
+        ),
     )
     beta_slow: PositiveFloat = Field(
         1.0,
         description=(
-            "yarn: stretch frequencies that turn less often than this within the original "
-            "length."
+            "yarn: divide frequencies fully by 'factor' that make fewer turns than this "
+            "within original_max_position tokens. Between the two limits they are partly "
+            "divided."
         ),
     )
     attention_factor: float = Field(
         0.0,
         ge=0,
         description=(
-            "yarn: number by which rotated queries and keys are multiplied; 0: computed from "
-            "'factor'."
+            "yarn: number by which rotated queries and keys are multiplied. 0: g(mscale) / "
+            "g(mscale_all_dim) if both are above 0, else g(1), where g(m) = 0.1 m ln(factor) "
+            "+ 1."
         ),
     )
     mscale: float = Field(
         0.0,
         ge=0,
         description=(
-            "yarn: coefficient of the attention factor, which is computed from mscale divided "
-            "by mscale_all_dim."
+            "yarn: m in the numerator of the formula that 'attention_factor' gives. It has an"
+            " effect only if mscale_all_dim is above 0 and attention_factor is 0."
         ),
     )
     mscale_all_dim: float = Field(
         0.0,
         ge=0,
         description=(
-            "yarn: divisor of the attention factor (see mscale). With latent attention it also "
-            "scales all scores (DeepSeek)."
+            "yarn: m in the denominator of the formula that 'attention_factor' gives; 0: the "
+            "formula is not used. With latent attention all scores are also multiplied by "
+            "g(mscale_all_dim) squared (DeepSeek)."
         ),
     )
 
@@ -159,7 +179,7 @@ class ModelShape(Section):
         None,
         description=(
             "Rescaling of rotary position embeddings, for texts longer than the model was "
-            "trained on."
+            "trained on. Left out: none."
         ),
     )
     init_std: PositiveFloat = Field(
@@ -191,7 +211,10 @@ class ModelShape(Section):
     full_every: int = Field(
         0,
         ge=0,
-        description="Let every n-th layer attend to all tokens in a model with a window; 0: no layer.",
+        description=(
+            "In a model with a window: let every n-th layer attend to all tokens all the "
+            "same; 0: no layer does."
+        ),
     )
     window_theta: PositiveFloat | None = Field(
         None,
@@ -200,8 +223,8 @@ class ModelShape(Section):
     query_dim: PositiveFloat | None = Field(
         None,
         description=(
-            "Divide attention scores by the square root of this number instead of head_dim "
-            "(Gemma 3)."
+            "Divide attention scores by the square root of this number (Gemma 3). Left out: "
+            "by that of head_dim."
         ),
     )
     activation: Literal["silu", "gelu", "relu"] = Field(
@@ -214,15 +237,15 @@ class ModelShape(Section):
     norm_after: bool = Field(
         False,
         description=(
-            "Add a norm after attention and after the feed-forward network, besides those "
-            "before them (Gemma 3)."
+            "Add a norm after attention and one after the feed-forward network, besides the "
+            "norms before them (Gemma 3)."
         ),
     )
     rope_interleaved: bool = Field(
         False,
         description=(
-            "Rotate neighbouring elements of a head as pairs, instead of elements half a head "
-            "apart. It must match the pretrained weights."
+            "Which elements of a head rotary embedding rotates as a pair: neighbours (true), "
+            "or elements half a head apart (false). It must match the pretrained weights."
         ),
     )
     kv_rank: int = Field(
@@ -273,9 +296,10 @@ class ModelShape(Section):
     shared_mix: Literal["add", "gate", "residual"] = Field(
         "add",
         description=(
-            "How the output of shared experts is combined with the others: 'add' adds it, "
-            "'gate' multiplies it by a learned sigmoid first (Qwen2-MoE), 'residual' gives it "
-            "the weight that the chosen experts leave (PR-MoE)."
+            "How the output of shared experts is combined with that of the chosen ones. "
+            "'add': added; 'gate': multiplied by a learned sigmoid, then added (Qwen2-MoE); "
+            "'residual': added with the weight that the chosen experts' weights lack to 1 "
+            "(PR-MoE)."
         ),
     )
     expert_ffn: PositiveInt | None = Field(
@@ -291,9 +315,10 @@ class ModelShape(Section):
     router: Literal["post-softmax", "pre-softmax", "sigmoid"] = Field(
         "post-softmax",
         description=(
-            "How experts are weighted: 'post-softmax' takes the softmax of the chosen logits "
-            "(Mixtral), 'pre-softmax' the softmax of all logits, 'sigmoid' the sigmoid of each "
-            "and chooses with a learned bias (DeepSeek-V3)."
+            "How the weights of a token's experts are computed. 'post-softmax': softmax over "
+            "the chosen experts' logits (Mixtral); 'pre-softmax': softmax over all logits; "
+            "'sigmoid': sigmoid of each logit, and a learned bias takes part in the choice "
+            "(DeepSeek-V3)."
         ),
     )
     router_norm: bool = Field(
@@ -306,36 +331,47 @@ class ModelShape(Section):
     router_groups: PositiveInt = Field(
         1,
         description=(
-            "Number of groups that experts are divided into. A token first picks its best "
-            "groups, then experts from these."
+            "Number of groups that experts are divided into. A token first picks its "
+            "router_top_groups best groups, then experts from these. 1: one group with all "
+            "experts."
         ),
     )
     router_top_groups: PositiveInt = Field(
-        1, description="Number of groups from which each token can pick experts."
+        1,
+        description=(
+            "Number of groups from which each token can pick experts (see router_groups)."
+        ),
     )
     router_early: bool = Field(
         False,
-        description="Feed the router with the input of attention instead of its output (SmallThinker).",
+        description=(
+            "Feed the router with the input of the layer's attention instead of its output "
+            "(SmallThinker)."
+        ),
     )
     capacity: float = Field(
         0.0,
         ge=0,
         description=(
-            "Most tokens that an expert takes from one document in training, as a multiple of "
-            "an equal share; later tokens are dropped. 0: no limit."
+            "Most tokens that an expert takes from one document in training, as a multiple of"
+            " the number if all experts got equally many. Later tokens skip the expert. 0: no"
+            " limit."
         ),
     )
     bias_rate: float = Field(
         1e-3,
         ge=0,
-        description="Step size of the bias with which a sigmoid router balances the load of experts.",
+        description=(
+            "By how much a step raises or lowers the bias with which a 'sigmoid' router keeps"
+            " experts equally loaded."
+        ),
     )
     balance: Literal["sequence", "step", "huggingface"] = Field(
         "sequence",
         description=(
-            "Over what balance_loss compares the load of experts: one document ('sequence'), "
-            "the whole previous step ('step'), or all layers together as transformers does "
-            "('huggingface')."
+            "Over which tokens balance_loss counts the load of experts: those of one document"
+            " ('sequence'), of the whole previous step ('step'), or of one document in all "
+            "layers together, as transformers does ('huggingface')."
         ),
     )
     balance_loss: float = Field(
@@ -358,8 +394,8 @@ class ModelShape(Section):
     adapter: Adapter | None = Field(
         None,
         description=(
-            "Adapter that the model in 'from' was saved with. Set a new one in the section "
-            "[adapter]."
+            "Adapter that the model in 'from' was saved with; Weft sets it. A new adapter "
+            "belongs in the section [adapter]."
         ),
     )
 

@@ -14,18 +14,23 @@ class Observe(Section):
     trackers: tuple[str, ...] = Field(
         default_factory=lambda: ("tensorboard",) * bool(find_spec("tensorboard")),
         description=(
-            "Where metrics are sent: tensorboard, wandb, mlflow, or a plugin's tracker. Left "
-            "out: tensorboard, if it is installed."
+            "Where metrics are sent: any of tensorboard, wandb, mlflow and plugins' trackers."
+            " Left out: tensorboard, if it is installed."
         ),
     )
     split_every: int = Field(
         25,
         ge=0,
         description=(
-            "Steps between two profiled steps, which show how long computing, communication and "
-            "waiting take; 0: none."
+            "Profile every n-th step, to show how much of it is computing, communication and "
+            "waiting; 0: none."
         ),
     )
     trace: int = Field(
-        0, ge=0, description="Number of steps to record as a trace for ui.perfetto.dev."
+        0,
+        ge=0,
+        description=(
+            "Number of steps at the start of the run to record as a trace, which "
+            "ui.perfetto.dev can show; 0: no trace."
+        ),
     )

@@ -12,9 +12,18 @@ from weft.section import Section
 class ParameterGroup(Section):
     """Settings of the optimizer for the parameters whose names match a pattern."""
 
-    match: str = Field(description="Names of parameters, as a pattern with * and ?.")
+    match: str = Field(
+        description=(
+            "Names of parameters, as a pattern with * (any text) and ? (any character)."
+        )
+    )
     lr: float = Field(
-        1.0, ge=0, description="Factor of the learning rate for these parameters."
+        1.0,
+        ge=0,
+        description=(
+            "Number by which the learning rate is multiplied for these parameters; 0: they "
+            "stay as they are."
+        ),
     )
     weight_decay: float | None = Field(
         None,
@@ -48,24 +57,32 @@ class Optimizer(HostSection):
     epsilon: PositiveFloat = Field(
         1e-3,
         description=(
-            "zeroth-order: size of the random change of the weights between the two forward "
-            "passes."
+            "zeroth-order: size e of the random change of the weights. The two forward passes"
+            " compute the loss at +e and at -e times a random direction."
         ),
     )
     pairs: bool = Field(
         False,
-        description="zeroth-order: compute the two forward passes of a sequence on two ranks of dp.",
+        description=(
+            "zeroth-order: let two ranks of dp share the same sequences, each with one of the"
+            " two forward passes."
+        ),
     )
     kind: str = Field(
         "adamw",
         description=(
-            "Update rule. Rules for matrices, such as muon, update all other parameters with "
-            "AdamW."
+            "Update rule. 'adamw', 'adafactor' (AdamW's moments in less memory), 'lion' "
+            "(signs of an average of gradients) and 'sgd' (no momentum) are for all "
+            "parameters. 'muon' (momentum made orthogonal), 'galore' and 'natural-galore' "
+            "(Adam on projected gradients) are for matrices, and AdamW updates all other "
+            "parameters."
         ),
     )
     state: str = Field(
         "float32",
-        description="Number format of AdamW's moments. Fewer bits take less memory.",
+        description=(
+            "Number format of AdamW's two moments. Fewer bits take less memory."
+        ),
     )
     ema: float = Field(
         0.0,
@@ -79,8 +96,8 @@ class Optimizer(HostSection):
     use_ema: bool = Field(
         False,
         description=(
-            "Validate, sample and export the averaged weights instead of the latest ones. It "
-            "needs 'ema'."
+            "Validate, sample and export the averaged weights of 'ema' instead of the latest "
+            "ones."
         ),
     )
     in_backward: bool = Field(
@@ -95,7 +112,7 @@ class Optimizer(HostSection):
     )
     lr: PositiveFloat = Field(3e-4, description="Learning rate after warm-up.")
     betas: tuple[float, float] = Field(
-        (0.9, 0.95), description="Decay rates of AdamW's two moments."
+        (0.9, 0.95), description=("Decay rates of AdamW's first and second moment.")
     )
     eps: PositiveFloat = Field(
         1e-8,
@@ -105,52 +122,56 @@ class Optimizer(HostSection):
         0.1,
         ge=0,
         description=(
-            "Decoupled weight decay: share of the weights, times the learning rate, that each "
-            "step removes."
+            "Decoupled weight decay: each step subtracts this number times the learning rate "
+            "times the weight from every weight. 0: none."
         ),
     )
     clip: float = Field(
         1.0,
         ge=0,
         description=(
-            "Largest norm of all gradients together; larger ones are scaled down. 0: no "
-            "clipping."
+            "Largest norm of all gradients together, as one vector; larger gradients are "
+            "scaled down to it. 0: no clipping."
         ),
     )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine",
         description=(
-            "How the learning rate falls after warm-up: along a cosine, linearly, only at the "
-            "end of the run ('wsd'), or not at all."
+            "How the learning rate falls after warm-up: along a cosine ('cosine'), in a "
+            "straight line ('linear'), only in the last steps, whose number 'decay' gives "
+            "('wsd'), or not at all ('constant')."
         ),
     )
     warmup: int | float | None = Field(
         None,
         ge=0,
         description=(
-            "Steps in which the learning rate rises from 0, or a share of the run if below 1. "
-            "Left out: a tenth of the run, at most 100 steps."
+            "Number of steps in which the learning rate rises from 0 to 'lr'; below 1 it is a"
+            " share of the run. Left out: a tenth of the run, at most 100 steps."
         ),
     )
     decay: int = Field(
         0,
         ge=0,
         description=(
-            "Steps of the final fall of the learning rate in schedule 'wsd'; 0: a fifth of the "
-            "run."
+            "Schedule 'wsd': number of steps at the end of the run in which the learning rate"
+            " falls; 0: a fifth of the run."
         ),
     )
     min_lr: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="Learning rate at the end of the run, as a share of 'lr'.",
+        description=(
+            "Learning rate at the end of the run, as a share of 'lr'. Schedule 'constant' "
+            "does not use it."
+        ),
     )
     post_validation: bool = Field(
         False,
         description=(
-            "Pipelines: update at once and check the gradient norm a step later, undoing the "
-            "update if it had to be clipped."
+            "With a pipeline: update without waiting for the gradient norm, check it a step "
+            "later, and undo and repeat the update if it had to be clipped."
         ),
     )
 

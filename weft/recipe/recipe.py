@@ -36,11 +36,9 @@ class Use(Section):
     In a recipe a plain text stands for a name without settings.
     """
 
-    name: str = Field(
-        description="Name under which the plugin registered the callback or phase."
-    )
+    name: str = Field(description=("Name under which the plugin is registered."))
     settings: dict[str, Any] = Field(
-        {}, description="Keyword arguments for the callback or phase."
+        {}, description=("Keyword arguments for the plugin.")
     )
 
     @model_validator(mode="before")
@@ -56,15 +54,16 @@ class Recipe(Section):
     plugins: tuple[str, ...] = Field(
         (),
         description=(
-            "Python modules of your own, imported first. They register losses, models and other "
-            "techniques that the recipe then names (docs/reference/extension-kinds.md)."
+            "Python modules of your own, imported before the recipe is checked. They register"
+            " losses, models and other techniques that the recipe then names "
+            "(docs/reference/extension-kinds.md)."
         ),
     )
     callbacks: tuple[Use, ...] = Field(
         (),
         description=(
-            "Plugins to call before, during and after the run. A callback that fails ends the "
-            "run."
+            "Plugins to call before, during and after the run: a name, or a table { name = "
+            "..., settings = {...} }. A callback that fails ends the run."
         ),
     )
     phases: tuple[Use, ...] = Field(

@@ -21,16 +21,17 @@ class Resilience(HostSection):
     survive: bool = Field(
         True,
         description=(
-            "Go on with the remaining ranks when one is lost. Otherwise the run ends and "
-            "continues from its last checkpoint."
+            "Go on with the remaining ranks when one is lost. If false, the run ends, and can"
+            " be resumed from its last checkpoint."
         ),
     )
     snapshot_every: int = Field(
         1,
         ge=0,
         description=(
-            "Steps between copies of each rank's state in another rank's memory; 0: no copies, "
-            "so that a loss goes back to the last checkpoint."
+            "Steps between two copies of each rank's state into another rank's memory, from "
+            "which the others go on after a loss. 0: no copies; they go on from the last "
+            "checkpoint."
         ),
     )
     detect: float = Field(
@@ -51,20 +52,29 @@ class Resilience(HostSection):
     aggregate: str = Field(
         "mean",
         description=(
-            "How gradients of data parallel ranks (layout.dp) are combined. Every rule except "
-            "'mean' tolerates ranks that send wrong values."
+            "How gradients of data parallel ranks (layout.dp) are combined. All rules except "
+            "'mean' tolerate ranks that send wrong values: 'trimmed-mean' drops the extremes "
+            "of each element, 'krum' takes the gradient nearest to the others, 'multi-krum' "
+            "the mean of several such, 'bulyan' a trimmed mean of several such, "
+            "'geometric-median' the point with the least distance to all, 'flag' the mean in "
+            "the directions that most share."
         ),
     )
     faulty: int = Field(
         0,
         ge=0,
-        description="Number of ranks whose wrong gradients 'aggregate' must tolerate.",
+        description=(
+            "Number of ranks that may send wrong gradients without harm, if 'aggregate' is "
+            "not 'mean'."
+        ),
     )
     code: str = Field(
         "",
         description=(
-            "Gradient code: samples are computed by several ranks ('gradient': stragglers + 1 of "
-            "them), so that a step need not wait for the slowest; empty: none."
+            "Gradient code: several ranks compute the same samples, so that a step need not "
+            "wait for the slowest. 'gradient': stragglers + 1 ranks compute each sample; "
+            "'sr-sgc' and 'm-sgc' repeat less work, as late results may come in a later part "
+            "of the step; empty: none."
         ),
     )
     stragglers: int = Field(
@@ -75,15 +85,16 @@ class Resilience(HostSection):
     jobs: PositiveInt = Field(
         1,
         description=(
-            "Number of parts of a step in sequential gradient codes. More parts need less "
-            "repeated work."
+            "Number of parts (jobs) into which a gradient code cuts a step. With more parts "
+            "'sr-sgc' and 'm-sgc' need less repeated work."
         ),
     )
     patience: PositiveFloat = Field(
         1.0,
         description=(
-            "How much later than the first rank others may answer a gradient code, as a multiple "
-            "of that rank's time, before they count as late."
+            "How long a gradient code waits for further ranks after the first has answered, "
+            "as a multiple of the time that the first one took. Ranks that answer later count"
+            " as late."
         ),
     )
     encrypt: Literal["auto", "always", "never"] = Field(

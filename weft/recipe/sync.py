@@ -28,55 +28,73 @@ class Sync(HostSection):
     partner: Literal["all", "ring", "pairs", "graph"] = Field(
         "all",
         description=(
-            "With whom an island exchanges: 'all' others, its neighbours in a 'ring', a random "
-            "partner ('pairs'), or those that 'graph' links."
+            "Which islands an island exchanges with: all others ('all'), its two neighbours "
+            "in a ring ('ring'), a random partner in each round ('pairs'), or those that "
+            "'graph' links it to."
         ),
     )
     graph: tuple[tuple[int, int], ...] = Field(
-        (), description="Pairs of islands that exchange, such as [[0, 1], [1, 2]]."
+        (),
+        description=(
+            "Pairs of islands that exchange, such as [[0, 1], [1, 2]]. Needs partner = "
+            "'graph'; otherwise leave it empty."
+        ),
     )
     update: str = Field(
-        "average", description="Method by which islands combine their parameters."
+        "average",
+        description=(
+            "How islands combine their parameters at the end of a round. 'average': their "
+            "mean; 'nesterov': momentum on their mean change (DiLoCo); 'streaming': the same "
+            "for one fragment of the model after another; 'eager': the same with the others' "
+            "changes of the last round; 'co2': momentum on all changes of the last round; "
+            "'noloco': momentum on the mean change of two random islands."
+        ),
     )
     fragments: PositiveInt = Field(
         1,
         description=(
-            "Number of parts of the model that are synchronised one after the other, so that "
-            "each exchange is small."
+            "For update = 'streaming': number of parts (fragments) of the model that are "
+            "synchronised one after the other, so that each exchange is small. 1: the whole "
+            "model at once."
         ),
     )
     delay: int = Field(
         0,
         ge=0,
         description=(
-            "Steps between sending a fragment and applying the islands' mean of it, so that training "
-            "goes on meanwhile."
+            "For update = 'streaming': steps between sending a fragment and applying the "
+            "islands' mean of it; training goes on meanwhile. 0: it waits."
         ),
     )
     compress: str = Field(
         "none",
         description=(
-            "Compression of what islands send, with its strength after a colon: none, int8 ... "
-            "int4, topk:0.01 (share kept), randk:0.1, powersgd:4 (rank), sign or cocktail."
+            "Compression of what islands send: 'none'; 'int8' to 'int4' (bits of a number); "
+            "'topk:0.01' (share of numbers sent, the largest); 'randk:0.1' (the same, random "
+            "ones); 'powersgd:4' (matrices as products of this rank); 'sign' (signs only); "
+            "'cocktail' (few numbers in four bits)."
         ),
     )
     compress_back: str = Field(
         "",
-        description="Compression of the results that come back. Left out: the same as 'compress'.",
+        description=(
+            "Compression of the means that islands get back, in the words of 'compress'. Left"
+            " out: the same as 'compress'."
+        ),
     )
     allocate: int = Field(
         0,
         ge=0,
         description=(
-            "Choose the compression of each tensor anew every so many synchronisations "
-            "(L-GreCo); 0: one for all tensors."
+            "Choose the strength of compression for each tensor by itself, anew every so many"
+            " synchronisations (L-GreCo); 0: the same for all tensors."
         ),
     )
     order: Literal["measured", "numbered"] = Field(
         "measured",
         description=(
-            "Order of the islands in a ring: the fastest order by measurement "
-            "('measured'), or that of their numbers ('numbered')."
+            "Order of the islands in a ring: the fastest by measurement ('measured'), or by "
+            "their numbers ('numbered')."
         ),
     )
 

@@ -19,8 +19,8 @@ class Train(Section):
         100,
         ge=0,
         description=(
-            "Number of optimizer steps; 0: as many as data.epochs needs. Left out: 100, or "
-            "until data.epochs is reached."
+            "Number of optimizer steps, unless data.epochs ends the run earlier. 0: only "
+            "data.epochs ends it. Left out: 0 if data.epochs is set, else 100."
         ),
     )
     batch: int = Field(
@@ -34,9 +34,9 @@ class Train(Section):
         gt=0,
         le=10_000_000,
         description=(
-            "Sequences that a rank processes at once; smaller ones take less memory (gradient "
-            "accumulation). Left out: all of a rank's, or with a pipeline enough microbatches "
-            "to fill it."
+            "Sequences that a rank processes at once. Gradients are accumulated until its "
+            "share of the batch is done; smaller numbers take less memory. Left out: the "
+            "whole share, or with a pipeline so few that there are about 2 pp microbatches."
         ),
     )
     dtype: Dtype = Field(
@@ -49,8 +49,9 @@ class Train(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description=(
-            "Save memory by recomputing activations in backward (activation checkpointing): "
-            "none, cheap ones ('selective') or all ('full')."
+            "What backward computes again instead of keeping activations from forward, to "
+            "save memory (activation checkpointing): nothing ('none'), all except attention "
+            "and exchanges between ranks ('selective'), or everything ('full')."
         ),
     )
     compile: bool = Field(
@@ -58,11 +59,17 @@ class Train(Section):
     )
     freeze: tuple[str, ...] = Field(
         (),
-        description="Parameters that stay as they are, as patterns of names such as 'embedding.*'.",
+        description=(
+            "Parameters that are not trained, as patterns of their names such as "
+            "'embedding.*'. Empty: all are trained."
+        ),
     )
     loss_chunk: PositiveInt = Field(
         1024,
-        description="Tokens whose logits are computed at once. Smaller chunks take less memory.",
+        description=(
+            "Number of tokens whose logits are in memory at once. Smaller chunks take less "
+            "memory."
+        ),
     )
     seed: int = Field(
         0,

@@ -48,7 +48,12 @@ class Validation(Section):
 class Task(Section):
     """A file of questions with known answers that the model is asked during training (docs/how-to/evaluation.md)."""
 
-    path: str = Field(description="File of questions.")
+    path: str = Field(
+        description=(
+            "File of questions with known answers, a line of JSON each "
+            "(docs/how-to/evaluation.md)."
+        )
+    )
     name: str = Field(
         "",
         pattern=r"^[\w.-]*$",

@@ -223,10 +223,16 @@ class SequentialSettings(Section):
 
     burst: PositiveInt = Field(
         1,
-        description="Most consecutive jobs (see 'jobs') in which the same rank may be late.",
+        description=(
+            "Most jobs (see 'jobs'), among any 'window' consecutive ones, in which the same "
+            "rank may be late."
+        ),
     )
     window: int = Field(
         2,
         ge=2,
-        description="Number of consecutive jobs in which at most 'stragglers' ranks may be late.",
+        description=(
+            "Length of the window, as a number of consecutive jobs, for the limits of "
+            "'stragglers' and 'burst': at most 'stragglers' ranks may be late in it."
+        ),
     )

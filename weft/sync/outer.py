@@ -22,12 +22,19 @@ class OuterSettings(Section):
     lr: PositiveFloat = Field(
         0.7,
         description=(
-            "Learning rate of the outer update, which moves the shared parameters by the "
-            "islands' mean change."
+            "Learning rate of the outer update. It moves the parameters that islands had at "
+            "the beginning of a round by the islands' mean change times this number, plus "
+            "momentum."
         ),
     )
     momentum: float = Field(
-        0.9, ge=0, lt=1, description="Momentum of the outer update."
+        0.9,
+        ge=0,
+        lt=1,
+        description=(
+            "Momentum of the outer update: share of the previous update's direction that the "
+            "next one keeps."
+        ),
     )
 
 

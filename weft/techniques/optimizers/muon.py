@@ -32,7 +32,9 @@ class MuonSettings(Section):
         0.95,
         ge=0,
         lt=1,
-        description="Share of the previous direction that each update keeps.",
+        description=(
+            "Share of the old momentum, an average of past gradients, that each step keeps."
+        ),
     )
 
 

@@ -19,7 +19,10 @@ class NaturalGaLoreSettings(GaLoreSettings):
 
     history: PositiveInt = Field(
         4,
-        description="Number of past gradients from which the Fisher matrix is estimated.",
+        description=(
+            "Number of latest gradients from which the Fisher matrix is estimated, by whose "
+            "inverse gradients are multiplied."
+        ),
     )
 
 

@@ -23,18 +23,33 @@ class CO2Settings(OuterSettings):
     lr: PositiveFloat = Field(
         1.0,
         description=(
-            "Learning rate of the outer update, which moves the shared parameters by the "
-            "islands' mean change."
+            "Learning rate of the outer update. It moves the parameters that islands had at "
+            "the beginning of a round by the islands' mean change times this number, plus "
+            "momentum."
         ),
     )
     momentum: float = Field(
-        0.2, ge=0, lt=1, description="Momentum of the outer update."
+        0.2,
+        ge=0,
+        lt=1,
+        description=(
+            "Momentum of the outer update: share of the previous update's direction that the "
+            "next one keeps."
+        ),
     )
     penalty: PositiveFloat = Field(
-        1.0, description="Number by which changes that arrive a round late are divided."
+        1.0,
+        description=(
+            "Number by which the islands' mean change, which arrives a round late, is "
+            "divided. 1: no penalty."
+        ),
     )
     clip: PositiveFloat = Field(
-        1.0, description="Largest absolute value of each element of the outer momentum."
+        1.0,
+        description=(
+            "Largest absolute value of an element of the outer update's momentum; larger ones"
+            " are cut to it."
+        ),
     )
 
 

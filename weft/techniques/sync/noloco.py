@@ -20,7 +20,13 @@ class NoLoCoSettings(OuterSettings):
     """Recipe settings of NoLoCo: those of the outer update, with the defaults of NoLoCo's paper."""
 
     momentum: float = Field(
-        0.5, ge=0, lt=1, description="Momentum of the outer update."
+        0.5,
+        ge=0,
+        lt=1,
+        description=(
+            "Momentum of the outer update: share of the previous update's direction that the "
+            "next one keeps."
+        ),
     )
 
 

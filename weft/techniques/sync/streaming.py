@@ -25,8 +25,8 @@ class StreamingSettings(OuterSettings):
         ge=0,
         le=1,
         description=(
-            "Share of an island's own parameters that it keeps when it takes over the parameters "
-            "after an outer update; the rest is theirs."
+            "Share of its own parameters that an island keeps when the synchronised ones "
+            "arrive: new = mix x own + (1 - mix) x synchronised."
         ),
     )
 

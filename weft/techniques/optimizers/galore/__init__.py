@@ -42,10 +42,18 @@ class GaLoreSettings(Section):
         ),
     )
     refresh: PositiveInt = Field(
-        200, description="Steps between two computations of these directions."
+        200,
+        description=(
+            "Steps after which the directions ('rank' of them for each matrix) are computed "
+            "anew."
+        ),
     )
     scale: PositiveFloat = Field(
-        0.25, description="Factor by which each update is multiplied."
+        0.25,
+        description=(
+            "Number by which the updates of projected matrices are multiplied, besides the "
+            "learning rate."
+        ),
     )
 
 
