@@ -93,11 +93,16 @@ class AnswerReader:
 
 
 class Answering:
-    """Writes the answers to the request ``asked`` as JSON. ``model``: the model's name in them. ``prompt``: total
-    tokens of the request's prompts, for the usage.
+    """Writes the answers to the request ``asked`` as JSON.
 
-    ``form``: which parts beside text an answer may have. ``watch``: records the times of the answers' tokens.
-    ``echoes``: the token ids of the prompts if answers begin with their prompts, else empty.
+    Args:
+        ``asked``: the request.
+        ``tokenizer``: converts tokens to text.
+        ``model``: the model's name in the answers.
+        ``prompt``: total tokens of the request's prompts, for the usage that the response reports.
+        ``form``: which parts beside text an answer may have.
+        ``watch``: records the times of the answers' tokens.
+        ``echoes``: token ids of the prompts if answers are to begin with their prompts, else empty.
     """
 
     def __init__(
@@ -121,9 +126,10 @@ class Answering:
         self.replies = replies_to(asked, model, tokenizer, prompt)
 
     async def respond(self, request: Request, context: Any, n: int) -> Response:
-        """Generate ``n`` answers to each prompt, and return the HTTP response. If the client asked for fewer than
-        ``n``, the response has those with the highest scores. ``context``: the context manager of
-        :meth:`Backend.answers`, which yields the answers.
+        """Generate ``n`` answers to each prompt, and return the HTTP response to ``request``. If the client asked for
+        fewer than ``n``, the response has those with the highest scores.
+
+        ``context``: what :meth:`Backend.answers` has returned, a context manager from which the answers come.
         """
         self.n = n
         answers = await entered(
@@ -233,8 +239,9 @@ class Answering:
 def replies_to(
     asked: SamplingRequest, model: str, tokenizer: Tokenizer, prompt: int
 ) -> Replies | ResponseReplies | MessageReplies:
-    """Return the writer of answers for the API that the request ``asked`` belongs to: OpenAI's chat and completions,
-    OpenAI's Responses, or Anthropic's. ``prompt``: number of prompt tokens.
+    """Return the object that writes answers as JSON for the API of the request ``asked``: OpenAI's chat and
+    completions, OpenAI's Responses, or Anthropic's. ``model``: the model's name in the answers. ``prompt``: number of
+    prompt tokens.
     """
     if isinstance(asked, ResponsesRequest):
         return ResponseReplies(asked, model)
@@ -316,7 +323,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def left(request: Request) -> None:
-    """Return once the client has disconnected."""
+    """Wait until the client of ``request`` has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -57,8 +57,8 @@ class CountRequest(MessagesRequest):
 
 
 def messages_as_chat(asked: Schema) -> Schema:
-    """Convert the body ``asked`` of ``/v1/messages`` to chat fields. Raises ValueError, with the field's name before a
-    colon.
+    """Convert the body ``asked`` of ``/v1/messages`` to the fields of an OpenAI chat request. Raises ValueError for a
+    wrong value, with the field's name before a colon.
     """
     chat = {
         key: value
@@ -217,8 +217,9 @@ class MessageReplies:
         yield {"type": "message_start", "message": self.message | {"content": []}}
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
-        """Yield the events for ``new``, the part by which the answer has grown. ``index`` and ``first`` are those of
-        :meth:`Replies.chunks`; a message has one answer, so that both are not used.
+        """Yield the stream events for ``new``, the part by which the answer has grown.
+
+        ``index``, ``first``: not used. They are for APIs that stream several answers at once.
         """
         if new.thought:
             yield from self._write(

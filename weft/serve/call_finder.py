@@ -14,8 +14,10 @@ class Call(NamedTuple):
 
 
 class CallPiece(NamedTuple):
-    """A streamed piece of tool call number ``number`` (from 0): further text of its arguments, which are JSON.
-    ``name``: the name of the tool in the call's first piece, None in its other pieces.
+    """A new piece of a tool call in a stream.
+
+    ``number``: number of the call in its answer, from 0. ``name``: name of the tool in the call's first piece, None in
+    its other pieces. ``arguments``: further text of the call's arguments, which are JSON.
     """
 
     number: int
@@ -24,8 +26,10 @@ class CallPiece(NamedTuple):
 
 
 class AnswerEnd(NamedTuple):
-    """The end of an answer. ``text`` and ``calls``: the rest of its text and of its tool calls, which had been held
-    back; ``finish``: the finish reason to report.
+    """The end of an answer.
+
+    ``text``, ``calls``: the rest of its text and of its tool calls, held back until it was clear which of both it is.
+    ``finish``: the finish reason to report.
     """
 
     text: str
@@ -62,8 +66,8 @@ class CallFinder:
         self._at = self._shown = 0
 
     def add(self, piece: str) -> tuple[str, list[CallPiece]]:
-        """Add a piece of the answer's text. Return the text that certainly belongs to no call, and the new pieces of
-        calls.
+        """Take a further ``piece`` of the answer's text. Return the text that certainly belongs to no call, and a list
+        of the new pieces of calls.
         """
         self.kept += piece
         text = "" if self._reached else self._before()
@@ -129,7 +133,8 @@ class CallFinder:
 
     def end(self, finish: str) -> AnswerEnd:
         """End the answer, whose generation has ended for the reason ``finish``: "stop" or "length". Return the text and
-        the calls that were held back, and the reason to report: "tool_calls" if the answer ends with a complete call.
+        the calls that were held back. The finish reason in the result is "tool_calls" if the answer ends with a
+        complete call.
         """
         pieces = list(self._news()) if self._reached else []
         if self.full:  # what stands behind the last call is left out

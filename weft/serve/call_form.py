@@ -26,13 +26,14 @@ _TOOL = {
 
 
 class WrittenCall(NamedTuple):
-    """A tool call in a text that may end in the middle of the call.
+    """A tool call that was found in a text, which may end in the middle of the call.
 
     Attributes:
-        ``name``: name of the tool as the model has written it, which may be no text; None while it is incomplete.
+        ``name``: name of the tool as the model has written it, which may be any JSON value; None while it is
+            incomplete.
         ``so_far``: text of the call's arguments up to now; None if it is not certain where they begin.
         ``arguments``: the complete arguments as JSON; None while they are incomplete.
-        ``end``: index of the text at which a complete call ends.
+        ``end``: index in the text behind the complete call.
     """
 
     name: Any
@@ -95,22 +96,22 @@ class ObjectCalls(_Written):
         return self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
-        """Return whether ``text``, the beginning of an answer, starts with a tool call, if calls have no opening text:
-        whether it starts with a brace. ``names``: as in :meth:`NamedCalls.begins`, and not used here.
+        """Return whether ``text``, the beginning of an answer, starts with a tool call. Used only if no text stands
+        before calls; then a call starts with a brace. ``names``: not used in this form.
         """
         return text.startswith("{")
 
     def skipped(self, text: str, at: int) -> int:
-        """Return the index of ``text`` behind the separators at index ``at``, which stand before, between and after
-        calls.
+        """Return the index in ``text`` behind the separators that begin at index ``at``. Separators stand before,
+        between and after calls.
         """
         match = self._between.match(text, at)
         assert match is not None  # it can be nothing
         return match.end()
 
     def read(self, text: str, at: int) -> WrittenCall | None:
-        """Return the call in ``text`` that follows the separators at index ``at``. The call may be incomplete. None if
-        no call follows.
+        """Return the call in ``text`` that follows the separators at index ``at``, complete or not. Return None if no
+        call follows.
         """
         start = self.skipped(text, at)
         if not text.startswith("{", start):
@@ -177,8 +178,8 @@ class NamedCalls(_Written):
         return tag[0] if tag else self.opening
 
     def begins(self, text: str, names: Collection[str] | None) -> bool | None:
-        """Return whether an answer starts with a call of one of ``names`` that has no opening text. ``text``: the
-        beginning of the answer. None: it is too short to decide.
+        """Return whether ``text``, the beginning of an answer, starts with a call of one of ``names``. Used only if no
+        text stands before calls. Return None if ``text`` is too short to decide.
         """
         words = "".join(text.split())
         heads = ["".join(f"{name}{self.middle}{{".split()) for name in names or ()]
@@ -187,13 +188,15 @@ class NamedCalls(_Written):
         return None if any(head.startswith(words) for head in heads) else False
 
     def skipped(self, text: str, at: int) -> int:
-        """Return the index of ``text`` behind the separators at index ``at``, which stand after calls."""
+        """Return the index in ``text`` behind the separators that begin at index ``at``. Separators stand after
+        calls.
+        """
         match = self._after.match(text, at)
         assert match is not None  # it can be nothing
         return match.end()
 
     def read(self, text: str, at: int) -> WrittenCall | None:
-        """Return the call that begins at index ``at`` of ``text``, which may be incomplete; None if no call begins
+        """Return the call that begins at index ``at`` of ``text``, complete or not. Return None if no call begins
         there.
         """
         head = (self._further if at else self._first).match(text, at)

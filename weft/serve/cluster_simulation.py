@@ -35,8 +35,14 @@ NOTICED = 2.0
 
 
 class ClusterRequest(NamedTuple):
-    """A request of a load: it asks for ``tokens`` tokens after ``prompt``, at ``time`` seconds, or when all requests
-    with the indices ``after`` have ended, if that is later. ``workflow``: the job of which it is a stage.
+    """A request of a simulated load.
+
+    Attributes:
+        ``time``: earliest arrival, in seconds from the load's beginning.
+        ``prompt``: token ids of the prompt.
+        ``tokens``: number of tokens to generate.
+        ``workflow``: the job of which the request is a stage; None: of none.
+        ``after``: indices of requests in the load that must have ended before this one arrives.
     """
 
     time: float
@@ -54,9 +60,9 @@ class SimulatedEngine:
         ``name``: its name, as dispatch policies see it.
         ``scheduler``: its scheduler, which must be new.
         ``curve``: returns the seconds of a step.
-        ``role``: ``prefill`` for prompts up to their first token, ``decode`` for requests that were handed over, or
+        ``role``: ``prefill`` for prompts up to their first token, ``decode`` for requests after their first token, or
             ``any`` for whole requests.
-        ``fails``: when the engine fails, in seconds; it never comes back.
+        ``fails``: when the engine fails for good, in seconds from the load's beginning.
     """
 
     name: str
@@ -67,8 +73,10 @@ class SimulatedEngine:
 
 
 class BlockLink(NamedTuple):
-    """How cache blocks get from an engine to another: ``latency`` in seconds, ``rate`` in bytes per second.
-    ``token_bytes``: bytes of a token's keys and values over all layers.
+    """Speed at which cache blocks travel from one engine to another.
+
+    ``latency``: seconds of a transfer beside its bytes. ``rate``: bytes per second. ``token_bytes``: bytes of a token's
+    keys and values over all layers.
     """
 
     latency: float
@@ -124,8 +132,10 @@ class _Engine:
 
 
 class ClusterSimulation:
-    """Plays ``load`` on ``engines``. ``dispatch``: chooses the engine of a new request, and of a request that is handed
-    over. ``link``: needed by engines of the role ``prefill``.
+    """Simulates how ``engines`` answer ``load``.
+
+    ``dispatch``: chooses the engine for a new request, and for one that leaves an engine of the role ``prefill``.
+    ``link``: speed of the transfers then; None: there is no such engine.
 
     Raises :class:`WeftError` if no engine of the cluster can take a request.
     """
@@ -163,7 +173,7 @@ class ClusterSimulation:
                 self._at(engine.setup.fails, self._fail, engine)
 
     def run(self) -> list[SimulatedRequest]:
-        """Play all events; return what has become of each request."""
+        """Simulate the whole load. Return a list of what has become of each request, in the order of the load."""
         while self._events:
             self.now, _, action = heapq.heappop(self._events)
             action()
@@ -371,6 +381,10 @@ def simulate_cluster(
     dispatch: DispatchPolicy = freest,
     link: BlockLink | None = None,
 ) -> list[RequestOutcome]:
-    """Simulate ``load`` on ``engines`` as :class:`ClusterSimulation` does; return the outcome of each request."""
+    """Simulate how ``engines`` answer ``load``; return a list of the outcome of each request, in the order of the load.
+
+    ``dispatch``: chooses the engine for a new request, and for one that leaves an engine of the role ``prefill``.
+    ``link``: speed of the transfers then; None: there is no such engine.
+    """
     played = ClusterSimulation(engines, load, dispatch, link).run()
     return [request.outcome for request in played]

@@ -91,12 +91,12 @@ def check_head(lines: list[bytearray], size: int) -> None:
 
 
 class GuardedProtocol(H11Protocol):
-    """A connection of uvicorn's with time limits. ``most``: largest number of such connections at a time; ``given``,
+    """A connection of uvicorn's with time limits. ``most``: largest number of such connections at a time. ``given``,
     ``more``: arguments of uvicorn's own class.
 
-    ``waits`` says what the connection waits for: ``head`` or ``body`` of a request, ``rest`` of a body whose request
-    has been answered, ``end`` of a client that has been refused, ``idle`` for a further request, or "" while a request
-    is being answered.
+    The attribute ``waits`` says what the connection waits for, which has its own limit: ``head`` or ``body`` of a
+    request, ``rest`` of a body whose request has been answered, or ``end``, until a refused client closes the
+    connection. ``idle`` means that it waits for a further request, and "" that a request is being answered.
     """
 
     def __init__(self, *given: Any, most: int, **more: Any) -> None:
@@ -166,8 +166,8 @@ class GuardedProtocol(H11Protocol):
         return False
 
     def refuse(self, status: int, message: str) -> None:
-        """Answer an incomplete request with the HTTP ``status`` and an error ``message``, unless an answer is being
-        sent, and end the connection.
+        """End the connection, whose request is incomplete. The client gets the HTTP ``status`` and the error
+        ``message``, unless a part of an answer has been sent already.
         """
         cycle, conn = self.cycle, self.conn
         answering = cycle is not None and not cycle.response_complete

@@ -16,8 +16,17 @@ COLUMNS = ("engine", "state", "writing", "waiting", "blocks", "tokens/s", "lost 
 
 
 class EngineRow(NamedTuple):
-    """An engine at one moment. ``state``: "ready" or "draining"; ``running`` and ``waiting``: answers; ``used``: cache
-    blocks in use, of ``blocks``; ``tokens``: tokens written so far; ``preemptions``: how often requests lost blocks.
+    """An engine at one moment, as the table shows it.
+
+    Attributes:
+        ``name``: the engine's name; "" for the only engine of a server.
+        ``state``: "ready", or "draining" if it takes no new requests.
+        ``running``: answers that it writes.
+        ``waiting``: answers that wait there.
+        ``used``: cache blocks in use.
+        ``blocks``: all its cache blocks.
+        ``tokens``: tokens written so far.
+        ``preemptions``: how often requests have lost their blocks so far.
     """
 
     name: str
@@ -84,8 +93,10 @@ def read_engines(url: str) -> Snapshot:
 
 
 def table_rows(now: Snapshot, before: Snapshot | None) -> list[Sequence[str]]:
-    """Return the cells of the table, a row for each engine and one for all. ``before``: an earlier moment, from which
-    tokens per second are counted; None: they are not known yet.
+    """Return the rows of the table, each a sequence of cells: one row per engine and one for all together.
+
+    ``now``: the engines now. ``before``: the engines at an earlier moment, since which tokens per second are counted;
+    None: no tokens per second are shown.
     """
     earlier = {row.name: row.tokens for row in before.engines} if before else {}
     seconds = max(1e-9, now.time - before.time) if before else 1.0

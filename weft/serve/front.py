@@ -77,9 +77,10 @@ def front_of(
     drain: float = 30,
     connections: int = 1024,
 ) -> Front:
-    """Return the front that serves ``server`` to the requests that ``rules`` accept. ``warn``: called with warnings;
-    ``drain``: seconds that answers may continue at shutdown; ``connections``: largest number of connections at a time,
-    see :func:`room_for`.
+    """Return the front that serves ``server`` to the requests that ``rules`` accept.
+
+    ``warn``: called with warnings. ``drain``: seconds that answers may continue at shutdown. ``connections``: largest
+    number of connections at a time, which is lowered if the system allows fewer open files.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     # Connections stay open longer than clients and proxies keep them, so that none closes on a question.

@@ -29,12 +29,14 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True)
 class GateRules:
-    """Rules about which requests a server accepts. ``loopback``: the server listens on this computer only, and accepts
-    only this computer's names as ``Host``.
+    """Rules about which requests a server accepts, by the headers ``Host`` and ``Origin``.
 
-    ``hosts``: further accepted host names; ``*`` accepts all, ``*.example.com`` all below that name. Without any, a
-    server that is not a loopback server accepts every name. ``origins``: other web sites whose pages may send requests;
-    ``*`` stands for all.
+    Attributes:
+        ``loopback``: whether the server listens on this computer only. It then accepts only this computer's names as
+            ``Host``.
+        ``hosts``: further accepted host names; ``*`` accepts all, ``*.example.com`` all below that name. Without any, a
+            server that is not a loopback server accepts every name.
+        ``origins``: other web sites whose pages may send requests; ``*`` stands for all.
     """
 
     loopback: bool = False
@@ -58,8 +60,8 @@ class GateRules:
         return listed or is_loopback(name) or name == address
 
     def takes_origin(self, origin: str, host: str) -> bool:
-        """Return whether a web page of ``origin`` may send requests to the server, which the page addresses as
-        ``host``.
+        """Return whether a web page from the site ``origin`` may send requests to the server. ``host``: the server's
+        name in the page's request; pages of the server itself are accepted.
         """
         return (
             self.shares(origin)
@@ -74,10 +76,11 @@ class GateRules:
 def gate_rules(
     address: str, hosts: Sequence[str] = (), origins: Sequence[str] = ()
 ) -> GateRules:
-    """Return the rules for a server that listens at ``address``. ``hosts``, ``origins``: the values of
-    ``--allowed-hosts`` and ``--cors``.
+    """Return the rules for a server that listens at ``address``.
 
-    Each value may be several, separated by commas. Raises :class:`UsageError` for a value that no request can have.
+    ``hosts``: accepted host names, from ``--allowed-hosts``. ``origins``: other web sites whose pages may send
+    requests, from ``--cors``. Each value may be several, separated by commas. Raises :class:`UsageError` for a value
+    that no request can have.
     """
     names, sites = (
         [value.strip().lower() for word in words for value in word.split(",")]

@@ -47,15 +47,17 @@ def outside_strings(body: bytes) -> np.ndarray:
 
 
 class TokenLimit(NamedTuple):
-    """The largest number of ``tokens`` of a text. ``whose``: what sets this limit, in the words of an error line."""
+    """The largest number of ``tokens`` that a text may have. ``whose``: what sets this limit, such as "the cache", for
+    an error line.
+    """
 
     tokens: int
     whose: str  # "the model's context"
 
 
 class TooManyTokens(UsageError):
-    """Error for a text of at least ``tokens`` tokens, which is more than ``limit`` allows. ``beside``: words about what
-    else takes tokens.
+    """Error for a text of at least ``tokens`` tokens, which is more than ``limit`` allows. ``beside``: phrase that
+    follows the number in the error line and says what else takes tokens, such as the answer; empty: nothing else.
     """
 
     def __init__(self, tokens: int, limit: TokenLimit, beside: str = "") -> None:

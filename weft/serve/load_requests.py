@@ -53,8 +53,8 @@ class RequestOutcome:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """Values of each latency metric for this request, in seconds: ``ttft``, ``tpot``, ``itl`` (one value per gap)
-        and ``e2el``.
+        """Values of each latency metric for this request, in seconds, by its name: ``ttft`` (time to the first token),
+        ``tpot`` (mean time per further token), ``itl`` (each gap between two tokens) and ``e2el`` (time to the end).
         """
         ttft, e2el = self.times[0] - self.began, self.end - self.began
         tpot = (
@@ -72,11 +72,10 @@ class RequestOutcome:
 def random_requests(
     count: int, prompt: int, answer: int, ratio: float, prefix: int, seed: int
 ) -> list[LoadRequest]:
-    """Return ``count`` requests of random ids below 256, which every vocabulary has, after a common prefix of
-    ``prefix`` ids.
+    """Return a list of ``count`` requests, whose prompts are random ids below 256, which every vocabulary has.
 
-    Prompt and answer lengths are drawn uniformly from ``prompt`` and ``answer`` tokens, plus or minus the share
-    ``ratio``.
+    ``prompt``, ``answer``: mean numbers of tokens. Lengths are drawn uniformly from these, plus or minus the share
+    ``ratio``. ``prefix``: number of ids with which all prompts begin.
     """
     random = Random(seed)
 
@@ -143,11 +142,16 @@ def make_requests(
     prefix: int,
     seed: int,
 ) -> list[LoadRequest]:
-    """Return ``count`` requests of the data set named ``dataset``. Raises :class:`UsageError` for unknown names and
-    missing files.
+    """Return a list of ``count`` requests of the data set named ``dataset``. Raises :class:`UsageError` for unknown
+    names and missing files.
 
-    ``path``: the file of a data set that is read from one. ``prompt``, ``answer``, ``ratio``, ``prefix``: see
-    :func:`random_requests`.
+    Args:
+        ``path``: the file of a data set that is read from one.
+        ``prompt``: mean tokens of a random prompt.
+        ``answer``: mean tokens to generate.
+        ``ratio``: share by which random lengths may differ from these means.
+        ``prefix``: number of ids with which all random prompts begin.
+        ``seed``: seed of the random numbers.
     """
     if dataset == "random":
         return random_requests(count, prompt, answer, ratio, prefix, seed)
@@ -195,8 +199,11 @@ def read_percentiles(words: str) -> list[float]:
 def arrival_pauses(
     count: int, rate: float, burstiness: float, seed: int
 ) -> list[float]:
-    """Draw ``count`` pauses between arrivals, in seconds, for ``rate`` requests per second. They are gamma distributed;
-    with ``burstiness`` 1 the arrivals are a Poisson process.
+    """Return a list of ``count`` random pauses between arrivals, in seconds, for a mean of ``rate`` requests per
+    second.
+
+    Pauses are gamma distributed. ``burstiness``: shape of the distribution; with 1 the arrivals are a Poisson process,
+    below 1 they come in bursts.
     """
     random = Random(seed)
     return [
@@ -213,9 +220,11 @@ def latency_statistics(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return statistics of the requests' ``outcomes`` in a load that took ``seconds``, under vLLM's names, with times
-    in milliseconds. ``percentiles``: percentiles of each metric that are computed, from 0 to 100. ``limits``: largest
-    milliseconds by metric, for goodput.
+    """Return statistics of the requests' ``outcomes`` under the names of ``vllm bench serve``. Times are in
+    milliseconds.
+
+    ``seconds``: duration of the load. ``percentiles``: percentiles of each metric to compute, from 0 to 100.
+    ``limits``: largest milliseconds by metric; requests within all of them count in the goodput.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
     prompt, written = (

@@ -31,8 +31,8 @@ class TimedRequest(NamedTuple):
 
 
 def work_of(step: ScheduledStep) -> list[float]:
-    """Return the work of an engine step, in which its time is linear: the numbers of its tokens, requests, logit rows,
-    keys that are read, and products of queries and keys, after a constant 1.
+    """Return a list of six numbers on which the time of ``step`` depends linearly: 1, tokens, requests, rows of logits,
+    keys that are read, and products of queries and keys.
     """
     ends = [
         (tokens, request.computed + tokens) for request, tokens in step.work.items()
@@ -50,8 +50,9 @@ def work_of(step: ScheduledStep) -> list[float]:
 
 
 class Curve:
-    """Predicts the seconds of an engine step as a linear function of its work (:func:`work_of`). ``samples``: pairs of
-    a step's work and its measured seconds, to which the function is fitted.
+    """Predicts the seconds of an engine step as a linear function of its work, the six numbers of :func:`work_of`.
+
+    ``samples``: measured steps to which the function is fitted, as pairs of work and seconds.
     """
 
     def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:

@@ -23,10 +23,11 @@ _TEXTS["refusal"] = "refusal"
 
 
 def read_live(messages: Sequence[Any]) -> list[Message]:
-    """Convert ``messages`` to the form of chat templates. Raises :class:`UsageError` for an invalid message.
+    """Convert the ``messages`` of a request to the form that chat templates read. Raises :class:`UsageError` for an
+    invalid message.
 
-    Contents become texts. Arguments of calls become objects, or text if they are no JSON object, as in calls that were
-    cut.
+    The content of each message becomes a text. Arguments of tool calls become objects. Arguments that are no JSON
+    object, as of a call that was cut off, stay text.
     """
     return [
         _message(without_marks(message), number)
@@ -122,10 +123,10 @@ def _calls(calls: Any, name: str) -> list[Message]:
 
 
 def arguments_of(given: Any) -> Any:
-    """Convert the arguments of a tool call to an object (a dictionary), also from JSON text that is encoded twice.
+    """Return the arguments of a tool call as a dictionary. ``given``: a dictionary, or its JSON text, also if that is
+    encoded twice.
 
-    Missing arguments (None, ``null`` or blank text) become an empty object. All other arguments that are no object are
-    returned unchanged.
+    Missing arguments (None, ``null`` or blank text) become an empty dictionary. All others are returned unchanged.
     """
     value = given
     for _ in range(3):

@@ -40,7 +40,11 @@ Embed = Callable[[str], Awaitable[torch.Tensor]]
 
 @dataclass(frozen=True)
 class ModelRule:
-    """What the ``model`` is for: texts with any of ``words`` or the ``pattern``, or near to ``examples``."""
+    """Which texts the model named ``model`` answers.
+
+    ``words``: texts with any of these words. ``pattern``: texts that match this regular expression. ``examples``: texts
+    that are near to these in meaning.
+    """
 
     model: str
     words: tuple[str, ...] = ()
@@ -49,9 +53,9 @@ class ModelRule:
 
     @cached_property
     def expressions(self) -> list[re.Pattern[str]]:
-        """The regular expressions that texts for the model match.
+        """A list of regular expressions; a text that any of them finds is for this model.
 
-        Raises :class:`UsageError` for a pattern that is none.
+        Raises :class:`UsageError` for a ``pattern`` that is no regular expression.
         """
         words = "|".join(map(re.escape, self.words))
         patterns = [rf"(?i)(?<!\w)(?:{words})(?!\w)"] if words else []
@@ -65,11 +69,14 @@ class ModelRule:
 
 @dataclass(frozen=True)
 class ChoiceSettings:
-    """Settings of the choice among models, as a file gives them.
+    """Settings of the choice of a model for each text.
 
-    ``rules``: what each model is for, in order. ``general``: the model for all other texts; "": the base.
-    ``embedding``: the model that embeds texts; "": the base. ``least`` and ``margin``: how near a text must be to a
-    model's examples, and how much nearer than to any other model's (cosine similarity).
+    Attributes:
+        ``rules``: what each model is for; the first one that matches counts.
+        ``general``: name of the model for all other texts; "": the base.
+        ``embedding``: the model that embeds texts; "": the base.
+        ``least``: least cosine similarity of a text to a model's examples for which the model is chosen.
+        ``margin``: by how much this similarity must be above that to any other model's examples.
     """
 
     rules: tuple[ModelRule, ...]
@@ -105,7 +112,9 @@ def read_choice_settings(where: Path, folders: Collection[Path] = ()) -> ChoiceS
 
 
 def parsed_choice(where: Path, content: dict[str, Any]) -> ChoiceSettings:
-    """Return the settings in ``content``, that of the file ``where``. Raises :class:`UsageError` for wrong ones."""
+    """Return the settings in ``content``, the parsed file at ``where``. Raises :class:`UsageError` for wrong
+    settings.
+    """
 
     def checked(given: Any, kinds: Mapping[str, type], inside: str) -> dict[str, Any]:
         if not isinstance(given, dict):
@@ -138,10 +147,10 @@ def parsed_choice(where: Path, content: dict[str, Any]) -> ChoiceSettings:
 
 
 class ModelChoice:
-    """Chooses the model for a text by ``settings``. ``base``: the base's name, ``names``: those of all other models;
-    ``embedded``: returns the embedding of a text, ``[embed]``.
+    """Chooses the model that answers a text, by ``settings``.
 
-    Raises :class:`UsageError` for settings about models that are not served.
+    ``base``: name of the base model. ``names``: names of all other models that are served. ``embedded``: returns the
+    embedding ``[embed]`` of a text. Raises :class:`UsageError` for settings about models that are not served.
     """
 
     def __init__(

@@ -32,10 +32,10 @@ ENOUGH = 0.9
 
 
 class EngineLayout(NamedTuple):
-    """A way to run an engine whose step times are known.
+    """A way to run an engine, for which the step times are known.
 
     Attributes:
-        ``name``: such as ``tp=2``; empty for a single rank.
+        ``name``: the layout, such as ``tp=2``; empty for a single rank.
         ``devices``: number of devices of an engine.
         ``curve``: returns the seconds of a step.
         ``cache``: tokens that the cache holds; 0 if the weights do not fit.
@@ -59,7 +59,9 @@ class EngineGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """Either ``mixed`` engines, which answer whole requests, or engines for ``prefill`` and ``decode``."""
+    """Which engines serve a model: either ``mixed`` engines, which answer whole requests, or ``prefill`` engines for
+    prompts and ``decode`` engines for the tokens after the first one.
+    """
 
     mixed: EngineGroup | None = None
     prefill: EngineGroup | None = None
@@ -67,7 +69,7 @@ class EnginePlacement:
 
     @property
     def groups(self) -> dict[str, EngineGroup]:
-        """The engines by role."""
+        """The groups of engines by role: "any" for whole requests, "prefill" and "decode"."""
         every = {"any": self.mixed, "prefill": self.prefill, "decode": self.decode}
         return {role: group for role, group in every.items() if group is not None}
 
@@ -85,26 +87,30 @@ class EnginePlacement:
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """Most seconds to the first token, and per further token (mean of a request)."""
+    """Limits of latency that a service is to meet.
+
+    ``ttft``: most seconds to the first token of a request. ``tpot``: most seconds per further token, as a mean of a
+    request.
+    """
 
     ttft: float
     tpot: float
 
     @property
     def milliseconds(self) -> dict[str, float]:
-        """The limits as :func:`latency_statistics` takes them."""
+        """The limits in milliseconds, under the keys "ttft" and "tpot"."""
         return {"ttft": 1000 * self.ttft, "tpot": 1000 * self.tpot}
 
 
 @dataclass(frozen=True)
 class PlacedLoad:
-    """How a placement answers a load.
+    """How well a placement answers a load.
 
     Attributes:
         ``placement``: the engines.
-        ``share``: share of the requests within all limits; 0 for a placement that was not played.
+        ``share``: share of the requests within all limits; 0 if the placement was not simulated.
         ``goodput``: requests per second within all limits.
-        ``figures``: statistics under the names of :func:`latency_statistics`; empty if it was not played.
+        ``figures``: latency statistics, as of :func:`latency_statistics`; empty if the placement was not simulated.
         ``reason``: why the placement is good or bad.
     """
 
@@ -117,14 +123,16 @@ class PlacedLoad:
 
 @dataclass(frozen=True)
 class PlacementSearch:
-    """A search over placements of engines with one of ``layouts`` on at most ``devices`` devices.
+    """A search for the engines that serve a load best.
 
     Attributes:
-        ``limits``: of the service.
-        ``link``: between engines of different roles; None: engines answer whole requests only.
-        ``most``: answers that an engine writes at a time.
+        ``layouts``: ways to run an engine.
+        ``devices``: most devices of all engines together.
+        ``limits``: latencies that the service is to meet.
+        ``link``: speed of transfers between prefill and decode engines; None: engines answer whole requests only.
+        ``most``: most answers that an engine writes at a time.
         ``policy``: schedules the steps of an engine.
-        ``dispatch``: chooses engines.
+        ``dispatch``: chooses the engine of each request.
     """
 
     layouts: Sequence[EngineLayout]
@@ -136,7 +144,7 @@ class PlacementSearch:
     dispatch: DispatchPolicy = freest
 
     def engines(self, placement: EnginePlacement) -> list[SimulatedEngine]:
-        """Return the engines of a placement, new."""
+        """Return a list of newly built simulated engines for ``placement``."""
         engines = []
         for role, group in placement.groups.items():
             for number in range(group.engines):
@@ -150,7 +158,7 @@ class PlacementSearch:
     def play(
         self, placement: EnginePlacement, load: Sequence[TimedRequest]
     ) -> PlacedLoad:
-        """Simulate ``load`` on a placement."""
+        """Simulate ``load`` on the engines of ``placement``; return how well they answer it."""
         requests = [ClusterRequest(*each) for each in load]
         outcomes = simulate_cluster(
             self.engines(placement), requests, self.dispatch, self.link
@@ -170,11 +178,12 @@ class PlacementSearch:
         return PlacedLoad(placement, share, share * offered, reason, figures)
 
     def search(self, load: Sequence[TimedRequest]) -> list[PlacedLoad]:
-        """Return the placements that were looked at, best first: those that serve :data:`ENOUGH` of ``load`` within the
-        limits, with fewest devices, then the others by goodput.
+        """Return a list of the placements that were simulated, best first. First come those that answer a share
+        :data:`ENOUGH` of ``load`` within the limits, those with fewest devices at the front. The others follow by
+        goodput.
 
-        Each kind of placement begins with as many engines as the load needs at least, and grows by an engine where it
-        misses a limit most, until it serves enough or there are no more devices.
+        The search begins with as many engines of each role as the load needs at least. It adds an engine where a limit
+        is missed most, until the share is reached or all devices are used.
         """
         needs = [LayoutNeeds.of(self, layout, load) for layout in self.layouts]
         able = [need for need in needs if not need.reason]
@@ -226,12 +235,14 @@ class PlacementSearch:
 
 @dataclass(frozen=True)
 class LayoutNeeds:
-    """How many engines of a layout a load needs at least, by the seconds that its work takes them.
+    """How many engines of a layout a load keeps busy. A placement needs at least as many.
 
     Attributes:
         ``layout``: the layout.
-        ``prefill``, ``decode``, ``both``: engines that are kept busy by all prompts, by all new tokens, and by both.
-        ``reason``: why no such engine can serve the load, or an empty text.
+        ``prefill``: engines that all prompts keep busy.
+        ``decode``: engines that all further tokens keep busy.
+        ``both``: engines that the whole load keeps busy.
+        ``reason``: why engines of this layout cannot serve the load, or an empty text.
     """
 
     layout: EngineLayout
@@ -244,7 +255,9 @@ class LayoutNeeds:
     def of(
         cls, search: PlacementSearch, layout: EngineLayout, load: Sequence[TimedRequest]
     ) -> "LayoutNeeds":
-        """Compute the needs of ``load``, from steps with one prompt, and with as many texts as the limits allow."""
+        """Return the needs of ``load`` for engines of ``layout``. They follow from the time of a step with one prompt,
+        and of a step with as many texts as the limits of ``search`` allow.
+        """
         prompt = round(sum(len(each.prompt) for each in load) / len(load))
         longest = max(len(each.prompt) + each.tokens for each in load)
         if layout.cache < longest:
@@ -299,10 +312,10 @@ def _rank(placed: PlacedLoad) -> tuple[float, float]:
 
 
 class PlacementWatch:
-    """Says when another placement serves the recent load better, as the load drifts.
+    """Watches whether another placement serves the recent load better, as the load changes with time.
 
-    A placement must be better than the ``current`` one by ``margin``, a share of the goodput, for ``windows`` windows
-    of requests in a row, so that a placement is not changed for a short while.
+    ``current``: the placement in use. ``margin``: share by which the goodput of another one must be higher.
+    ``windows``: number of looks in a row at which it must be higher, so that a short peak changes nothing.
     """
 
     def __init__(
@@ -317,8 +330,10 @@ class PlacementWatch:
         self._better: list[EnginePlacement] = []
 
     def look(self, window: Sequence[TimedRequest]) -> EnginePlacement | None:
-        """Return a better placement than the current one, which it then replaces, or None. ``window``: the recent
-        requests in the order of their arrival.
+        """Return a better placement, which from then on counts as the current one. Return None if the current one
+        stays.
+
+        ``window``: the recent requests in the order of their arrival.
         """
         now = self.search.play(self.current, window)
         best = self.search.search(window)[0]

@@ -24,8 +24,10 @@ Build = Callable[[str, int], Engine]
 
 
 class Candidate(NamedTuple):
-    """A scheduling ``policy``, a word of ``--policy``, with a token ``budget`` per step. ``figures``: the simulated
-    statistics of a load under both, under the names of ``vllm bench serve``.
+    """A scheduling policy with a token budget, and how well both answer a load.
+
+    ``policy``: word of ``--policy``. ``budget``: most tokens of a step. ``figures``: simulated statistics, under the
+    names of ``vllm bench serve``.
     """
 
     policy: str
@@ -59,8 +61,10 @@ def split_load(
 
 
 def time_steps(build: Build, load: Sequence[TimedRequest]) -> Curve:
-    """Measure the step times of an engine on ``load``, and fit a curve to them. The requests run one by one, all at
-    once, and all at once in small chunks. ``build``: makes the engine of a policy and a budget.
+    """Measure the step times of an engine on ``load``, and fit a curve to them. ``build``: makes an engine of a policy
+    and a budget.
+
+    The requests run three times: one by one, all at once, and all at once in small chunks.
     """
     # in small chunks, where there is such a policy
     small = [*compared_policies(), EXACT_FILL][1]
@@ -81,9 +85,11 @@ def play_candidate(
     build: Build, policy: str, budget: int, load: Sequence[TimedRequest], curve: Curve, percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> Candidate:  # fmt: skip
-    """Simulate ``load`` with a scheduling ``policy`` and a token ``budget`` per step, and return their statistics.
-    ``build``: makes an engine of both; ``curve``: predicts step times; ``percentiles``, ``limits``: as in
-    :func:`latency_statistics`.
+    """Simulate ``load`` with the scheduling policy ``policy`` and ``budget`` tokens per step. Return both with their
+    statistics.
+
+    ``build``: makes an engine of a policy and a budget. ``curve``: predicts step times. ``percentiles``: percentiles of
+    each metric to compute. ``limits``: largest milliseconds by metric, for goodput.
     """
     outcomes = simulate_load(build(policy, budget).scheduler, load, curve)
     return Candidate(
@@ -102,11 +108,13 @@ def compare_policies(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> list[Candidate]:
-    """Simulate ``load`` with every candidate, a policy with a token budget, and return the candidates, best first. They
-    are ordered by requests per second within all limits, then by the mean time of an answer.
+    """Simulate ``load`` with every policy and several token budgets. Return a list of the candidates, best first: by
+    requests per second within all limits, then by the mean time of an answer.
 
-    Of candidates with equal results only that with the smallest budget is kept. ``build``, ``curve``, ``percentiles``,
-    ``limits``: as in :func:`play_candidate`.
+    Of candidates with equal results only the one with the smallest budget is kept.
+
+    ``build``: makes an engine of a policy and a budget. ``curve``: predicts step times. ``percentiles``: percentiles of
+    each metric to compute. ``limits``: largest milliseconds by metric, for goodput.
     """
     candidates: list[Candidate] = []
     for policy, budget in product(compared_policies(), BUDGETS):
@@ -131,12 +139,14 @@ def highest_rate(
     curve: Curve,
     limits: Mapping[str, float],
 ) -> float:
-    """Return the highest rate, in requests per second and to within 3 %, at which a share :data:`SHARE` of the requests
-    of ``load`` meets all ``limits``. ``best``: the policy and budget to simulate. ``build``, ``curve``: as in
-    :func:`play_candidate`.
+    """Return the highest rate, in requests per second and to within 3 %, at which nine tenths of the requests of
+    ``load`` meet all ``limits``. Requests keep their order and their relative pauses.
 
-    The rate is 0 if a single request does not meet the limits, and infinity if all of ``load`` may arrive at once.
-    Requests keep their order and their relative pauses.
+    ``build``: makes an engine of a policy and a budget. ``best``: policy and budget to simulate. ``curve``: predicts
+    step times. ``limits``: largest milliseconds by metric.
+
+    The rate is 0 if the limits are missed even when requests come one by one. It is infinite if all requests may arrive
+    at once.
     """
     whole = load[-1].time
 

@@ -76,7 +76,7 @@ class PromptEncoder:
 
     @cached_property
     def form(self) -> CallForm | None:
-        """The form in which the chat template writes tool calls; None if none is known."""
+        """How the chat template writes tool calls; None if that is not known."""
         return call_form(self.chat.template)
 
     def text(self, text: str, limit: TokenLimit | None) -> list[int]:
@@ -111,9 +111,9 @@ class Prompts:
     async def texts(
         self, texts: Texts, limit: TokenLimit | None = None
     ) -> list[list[int]]:
-        """Return the ids of prompt texts; prompts that are lists of ids stay as they are.
+        """Return a list of token ids for each of ``texts``. A prompt that is a list of ids already stays as it is.
 
-        Raises :class:`TooManyTokens` for a text with more than ``limit`` allows.
+        Raises :class:`TooManyTokens` for a text with more tokens than ``limit`` allows.
         """
         if not any(isinstance(text, str) for text in texts):
             return list(texts)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ class Prompts:
         return variables | without_marks(asked.chat_template_kwargs)
 
     async def form(self) -> CallForm | None:
-        """Return the form in which the chat template writes tool calls; None if none is known."""
+        """Return how the chat template writes tool calls; None if that is not known."""
         return await _run(self._short, lambda: self._short.form)
 
     async def grammar(self, language: Language) -> Grammar:

@@ -108,7 +108,10 @@ def shown_json(value: Any) -> str:
 
 
 class StreamOptions(RequestFields):
-    """Options of a stream. ``include_usage``: whether it ends with the numbers of tokens."""
+    """Options of a stream. ``include_usage``: whether the stream ends with the numbers of tokens.
+
+    ``include_obfuscation`` changes nothing. ``continuous_usage_stats`` must be false.
+    """
 
     include_usage: bool = False
     # padding against those who count bytes; a server of one's own needs none
@@ -117,7 +120,11 @@ class StreamOptions(RequestFields):
 
 
 class NamedSchema(RequestFields):
-    """A JSON schema with a name, in OpenAI's field ``response_format``."""
+    """A JSON schema with a name, in OpenAI's field ``response_format``.
+
+    ``schema_``: the schema; clients call the field ``schema``. ``name``, ``description`` and ``strict`` do not change
+    the answer.
+    """
 
     name: str
     description: str | None = None
@@ -126,7 +133,9 @@ class NamedSchema(RequestFields):
 
 
 class ResponseFormat(RequestFields):
-    """Form of an answer: any text, a JSON object, or JSON that meets a schema."""
+    """Form of an answer. ``type``: any text, any JSON object, or JSON that meets a schema. ``json_schema``: this
+    schema.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -141,7 +150,11 @@ class ResponseFormat(RequestFields):
 
 
 class StructuredOutputs(RequestFields):
-    """vLLM's field for constrained generation. Exactly one of its constraints may be set."""
+    """vLLM's field for constrained generation. Exactly one of the constraints may be set.
+
+    ``json_``: JSON schema of the answer; clients call the field ``json``. ``regex``: regular expression that the answer
+    matches. ``grammar``: grammar in Lark's notation.
+    """
 
     json_: Schema | None = Field(None, alias="json")
     regex: str | None = None
@@ -164,10 +177,11 @@ class Language(NamedTuple):
 
 
 class Modelled(RequestFields):
-    """A request to a model by its name, or without a name to the server's only model.
+    """Base of requests to a model.
 
-    ``NAMES``: the client's own names of fields, by the field names used here. ``PROMPT``: name of the field that the
-    model reads. ``IDLE``: further accepted fields, with the values under which they change nothing.
+    ``model``: the model's name; None: the server's only model. ``NAMES``: the client's own names of fields, by the
+    names of fields here. ``PROMPT``: name of the field with the text that the model reads. ``IDLE``: further fields
+    that are accepted, each with the value under which it changes nothing.
     """
 
     NAMES: ClassVar[dict[str, str]] = {}
@@ -183,10 +197,11 @@ class Modelled(RequestFields):
 
 
 class WorkflowStage(RequestFields):
-    """A request's place in a job of several requests (:class:`weft.generate.workflow.Workflow`).
+    """A request's place in a job of several requests.
 
-    ``deadline_ms``: milliseconds that are left for this stage and all ``remaining`` ones, from the arrival of the
-    request on; 0 or less if the deadline has passed.
+    ``id``: names the job; all its requests have the same. ``stage``: label of this stage. ``remaining``: labels of the
+    stages after it. ``deadline_ms``: milliseconds from the request's arrival to the end of the whole job; 0 or less if
+    the deadline has passed; None: no deadline.
     """
 
     id: str = Field(min_length=1, max_length=256)
@@ -262,7 +277,9 @@ class SamplingRequest(Modelled):
 
     @property
     def form_field(self) -> str:
-        """Name of the request field that sets :attr:`language`."""
+        """Name of the request field that may constrain the text: ``structured_outputs`` if it is set, else
+        ``response_format``.
+        """
         return "structured_outputs" if self.structured_outputs else "response_format"
 
     @property
@@ -342,7 +359,9 @@ class CompletionRequest(SamplingRequest):
 
 
 class Function(RequestFields):
-    """A function that the model may call. ``parameters``: JSON schema of its arguments; None: any object."""
+    """A function that the model may call. ``parameters``: JSON schema of its arguments; None: any object. ``strict``:
+    OpenAI's field of this name.
+    """
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -432,7 +451,7 @@ class Conversing(Modelled):
 
     @property
     def opens(self) -> bool:
-        """Whether the prompt opens the assistant's next turn."""
+        """Whether the prompt ends with the beginning of an assistant's message, which the model then writes."""
         return (
             not self.continue_final_message
             if self.add_generation_prompt is None
@@ -510,7 +529,7 @@ class EmbeddingRequest(Modelled):
 
 
 class Untokenized(Conversing):
-    """``POST /tokenize``: a text or a conversation to tokenize."""
+    """``POST /tokenize``: the text ``prompt`` or the conversation ``messages``, to be converted to token ids."""
 
     prompt: str | None = None
     messages: Annotated[list[Any], Field(min_length=1)] = Field([])

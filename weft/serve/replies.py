@@ -196,8 +196,8 @@ class Replies:
 
 
 class TextOffsets:
-    """Counts at which character of an answer's text each of its tokens begins, for the log-probabilities of
-    completions.
+    """Counts, for the log-probabilities of completions, at which character of an answer's text each of its tokens
+    begins.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

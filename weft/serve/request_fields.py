@@ -53,9 +53,10 @@ IDLE: Mapping[str, tuple[Sequence[Any], str]] = {
 
 
 class RequestFields(BaseModel):
-    """A JSON object that accepts only its declared fields: an ignored setting would mislead its sender.
+    """A JSON object that accepts only its declared fields. Others are refused, as a setting that is ignored would
+    mislead its sender.
 
-    A null field takes its default. Numbers must be finite.
+    A field that is null takes its default. Numbers must be finite.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -80,11 +81,11 @@ class RequestFields(BaseModel):
 def take_idle(
     given: Mapping[str, Any], declared: Collection[str], more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Split the fields of a request ``given`` in two: return the fields to be read, and the names of fields that do not
-    change the answer. ``declared``: names of the fields that a request may have.
+    """Split the request ``given`` in two: the fields to be read, and the names of fields that do not change the answer.
 
-    ``more``: further fields, with the values under which they do not change the answer. Raises ValueError for another
-    value of such a field. Unknown fields stay among those to be read, and are refused with them.
+    ``declared``: names of the fields that a request may have. ``more``: further fields, each with the value under which
+    it does not change the answer; another value raises ValueError. Unknown fields stay among those to be read, where
+    they are refused later.
     """
     rest, idle = dict[str, Any](), list[str]()
     known = HARMLESS | IDLE.keys() | more.keys()

@@ -16,7 +16,7 @@ log = logging.getLogger("weft.serve")
 
 
 class RequestReader:
-    """Reads the JSON of requests, and logs the name of each field that has no effect once."""
+    """Reads the JSON of requests. The name of a field that has no effect is logged when it comes for the first time."""
 
     def __init__(self) -> None:
         self.logged: set[str] = set()

@@ -140,9 +140,10 @@ def resident_models(
     thread: EngineThread, family: ModelFamily, members: Mapping[str, FamilyMember], room: Room, bound: float,
     most: int,
 ) -> ResidentModels:  # fmt: skip
-    """Return what lets ``members`` come into memory when requests name them, within ``room`` beside the base.
+    """Return the object that reads ``members`` into memory when requests name them.
 
-    ``bound``: seconds within which a request should begin; ``most``: requests that may wait. Raises
+    ``thread``: the engine that computes the models. ``family``: opens them. ``room``: how many may be in memory.
+    ``bound``: seconds within which a request should begin. ``most``: largest number of requests that wait. Raises
     :class:`UsageError` if the base alone leaves no room.
     """
     limit = room.models if room.nbytes is None else room.nbytes - family.nbytes

@@ -37,7 +37,9 @@ class ResponsesRequest(ChatRequest):
 
 
 def responses_as_chat(asked: Schema) -> Schema:
-    """Convert a body of ``/v1/responses`` to chat fields. Raises ValueError, with the field's name before a colon."""
+    """Convert the body ``asked`` of ``/v1/responses`` to the fields of an OpenAI chat request. Raises ValueError for a
+    wrong value, with the field's name before a colon.
+    """
     moved = (
         "input",
         "text",
@@ -77,8 +79,8 @@ def _included(asked: Schema) -> list[Any]:
 
 
 def nested(tool: Any) -> Any:
-    """Convert a tool, whose name stands beside its type here, to the form of chat requests, where it stands in
-    ``function``.
+    """Convert ``tool``, a tool of the Responses API, to the form of chat requests, in which name and parameters stand
+    in the field ``function``.
     """
     if not isinstance(tool, dict):
         return tool
@@ -166,8 +168,9 @@ class ResponseReplies:
             yield self._event(kind, response=self.response)
 
     def chunks(self, index: int, new: Answer, first: bool) -> Iterator[Schema]:
-        """Yield the events for ``new``, the part by which the answer has grown. ``index`` and ``first`` are those of
-        :meth:`Replies.chunks`; a response has one answer, so that both are not used.
+        """Yield the stream events for ``new``, the part by which the answer has grown.
+
+        ``index``, ``first``: not used. They are for APIs that stream several answers at once.
         """
         if new.thought:
             if not self.output:

@@ -206,7 +206,9 @@ class Server:
 
     @property
     def names(self) -> list[str]:
-        """What clients may call the model that is to answer."""
+        """List of the names by which clients can choose a model: the served model, its adapters, and "auto" if the
+        server chooses among models.
+        """
         return [self.name, *self.adapters, *([AUTO] if self.choice else [])]
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -338,7 +340,9 @@ class Server:
 
     @property
     def limit(self) -> TokenLimit:
-        """Largest number of tokens of a prompt and its answer together."""
+        """Largest number of tokens of a prompt and its answer together, and whether the cache or the model's context
+        sets it.
+        """
         cache = self.backend.facts.cache
         if self.context is None or self.context > cache:
             return TokenLimit(cache, "the cache")
@@ -604,7 +608,7 @@ def refused_for(asked: Modelled, field: str, why: str) -> Refusal:
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """Answer with an error; for an unexpected error the server also logs the traceback."""
+    """Return the response that tells the client of ``error``. The traceback of an unexpected error is logged, too."""
     refusal = refusal_of(error)
     again = refusal.status == 429 or refusal.code == NO_ENGINE
     headers = {"retry-after": "1"} if again else {}

@@ -30,8 +30,9 @@ LOAD = (
 
 
 class LoadCollector:
-    """Prometheus metrics of ``backend``: what it counts, and the load of every engine. Loads have the label ``engine``,
-    unless the engine is in this process and has no name.
+    """Collects Prometheus metrics of ``backend``: its counters, and the load of each of its engines.
+
+    Loads have the label ``engine``, unless the only engine is in this process and has no name.
     """
 
     def __init__(self, backend: Backend) -> None:

@@ -27,7 +27,7 @@ from weft.serve.resident_models import ResidentModels
 
 
 def engine_facts(engine: Engine) -> BackendFacts:
-    """Return what requests to ``engine`` are checked against."""
+    """Return the numbers against which requests to ``engine`` are checked, such as the size of its cache."""
     shape = engine.model.shape
     return BackendFacts(
         vocab=shape.vocab,
@@ -140,7 +140,9 @@ class Service:
 
 
 class Answers:
-    """The answers to requests that were submitted together, and the events of their tokens."""
+    """The answers to ``requests``, which are submitted together to ``service``, and the events of their tokens.
+    ``loop``: the event loop in which the caller waits for these.
+    """
 
     def __init__(
         self,

@@ -27,12 +27,13 @@ PATIENCE_S = 600.0
 
 
 def talk(speaker: Speaker, system: str = "") -> None:
-    """Hold a conversation: read the user's messages line by line, and print the assistant's answers as they are
-    written. ``speaker``: writes the answer to a conversation, piece by piece; ``system``: the system message. The
-    conversation ends with the input or with ``/quit``.
+    """Hold a conversation in the terminal: read the user's messages line by line, and print the answers as they are
+    written. It ends with the input or with ``/quit``.
+
+    ``speaker``: writes the answer to a conversation, piece by piece. ``system``: the system message, or "".
 
     In a terminal Ctrl-C stops an answer, whose beginning stays in the conversation, and an invalid line is reported and
-    skipped. In a pipe both end the command.
+    skipped. If the input is a pipe, either of these ends the command.
     """
     terminal = sys.stdin.isatty()
     said: Messages = []

@@ -37,9 +37,9 @@ def write_texts(
     asks: Sequence[TextRequest],
     done: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """Write the texts that ``asks`` describe, together, and return them in the same order.
+    """Generate the texts that ``asks`` describe, all at the same time, and return a list of them in the same order.
 
-    ``done``: called as each text ends, but not for a text that ends without a step because no token is asked for.
+    ``done``: called each time a text ends. It is not called for a text of which no token is asked for.
     """
     writers = {
         engine.submit(a.ids, a.most, a.how, a.stops)[0]: TextDecoder(tokenizer, a.until)
