@@ -40,8 +40,8 @@ HOOKS: dict[str, tuple[str, ...]] = {
 class Callback:
     """Base for callbacks of a plugin: each method does nothing, and a subclass overrides those that it needs.
 
-    ``after_step`` is called after every ``every``-th step. ``run`` in all methods is the
-    :class:`weft.train.callbacks.Running`, the run in progress.
+    ``every``: steps between two calls of :meth:`after_step`. The argument ``run`` of all methods is the run in
+    progress, a :class:`weft.train.callbacks.Running`.
     """
 
     every = 1
@@ -50,10 +50,10 @@ class Callback:
         """Called once, before the first step of the run."""
 
     def after_step(self, run: Any, result: Any) -> None:
-        """Called after a training step with its ``result``, such as loss and gradient norm."""
+        """Called after a training step. ``result``: loss, gradient norm and other values of the step."""
 
     def after_evaluation(self, run: Any, values: Mapping[str, float]) -> None:
-        """Called after an evaluation; ``values`` has the measured values by name."""
+        """Called after an evaluation. ``values``: the measured values by name."""
 
     def end(self, run: Any) -> None:
         """Called once, at the end of the run, when the last checkpoint is saved."""

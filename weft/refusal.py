@@ -44,10 +44,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Rule(Generic[A]):
-    """A rule that refuses a request if the condition ``meets`` is true.
+    """A rule that refuses requests whose settings cannot be combined.
 
-    ``meets`` is called with the settings. ``needs``: the attributes of the settings that the condition reads, separated
-    by spaces. ``why`` and ``remedy`` make the error line, in which ``{0}`` stands for the settings.
+    Attributes:
+        ``name``: the rule's name.
+        ``needs``: attributes of the settings that the condition reads, separated by spaces.
+        ``meets``: the condition; it gets the settings, and returns whether the request is refused.
+        ``why``: beginning of the error line, in which ``{0}`` stands for the settings.
+        ``remedy``: rest of this line, which says what the user can do.
     """
 
     name: str

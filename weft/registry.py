@@ -35,7 +35,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class About(TypedDict, total=False):
-    """Optional arguments of :func:`register`: the fields of :class:`Registered` of the same names."""
+    """Optional arguments of :func:`register`, which describe a technique.
+
+    Attributes:
+        ``settings``: section class with the fields that only this technique has.
+        ``rules``: what the technique cannot be combined with.
+        ``draws``: values of its settings that the fuzzer may draw, by name of the setting.
+        ``title``: the technique's name in the catalogue.
+        ``paper``: its source.
+        ``recipe``: recipe that shows it, with command-line options if necessary.
+        ``proof``: tests of it.
+        ``figure``: what was measured.
+    """
 
     settings: type[Section] | None
     rules: Sequence[Rule]
@@ -51,10 +62,12 @@ class About(TypedDict, total=False):
 class TechniqueKind:
     """A kind of technique, such as optimizers or schedules.
 
-    ``noun``: the word for a technique in error lines. ``setting``: the recipe's setting, or the command's option, that
-    names a technique. ``called``: the positional arguments with which a technique of this kind is called. ``folder``:
-    the folder of Weft's own techniques in ``weft/techniques/``; empty if there are none. ``plain``: values of the
-    setting that name no technique, because Weft's core handles them.
+    Attributes:
+        ``noun``: the word for a technique of this kind in error lines.
+        ``setting``: the recipe's setting, or the command's option, that names the technique.
+        ``called``: names of the positional arguments with which a technique's implementation is called.
+        ``folder``: folder in ``weft/techniques/`` with Weft's own techniques; empty if there are none.
+        ``plain``: values of the setting that name no technique, because Weft's core handles them.
     """
 
     noun: str
@@ -103,19 +116,20 @@ class Registered:
     """A declared technique: its implementation, and what recipes, fuzzer and catalogue need to know.
 
     Attributes:
-        ``kind``, ``name``: a key of :data:`KINDS`, and the name in a recipe.
-        ``module``: the module that declares the technique.
+        ``kind``: kind of the technique, a key of :data:`KINDS` such as "optimizer".
+        ``name``: the value by which a recipe or a command names it.
+        ``module``: the module that declares it.
         ``implementation``: the decorated function or class.
-        ``settings``: the section class with the recipe's fields that this technique alone has; they stand in the
-            section that names it.
-        ``rules``: what the technique cannot be combined with (:class:`weft.refusal.Rule`), checked for recipes that
-            name it.
+        ``settings``: section class with the fields that only this technique has. They stand in the section that names
+            it.
+        ``rules``: what the technique cannot be combined with, checked for recipes that name it.
         ``draws``: values of its settings that the fuzzer may draw, by name of the setting.
-        ``title``, ``paper``: the technique's name in the catalogue, and its source.
-        ``recipe``: in the catalogue, a file of ``recipes/`` and the words after it that name this technique.
-        ``proof``: in the catalogue, the tests, with a comma and a space between.
-        ``figure``: in the catalogue, what was measured or is asserted, with the script of ``bench/`` that wrote it in
-            backquotes.
+        ``title``: the technique's name in the catalogue.
+        ``paper``: its source in the catalogue.
+        ``recipe``: recipe that shows it, with command-line options if necessary, such as "v-half.toml --layout
+            pp=4,schedule=v-min".
+        ``proof``: the tests of it in the catalogue, with a comma and a space between.
+        ``figure``: what was measured or is asserted, with the script of ``bench/`` that wrote it in backquotes.
     """
 
     kind: str
@@ -204,9 +218,9 @@ def names(kind: str) -> list[str]:
 
 
 def setting_values(setting: str) -> list[str]:
-    """Return all values of a ``setting`` (``section.key``) that names techniques.
+    """Return a list of all values that ``setting`` can have, a setting (``section.key``) that names techniques.
 
-    These are the techniques' names, and the values that the core handles itself.
+    These are the techniques' names, and the values that Weft's core handles itself.
     """
     kinds = [kind for kind, what in KINDS.items() if what.setting == setting]
     values = [value for kind in kinds for value in KINDS[kind].choices(names(kind))]

@@ -58,8 +58,11 @@ class Section(BaseModel, metaclass=OneLine):
 
     @classmethod
     def user_path(cls, path: list[str], given: Any) -> list[str]:
-        """Return the path of a value inside this section as the user wrote it. ``path``: where validation has met the
-        value; ``given``: the user's values of the section.
+        """Return the path of a value in this section as the user wrote it, for error lines. In most sections it is
+        ``path`` itself.
+
+        ``path``: keys and indices that lead to the value in the validated section. ``given``: the user's values of the
+        section.
         """
         return path
 

@@ -33,9 +33,15 @@ def show_schedule(
 ) -> int:
     """Simulate the pipeline schedule ``name``, print its figures and draw it into ``files``. Returns the exit code.
 
-    ``stages``: number of pipeline ranks. ``virtual``: stages per rank, None for the schedule's own number.
-    ``milliseconds``: times of a stage's work by option of the command. ``layers``: layers with experts per stage.
-    ``files``: paths to write by kind of drawing, None for kinds that are not wanted. ``as_json``: print JSON instead.
+    Args:
+        ``stages``: number of pipeline ranks.
+        ``microbatches``: number of microbatches in a step.
+        ``virtual``: pipeline stages per rank; None: the schedule's own number.
+        ``milliseconds``: times of one microbatch by names of options: "forward", "backward-input", "backward-weight",
+            "comm" (a transfer) and "exchange" (experts).
+        ``layers``: layers with experts per stage.
+        ``files``: path to write for each kind of drawing, "svg", "html" or "trace"; None: it is not wanted.
+        ``as_json``: print JSON instead of a table and a drawing.
     """
     for option, value in milliseconds.items():
         if not math.isfinite(value):

@@ -21,7 +21,15 @@ HOSTS, LATENCY, RATE = 4, 1e-3, 1e9
 
 
 class ServingQuestion(NamedTuple):
-    """What ``weft plan --serve`` is asked: limits in seconds, requests per second, and mean tokens of a request."""
+    """What ``weft plan --serve`` is asked.
+
+    Attributes:
+        ``ttft``: most seconds to the first token.
+        ``tpot``: most seconds per further token.
+        ``rate``: requests per second.
+        ``prompt``: mean tokens of a prompt.
+        ``answer``: mean tokens of an answer.
+    """
 
     ttft: float
     tpot: float
@@ -31,7 +39,11 @@ class ServingQuestion(NamedTuple):
 
 
 class KnownLayouts(NamedTuple):
-    """Layouts whose step times are known, the link between engines, and what is said of the devices."""
+    """Ways to run an engine, with known step times, and the devices for them.
+
+    ``layouts``: the ways. ``devices``: number of devices. ``link``: speed of transfers between engines; None: it is
+    unknown. ``where``: phrase that names the devices in the output.
+    """
 
     layouts: "Sequence[EngineLayout]"
     devices: int
@@ -42,8 +54,11 @@ class KnownLayouts(NamedTuple):
 def plan_serving(
     model: str, cluster: str | None, gpus: int | None, asked: ServingQuestion, as_json: bool
 ) -> int:  # fmt: skip
-    """Print the placements that could serve ``model``, best first. ``cluster``: where its steps are priced; None: a
-    checkpoint is timed here.
+    """Print the placements of engines that could serve ``model``, best first. Returns the exit code.
+
+    ``cluster``: cluster file or preset for which the planner estimates step times; None: a checkpoint is timed on this
+    machine. ``gpus``: most devices; None: all. ``asked``: latencies and load. ``as_json``: print JSON instead of a
+    table.
     """
     from itertools import accumulate
 
@@ -78,7 +93,9 @@ def plan_serving(
 
 
 def start_lines(model: str, placement: "EnginePlacement") -> list[str]:
-    """Return the lines that start a placement: a command, or a cluster's file and commands."""
+    """Return a list of lines that the user needs to start ``placement``: one command, or the content of a cluster file
+    with the commands that use it.
+    """
     groups = placement.groups
     local = all(not group.layout.name for group in groups.values())
     if local and placement.mixed is not None:

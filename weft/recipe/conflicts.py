@@ -71,11 +71,11 @@ class AskedRecipe(AskedStep):
 
     @property
     def narrowest_expert(self) -> int:
-        """The fewest hidden units of an expert that a rank holds, or 1 without experts.
+        """The fewest hidden units of one expert that a rank holds, as far as ``ep`` cuts experts; 1 without experts.
 
-        Only cuts in layers with fewer experts than ``ep`` count: there each expert is cut in ``ep / experts`` pieces,
-        and the pieces by ``tp``. The number is 0 if such a layer's experts do not divide ``ep``. Where ``tp`` alone
-        cuts experts, the whole width counts.
+        Where a layer has fewer experts than ``ep``, each expert is cut in ``ep / experts`` pieces, and the pieces by
+        ``tp``. If this does not divide, the number is 0. In all other layers an expert counts with its whole width,
+        even if ``tp`` cuts it.
         """
         widths = [self.shape.expert_ffn or 0] if self.shape.mixtures else [1]
         for count in self.shape.mixtures.values():
@@ -429,7 +429,9 @@ def links_all(edges: Sequence[tuple[int, int]], count: int) -> bool:
 
 
 def every_rule() -> list[Rule]:
-    """Return the rules of :data:`RULES`, and those that techniques declare."""
+    """Return a list of all rules against conflicts: those of Weft's core in :data:`RULES`, and those that techniques
+    declare.
+    """
     declared_rules = [
         rule
         for kind in KINDS

@@ -14,9 +14,13 @@ from pathlib import Path
 class Equivalent:
     """A setting of Weft and the names of the same setting in other programs.
 
-    ``weft``: the setting, as ``section.key``, a section, or an option of a command. ``trl``: the names in transformers,
-    PEFT and TRL, which share their arguments. ``llama_factory``, ``axolotl``, ``torchtitan``: the names in these
-    programs. ``note``: how Weft's setting differs.
+    Attributes:
+        ``weft``: the setting, as ``section.key``, a section, or an option of a command.
+        ``trl``: the names in transformers, PEFT and TRL, which share their arguments.
+        ``llama_factory``: the names in LLaMA-Factory.
+        ``axolotl``: the names in Axolotl.
+        ``torchtitan``: the names in TorchTitan.
+        ``note``: how Weft's setting differs.
     """
 
     weft: str

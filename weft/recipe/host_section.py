@@ -17,8 +17,9 @@ S = TypeVar("S", bound="Section")
 class HostSection(Section):
     """Base of sections that name techniques and also contain the settings of these techniques.
 
-    ``hosts`` maps a field of the section to the kind of technique that this field names. If a field names ``muon``, the
-    section is an instance of a class with the section's fields and Muon's, which :meth:`with_settings` creates.
+    ``hosts``: for each field that names a technique, the kind of technique. For example, the section ``[optimizer]``
+    with ``kind = "muon"`` is an instance of a class with the section's own fields and those of Muon, which
+    :meth:`with_settings` creates.
     """
 
     hosts: ClassVar[Mapping[str, str]] = {}
@@ -79,7 +80,7 @@ class HostSection(Section):
                     yield technique, technique.settings
 
     def own(self, settings: type[S]) -> S:
-        """Return this section, typed as ``settings``.
+        """Return this section itself, with the type ``settings`` for type checkers.
 
         ``settings``: the class of the settings of a technique that the section names.
         """

@@ -11,7 +11,8 @@ from weft.section import Section
 class RopeScaling(Section):
     """Rescaling of the frequencies of rotary position embedding, for longer sequences than the model was trained on.
 
-    It is that of Llama 3 (its report, 3.4), ``linear``, or ``yarn`` (Peng et al. 2023).
+    ``kind`` selects the method: that of Llama 3 (section 3.4 of its report), ``linear``, or ``yarn`` (Peng et al.
+    2023). Each method reads only some of the other settings.
     """
 
     kind: Literal["llama3", "linear", "yarn"] = Field(

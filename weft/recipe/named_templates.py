@@ -47,14 +47,17 @@ def with_named_templates(files: Mapping[str, bytes], folder: Path) -> dict[str, 
 
 
 def listed(templates: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return chat templates, given by name, as the list that ``tokenizer_config.json`` has."""
+    """Return a list of chat templates, one dictionary with name and text each, as ``tokenizer_config.json`` has it.
+    ``templates``: the texts by name.
+    """
     return [{"name": name, "template": text} for name, text in templates.items()]
 
 
 def templates_of(config: Mapping[str, Any], file: bytes | None) -> dict[str, str]:
-    """Return the chat templates of a tokenizer by name: that of ``file`` if it is not None, else those of ``config``.
+    """Return the chat templates of a tokenizer by name.
 
-    ``config``: the parsed ``tokenizer_config.json``; ``file``: the content of a template file.
+    ``file``: content of a template file; None: the templates are in ``config`` instead. ``config``: the parsed
+    ``tokenizer_config.json``.
     """
     given = config.get("chat_template")
     if file is not None:

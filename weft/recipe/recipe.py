@@ -201,9 +201,10 @@ class Recipe(Section):
         )
 
     def batch_layout(self, layout: Layout) -> Layout:
-        """Return ``layout`` with ``dp`` as the number of data parallel ranks that get different sequences.
+        """Return ``layout`` with ``dp`` set to the number of different shares of a batch.
 
-        With ``optimizer.pairs`` every two ranks get the same sequences, so that ``dp`` is halved.
+        With ``optimizer.pairs`` every two data parallel ranks get the same sequences, so that ``dp`` is halved.
+        Otherwise the result is ``layout`` itself.
         """
         paired = self.optimizer.pairs and layout.dp > 1
         return layout.model_copy(update={"dp": layout.dp // 2}) if paired else layout

@@ -36,9 +36,10 @@ def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:
 
 
 def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str]:
-    """Return all settings (``section.key``) of ``model`` (default: :class:`Recipe`) whose key is ``name``.
+    """Return a list of all settings (``section.key``) of ``model`` whose key is ``name``. None: those of
+    :class:`Recipe`.
 
-    A setting of ``sync`` is left out where another section has a key with this name.
+    If other sections have a key of this name, a setting of ``sync`` is left out.
     """
     if model is None:
         from weft.recipe.recipe import Recipe

@@ -53,7 +53,7 @@ class ModelRule:
 
     @cached_property
     def expressions(self) -> list[re.Pattern[str]]:
-        """A list of regular expressions; a text that any of them finds is for this model.
+        """A list of regular expressions. A text in which any of them finds a match is for this model.
 
         Raises :class:`UsageError` for a ``pattern`` that is no regular expression.
         """

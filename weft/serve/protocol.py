@@ -122,8 +122,8 @@ class StreamOptions(RequestFields):
 class NamedSchema(RequestFields):
     """A JSON schema with a name, in OpenAI's field ``response_format``.
 
-    ``schema_``: the schema; clients call the field ``schema``. ``name``, ``description`` and ``strict`` do not change
-    the answer.
+    ``name``, ``description``: what clients call and say of the schema. ``schema_``: the schema itself, which clients
+    send as ``schema``. ``strict``: changes nothing, as answers always meet the schema.
     """
 
     name: str
@@ -359,8 +359,10 @@ class CompletionRequest(SamplingRequest):
 
 
 class Function(RequestFields):
-    """A function that the model may call. ``parameters``: JSON schema of its arguments; None: any object. ``strict``:
-    OpenAI's field of this name.
+    """A function that the model may call.
+
+    ``name``, ``description``: what the model is told of it. ``parameters``: JSON schema of its arguments; None: any
+    object.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
