@@ -79,9 +79,10 @@ class Guard:
     def begin(
         self, state: State, mesh: Mesh, resumed: Resumed, recorder: Recorder
     ) -> None:
-        """Prepare for the run's first step in these process groups. Called once the state is filled.
+        """Prepare for the first step that the run takes with the process groups of ``mesh``.
 
-        ``resumed``: what was loaded. ``recorder``: writes the run's records.
+        Called once the state is filled. ``resumed``: what was loaded. ``recorder``: object that writes the run's
+        records.
         """
 
     def step(self, number: int) -> AbstractContextManager[None]:

@@ -55,7 +55,7 @@ class AgreePhase(Protocol):
     """Interface of the second phase of a step: ranks sum their gradients, and learn the step's result."""
 
     def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
-        """Return the number by which the summed loss of a step is divided, for the plain gradient phase.
+        """Return the number by which the plain gradient phase divides the summed loss of a step.
 
         None stands for the sum of the labels' weights over all ranks. ``batches``: this rank's batches of the step.
         """

@@ -13,7 +13,8 @@ class ReadyUnits:
     """Calls ``complete(unit)`` during backward as soon as every trained parameter of a unit has its gradient.
 
     A unit is a group of parameters that are updated together, mostly a block. Gradients are watched from :meth:`expect`
-    to :meth:`end`, during one backward pass; those of sharded units are already reduced over the data ranks then.
+    to :meth:`end`, during one backward pass. If a unit is sharded, its gradients are already summed over the data ranks
+    when ``complete`` is called.
     """
 
     def __init__(self, units: Iterable[Unit], complete: Callable[[Unit], None]) -> None:
@@ -31,7 +32,7 @@ class ReadyUnits:
                 )
 
     def expect(self) -> None:
-        """Begin to watch. The next gradient that autograd accumulates for a parameter counts as its last."""
+        """Begin to watch. The next gradient that autograd accumulates for a parameter counts as its last one."""
         self.missing = {
             unit: len(parameters) for unit, parameters in self.names.items()
         }

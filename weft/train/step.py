@@ -313,9 +313,10 @@ def split_like(
 def square_norm(
     grads: Mapping[str, torch.Tensor], state: State, mesh: Mesh
 ) -> torch.Tensor:
-    """Return this rank's share of the squared global gradient norm. The shares of all ranks add up to it.
+    """Return this rank's share of the squared global norm of the gradients ``grads``.
 
-    Every element of a gradient is counted on one rank only. Scalar, float64.
+    The shares of all ranks add up to the squared norm, and every element of a gradient is counted on one rank only.
+    Scalar, float64.
     """
     for h in state.learning:
         declare(grads[h.name], mesh, **state_types(h.logical))
@@ -358,7 +359,7 @@ def summed_over_axes(
 
 
 def step_result(sums: torch.Tensor) -> StepResult:
-    """Return the result of a step from ``sums``, the vector of :func:`shares_of_sums` summed over all ranks."""
+    """Return the result of a step from ``sums``, the totals over all ranks of the vector :func:`shares_of_sums`."""
     loss, square, stops, tokens, samples, marked, *counts = sums.tolist()
     sent, loads = list[float](), list[float]()
     if counts:
@@ -443,7 +444,7 @@ class PhaseFiller:
     """
 
     def label_weight(self, batches: Sequence[Batch]) -> torch.Tensor | None:
-        """Return the number by which the summed loss of a step is divided, for the plain gradient phase.
+        """Return the number by which the plain gradient phase divides the summed loss of a step.
 
         None stands for the sum of the labels' weights over all ranks. ``batches``: this rank's batches of the step.
         """
@@ -504,9 +505,11 @@ def update_unless_skipped(
     agreed: Agreed,
     update: Callable[[UnitGradients, float, float], None],
 ) -> StepResult:
-    """Call ``update`` with gradients by unit, learning rate and clipping factor, unless loss or norm is not finite.
+    """Call ``update``, unless the step is skipped because its loss or gradient norm is not finite.
 
-    Returns the step's result, which says whether the update was skipped. The gradients are cleared in both cases.
+    ``given``: the step's input on this rank. ``agreed``: the reduced gradients, and a function that waits for the
+    step's result. ``update``: a function of the gradients by unit, the learning rate and the clipping factor. Returns
+    the step's result, which says whether the update was skipped. The gradients are cleared in both cases.
     """
     with record_function("weft:optimizer"):
         result = agreed.result()
@@ -528,8 +531,9 @@ def reduced_and_sums(
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return this rank's reduced gradients by name after all passes, and the step's sums over all ranks.
 
-    ``loss``: this rank's share of the mean loss. ``before_sums``: called before the one all-reduce of the sums
-    (:func:`shares_of_sums`).
+    ``context``: the model, state and mesh of the run. ``given``: the step's input on this rank. ``loss``: this rank's
+    share of the mean loss. ``before_sums``: a function that is called before the one all-reduce of the sums.
+    :func:`shares_of_sums` says what the sums are.
     """
     state, mesh = context.state, context.mesh
     with record_function("weft:optimizer"):
@@ -544,9 +548,12 @@ def shares_of_sums(
 ) -> torch.Tensor:
     """Return this rank's shares of a step's sums, from which :func:`step_result` reads the result once they are summed.
 
-    The elements are the mean loss, the squared gradient norm (of which ``square`` is the share), the number of ranks
-    that ask to stop, real tokens, samples, and the sum of the samples' hashes; with experts also the bytes sent for
-    them by kind, and the tokens routed to each expert. Float64 ``[6]``, or ``[9 + experts]``.
+    The shares are a float64 vector ``[6]``: the mean loss, the squared gradient norm, the number of ranks that ask to
+    stop, real tokens, samples, and the sum of the samples' hashes. With experts the vector is ``[9 + experts]``: three
+    numbers of bytes sent for experts follow, by kind, and then the tokens routed to each expert.
+
+    ``given``: the step's input on this rank. ``loss``, ``square``: this rank's shares of the mean loss and of the
+    squared gradient norm.
     """
     mesh, loads = context.mesh, context.model.loads
     shares = (

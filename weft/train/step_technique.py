@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class StepTechnique:
     """Base class of techniques that fill phases of a training step; a technique is built from its recipe settings.
 
-    ``fills``: the phases. ``does``: what the technique does, for an error line, in which ``{0}`` is the recipe.
-    ``instead``: another remedy for that error line than to leave the technique out; empty if there is none.
+    ``fills``: the phases that the technique fills. ``does``: what the technique does, as a clause of an error line;
+    ``{0}`` in it stands for the recipe. ``instead``: what the error line proposes besides leaving the technique out;
+    empty if there is nothing.
     """
 
     fills: ClassVar[Phase]
@@ -26,5 +27,8 @@ class StepTechnique:
     instead: ClassVar[str] = ""
 
     def fill(self, context: StepContext, recipe: Recipe) -> PhaseFiller | None:
-        """Return an object with the methods of the phases, or None if there is nothing to do on the run's mesh."""
+        """Return an object with the methods of the technique's phases, or None if nothing is to do on the run's mesh.
+
+        ``context``: the model, state and mesh that the phases work on, and functions that they call.
+        """
         raise NotImplementedError

@@ -20,8 +20,8 @@ from weft.errors import nearest
 class Form(NamedTuple):
     """A form of records that other programs publish, such as ShareGPT.
 
-    ``needed``: the fields by which a record of the form is recognised. ``read``: the function that reads the fields of
-    such a record as a conversation.
+    ``name``: the form's name in recipes. ``needed``: the fields by which a record of the form is recognised. ``read``:
+    the function that reads the fields of such a record as a conversation.
     """
 
     name: str

@@ -94,8 +94,9 @@ def mark_words(
 ) -> dict[str, Any]:
     """Return a copy of ``message`` with marks, which carry the message's ``number``, around the words of its ``parts``.
 
-    ``parts``: of "content", "reasoning", "arguments" and "name" (of a called tool). The name of a tool is marked only
-    if the arguments of its call have no words, because a template may compare names with others.
+    ``parts``: names of the parts to mark: "content", "reasoning", "arguments" (of tool calls) or "name" (of a called
+    tool). The name of a tool is marked only if the arguments of its call have no words, because a template may compare
+    names with others.
     """
 
     def mark(part: str) -> str:

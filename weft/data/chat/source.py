@@ -195,9 +195,12 @@ def _count_unheeded(
 class Fitted(NamedTuple):
     """Documents that a run reads, after conversations were cut to the length of a row.
 
-    ``starts`` and ``lengths``: int64 ``[documents]``, index of each document's first token and its number of tokens.
-    ``note``: text that says what was cut or left out. ``pairs``: the pairs of answers, None if documents form no pairs.
-    ``records``: index from 0 of the record of each document, or of each pair.
+    Attributes:
+        ``starts``: index of each document's first token, int64 ``[documents]``.
+        ``lengths``: number of tokens of each document, int64 ``[documents]``.
+        ``note``: text that says what was cut or left out.
+        ``pairs``: the pairs of answers, None if documents form no pairs.
+        ``records``: index from 0 of the record that each document, or each pair, comes from.
     """
 
     starts: np.ndarray

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Krum(Aggregator):
     """Takes the one gradient with the least sum of squared distances to its nearest neighbours.
 
-    Of ``p`` gradients, ``faulty`` of which may be wrong, the ``p - faulty - 2`` nearest neighbours count.
+    Of ``p`` gradients, ``faulty`` may be wrong. For each gradient, the ``p - faulty - 2`` nearest other gradients
+    count.
     """
 
     more = 3

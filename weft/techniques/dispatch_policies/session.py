@@ -19,10 +19,11 @@ from weft.registry import register
     figure="an engine that leaves moves its own sessions alone",
 )
 class BySession:
-    """Chooses always the same engine for a session (conversation or user): that with the largest hash of both names.
+    """Chooses always the same engine for a session (conversation or user).
 
-    An engine that joins or leaves moves no sessions between the other engines. Requests without a session go to the
-    engine with the most free cache blocks per answer.
+    It is the engine for which a hash of the session's name and the engine's name is largest. An engine that joins or
+    leaves therefore moves no sessions between the other engines. Requests without a session go to the engine with the
+    most free cache blocks per answer.
     """
 
     def __call__(self, engines: Sequence[EngineView], request: DispatchRequest) -> str:

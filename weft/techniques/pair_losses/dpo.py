@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class DPO(PairLoss):
     """The logistic loss of the difference between the rewards of the chosen and the rejected answer.
 
-    The reward of an answer is ``beta`` times its log-probability under the model minus that under the reference model.
+    The reward of an answer is ``beta`` times a difference: the answer's log-probability under the model minus its
+    log-probability under the reference model.
     """
 
     def of(self, gap: T, margin: T) -> T:

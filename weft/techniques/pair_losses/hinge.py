@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Hinge(PairLoss):
     """The hinge loss of the difference between the rewards of the chosen and the rejected answer.
 
-    The loss is 0 where the chosen answer's reward is larger by at least 1. The reward of an answer is ``beta`` times
-    its log-probability under the model minus that under the reference model.
+    The loss is 0 where the chosen answer's reward is larger by at least 1. The reward of an answer is ``beta`` times a
+    difference: the answer's log-probability under the model minus its log-probability under the reference model.
     """
 
     smooths = False

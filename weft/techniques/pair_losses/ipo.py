@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class IPO(PairLoss):
     """The squared difference between the gap of the two answers and a target for this gap, ``1 / (2 beta)``.
 
-    The value of an answer is its mean log-probability per token minus that under the reference model; the gap is the
-    value of the chosen answer minus the value of the rejected answer.
+    The gap is the value of the chosen answer minus the value of the rejected answer. The value of an answer is its mean
+    log-probability per token under the model minus that under the reference model.
     """
 
     averaged = True

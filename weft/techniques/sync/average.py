@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class Average(SyncMethod):
     """Replaces each island's parameters by the mean of all islands' parameters.
 
-    If ``sync.partner`` is not ``all``, each island averages only with its partners (gossip), and keeps no anchor (copy
-    of the parameters at the beginning of the round).
+    If ``sync.partner`` is not ``all``, each island averages only with its partners. It then keeps no anchor, which is a
+    copy of the parameters at the beginning of the round.
     """
 
     partners = ("all", "ring", "pairs", "graph")

@@ -85,8 +85,9 @@ class RankSums:
     def agreed(self, x: T) -> T:
         """Replace ``x``, in place, by the value that one rank has, so that all ranks that share the parameters agree.
 
-        All these ranks must have computed ``x``, a whole result such as singular vectors, from the same values. Their
-        results may differ between processors, by rounding or by the choice among equal values.
+        All these ranks must have computed ``x`` from the same values, and ``x`` must be a whole result, not a shard. An
+        example is singular vectors, which processors compute differently: by rounding, or by the choice among equal
+        values.
         """
         there = x.to(self.mesh.device)
         for axis in ("dp", "state", *MODEL_AXES):

@@ -37,8 +37,8 @@ class OptionTimes:
     """Measured times of each option in passes of one size on this rank, and the option that all ranks have chosen.
 
     A *round* of trials is :data:`TRIALS` passes with each option, in turn. ``options``: number of options. ``seconds``:
-    the shortest time of each. ``passes``: number of passes since the round began. ``chosen``: index of the chosen
-    option, -1 before the first choice.
+    the shortest time of each option in this round. ``passes``: number of passes since the round began. ``chosen``:
+    index of the chosen option, -1 before the first choice.
     """
 
     options: int
@@ -101,7 +101,11 @@ class TimedDispatch(Adaptive):
         return self._by(option, x, choice, trials if timed else None)
 
     def size(self, x: T) -> int:
-        """Return the size class of a pass: the bit length of the largest number of tokens that a rank has in it."""
+        """Return a size class for a pass, so that passes of similar size share their measured times.
+
+        The class is the bit length of the largest number of tokens that a rank has in the pass. ``x``: this rank's
+        tokens.
+        """
         return (self.ranks.most(len(x)) if self.uneven else len(x)).bit_length()
 
     def agree(self, trials: OptionTimes, device: torch.device) -> None:
