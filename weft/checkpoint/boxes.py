@@ -48,10 +48,10 @@ def replica_share(
 ) -> Box | None:
     """Return the part of ``box`` that this replica writes, so that all replicas together write each element once.
 
-    ``box``: region of a tensor that all replicas hold. A large box is divided by rows. A small box is written whole by
-    one replica, and the other replicas get None. An empty box gives None, too. ``itemsize``: bytes of an element;
-    ``replica``: number of this replica among ``replicas``; ``key``: an integer that is equal on all replicas, such as a
-    hash of the tensor's name, and chooses the writer of a small box.
+    ``box``: region of a tensor that all replicas hold; ``itemsize``: bytes of an element; ``replica``: number of this
+    replica; ``replicas``: number of all replicas; ``key``: an integer that is equal on all replicas, such as a hash of
+    the tensor's name. A large box is divided by rows among the replicas. A small box is written whole by one replica,
+    which ``key`` chooses; the others get None. An empty box gives None on all.
     """
     if not volume(box):
         return None

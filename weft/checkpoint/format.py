@@ -219,10 +219,11 @@ def root_index(
 ) -> dict[str, Any]:
     """Return the index in a checkpoint's root file: all tensors, and for each tensor which manifests list its blocks.
 
-    ``manifests``: for each manifest, by name, the descriptions of its tensors and its blocks. The index has three
-    entries: ``manifests`` (names), ``places`` (lists of ``[number of the manifest, box]``), and ``tensors`` (by name,
-    each with the number of its place). Tensors that are spread alike over manifests share a place. Raises
-    :class:`DamagedCheckpoint` if the blocks of a tensor do not hold each element exactly once.
+    ``manifests``: for each manifest, by name, the descriptions of its tensors, and its blocks. The index is a dict with
+    three entries. ``manifests`` lists the names of the manifests. ``places`` lists the ways in which tensors are spread
+    over manifests: each place is a list of ``[number of the manifest, box]``. ``tensors`` has the description of each
+    tensor, by name, with the number of its place. Raises :class:`DamagedCheckpoint` if the blocks of a tensor do not
+    hold each element exactly once.
     """
     numbers = {name: i for i, name in enumerate(manifests)}
     tensors: dict[str, Tensor] = {}

@@ -32,8 +32,8 @@ WANTED = (
 def is_of_hub(name: str) -> bool:
     """Return whether ``name`` is to be looked up on the Hugging Face hub.
 
-    That is so if it has the form ``owner/name`` (with ``@revision`` or a file, if given), and this machine has neither
-    a file of that path nor a folder ``owner``.
+    That is so under two conditions. The name has the form ``owner/name``, to which ``@revision`` or a file may be
+    added. This machine has neither a file of that path nor a folder ``owner``.
     """
     path = Path(name).expanduser()
     return (

@@ -106,11 +106,12 @@ def levels_of(settings: Checkpoint, run: Path, apart: str = "") -> list[LevelSto
 
 
 def check_levels(levels: Sequence[LevelStore], size: int, fresh: bool) -> None:
-    """Check on one rank that the levels of a run can be used, and fill ``taken`` of each level.
+    """Check on one rank that the levels of a run can be used.
 
-    ``size``: approximate bytes of a checkpoint; ``fresh``: whether the run starts anew instead of resuming. Raises
-    :class:`UsageError` if a level of a fresh run already holds checkpoints, and :class:`WeftError` if a level in memory
-    has too little space or belongs to another user.
+    Also sets ``taken`` of each level to the names of the checkpoints that its storage has. ``size``: approximate bytes
+    of a checkpoint; ``fresh``: whether the run starts anew instead of resuming. Raises :class:`UsageError` if a level
+    of a fresh run already holds checkpoints, and :class:`WeftError` if a level in memory has too little space or
+    belongs to another user.
     """
     for level in levels:
         if level.in_memory:
@@ -148,8 +149,8 @@ def _check_memory(level: LevelStore, size: int) -> None:
 def check_hosts(levels: Sequence[LevelStore], ranks: int, local: int) -> None:
     """Check that all hosts of the run see the same storage of every level. Collective.
 
-    ``ranks``: number of ranks in the run; ``local``: number of ranks on this host. Raises :class:`WeftError` on all
-    ranks for a storage that only some hosts see, such as a local disk.
+    ``levels``: the run's levels; ``ranks``: number of ranks in the run; ``local``: number of ranks on this host. Raises
+    :class:`WeftError` on all ranks for a storage that only some hosts see, such as a local disk.
     """
     if all(from_all(ranks == local)):
         return

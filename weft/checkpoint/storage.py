@@ -95,7 +95,7 @@ class Storage(Protocol):
 
 @dataclass(frozen=True)
 class LocalStorage:
-    """:class:`Storage` in a folder of a local or network file system."""
+    """:class:`Storage` in a folder of a local or network file system. ``root``: the folder."""
 
     root: Path
 

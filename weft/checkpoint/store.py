@@ -313,14 +313,18 @@ def prune(
 ) -> Pruned:
     """Delete old checkpoints under ``root``, and folders of saves that were never committed.
 
-    ``keep``: number of newest checkpoints to keep (0: delete no checkpoint). Kept too are checkpoints whose step is a
-    multiple of ``every``, and that with the lowest of ``scores`` (validation losses by step); :func:`kept_checkpoints`
-    has the rule. ``is_own``: returns False for checkpoints that are neither deleted nor counted. ``dry_run``: delete
-    nothing.
+    The newest undamaged checkpoint always stays. If all are damaged, no checkpoint is deleted. The root file is deleted
+    first, so that no half-deleted checkpoint looks whole.
 
-    ``check(checkpoint)`` raises :class:`WeftError` if a checkpoint is damaged; the default verifies everything but the
-    tensors' values. The newest undamaged checkpoint always stays; if all are damaged, no checkpoint is deleted. The
-    root file is deleted first, so that no half-deleted checkpoint looks whole.
+    Args:
+        ``root``: storage of the checkpoints, or its address.
+        ``keep``: number of newest checkpoints to keep; 0: delete no checkpoint.
+        ``every``: checkpoints whose step is a multiple of it are kept, too; 0: none.
+        ``scores``: validation losses by step; the checkpoint with the lowest is kept, too.
+        ``check``: function that raises :class:`WeftError` if a checkpoint is damaged. The default verifies everything
+            but the tensors' values.
+        ``dry_run``: delete nothing.
+        ``is_own``: function that returns False for checkpoints that are neither deleted nor counted.
     """
     place = open_storage(root)
     there = committed_checkpoints(place)

@@ -44,12 +44,12 @@ class RestingGroup:
     Attributes:
         ``tensors``: the tensors, whose objects stay the same while their memory changes.
         ``file``: file in which they rest; None: in the host's memory.
-        ``pool``: buffers through which they pass.
+        ``pool``: pool of the buffers into which they are read from the file.
         ``device``: device on which they are used.
         ``size``: bytes of all tensors.
         ``home``: memory in which they rest.
         ``spare``: room for a second version of them; None if there is none.
-        ``buffer``: memory into which they were read; None if there is none.
+        ``buffer``: buffer into which they were read; None if there is none.
         ``kept``: whether the buffer stays after their next use.
         ``coming``: transfer that reads them; None if there is none.
         ``leaving``: transfer that writes them back; None if there is none.

@@ -70,9 +70,10 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
 def join(out: T, lse: T, o: T, l: T) -> None:
     """Merge two attention results of the same queries over different keys, in place into ``out`` and ``lse``.
 
-    ``o`` and ``l``: output and log-sum-exp of the second result. ``out``: ``[..., head_dim]`` in :func:`wide`
-    precision; ``lse``: ``[...]``, -inf where no key has been seen, with zeros in ``out``. This is the step of ring
-    attention (Liu et al. 2023, 2310.01889); logaddexp is exact where sigmoids overflow.
+    ``out`` and ``lse``: output ``[..., head_dim]`` (in the type that :func:`wide` gives) and log-sum-exp ``[...]`` of
+    the first result; ``o`` and ``l``: the same of the second result. Where a query has seen no key, its log-sum-exp is
+    -inf and its output 0. This is the step of ring attention (Liu et al. 2023, 2310.01889); logaddexp is exact where
+    sigmoids overflow.
     """
     both = torch.logaddexp(lse, l)
     # rows that neither side has seen stay zero, not nan
@@ -86,7 +87,7 @@ def join(out: T, lse: T, o: T, l: T) -> None:
 def attend_backward(
     grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]
 ) -> QkvGradients:
-    """Return the gradients of ``q``, ``k`` and ``v`` from the rectangles ``segments`` of the attention matrix.
+    """Return what the rectangles ``segments`` of the attention matrix add to the gradients of ``q``, ``k`` and ``v``.
 
     ``grad``: the gradient of ``out``. ``out`` and ``lse``: the result over all keys of each query, not only over those
     in ``segments``.
@@ -221,7 +222,10 @@ def _cu(segments: list[Segment], device: torch.device) -> tuple[T, int]:
 
 
 def repeat_heads(x: T, group: int) -> T:
-    """Repeat key/value heads so that every query head has its own: ``[b, s, kv_heads, d] -> [b, s, heads, d]``."""
+    """Repeat key/value heads so that every query head has its own: ``[b, s, kv_heads, d] -> [b, s, heads, d]``.
+
+    ``group``: number of query heads that share a key/value head.
+    """
     return x if group == 1 else x.repeat_interleave(group, dim=2)
 
 
@@ -277,7 +281,8 @@ def attention_backward(
 ) -> QkvGradients:
     """Return the gradients of ``q``, ``k`` and ``v`` of :func:`attention`.
 
-    ``grad``: the gradient of its output ``out``.
+    ``grad``: the gradient of its output ``out``; ``out`` and ``lse``: its results. The other arguments are those of the
+    forward call.
     """
     g, fq, fk, fv, o = (x.flatten(0, 1) for x in (grad, q, k, v, out))
     segments = document_segments(cu_seqlens, window)

@@ -24,7 +24,8 @@ _draws: ContextVar[T | None] = ContextVar("draws", default=None)
 def token_draws(seed: int, sample: int, tokens: int) -> T:
     """Return pseudorandom bits from which the dropout of each token of a sample is derived: int64 ``[tokens]``.
 
-    ``sample``: index of the sample in the data. ``tokens``: number of tokens of the sample.
+    ``seed``: seed of all draws of the run; ``sample``: index of the sample in the data; ``tokens``: number of tokens of
+    the sample.
     """
     high = sample << 32 & (1 << 64) - 1  # wrapped around, as the products are
     place = torch.arange(tokens) + (high - (1 << 64) if high >> 63 else high)

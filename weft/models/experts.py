@@ -92,10 +92,10 @@ class EarlyMixture(NamedTuple):
 
 
 class LocalExperts:
-    """Dispatcher that communicates nothing: it sorts the rows by expert, for the experts ``here`` of this rank.
+    """Dispatcher that communicates nothing: it sorts the rows by expert.
 
-    ``others``: whether tokens may also be routed to experts of other ranks, or be dropped by a full expert. Such routes
-    add nothing to a token's sum.
+    ``here``: numbers of the experts of this rank; ``others``: whether tokens may also be routed to experts of other
+    ranks, or be dropped by a full expert. Such routes add nothing to a token's sum.
     """
 
     def __init__(self, here: range, others: bool = False) -> None:
@@ -244,8 +244,8 @@ def _bags(rows: T, order: T, k: int, weights: T | None = None) -> T:
 def feed_forwards(rows: T, counts: T, activation: str, gate: T, up: T, down: T) -> T:
     """Run each expert's feed-forward on its own rows: ``[rows, embed]`` to the same shape.
 
-    ``rows``: sorted by expert; ``counts``: the number of rows of each expert. ``gate, up``: ``[experts, hidden,
-    embed]``; ``down``: ``[experts, embed, hidden]``.
+    ``rows``: sorted by expert; ``counts``: the number of rows of each expert; ``activation``: name of the activation
+    function; ``gate, up``: ``[experts, hidden, embed]``; ``down``: ``[experts, embed, hidden]``.
     """
     if torch.is_inference_mode_enabled():
         return _forwards(rows, counts, activation, (gate, up, down)).out
@@ -353,8 +353,9 @@ def forward_piece(
 ) -> ExpertOutputs:
     """Run the feed-forward of one expert, or of a stack of experts, on the rows ``x`` ``[rows, embed]``.
 
-    ``weights``: gate, up and down, of the one expert or of the stack. ``counts``: the number of rows of each expert of
-    a stack. ``places``: for gate output, up output and result, the tensor to write to; None: a new one.
+    ``counts``: the number of rows of each expert of a stack; ``activation``: name of the activation function;
+    ``weights``: gate, up and down, of the one expert or of the stack; ``places``: for gate output, up output and
+    result, the tensor to write to; None: a new one.
     """
     gate, up, down = weights
     gate_out = product(x, gate.mT, counts, places[0])
@@ -464,7 +465,8 @@ class _FeedForwards(torch.autograd.Function):
 class Experts(Module):
     """The routed experts of a layer, as stacks of gate, up and down weights with the hidden width ``expert_ffn``.
 
-    This rank holds and computes its own shard of the stacks.
+    This rank holds and computes its own shard of the stacks. ``shape``: shape of the model; ``mesh``: ranks that share
+    the model; ``table``: descriptions of the model's parameters; ``path``: name of this module in the model.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, table: Table, path: str) -> None:
@@ -506,7 +508,8 @@ class Experts(Module):
 class Mixture(Module):
     """A layer's mixture of experts: a router, routed experts, and shared experts that see all tokens.
 
-    The setting ``shared_mix`` says how the results of routed and shared experts are combined.
+    The setting ``shared_mix`` says how the results of routed and shared experts are combined. ``shape``: shape of the
+    model; ``mesh``: ranks that share the model; ``layer``: index of the layer.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
@@ -554,7 +557,7 @@ class Mixture(Module):
         return result_of(self.steps(x, seen, early))
 
     def steps(self, x: T, seen: RouterPass | None, early: EarlyMixture | None) -> Steps:
-        """Compute :meth:`forward` as a generator, so that other work can run during transfers.
+        """Compute :meth:`forward` with the same arguments as a generator, so that other work can run during transfers.
 
         The generator yields before rows are sent to experts, and while they are in transfer. If each rank of ``tp`` has
         a part of every expert, the rank computes the tokens of all ranks of ``tp``. If it has whole experts, it routes

@@ -28,7 +28,11 @@ SLOPE: dict[str, Callable[[T, T], T]] = {
 
 
 class FeedForward(Projections):
-    """A dense feed-forward with a gate: ``down(activate(gate(x)) * up(x))``."""
+    """A dense feed-forward with a gate: ``down(activate(gate(x)) * up(x))``.
+
+    ``shape``: shape of the model; ``mesh``: ranks that share the model; ``table``: descriptions of the model's
+    parameters; ``path``: name of this module in the model.
+    """
 
     TOGETHER = (("gate", "up"), ("down",))
 
@@ -39,15 +43,15 @@ class FeedForward(Projections):
             self.projection(name)
 
     def early(self, x: T, whole: T, seen: object) -> None:
-        """Do nothing and return None.
+        """Do nothing and return None, whatever the arguments are.
 
         Only a mixture of experts, which has the same method, begins work before attention.
         """
 
     def share(self, whole: T) -> T:
-        """Map ``whole`` ``[batch, seq, embed]`` to this rank's part of a sum, which is the output of the same shape.
+        """Map ``whole`` ``[batch, seq, embed]`` to this rank's part of the output, of the same shape.
 
-        The sum runs over the ranks of ``tp``.
+        The output is the sum of the parts over the ranks of ``tp``.
         """
         gate, up = self.project(whole, "gate", "up")  # [batch, seq, ffn/tp]
         return self.project(self.activate(gate) * up, "down")[0]

@@ -20,7 +20,8 @@ Steps = Generator[None, None, T]
 class GraphPart:
     """A part of a forward pass with an autograd graph of its own, so that its backward can run separately.
 
-    ``read``: results of this part that later parts use, each with the detached leaf that replaces it there.
+    The attribute ``read`` lists the results of this part that later parts use. Each is paired with the detached leaf
+    that stands for it there.
     """
 
     def __init__(self) -> None:

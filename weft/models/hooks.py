@@ -83,8 +83,8 @@ class Stages(Protocol):
     ) -> T:
         """Run forward and backward of every microbatch in ``batches``, and return this rank's share of the mean loss.
 
-        ``total``: returns the weight of all labels of the step, by which the sum of losses is divided. ``early``:
-        parameter updates to make during backward; None: none.
+        ``total``: function that returns the sum of the weights of all labels in the step. The sum of losses is divided
+        by it. ``early``: parameter updates to make during backward; None: none.
         """
 
     def evaluate(self, batches: Sequence[Batch], hooks: Hooks | None = None) -> T:
@@ -96,7 +96,7 @@ class Stages(Protocol):
     def evaluate_at(
         self, points: Sequence[Callable[..., T]], batches: Sequence[Batch]
     ) -> list[T]:
-        """Return the result of :meth:`evaluate` at each of ``points``, in order.
+        """Return the result of :meth:`evaluate` on ``batches`` at each of ``points``, in order.
 
         A point is a function from a parameter to the values that replace this rank's shard of the parameter.
         """

@@ -45,7 +45,8 @@ class LatentAttention(Projections):
 
     Keys and values are computed from a latent vector of ``kv_rank`` elements per token, and from a rotated key that all
     heads share. Weights that compute the latent vectors are whole on every rank of ``tp``; weights that read the latent
-    vectors are cut by heads.
+    vectors are cut by heads. ``shape``: shape of the model; ``mesh``: ranks that share the model; ``layer``: index of
+    the layer.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
@@ -69,9 +70,10 @@ class LatentAttention(Projections):
         self.base = int(bool(shape.window_theta and shape.window_of(layer)))
 
     def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
-        """Map ``x`` ``[batch, seq, embed]`` to this rank's summand of the output, which is a sum over ``tp``.
+        """Map ``x`` ``[batch, seq, embed]`` to this rank's part of the output, of the same shape.
 
-        ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin.
+        The output is the sum of the parts over the ranks of ``tp``. ``rope``: cosines and sines
+        (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin in the flattened rows.
         """
         cos, sin = (each[self.base] for each in rope[:2])
         # [batch, seq, heads/tp, ...]

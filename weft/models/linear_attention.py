@@ -142,8 +142,8 @@ def backward(
 ) -> QkvGradients:
     """Return the gradients of ``q``, ``k`` and ``v`` of :func:`forward`.
 
-    ``grad``: the gradient of the outputs, ``[rows, heads, tokens, dv]``; the other arguments are those of
-    :func:`forward`.
+    ``grad``: the gradient of the outputs, ``[rows, heads, tokens, dv]``; ``positions``: position of each token in its
+    document, ``[rows, tokens]``; ``decay``: logarithm of the decay per token, ``[heads]``; ``size``: tokens of a chunk.
     """
     dq = torch.empty_like(q)
     dk = torch.empty_like(k)
@@ -184,11 +184,14 @@ def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
 
 
 class Cut(NamedTuple):
-    """How rows are cut into stretches that ranks hold, with tensors that depend on nothing but this cut and the decay.
+    """How rows are cut into stretches that ranks hold, with tensors that follow from this cut.
 
-    ``places``: the rank of each stretch. ``size``: tokens of a stretch. ``positions``: by stretch of this rank, the
-    positions of the stretch's tokens in their documents. ``through``: for every stretch, the factor of the state before
-    it in the state after it. ``decay``: logarithms ``[heads]``.
+    Attributes:
+        ``places``: the rank of each stretch.
+        ``size``: tokens of a stretch.
+        ``positions``: by stretch of this rank, the positions of the stretch's tokens in their documents.
+        ``through``: for every stretch, the factor by which it multiplies the state before it.
+        ``decay``: logarithm of the decay per token, ``[heads]``.
     """
 
     places: StretchOwners

@@ -14,8 +14,8 @@ from weft.shapes.parameters import Table
 class Module(nn.Module):
     """Base class of modules whose parameters are made on the meta device, each with a description of the whole tensor.
 
-    ``path``: the module's name in the model. ``table``: descriptions of the parameters of the model or of the module's
-    layer (:mod:`weft.shapes.parameters`).
+    ``mesh``: ranks that share the model; ``table``: descriptions of the parameters of the model or of the module's
+    layer (:mod:`weft.shapes.parameters`); ``path``: the module's name in the model.
     """
 
     def __init__(self, mesh: Mesh, table: Table | None = None, path: str = "") -> None:
@@ -62,7 +62,11 @@ class Module(nn.Module):
 
 
 class Norm(Module):
-    """RMSNorm over the last dimension (Zhang & Sennrich 2019), with a trained scale."""
+    """RMSNorm over the last dimension (Zhang & Sennrich 2019), with a trained scale.
+
+    ``mesh``: ranks that share the model; ``table``: descriptions of the model's parameters; ``path``: name of this
+    module in the model; ``eps``: constant added to the mean square.
+    """
 
     def __init__(self, mesh: Mesh, table: Table, path: str, eps: float) -> None:
         super().__init__(mesh, table, path)

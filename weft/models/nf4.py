@@ -91,10 +91,11 @@ def quantized_scales(scales: T) -> tuple[T, T]:
 def dequantized(
     codes: T, scales: T, about: T, first: int, width: int, dtype: torch.dtype
 ) -> T:
-    """Return rows of a quantised weight, from row ``first`` on, in ``dtype``: ``[rows, width]``.
+    """Return consecutive rows of a quantised weight in the type ``dtype``: ``[rows, width]``.
 
-    ``codes`` and ``scales``: the stored tensors of these rows. ``about``: mean and step size of the scales of the whole
-    weight (:func:`quantized_scales`).
+    ``codes`` and ``scales``: the stored tensors of these rows; ``about``: mean and step size of the scales of the whole
+    weight (:func:`quantized_scales`); ``first``: index in the weight of the first of these rows; ``width``: elements of
+    a row.
     """
     precision = wide(dtype)
     mean, step = about.view(torch.float32).unbind(1)
@@ -110,8 +111,10 @@ def dequantized(
 class Quantized(Module):
     """The quantised form of a frozen weight ``[out, in]``, as three stored tensors.
 
-    ``codes``: four bits per element. ``scales``: eight bits for each 64 elements. ``about``: mean and step size of each
-    256 scales (:func:`quantized_scales`). ``whole``: whether every rank of ``tp`` holds all of the weight.
+    ``codes``: four bits per element; ``scales``: eight bits for each 64 elements; ``about``: mean and step size of each
+    256 scales (:func:`quantized_scales`). ``mesh``: ranks that share the model; ``table``: descriptions of the model's
+    parameters; ``path``: name of this module in the model; ``whole``: whether every rank of ``tp`` holds all of the
+    weight.
     """
 
     def __init__(self, mesh: Mesh, table: Table, path: str, whole: bool) -> None:

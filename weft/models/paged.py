@@ -184,8 +184,9 @@ class KeyValuePages(Pages):
     def attend(self, q: T, width: int, window: int) -> T:
         """Compute the attention of the new tokens' queries to the cached keys and values.
 
-        ``q``: ``[1, tokens, heads, head_dim]``. ``width``: number of first elements of each result to return, because
-        cached rows may be padded. ``window``: the number of tokens that a token sees, itself included; 0: all.
+        ``q``: ``[1, tokens, heads, head_dim]``; ``width``: elements of a value. Cached values may be padded to more;
+        only the first ``width`` elements of each result are returned. ``window``: the number of tokens that a token
+        sees, itself included; 0: all.
         """
         assert self.store is not None
         out = q.new_zeros(*q.shape[:3], width)  # a row may be filled up

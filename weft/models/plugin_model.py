@@ -35,7 +35,11 @@ T = torch.Tensor
 
 
 class PluginModel(Transformer):
-    """A plugin's module in place of embedding, blocks and output layer, to be used like a :class:`Transformer`."""
+    """A plugin's module in place of embedding, blocks and output layer, to be used like a :class:`Transformer`.
+
+    ``shape``: shape of the model; ``mesh``: ranks that share the model; ``loss_chunk``: number of tokens whose loss is
+    computed at a time; ``hooks``: functions that passes call.
+    """
 
     def __init__(
         self,

@@ -24,8 +24,9 @@ Products = Callable[[T], tuple[T, ...]]
 class Projections(Module):
     """Base class of modules with linear projections, which have an adapter where ``adapter.targets`` names them.
 
-    ``TOGETHER`` (class attribute): groups of names of weights. The weights of a group have the same input, so that one
-    product can compute all their outputs.
+    ``shape``: shape of the model; ``mesh``: ranks that share the model; ``table``: descriptions of the model's
+    parameters; ``path``: name of this module in the model. ``TOGETHER`` (class attribute): groups of names of weights.
+    The weights of a group have the same input, so that one product can compute all their outputs.
     """
 
     #: Names of the weights that may be one product each time, as they have the same input.

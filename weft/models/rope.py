@@ -15,8 +15,8 @@ T = torch.Tensor
 def frequencies(shape: ModelShape) -> T:
     """Return the scaled inverse frequencies of rotary embedding, ``[bases, rotated / 2]`` in float64.
 
-    The first base is that of layers with full attention. There is a second base if windowed layers have their own
-    (Gemma 3).
+    The first row is computed from the base (theta) of layers with full attention. There is a second row if windowed
+    layers have a base of their own (Gemma 3).
     """
     steps = -torch.arange(0, shape.rotated, 2, dtype=torch.float64) / shape.rotated
     bases = [_scaled(shape.rope_theta**steps, shape.rope_scaling, shape.rope_theta)]
@@ -57,10 +57,10 @@ def _yarn(freq: T, scaling: RopeScaling, theta: float) -> T:
 
 
 def score_scales(shape: ModelShape) -> tuple[float, float]:
-    """Return two factors of attention scores: one for all elements of queries and keys, one more for rotated elements.
+    """Return two factors by which attention scores are multiplied.
 
-    Outside latent attention all elements are rotated, so that both factors apply to all scores. The second factor is 1
-    except for YaRN.
+    The first factor is for all elements of queries and keys. The second is a further factor for rotated elements; it is
+    1 except for YaRN. Outside latent attention all elements are rotated, so that both factors apply to all scores.
     """
     width, scaling = shape.query_dim or shape.score_width, shape.rope_scaling
     if scaling is None or scaling.kind != "yarn":
@@ -83,8 +83,9 @@ def angles(
 ) -> tuple[T, ...]:
     """Return the cosines and sines of rotary embedding, ``[bases, batch, seq, 1, rotated / 2]`` each.
 
-    ``positions``: ``[batch, seq]``; ``freq``: from :func:`frequencies`. ``draws``: the tokens' random bits for dropout
-    (:mod:`weft.models.dropout`); if given, they are returned as a third item, because blocks need them too.
+    ``positions``: ``[batch, seq]``; ``freq``: from :func:`frequencies`; ``dtype``: type of the result. ``draws``: the
+    tokens' random bits for dropout (:mod:`weft.models.dropout`); if given, they are returned as a third item, because
+    blocks need them too.
     """
     places, bases = positions[..., None, None], freq[:, None, None, None]
     theta = places.to(wide(dtype)) * bases.to(wide(dtype))

@@ -44,8 +44,8 @@ SENT = ("tokens", "copies", "moves")
 class Choice(NamedTuple):
     """The experts that each token is routed to.
 
-    ``ids``: numbers of the experts, int64 ``[tokens, k]``; a route that a full expert drops has one more than the last
-    expert's number. ``weights``: factors of the experts' results, of the same shape.
+    ``weights``: factors of the experts' results, ``[tokens, k]``; ``ids``: numbers of the experts, int64 ``[tokens,
+    k]``. If a full expert drops a route, the number in ``ids`` is the count of experts, which no expert has.
     """
 
     weights: T
@@ -91,7 +91,8 @@ class RouterPass:
 class Loads:
     """Counts of how many tokens of a training step were routed to each expert of every layer.
 
-    ``sent``: the bytes that this rank has sent for experts, by kind (:data:`SENT`).
+    ``shape``: shape of the model; ``mesh``: ranks that share the model. The attribute ``sent`` counts the bytes that
+    this rank has sent for experts, by kind (:data:`SENT`).
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh) -> None:
@@ -151,7 +152,7 @@ class Loads:
     def share_of_bytes(self) -> T:
         """Return this rank's share of the bytes sent for experts in the step, by kind in the order of :data:`SENT`.
 
-        Experts move to other ranks between steps; these bytes count in the step that follows.
+        Bytes of experts that moved to other ranks before the step count in it, too.
         """
         shares = [own_share(self.sent[what], self.mesh, **OWN) for what in SENT]
         self.sent.clear()

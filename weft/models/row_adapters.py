@@ -122,7 +122,7 @@ def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
     """Return the shard of an adapter that belongs to this rank's shard of the model.
 
     Where a weight is cut by rows, ``b`` and the adapter's output are cut. Where a weight is cut by columns, ``a`` is
-    cut, and the adapter's output is a summand of the same sum over ranks as the weight's product.
+    cut. The outputs of all ranks are then added up, for the adapter as for the weight.
     """
     parts = []
     layers = map(int, model.blocks)

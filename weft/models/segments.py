@@ -35,17 +35,17 @@ class Segment(NamedTuple):
 
 
 def document_segments(cu_seqlens: torch.Tensor, window: int = 0) -> list[Segment]:
-    """Return the causal segments of each document in the rows.
+    """Return the segments of causal attention within each document, as rectangles of the attention matrix.
 
-    ``cu_seqlens``: where documents begin in the flattened rows, and their end. ``window``: the number of tokens that a
-    token sees, itself included; 0: all.
+    ``cu_seqlens``: where documents begin in the flattened rows, and at last where they end; ``window``: the number of
+    tokens that a token sees, itself included; 0: all.
     """
     documents = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
     return [segment for a, b in documents for segment in windowed(a, b, window)]
 
 
 def windowed(a: int, b: int, window: int) -> list[Segment]:
-    """Return the segments of causal attention among the tokens ``a:b``.
+    """Return the segments (rectangles of the attention matrix) of causal attention among the tokens ``a:b``.
 
     ``window``: the number of tokens that a token sees, itself included; 0: all.
     """
@@ -62,9 +62,9 @@ def windowed(a: int, b: int, window: int) -> list[Segment]:
 def earlier_keys(q0: int, q1: int, k0: int, k1: int, window: int) -> list[Segment]:
     """Return the segments of queries ``q0:q1`` against earlier keys ``k0:k1`` (``k1 <= q0``) of the same document.
 
-    With a ``window`` there are up to three: a rectangle of the first queries, which see all keys; a triangle of queries
-    each of which sees one key less than the one before; and a rectangle of the keys that all queries of the triangle
-    see.
+    ``window``: the number of tokens that a token sees, itself included; 0: all. With a window there are up to three
+    segments: a rectangle of the first queries, which see all keys; a triangle of queries each of which sees one key
+    less than the one before; and a rectangle of the keys that all queries of the triangle see.
     """
     if not window:
         return [Segment(q0, q1, k0, k1, False)]

@@ -80,7 +80,7 @@ def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGrou
 
 
 def turned(q: T, cos: T, sin: T) -> T:
-    """Rotate the queries ``q`` ``[queries, heads, width]`` further by the angles whose cosines and sines are given.
+    """Rotate queries ``q`` ``[queries, heads, width]`` further by the angles with cosines ``cos`` and sines ``sin``.
 
     Only the last elements of each head are rotated: twice as many as ``cos`` has.
     """

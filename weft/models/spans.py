@@ -77,7 +77,7 @@ class SpanBatch(NamedTuple):
 
 
 def seen_blocks(span: Span, size: int, window: int) -> tuple[int, int]:
-    """Return the first index and the end of the range in ``span.table`` of the blocks that any token of the span sees.
+    """Return where in ``span.table`` the blocks lie that any token of the span sees: first index and end.
 
     ``size``: tokens of a block; ``window``: the number of tokens that a token sees, itself included; 0: all.
     """

@@ -46,7 +46,11 @@ T = torch.Tensor
 
 
 class Embedding(Module):
-    """The table of token embeddings, ``[vocab, embed]``, cut over the vocabulary."""
+    """The table of token embeddings, ``[vocab, embed]``, cut over the vocabulary.
+
+    ``shape``: shape of the model; ``mesh``: ranks that share the model; ``table``: descriptions of the model's
+    parameters.
+    """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, table: Table) -> None:
         super().__init__(mesh, table, "embedding")
@@ -112,7 +116,8 @@ def token_rows(
 class Attention(Projections):
     """Grouped-query attention over packed documents (Ainslie et al. 2023).
 
-    If the layer's mixer is linear, linear attention takes the place of softmax attention.
+    If the layer's mixer is linear, linear attention takes the place of softmax attention. ``shape``: shape of the
+    model; ``mesh``: ranks that share the model; ``layer``: index of the layer.
     """
 
     TOGETHER = (("wq", "wk", "wv"), ("wo",))
@@ -165,9 +170,10 @@ class Attention(Projections):
             self.attend = linear_mixer(mesh, self.decay)
 
     def forward(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
-        """Map ``x`` ``[batch, seq, embed]`` to this rank's summand of the output, which is a sum over ``tp``.
+        """Map ``x`` ``[batch, seq, embed]`` to this rank's part of the output, of the same shape.
 
-        ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin.
+        The output is the sum of the parts over the ranks of ``tp``. ``rope``: cosines and sines
+        (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin in the flattened rows.
         """
         q, k, v = self.project(x, "wq", "wk", "wv")
         if self.bias:
@@ -215,10 +221,10 @@ def feed_forward_module(
 
 
 class Block(Module):
-    """A pre-norm transformer block; ``shape`` may add norms after attention and feed-forward.
+    """A pre-norm transformer block; ``shape``, the model's, may add norms after attention and feed-forward.
 
-    ``recompute``: what backward computes again: ``none``, ``full``, or ``selective`` (all but attention and the
-    transfers inside it).
+    ``mesh``: ranks that share the model; ``layer``: index of the block. The attribute ``recompute`` says what backward
+    computes again: ``none``, ``full``, or ``selective`` (all but attention and the transfers inside it).
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
@@ -237,8 +243,8 @@ class Block(Module):
     ) -> T:
         """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape.
 
-        ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin; ``seen``:
-        where routers record their counts.
+        ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin in the
+        flattened rows; ``seen``: where routers record their counts; None: nowhere.
         """
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._body(x, rope, cu_seqlens, seen)
@@ -273,8 +279,8 @@ class Block(Module):
     ) -> Steps:
         """Compute :meth:`forward` without recomputation, as a generator, so that other work can run during transfers.
 
-        The generator yields where a mixture of experts sends rows to other ranks, and never without a mixture. Its
-        return value is the block's output.
+        The arguments are those of :meth:`forward`. The generator yields where a mixture of experts sends rows to other
+        ranks, and never without a mixture. Its return value is the block's output.
         """
         x, early = self._attended(x, rope, cu_seqlens, seen)
         before, normed = current_part(), self.ffn_norm(x)

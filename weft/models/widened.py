@@ -115,7 +115,7 @@ def widened(*xs: T) -> tuple[T, ...]:
 def widened_note(dtype: str, device: torch.device) -> str:
     """Return the line that a run prints if products are computed in float32 although weights have fewer bits, else "".
 
-    ``dtype``: name of the weights' type.
+    ``dtype``: name of the weights' type; ``device``: device of the run.
     """
     if device.type != "cpu" or not multiplies_slowly(getattr(torch, dtype)):
         return ""

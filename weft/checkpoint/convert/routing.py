@@ -32,7 +32,8 @@ TOKENS = 512
 def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
     """Return the experts to which a text's tokens are routed: an array ``[tokens, k]`` for each layer with experts.
 
-    ``ids``: the tokens of the text; ``k``: number of experts per token.
+    ``model``: the model whose routers choose; ``ids``: the tokens of the text; ``k`` is the number of experts per
+    token.
     """
     chosen: dict[int, list[T]] = defaultdict(list)
 
