@@ -142,9 +142,10 @@ def size(count: float) -> str:
 
 
 def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None:
-    """Draw a heat map of rank by stage, from records of saves and of loads; None if there are no records.
+    """Draw a heat map of the times of each rank in each stage of saves and loads.
 
-    Cells show seconds, and their colour the ratio to the median over ranks.
+    Cells show seconds, and their colour shows the ratio to the median over ranks. ``saved`` and ``loaded``: records of
+    single ranks' saves and loads. Returns None if there are no records.
     """
     groups = [
         (stage_seconds(saved), SAVE, "save"),

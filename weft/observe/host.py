@@ -60,7 +60,7 @@ def git_state() -> str:
 class HardwareLoad:
     """Samples the load of the main rank's machine, at most once in ``interval`` seconds.
 
-    The load of the processor is the mean since the previous sample.
+    ``device``: the device on which the run trains. The load of the processor is the mean since the previous sample.
     """
 
     def __init__(self, device: torch.device, interval: float = 5.0) -> None:

@@ -301,9 +301,9 @@ def measure_links(
 ) -> np.ndarray[Any, Any]:
     """Measure the seconds of a message of :data:`PROBE` bytes from each rank (row) to each rank (column). Collective.
 
-    ``rounds``: the pairs ``(sender, receiver)`` to measure, of which those of a round send at the same time; the cells
-    of other pairs are ``nan``. ``parts``: for some pairs, the factor by which their messages are larger; the time of
-    such a pair is divided by its factor.
+    ``group``: the ranks. ``device``: the device whose memory holds the messages. ``rounds``: the pairs ``(sender,
+    receiver)`` to measure; those of a round send at the same time. The cells of other pairs are ``nan``. ``parts``: for
+    some pairs, a factor by which their messages are larger. The measured time of such a pair is divided by its factor.
     """
     ranks, me = dist.get_process_group_ranks(group), group.rank()
     row = [float("nan")] * len(ranks)

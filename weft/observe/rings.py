@@ -72,9 +72,10 @@ class TracedGroup(NamedTuple):
 class Trace(NamedTuple):
     """Content of a rank's trace file.
 
-    ``about``: rank, epoch, process and machine, by name. ``records``: the recorded events (:data:`RECORD`) in the order
-    of their begin. A record names its process group by an index in ``groups``, and its source line by an index in
-    ``places``.
+    ``about``: rank, number of the view (``epoch``), process and machine, by name. ``groups``: the process groups that
+    occur. ``places``: the source lines that occur, such as ``weft/train/step.py:164``. ``records``: the recorded events
+    (:data:`RECORD`) in the order of their begin. A record refers to its process group by an index in ``groups``, and to
+    its source line by an index in ``places``.
     """
 
     about: dict[str, Any]

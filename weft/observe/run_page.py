@@ -20,7 +20,7 @@ PLOTLY = "plotly.min.js"
 
 
 class ReportRow(NamedTuple):
-    """A row of a table that compares runs: a name, and the value of each run."""
+    """A row of a table that compares runs. ``name``: what is compared; ``values``: the value of each run as text."""
 
     name: str
     values: list[str]

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 class Stamp(NamedTuple):
     """Time of a write to a shared table. No two writes have equal stamps.
 
-    ``time``: milliseconds; ``number``: counter within the millisecond; ``writer``: public key of the peer that has
-    written.
+    ``time``: milliseconds by the clock of the peer that has written. ``number``: counter of that peer's writes within
+    the millisecond. ``writer``: public key of that peer.
     """
 
     time: int

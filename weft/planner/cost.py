@@ -249,7 +249,9 @@ def exchange(
 ) -> Num:
     """Return the seconds of an all-to-all over ``size`` ranks, whose numbers are ``stride`` apart.
 
-    ``sent``: bytes that each rank holds before the exchange. Bytes that leave the fast domain cross the rank's own NIC.
+    ``engine``: constants of the training program, such as the share of the nominal bandwidth that it reaches. ``sent``:
+    bytes that each rank holds before the exchange. Bytes that leave the group of devices that fast links join
+    (``machine.domain``) cross the rank's own NIC.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     out = sent * (size - inside) / size / (machine.network * engine.network)
@@ -296,7 +298,7 @@ def smooth_maximum(a: Num, b: Num) -> Num:
 
 
 class AxisSeconds(NamedTuple):
-    """Seconds of a layer's exchanges along each axis that cuts the layer."""
+    """Seconds that one layer communicates along each axis that cuts the layer: ``tp``, ``cp`` and ``ep``."""
 
     tp: Num
     cp: Num
@@ -305,7 +307,11 @@ class AxisSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Roofline:
-    """Formulas for the seconds of one layer, from the model, the machine, the plan, and the program's constants."""
+    """Formulas for the seconds of one layer on one rank.
+
+    ``shape``: the model; ``machine``: the cluster; ``plan``: the layout; ``engine``: constants that say how well the
+    training program uses the machine.
+    """
 
     shape: Shape
     machine: Machine
@@ -495,7 +501,8 @@ def passes(
 def expert_cut(plan: Plan, engine: EngineConstants) -> Num:
     """Return the number of tp ranks over which the hidden width of each expert is cut.
 
-    It is 1 where whole experts are spread over the tp ranks instead.
+    It is 1 where whole experts are spread over the tp ranks instead. ``engine``: tells what the program does with
+    experts (:attr:`EngineConstants.whole`).
     """
     state = np.where(plan.shard > 1, plan.shard * plan.cp, plan.cp)
     folds = (plan.data * plan.cp % plan.ep == 0) & (
@@ -613,7 +620,8 @@ def copies(plan: Plan) -> Num:
 def rest(plan: Plan, engine: EngineConstants, known: Num) -> Num:
     """Return the seconds per step that no formula explains: a constant, and the wait for stragglers.
 
-    ``known``: the seconds that formulas explain; stragglers lose a share of them that grows with the ranks.
+    ``engine``: has the constant, and the share of time that stragglers cost. ``known``: the seconds that formulas
+    explain. The wait for stragglers is a share of ``known`` that grows with the number of ranks.
     """
     return engine.step + engine.jitter * np.log2(np.maximum(plan.world / 8, 1)) * known
 

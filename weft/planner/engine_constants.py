@@ -35,8 +35,8 @@ class EngineConstants:
             expert.
         ``rough``: traffic that experts with biases and a clamped gate have beyond that of others, in units of
             ``inner``.
-        ``level``: 1 if pipelines are cut into stages by work, where the output layer counts as the layers of its
-            weight; 0 if by number of layers.
+        ``level``: 1 if pipelines are cut into stages of equal work, where the output layer counts in proportion to its
+            weights; 0 if into stages of equally many layers.
         ``whole``: 1 if experts are never cut over ``tp``; 0 if they are, unless the ranks of ``tp`` are among those
             over which experts are spread.
 
@@ -53,7 +53,7 @@ class EngineConstants:
         ``remade``: number of such tensors of experts that backward computes again instead.
         ``stream``: bytes per token and unit of width of a block's input.
         ``products``: 1 if selective recomputation keeps every other product, 0 if it keeps attention alone.
-        ``undone``: bytes per token and unit of inner width that backward holds of the layer that it computes.
+        ``undone``: bytes per token and unit of inner width that backward needs for the one layer that it works on.
         ``table``: bytes per entry of the output layer's gradient, which lives from loss to backward.
         ``single``: 1 if the gradients of a step with one pass are kept whole, 0 if each is reduced as soon as it is
             computed.

@@ -232,9 +232,9 @@ def record(final: Final) -> dict[str, Any]:
 
 
 def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
-    """Return figures about the expert exchanges of a layout as JSON; empty if the layout has no ``ep``.
+    """Return figures about the expert exchanges of the layout ``final`` as JSON; empty if it has no ``ep``.
 
-    The keys are:
+    ``searched``: the search that has found the layout. The keys are:
 
     ``sent``: for each dispatcher, the bytes that a rank sends in one layer for one microbatch in one direction. The
     dispatcher that sends least comes first.

@@ -226,8 +226,8 @@ def refine(
     ``searched``: the search to which the plan belongs. ``closed``: seconds of the step by the closed form.
     ``barriers``: number of synchronisation points if embedding and output layer are cut over the pipeline, else 0.
     ``tables``: schedule tables built before, to be reused. ``beside``: the pass that a rank computes during an exchange
-    of experts, which is then simulated as an action of the schedule; None: exchanges count as a part of their layer's
-    time.
+    of experts. Exchanges are then simulated as separate actions of the schedule. With None, the time of an exchange is
+    a part of its layer's time.
     """
     shape, machine, engine = searched.shape, searched.machine, searched.engine
     if plan.pp == 1 and beside is None:

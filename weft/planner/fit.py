@@ -93,7 +93,10 @@ KNOBS = tuple(Knob(name, sigma) for name, sigma in PRIORS.items())
 
 
 class MeasurementColumns(NamedTuple):
-    """Descriptions of measured runs; each field is an array with one entry per run."""
+    """Descriptions of measured runs, as objects whose fields are arrays with one entry per run.
+
+    ``shape``: the models; ``machine``: the clusters; ``plan``: the layouts; ``engine``: the programs' constants.
+    """
 
     shape: Any
     machine: Any

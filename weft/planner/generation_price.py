@@ -75,7 +75,10 @@ class Throughput:
 
 
 def streamed_bytes(shape: Shape, machine: Machine) -> Num:
-    """Return the bytes of weights that cross the link to the device in each pass, as they do not fit on the device."""
+    """Return the bytes of weights that cross the link to the device in each pass.
+
+    They are the weights that do not fit on the device.
+    """
     weights = WIDTH * shape.parameters
     return np.maximum(
         0.0,

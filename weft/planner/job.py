@@ -236,9 +236,10 @@ def _margin(device: str, first: Final, own: Own | None) -> tuple[str, int | None
 
 @dataclass(frozen=True)
 class SweptModel:
-    """A variant of the job's model with changed ``fields``, and the best layout for it.
+    """A variant of the job's model, and the best layout for it.
 
-    ``best``: the layout; None if none is possible, for the reason in ``refused``.
+    ``fields``: the changed fields of the model, with their values. ``shape``: the variant. ``best``: the best layout,
+    None if no layout is possible. ``refused``: why none is possible, else "".
     """
 
     fields: dict[str, Any]

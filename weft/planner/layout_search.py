@@ -176,11 +176,17 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that does not fit in memory: its fullest rank needs ``gib`` GiB, where ``limit`` GiB are available.
+    """A layout that does not fit in memory, with the most similar layout that fits.
 
-    ``largest``: the purpose that takes most memory, ``held`` GiB. The other fields describe the most similar layout
-    that fits. ``fix``: the settings in which it differs. ``fixed_gib``: its GiB. ``slower``: share by which it is
-    slower.
+    Attributes:
+        ``plan``: the layout that does not fit.
+        ``gib``: GiB that its fullest rank needs.
+        ``limit``: GiB that are available.
+        ``largest``: the purpose that takes most memory on that rank.
+        ``held``: GiB that this purpose takes.
+        ``fix``: the settings in which the layout that fits differs.
+        ``fixed_gib``: GiB that the fullest rank of the layout that fits needs.
+        ``slower``: share of time by which the layout that fits is slower.
     """
 
     plan: Plan

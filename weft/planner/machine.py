@@ -57,10 +57,10 @@ class Hardware:
 class Device(Hardware):
     """Data-sheet figures of one device.
 
-    ``bf16``, ``fp8``, ``fp4``: peak rates in TFLOP/s of matrix products in these formats, without sparsity. ``clock``:
-    share of the 16-bit peak that a large product reaches, because of power and clock limits. ``low``: the same share
-    for 8 bits; that for 4 bits is :data:`LEAST`. ``clock`` and ``low`` come from measurements of published runs
-    (docs/explanations/planner.md).
+    ``name``: name of the device. ``bf16``, ``fp8``, ``fp4``: peak rates in TFLOP/s of matrix products in these formats,
+    without sparsity. ``clock``: share of the 16-bit peak that a large product reaches, because of power and clock
+    limits. ``low``: the same share for 8 bits; that for 4 bits is :data:`LEAST`. ``clock`` and ``low`` come from
+    measurements of published runs (docs/explanations/planner.md).
     """
 
     name: str

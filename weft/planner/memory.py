@@ -28,8 +28,10 @@ MOMENTS = 8.0
 class RankMemory:
     """Bytes on the fullest rank, by purpose.
 
-    ``buffers``: temporary tensors, such as gathered parameters and the working memory of a layer. ``constant``: memory
-    that no formula explains, as measured: context, communication buffers and fragmentation.
+    ``parameters``, ``gradients``, ``optimizer``: this rank's parts of the parameters, of their gradients, and of the
+    optimizer's state. ``activations``: what forward keeps for backward. ``buffers``: temporary tensors, such as
+    gathered parameters and the working memory of a layer. ``constant``: memory that no formula explains, as measured:
+    context, communication buffers and fragmentation.
     """
 
     parameters: Num
@@ -97,7 +99,10 @@ def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num,
 
 
 def held_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
-    """Return the bytes of activations of one layer and microbatch that stay on the device for backward."""
+    """Return the bytes of activations of one layer and microbatch that stay on the device for backward.
+
+    Activations that the plan keeps on the host or in files are left out.
+    """
     return layer_bytes(shape, plan, engine)[0] * (plan.activations == 0)
 
 

@@ -92,9 +92,10 @@ def load(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Own:
-    """Constants of a program fitted to the user's runs, and a ``message`` that says so.
+    """Constants of a program that are fitted to the user's runs.
 
-    ``error``: median error of the predicted step times after the fit, in percent; NaN if it is not known.
+    ``engine``: the fitted constants. ``message``: text that tells the user to which runs they are fitted. ``error``:
+    median error of the predicted step times after the fit, in percent; NaN if it is not known.
     """
 
     engine: EngineConstants

@@ -187,9 +187,9 @@ def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
 
 
 def stage_rows(first: Final, limit: float) -> Iterator[dict[str, Any]]:
-    """Yield the figures of a bar for the memory of each pipeline rank of ``first``; equal neighbours share a bar.
+    """Yield, for each pipeline rank of the layout ``first``, the figures of a bar that shows the rank's memory.
 
-    ``limit``: memory of the device in GiB, which sets the scale.
+    Neighbouring ranks with equal memory share a bar. ``limit``: memory of the device in GiB, which sets the scale.
     """
     ranks, run = list(first.ranks), first.simulation
     scale = max(limit, max(gib(m.total) for m in ranks))

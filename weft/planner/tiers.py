@@ -87,10 +87,11 @@ def with_tiers(
     microbatch: MicrobatchSeconds,
     layers: Num,
 ) -> Cost:
-    """Return ``cost`` with the seconds that keeping state and activations on the host or in files adds.
+    """Return ``cost`` plus the seconds that are lost if state and activations rest on the host or in files.
 
-    The seconds of the optimizer are replaced where the host updates the parameters. ``microbatch``: seconds of one
-    microbatch of the plan (:func:`weft.planner.cost.passes`). ``layers``: the layers of its fullest rank.
+    Where the host updates the parameters, the seconds of the optimizer are replaced by those of the host. ``cost``: the
+    seconds of a step in which everything rests on the device. ``microbatch``: seconds of one microbatch of the plan
+    (:func:`weft.planner.cost.passes`). ``layers``: number of layers of the plan's fullest rank.
     """
     state, saved, filed = plan.weights > 0, plan.activations > 0, plan.weights == FILE
     m, apart = plan.microbatches, machine.host_memory > 0  # else the device is the host

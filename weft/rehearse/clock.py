@@ -226,8 +226,9 @@ def predict_step(
 ) -> Prediction:
     """Predict the time and memory of a step from every rank's rehearsed step.
 
-    ``local``: the probed machine. ``rehearsed``: the rehearsed step of each rank. ``workers``: for each rank, the
-    process of the probe on whose links the rank communicates, by default the process with the rank's number.
+    ``local``: the probed machine. ``rehearsed``: the rehearsed step of each rank. ``layout``: the layout of the step.
+    ``workers``: for each rank, the process of the probe on whose links the rank communicates, by default the process
+    with the rank's number.
     """
     world = len(rehearsed)
     setting, uneven = local.setting(world), local.uneven(world)

@@ -127,8 +127,9 @@ def estimates(
 ) -> list[Estimate]:
     """Return for each method the estimate of its fastest settings that fit in the memory of ``device``.
 
-    If no settings of a method fit, the estimate is of those that need the least memory. ``shape``: the model. ``say``:
-    called with lines about progress.
+    If no settings of a method fit, the estimate is for those settings that need the least memory. ``recipe``: the
+    recipe to estimate. ``shape``: the model. ``methods``: keys of :data:`METHODS`. ``say``: called with lines about
+    progress.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads_per_rank(recipe.train.threads, 1))

@@ -54,7 +54,7 @@ KIND = (
 
 
 def shortlist(searched: SearchResult, most: int) -> list[int]:
-    """Return the indices of at most ``most`` layouts of a search to rehearse.
+    """Return the indices in ``searched`` of the layouts to rehearse, at most ``most``.
 
     The best layout for every combination of ``tp``, ``pp`` and ``cp`` comes first, then the best overall.
     """
@@ -102,10 +102,11 @@ def with_rehearsed_time(
 def place_ranks(
     layout: Layout, rehearsed: Sequence[Rehearsal], links: WorkerLinks | None
 ) -> tuple[str, list[int]]:
-    """Choose the order of axes that suits ``links``, and for each rank the process of the probe whose links it gets.
+    """Choose how to place the ranks of ``layout`` on a machine with fast and slow links.
 
-    ``rehearsed``: the rehearsed step of each rank. If ``links`` is None, because links are alike, both results are
-    empty, which stands for the usual order.
+    Returns the order of the layout's axes with which communication takes least time, and for each rank the process of
+    the probe on whose links it communicates. ``rehearsed``: the rehearsed step of each rank. ``links``: the measured
+    links, None if links are alike. Both results are then empty, which stands for the usual order.
     """
     if links is None:
         return "", []

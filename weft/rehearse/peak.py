@@ -54,9 +54,9 @@ class _Counted(Batch):
 def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
     """Run one step of ``rank`` under the recipe's layout on fake tensors, and return the peak of its memory.
 
-    ``shape``: the shape of the model, with its vocabulary. The run has at most two replicas along ``dp``, because all
-    replicas hold the same, and only as many microbatches as fill a pipeline. Raises :class:`UsageError` for state that
-    does not rest on the device.
+    ``shape``: the shape of the model, with its vocabulary. To be quick, the step has at most two replicas along ``dp``,
+    as all replicas hold the same. It has only as many microbatches as fill a pipeline. Raises :class:`UsageError` for a
+    recipe with state that does not rest on the device.
     """
     for kind, place in recipe.memory.away.items():
         raise UsageError(

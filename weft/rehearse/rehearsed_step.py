@@ -35,7 +35,8 @@ TIMES = 2
 class Rehearsal:
     """Events of one rank in one rehearsed step, and the memory of its tensors.
 
-    ``peak``: the most bytes of tensors alive at a time. ``state``: bytes of the tensors alive before the step.
+    ``events``: the rank's work, collectives and messages, in order. ``state``: bytes of the tensors that are alive
+    before the step. ``peak``: the most bytes of tensors that are alive at a time.
     """
 
     events: Sequence[Event]

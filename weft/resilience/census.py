@@ -31,8 +31,8 @@ class OtherMember:
     """Another process that is a member of the run or wants to be one.
 
     ``member``: address and number of the process. ``said``: the last message by which the process told its state
-    (:meth:`.Agreement.stand`), {} if none has come in this view. ``life``: how many times the
-    process has asked to join the run, as its last message says.
+    (:meth:`.Agreement.stand`), {} if none has come in this view. ``life``: how many times the process has started over
+    as a newcomer, as that message says.
     """
 
     member: Member

@@ -91,9 +91,9 @@ class IslandRank:
 def start_island(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
     """Train as one of the ranks of an island that were started together. Returns how the training has ended.
 
-    ``out``: the run folder, or None for the default; ``resume``: "auto", a run or a checkpoint to continue from, or
-    None. An island may be started again while the key-value store of the run's start still exists. Its ranks then ask
-    to join the run.
+    ``out``: the run folder, or None for the default; ``resume``: "auto" (the run's newest checkpoint, if it has one), a
+    run or a checkpoint to continue from, or None for a new run. An island may be started again while the key-value
+    store of the run's start still exists. Its ranks then ask to join the run.
     """
     store, rank, world = next(
         dist.rendezvous("env://", timeout=timedelta(seconds=recipe.train.timeout))
@@ -214,7 +214,8 @@ class IslandGuard(Watching):
 
     They open the run's folder, fill the state (from another island, if this one joins later), and tell which islands
     take part. ``party``: this rank's part in the views (sets of members) of the run; ``folder``: the run folder of the
-    rank's island, or None for the default; ``resume``: "auto", a run or a checkpoint to continue from, or None.
+    rank's island, or None for the default; ``resume``: "auto" (the run's newest checkpoint, if it has one), a run or a
+    checkpoint to continue from, or None for a new run.
     """
 
     def __init__(

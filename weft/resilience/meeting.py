@@ -19,8 +19,8 @@ def announce(
 ) -> None:
     """Write this rank's address and ``facts`` to ``store``, where the launcher and all other ranks read them.
 
-    ``membership``: this rank's agent; ``store``: key-value store of the run's start; ``facts``: what this rank tells
-    the others, as JSON.
+    ``membership``: this rank's agent; ``store``: key-value store of the run's start; ``rank``: number of this rank;
+    ``facts``: what this rank tells the others, as JSON.
     """
     store.set(
         f"{MEMBERS}/{rank}",

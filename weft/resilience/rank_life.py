@@ -59,8 +59,9 @@ LEAVE = signal.SIGUSR2
 def start_rank(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
     """Train as one of the ranks that were started together, in a run that survives the loss of ranks.
 
-    ``out``: the run folder, or None for the default; ``resume``: "auto", a run or a checkpoint to continue from, or
-    None. Returns how the training has ended.
+    ``recipe``: the run's recipe; ``out``: the run folder, or None for the default; ``resume``: "auto" (the run's newest
+    checkpoint, if it has one), a run or a checkpoint to continue from, or None for a new run. Returns how the training
+    has ended.
     """
     with noted(recipe) as received:
         limit = timedelta(seconds=recipe.train.timeout)
@@ -123,10 +124,10 @@ def rank_party(
 ) -> Iterator["RankParty"]:  # fmt: skip
     """Run this rank's agent, which watches the other ranks, while the context lasts. Yields its part in the views.
 
-    ``out``: the run folder, or None for the default; ``resume``: "auto", a run or a checkpoint to continue from, or
-    None; ``received``: signals that have asked the process to stop; ``life``: what the rank does next; ``token``: the
-    run's secret; ``host``: address at which this process listens; ``number``: this rank's number as a member, if it has
-    one.
+    ``out``: the run folder, or None for the default; ``resume``: "auto" (the run's newest checkpoint, if it has one), a
+    run or a checkpoint to continue from, or None for a new run; ``received``: signals that have asked the process to
+    stop; ``life``: what the rank does next; ``token``: the run's secret; ``host``: address at which this process
+    listens; ``number``: this rank's number as a member, if it has one.
     """
     party = RankParty(RankGuard(recipe, out, resume, received, life))
     resilience = recipe.resilience

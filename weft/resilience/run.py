@@ -10,8 +10,9 @@ from weft.train.training import Ending
 def survive(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
     """Train as one of the ranks that were started together, in a run that survives the loss of ranks or islands.
 
-    ``out``: the run folder, or None for the default; ``resume``: "auto", a run or a checkpoint to continue from, or
-    None. Returns how the training has ended.
+    ``recipe``: the run's recipe; ``out``: the run folder, or None for the default; ``resume``: "auto" (the run's newest
+    checkpoint, if it has one), a run or a checkpoint to continue from, or None for a new run. Returns how the training
+    has ended.
     """
     if recipe.islands_come_and_go:
         from weft.resilience.island_life import start_island

@@ -64,8 +64,8 @@ def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]
 
     If there are several machines, the buddy is on another machine: the first rank of a machine has the first rank of
     the next machine as its buddy, and so on. On a single machine the buddy is the next rank, and a single rank is its
-    own buddy. ``machines``: the machine of each rank; ``leaving``: ranks that are about to leave. They become buddies
-    only if all ranks leave.
+    own buddy. ``machines``: the machine of each rank; ``leaving``: ranks that are about to leave. A leaving rank
+    becomes the buddy of another only if no rank stays that could be.
     """
     order = sorted(
         range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank)

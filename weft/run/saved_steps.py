@@ -40,9 +40,9 @@ def what_is_saved(folder: Path) -> str:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    """Return the numbers of the steps among the newest records of the run in ``folder``.
+    """Return the numbers of the steps that the newest records of the run in ``folder`` are about.
 
-    Records older than the last :data:`TAIL` bytes are not read.
+    Only the last :data:`TAIL` bytes of the run's metrics are read.
     """
     steps: list[int] = []
     with suppress(OSError), (folder / FILE).open("rb") as file:
