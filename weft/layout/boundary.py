@@ -86,9 +86,9 @@ def own(weight: T, start: int, stop: int, mesh: Mesh) -> T:
 def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
     """Convert ``x`` to this rank's part of a sum over the axes in ``types``, such that the sum counts every value once.
 
-    ``types``: the type of ``x`` by axis: varying (V), replicated (R), invariant (I) or partial sum (P). On an axis
-    where ranks hold the same value (R or I), all ranks but the first contribute zero. The result is a partial sum (P)
-    on each axis, which a later all-reduce completes.
+    ``types``: for each axis, what the ranks along it hold: different values (V), the same value (R or I), or summands
+    of a sum (P). On an axis where ranks hold the same value, all ranks but the first contribute zero. The result is a
+    summand (P) on each axis, and a later all-reduce completes the sum.
     """
     for axis, kind in types.items():
         if mesh.size(axis) > 1 and kind is not P:
@@ -101,7 +101,10 @@ def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
 
 
 def step_sum(x: T, mesh: Mesh) -> T:
-    """Complete the sum of ``x``, which is pending (P) over all axes, by an all-reduce over the step group."""
+    """Complete the sum of ``x``, which is pending (P) over all axes, by an all-reduce.
+
+    The all-reduce runs over the step group, which has all ranks of this island.
+    """
     return spmd.all_reduce(x, mesh.step_group, dst=R) if mesh.layout.world > 1 else x
 
 
@@ -171,8 +174,9 @@ def own_number(value: float, mesh: Mesh, **types: Kind) -> T:
 def own_share(value: float, mesh: Mesh, **types: Kind) -> T:
     """Return ``value`` as this rank's part of a sum that counts every value once: a float64 scalar of type P.
 
-    ``types``: the type of ``value`` by axis: varying (V), replicated (R), invariant (I) or partial sum (P). On axes
-    where ranks have the same value (R or I), only the first contributes it. A later all-reduce completes the sum.
+    ``types``: for each axis, what the ranks along it hold: different values (V), the same value (R or I), or summands
+    of a sum (P). On an axis where ranks hold the same value, only the first contributes it. A later all-reduce
+    completes the sum.
     """
     return share_of_sum(own_number(value, mesh, **types), mesh, **types)
 

@@ -18,8 +18,8 @@ class Layout(Section):
     """Number of ranks along each mesh axis, and how these ranks work together.
 
     References: ZeRO (Rajbhandari et al. 2020), ZeRO++ hpZ (Wang et al. 2023; Frontier, Dash et al. 2023). Attention
-    schemes are in :mod:`weft.parallel.context.tables`, dispatchers in :mod:`weft.parallel.experts.dispatch`. With
-    ``lsh`` a run computes something else than one device.
+    schemes are in :mod:`weft.parallel.context.tables`, dispatchers in :mod:`weft.parallel.experts.dispatch`. A layout
+    computes what one device computes. There are two exceptions: ``skip`` and ``lsh`` change what the model computes.
     """
 
     dp: int = Field(

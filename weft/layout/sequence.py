@@ -7,9 +7,9 @@ from weft.registry import find
 def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
     """Return, for each ``cp`` rank, the indices of the sequence's chunks that it owns, in the order it holds them.
 
-    The sequence is cut into equal chunks. With most attention schemes a rank has an early and a late one (zigzag), so
-    that ranks have even work under the causal mask; else it has one. Ranks that exchange heads with each other
-    (``layout.ulysses``) own consecutive chunks.
+    The sequence is cut into equal chunks. With most attention schemes a rank owns two chunks, an early and a late one
+    (zigzag), so that ranks have even work under the causal mask. With the other schemes it owns one chunk. Ranks that
+    exchange heads with each other (``layout.ulysses``) own consecutive chunks.
     """
     inner = layout.head_ranks
     tables = layout.cp // inner

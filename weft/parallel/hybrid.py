@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 
 class HybridAttention:
-    """Attention over those ranks that share the current pass by a plan of document lengths (``layout.balance``).
+    """Attention of a pass that the ranks of a group compute together, as a plan of document lengths says.
 
-    ``group`` (attribute) names these ranks, and is set before each pass by :func:`share_pass`. Where it is None the
-    pass is unplanned, and ``static``, the attention of the layout, computes it.
+    The plan (``layout.balance``) gives each pass a group of ranks. ``group`` (attribute): names these ranks, and is set
+    before each pass by :func:`share_pass`. If it is None, the pass is not planned, and ``static``, the attention of the
+    layout, computes it.
     """
 
     def __init__(self, mesh: Mesh, static: Attend) -> None:

@@ -61,8 +61,8 @@ class Pipeline:
         """Take over the model's parameters, connect to the other ranks of the pipeline, and return the state.
 
         The parameters must be allocated on the device. ``compute``: data type in which parameters compute; ``tiers``:
-        where the state rests; ``make``: builds the state from units and from the names of parameters that several ranks
-        hold.
+        where the state rests; ``make``: function that builds the state from units, and from the names of those
+        parameters that several ranks of the pipeline hold.
         """
         self.streamed, self.compute = tiers.places.get("weights") == "file", compute
         described = dict(self.model.logical_parameters())

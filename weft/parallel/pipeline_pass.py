@@ -53,9 +53,10 @@ class Turns(NamedTuple):
 def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -> Turns:
     """Choose which weights stay in memory from one gather to the next gather of the same stage.
 
-    Weights stay if at most one other stage is gathered in between. Of the others those that are needed again soonest
-    stay, as many as fit in ``room`` bytes. The weights of the stages that a step gathers first stay until the next
-    step. ``gathers``: a rank's gather actions in the order of execution; ``size_of``: bytes of a stage's weights.
+    Weights stay if at most one other stage is gathered in between. ``room`` is memory in bytes for some more of them,
+    of which those stay that are needed again soonest. The weights of the stages that a step gathers first stay until
+    the next step. ``gathers``: a rank's gather actions in the order of execution; ``size_of``: function from a stage to
+    the bytes of its weights.
     """
     last: dict[int, int] = {}
     waits = []  # how many gathers a stage would stay for, and the gather before them

@@ -60,8 +60,8 @@ STAGES: dict[int, Kept] = {
 class HookUnit(Unit):
     """A unit that FSDP2 gathers and reduces from hooks of autograd: the parameters of one FSDP2 module.
 
-    The module is a block, or the root with embedding, norm and head. ``kept``: what the ZeRO stage keeps whole;
-    gradients are reduced in the passes for which :meth:`begin_pass` asks.
+    The module is a block, or the root with embedding, norm and head. ``kept``: what stays whole between uses. It
+    decides whether FSDP2 reduces gradients after each pass or only after the last pass of a step.
     """
 
     module: FSDPModule

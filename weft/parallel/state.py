@@ -41,10 +41,10 @@ class Held:
         ``local``: these elements, as the state keeps them.
         ``parameter``: the PyTorch parameter that these elements are, or are this rank's shard of.
         ``gradient``: function that reads the reduced gradient of the elements from ``parameter``.
-        ``slots``: what is kept beside the value, such as moments, by name.
+        ``slots``: tensors that the optimizer keeps beside the value, such as moments, by name.
         ``updates``: the number of updates, as a tensor for fused kernels.
-        ``rows``: indices of the rows held along dimension 0, where they differ from the box (experts that have moved).
-        ``norm``: norm of the gradient, where it was taken before the gradient went to a file; else None.
+        ``rows``: the rows held, as indices along dimension 0, where experts have moved; None: those of the box.
+        ``norm``: norm of the gradient, if it was computed before the gradient went to a file; else None.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Unit:
         """Forget the full parameters before the rows that this rank holds change; ``drop``: free their memory too."""
 
     def reduce(self) -> None:
-        """Sum the gradients so far over the ranks with other data, and keep the rows that this rank holds."""
+        """Sum the gradients so far over the ranks with other data; keep the rows of the sum that this rank holds."""
 
     def begin_pass(self, last: bool) -> None:
         """Prepare for a forward and backward pass; ``last``: whether it is the last of the step."""
@@ -130,9 +130,9 @@ class Updater(Protocol):
 
 
 class DueUpdate(NamedTuple):
-    """A postponed update of a unit.
+    """A postponed update of a unit of parameters.
 
-    ``grads``: function that returns the unit's gradients by name; ``lr``: learning rate; ``scale``: factor that
+    ``grads``: function that returns the gradients of a unit by name; ``lr``: learning rate; ``scale``: factor that
     multiplies the gradients.
     """
 

@@ -135,7 +135,7 @@ class TableUnit(Unit):
     ) -> None:
         """Make the whole parameters from the rows of all ranks. Collective.
 
-        ``values``: function from a parameter to the values of this rank's rows, if not those of the state.
+        ``values``: function from a parameter to the values of this rank's rows; by default the values of the state.
         """
         if self.live:
             return

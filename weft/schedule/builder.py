@@ -87,9 +87,9 @@ def ramp(ranks: Number, times: Times) -> Number:
 def filled(times: Times) -> Number:
     """Return by how much each rank after the first lengthens the bubble if backward is split and W is postponed.
 
-    W is the gradient of the weights. The result is ``backward_input + max(forward - backward_weight, 0)``. Without a
-    split it would be ``forward + backward_input + backward_weight``; postponed weight gradients fill
-    ``backward_weight`` of this time, and once more the shorter of ``forward`` and ``backward_weight``.
+    I is the gradient of a stage's input, W the gradient of its weights. Without a split each rank lengthens the bubble
+    by ``forward + backward_input + backward_weight``. Postponed weight gradients fill a part of this time. What remains
+    is ``backward_input + max(forward - backward_weight, 0)``, the result.
     """
     return times.backward_input + larger(times.forward - times.backward_weight, 0)
 
@@ -99,8 +99,9 @@ def held_back(
 ) -> Number:
     """Return the bubble of a zero-bubble schedule in which a rank holds at most ``most`` microbatches at once.
 
-    It is ``(ranks - 1) * filled(times) + (ranks - min(microbatches, most)) * min(forward, backward_weight)``, or 0 if
-    that is negative: each further microbatch in flight gives a rank work while it waits for its first gradient.
+    The bubble is the idle time of a rank in a step. It is ``(ranks - 1) * filled(times)``, plus ``(ranks -
+    min(microbatches, most)) * min(forward, backward_weight)``, but never below 0. The second term says that each
+    further microbatch in flight gives a rank work while it waits for its first gradient.
     """
     ahead = -larger(-microbatches, -most)
     shorter = times.forward - larger(times.forward - times.backward_weight, 0)

@@ -7,10 +7,11 @@ from weft.schedule.simulate import Simulation
 
 
 def text_timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
-    """Return a line of text for each rank that shows each action as its microbatch, or as the microbatch's last digit.
+    """Return a line of text for each rank that shows each action by its microbatch, or by the number's last digit.
 
-    With ``colour`` a line with the colour of each kind follows; without it every action also shows its kind, and needs
-    more columns. The list is empty if a line would be wider than ``width`` characters.
+    With ``colour`` colours tell the kinds of action apart, and one more line says which kind has which colour. Without
+    it each action also shows the name of its kind, which needs more columns. The list is empty if a line would be wider
+    than ``width`` characters.
     """
     kinds, shades = colours(simulation.table), shades_of(simulation.table)
     gutter = len(f"rank {len(simulation.timeline) - 1}  ")

@@ -217,10 +217,11 @@ def power_mean(
 ) -> Payload:  # fmt: skip
     """Return the payload of the mean of ``x`` over ``members``, compressed by a linear compressor such as PowerSGD.
 
-    The tensors of its payload are averaged by ring all-reduces. ``tag``: the beginning of the messages' tags;
-    ``number``: the number of the exchange, the compressor's seed; ``up``: this island's residual, which is fed back and
-    updated in place; ``warm``: what :meth:`Compressor.warm` returned for the previous exchange, None at first;
-    ``members``: islands that take part, by default all.
+    With a linear compressor the mean of the islands' payloads is the payload of the mean. So the tensors of the
+    payloads are averaged by ring all-reduces. ``tag``: the beginning of the messages' tags; ``number``: the number of
+    the exchange, which is also the compressor's seed; ``up``: what compression on this island has lost in earlier
+    exchanges, which is added to ``x`` and updated in place. ``warm``: what :meth:`Compressor.warm` returned for the
+    previous exchange, None at first; ``members``: islands that take part, by default all.
     """
     turns, every = iter(range(4)), members or range(streams.islands)
 

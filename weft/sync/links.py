@@ -48,10 +48,10 @@ class IslandLinks:
 
     @cached_property
     def sites(self) -> NDArray[np.int64]:
-        """Number of the site of each island, ``[islands]``.
+        """Index of the site that each island is in, ``[islands]``.
 
-        If the links divide into clearly faster and slower ones, islands joined by fast links share a site. Otherwise
-        all islands share one.
+        A site is a group of islands joined by fast links. It is found from the links, if these divide into clearly
+        faster and slower ones. Otherwise all islands are in one site.
         """
         count = len(self.bandwidth)
         both = np.minimum(self.bandwidth, self.bandwidth.T)[np.triu_indices(count, 1)]

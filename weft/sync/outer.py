@@ -41,8 +41,9 @@ class OuterSettings(Section):
 class OuterMomentum(SyncMethod):
     """Base of sync methods whose outer update is SGD with Nesterov's momentum (DiLoCo, Douillard et al. 2023).
 
-    Its gradient is the pseudo-gradient: the parameters at the beginning of the round minus those now, as a mean over
-    islands. The slot ``anchor`` holds the common parameters, ``outer`` the momentum.
+    The outer update changes the common parameters at the end of a round. In place of a gradient it uses the parameters
+    at the beginning of the round minus those at the end, as a mean over islands (the pseudo-gradient). The slot
+    ``anchor`` holds the common parameters, ``outer`` the momentum.
     """
 
     slots: tuple[str, ...] = ("anchor", "outer")

@@ -53,9 +53,11 @@ class SyncMethod:
         self.settings = settings
 
     def sent(self, theta: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Return the vector that an island sends at the end of a round, by default ``anchor`` minus ``theta``.
+        """Return the vector that an island sends at the end of a round.
 
-        ``theta``: the island's parameters as a flat vector; ``slots``: what is kept with them, by name.
+        By default it is the tensor ``anchor`` of ``slots`` minus ``theta``: how far the parameters have moved in the
+        round. ``theta``: the island's parameters as a flat vector; ``slots``: tensors kept with the parameters, by
+        name.
         """
         return slots["anchor"] - theta
 
@@ -64,8 +66,8 @@ class SyncMethod:
     ) -> torch.Tensor:
         """Return the island's next parameters, a flat vector, and change the ``slots`` in place.
 
-        ``theta``: its present parameters; ``answer``: the mean of the vectors sent; ``islands``: how many islands took
-        part.
+        ``theta``: the island's present parameters, flat; ``slots``: tensors kept with the parameters, by name;
+        ``answer``: the mean of the vectors that islands sent; ``islands``: how many islands took part.
         """
         raise NotImplementedError
 

@@ -27,8 +27,8 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[
 def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | None:
     """Return which of the rank's key/value heads each query head of ``rank`` reads, by index among the rank's own.
 
-    The result is None where every key/value head of the rank serves equally many query heads, in order. ``heads``,
-    ``kv_heads``: numbers of query and key/value heads on all ``ranks`` ranks together.
+    ``heads``, ``kv_heads``: numbers of query and key/value heads on all ``ranks`` ranks together. The result is None
+    where no index is needed: each key/value head of the rank serves equally many query heads, in order.
     """
     first, last = part(heads, ranks, rank)
     group = heads // kv_heads

@@ -341,8 +341,10 @@ def tile_attention_backward(
 ) -> TileGradients:  # fmt: skip
     """Return the gradients of queries, keys and values.
 
-    ``grad``: gradient of the attention's output; ``out`` and ``lse``: results of :func:`tile_attention`; all other
-    arguments are those of :func:`tile_attention`.
+    ``grad``: gradient of the attention's output; ``q``, ``k``, ``v``: the inputs of :func:`tile_attention`; ``out`` and
+    ``lse``: its results; ``cu_seqlens``: cumulative document boundaries on all ranks; ``scheme``: name of the context
+    scheme; ``peers``: global ranks in the order of its table; ``index``: this rank's position among them; ``lengths``:
+    tokens of a row in every block, empty for equal lengths; ``window``: number of tokens that a token sees, 0 for all.
     """
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     queries = [trip.cut(x) for x in (q, grad, out, lse.unflatten(0, q.shape[:2]))]

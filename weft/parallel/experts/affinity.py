@@ -90,10 +90,13 @@ def place_experts(
     """Assign equally many experts to each rank, so that most tokens' experts in adjacent layers share a rank.
 
     Returns the rank of every expert, for each layer. ``steps``: counts of tokens' transitions between experts of
-    adjacent layers (:func:`steps_between`); ``loads``: tokens routed to each expert (:func:`loads_of`). A local search
-    from ``starts`` random assignments goes through the layers back and forth and makes the best swaps of two experts,
-    with the other layers fixed, until no swap helps. ``level`` weighs the variance of the ranks' loads (over their
-    mean, averaged over layers) against the share of transitions that stay on a rank.
+    adjacent layers (:func:`steps_between`); ``loads``: tokens routed to each expert (:func:`loads_of`); ``ranks``:
+    number of ranks.
+
+    A local search begins at each of ``starts`` random assignments. It goes through the layers back and forth, and swaps
+    two experts of a layer at a time, as long as a swap makes the assignment better. An assignment is good if many
+    transitions stay on a rank. With ``level`` above 0 uneven loads count against it: their variance, relative to the
+    mean load, times ``level``.
     """
     total = sum(counts.sum() for counts in steps)
     # What the square of a rank's load costs, in steps.

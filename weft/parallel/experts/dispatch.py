@@ -127,9 +127,10 @@ class PerMember:
 
 
 class AllGather:
-    """Dispatcher that sends all tokens to all ranks of the group.
+    """Dispatcher that sends all tokens to all ranks of a group.
 
     Each rank computes its own experts for every token, and their weighted results are summed over the ranks.
+    ``members``: the ranks of the group, and the experts that each has.
     """
 
     def __init__(self, members: Members) -> None:
@@ -196,9 +197,10 @@ def then(arriving: Arriving, meta: tuple[Any, ...]) -> Arriving:
 
 
 def local_experts(members: Members) -> LocalExperts:
-    """Return the dispatcher that gives this rank's rows to its own experts, and sends nothing.
+    """Return the dispatcher that gives the rows on this rank to the experts on this rank, and sends nothing.
 
-    Rows that are routed to experts of other ranks are left out.
+    Rows that are routed to experts of other ranks are left out. ``members``: this rank's group, and the experts that
+    each rank of the group has.
     """
     return LocalExperts(range(members.first, members.last), others=True)
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 class DispatchWay:
     """Interface of the technique kind ``dispatch``: makes the dispatcher of a mixture of experts.
 
-    ``by_node``: whether the dispatcher treats ranks of the same node differently. ``weft verify --fuzz`` then tries it
-    only in layouts that state their nodes. ``copies``: whether ranks may lend each other the weights of their experts.
+    ``by_node``: whether the dispatcher treats ranks of the same node differently. ``weft verify --random`` then tries
+    it only in layouts that state their nodes. ``copies``: whether ranks may lend each other the weights of their
+    experts.
     """
 
     by_node: ClassVar[bool] = False

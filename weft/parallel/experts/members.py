@@ -76,10 +76,9 @@ class Members:
         return int(largest) if has_numbers(largest) else number
 
     def declared(self, x: T) -> T:
-        """Return ``x`` unchanged, declared as a tensor that follows from the routing of tokens.
+        """Return ``x`` unchanged, and declare on which axes it differs between ranks, for ``weft verify --types``.
 
-        The declaration says on which axes ``x`` differs between ranks; ``weft verify --types`` checks such
-        declarations.
+        ``x``: a tensor that follows from the routing of tokens.
         """
         return declare(x, self.mesh, **by_token(self.mesh))
 

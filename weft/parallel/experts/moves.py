@@ -27,10 +27,13 @@ def better_order(
 ) -> Array:
     """Return an order of experts, owner by owner, that needs fewer copies; or ``order`` itself if moving does not pay.
 
-    ``loads``: tokens routed to each expert; ``order``: the present order; ``sizes``: number of experts that each rank
-    owns; ``spare``: number of other ranks' experts that a rank has room for; ``cost``: of moving one expert, in
-    transfers of an expert's weights. Moving pays if it costs less than the copies that it saves until experts may move
-    again; a copy costs two transfers per step, of weights and of gradients.
+    An order lists all experts: those of the first rank, then those of the second, and so on. ``loads``: tokens routed
+    to each expert; ``order``: the present order; ``sizes``: number of experts that each rank owns; ``spare``: number of
+    other ranks' experts that a rank has room for.
+
+    ``cost``: cost of moving one expert with its optimizer state, as a multiple of sending its weights once. A copy
+    costs 2 per step, for weights and gradients. Moving pays if it costs less than the copies that it saves until
+    experts may move again.
     """
 
     def copies(order: Array) -> int:
@@ -68,8 +71,8 @@ def move_experts(
 ) -> None:
     """Move a layer's experts between ranks, with their weights and optimizer slots. Collective among ``ranks``.
 
-    ``state``: the parameters of the experts on this rank; ``places``: present owners; ``order``: experts owner by owner
-    after the move.
+    ``state``: the parameters of the experts on this rank; ``places``: present owners; ``order``: all experts after the
+    move, those of the first owner, then those of the second owner, and so on.
     """
     me, ends = ranks.rank, places.sizes.cumsum()
     rank_of, start = np.arange(ranks.count).repeat(places.sizes), ends - places.sizes

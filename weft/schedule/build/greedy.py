@@ -38,14 +38,14 @@ def list_schedule(
 ) -> Table:
     """Return the fastest of the tables that list scheduling builds, one table for each policy of ``priority``.
 
-    ``name``: the schedule's name; ``holders[s]``: ranks that may run stage ``s``; ``paths[m]``: stages of microbatch
-    ``m`` in the order of its forward, each at most once; ``ranks``: number of ranks; ``split``: whether backward is
-    split into input gradient (I) and weight gradient (W); ``costs``: times of actions and transfers, and sizes of
-    values. ``limit``: memory of every rank, or a list of each rank's, in units of ``costs.size``; it holds saved
-    activations (``saved``) and the inputs of postponed weight gradients (``tape``). None: unlimited.
+    The table is never slower than one microbatch after the other. ``name``: the schedule's name. ``holders[s]``: ranks
+    that may run stage ``s``. ``paths[m]``: stages of microbatch ``m`` in the order of its forward, each at most once.
+    ``costs``: times of actions and transfers, and sizes of values. ``ranks``: number of ranks. ``split``: whether
+    backward is split into input gradient (I) and weight gradient (W).
 
-    The table is never slower than one microbatch after the other. Raises :class:`ScheduleError` if a single microbatch
-    needs more memory than the limit.
+    ``limit``: memory of every rank, or a list of each rank's, in units of ``costs.size``; None: unlimited. Saved
+    activations (``saved``) and the inputs of postponed weight gradients (``tape``) must fit in it. Raises
+    :class:`ScheduleError` if a single microbatch needs more memory than the limit.
     """
     if limit is None:
         limit = inf

@@ -43,9 +43,9 @@ def repeat(
 ) -> list[Order]:
     """Return the order of each rank in a schedule where every microbatch follows ``pattern``.
 
-    Weight gradients fill the times in which ranks would be idle, which are simulated with ``times``, the times of one
-    microbatch on a rank. Unless ``times`` are those of equal passes, several limits for the shortest idle time that a
-    weight gradient fills (:data:`PATIENCE`) are tried, and the fastest order is returned.
+    Weight gradients fill the times in which ranks would be idle. These times come from a simulation with ``times``, the
+    times of one microbatch on a rank. A weight gradient fills an idle time only if this is long enough. With unequal
+    times of passes several limits are tried (:data:`PATIENCE`), and the fastest order is returned.
     """
     (f0, f1, i1, i0), last = pattern.steps, ranks - 1
     spans = (
