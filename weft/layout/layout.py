@@ -56,9 +56,9 @@ class Layout(Section):
         1,
         ge=1,
         description=(
-            "Expert parallel ranks: so many of the ranks that already exist, neighbours in "
-            "dp, shard and cp, divide the experts among them. It must divide dp x shard x cp,"
-            " or that product times tp."
+            "Expert parallel ranks: every group of this many neighbouring ranks of dp, shard "
+            "and cp divides the experts among its members, so that no ranks are added. It "
+            "must divide dp x shard x cp, or that product times tp."
         ),
     )
     island: int = Field(
@@ -87,11 +87,12 @@ class Layout(Section):
     context: str = Field(
         "zigzag",
         description=(
-            "Attention across the ranks of cp. 'ring' passes keys and values around, 'zigzag'"
-            " also gives each rank an early and a late block so that all have equal work, "
-            "'tokenring' passes queries instead of keys, 'gather' fetches all keys at once, "
-            "'lightseq' lets idle ranks compute for later ones, 'ulysses' divides heads "
-            "instead of tokens, 'rsa' keeps whole rows of scores (a slow baseline)."
+            "Attention across the ranks of cp. 'ring' passes keys and values from rank to "
+            "rank; 'zigzag' does, too, and gives each rank an early and a late block of "
+            "tokens, so that all have equal work; 'tokenring' passes queries instead; "
+            "'gather' fetches all keys and values at once; 'lightseq' lets idle ranks compute"
+            " for others; 'ulysses' divides heads instead of tokens; 'rsa' keeps whole rows "
+            "of scores (a slow baseline)."
         ),
     )
     ulysses: int = Field(
@@ -117,8 +118,9 @@ class Layout(Section):
             "'gpipe' runs all forward passes, then all backward passes ('breadth-first': the "
             "same with several stages on a rank); '1f1b' alternates them ('interleaved-1f1b':"
             " with several stages on a rank); 'zb-...' fill waits with weight gradients; "
-            "'v-half' and 'v-min' take less memory; 'dualpipe' and 'dualpipe-v' run two flows"
-            " of microbatches. 'weft schedule' lists and draws all."
+            "'v-half' and 'v-min' take less memory; 'dualpipe' feeds microbatches from both "
+            "ends and stores parameters twice ('dualpipe-v': once). 'weft schedule' lists and"
+            " draws all."
         ),
     )
     virtual: int | None = Field(
@@ -158,19 +160,20 @@ class Layout(Section):
         "",
         description=(
             "How the documents of a step are divided among data ranks so that all finish "
-            "together. 'greedy' gives the longest first to the ranks that are free; 'flexsp' "
-            "solves an integer program for better groups (needs scipy). Empty: each rank gets"
-            " equally many rows. Needs zero = 1."
+            "together. 'greedy' gives each document, the longest first, to the ranks that are"
+            " free earliest; 'flexsp' chooses groups of ranks by an integer program (needs "
+            "scipy). Empty: each rank gets equally many sequences. 'greedy' and 'flexsp' need"
+            " zero = 1."
         ),
     )
     dispatch: str = Field(
         "all-to-all",
         description=(
             "How tokens travel to their experts: once for each chosen expert ('all-to-all'), "
-            "once to each rank with one ('per-rank'), once to each machine with one "
-            "('per-node'), within machines and then between them ('two-level'), or every "
-            "token to all ranks ('all-gather'). 'adaptive' takes what sends the fewest bytes,"
-            " 'timed' what is measured as fastest."
+            "once to each rank that has any of them ('per-rank'), once to each machine that "
+            "has any ('per-node'), within machines and then between them ('two-level'), or "
+            "all tokens to all ranks ('all-gather'). 'adaptive' takes what sends the fewest "
+            "bytes, 'timed' what is measured as fastest."
         ),
     )
     node: int = Field(

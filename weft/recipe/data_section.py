@@ -164,9 +164,9 @@ class Chat(Section):
     control: bool = Field(
         False,
         description=(
-            "Read the text of a special token, such as '<|im_end|>', as that token where it "
-            "stands in a message; otherwise as plain text. Leave it off for messages that you"
-            " do not trust."
+            "Whether the name of a special token in a message, such as '<|im_end|>', becomes "
+            "that token (true) or stays plain text (false). Leave it off for messages that "
+            "you do not trust."
         ),
     )
     variables: dict[str, Any] = Field(

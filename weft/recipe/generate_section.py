@@ -16,9 +16,9 @@ class Generate(Section):
         False,
         description=(
             "Take prompts from the training data instead of 'prompt' and 'prompts': the first"
-            " two short questions of conversations or, of plain texts, the first five words "
-            "of the first two. 'weft train --data FILE' turns it on, unless --set gives "
-            "prompts."
+            " two short questions (conversations), or the first five words of each of the "
+            "first two texts (plain texts). 'weft train --data FILE' turns it on, unless "
+            "--set gives prompts."
         ),
     )
     chat: bool = Field(

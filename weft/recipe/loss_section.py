@@ -56,9 +56,9 @@ class Loss(HostSection):
     reference: str | None = Field(
         None,
         description=(
-            "Reference model of the losses that have one, 'dpo' for example: it stays as it "
-            "is, and the trained model's probabilities are compared with its. Left out: the "
-            "model in model.from."
+            "Reference model, which is not trained, for losses such as 'dpo' that compare the"
+            " trained model's probabilities with those of another model. Left out: the model "
+            "in model.from."
         ),
     )
 

@@ -64,8 +64,8 @@ class Memory(Section):
         0,
         ge=0,
         description=(
-            "MiB of memory that keep weights read from files in forward, so that backward "
-            "need not read them again. 0: all are read again."
+            "MiB of extra memory in which weights from files stay after forward, so that "
+            "backward need not read them again. 0: backward reads all again."
         ),
     )
     speculate: Literal["none", "even", "all"] = Field(

@@ -197,8 +197,8 @@ class ModelShape(Section):
         0,
         ge=0,
         description=(
-            "Use softmax attention in every n-th layer of a model whose mixer is linear or "
-            "retention; 0: in no layer."
+            "In a model whose mixer is linear or retention: every n-th layer has softmax "
+            "attention instead. 0: no layer."
         ),
     )
     window: int = Field(
@@ -213,8 +213,8 @@ class ModelShape(Section):
         0,
         ge=0,
         description=(
-            "In a model with a window: let every n-th layer attend to all tokens all the "
-            "same; 0: no layer does."
+            "In a model with a window: every n-th layer attends to all tokens. 0: all layers "
+            "have the window."
         ),
     )
     window_theta: PositiveFloat | None = Field(
@@ -298,9 +298,9 @@ class ModelShape(Section):
         "add",
         description=(
             "How the output of shared experts is combined with that of the chosen ones. "
-            "'add': added; 'gate': multiplied by a learned sigmoid, then added (Qwen2-MoE); "
-            "'residual': added with the weight that the chosen experts' weights lack to 1 "
-            "(PR-MoE)."
+            "'add': added; 'gate': multiplied by a learned sigmoid of the token, then added "
+            "(Qwen2-MoE); 'residual': the two are mixed by weights that add up to 1, a "
+            "learned softmax of the token (PR-MoE)."
         ),
     )
     expert_ffn: PositiveInt | None = Field(
@@ -354,9 +354,9 @@ class ModelShape(Section):
         0.0,
         ge=0,
         description=(
-            "Most tokens that an expert takes from one document in training, as a multiple of"
-            " the number if all experts got equally many. Later tokens skip the expert. 0: no"
-            " limit."
+            "Most tokens of one document that an expert takes in training, as a multiple of "
+            "the number that it would get if all experts got equally many. Later tokens skip "
+            "the expert. 0: no limit."
         ),
     )
     bias_rate: float = Field(

@@ -22,15 +22,15 @@ class Observe(Section):
         25,
         ge=0,
         description=(
-            "Profile every n-th step, to show how much of it is computing, communication and "
-            "waiting; 0: none."
+            "Profile every n-th step, to show how much time goes to computing, communication "
+            "and waiting; 0: no step."
         ),
     )
     trace: int = Field(
         0,
         ge=0,
         description=(
-            "Number of steps at the start of the run to record as a trace, which "
-            "ui.perfetto.dev can show; 0: no trace."
+            "Number of steps, from the second on, to record as a trace, which ui.perfetto.dev"
+            " can show; 0: no trace."
         ),
     )

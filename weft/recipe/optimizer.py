@@ -57,8 +57,8 @@ class Optimizer(HostSection):
     epsilon: PositiveFloat = Field(
         1e-3,
         description=(
-            "zeroth-order: size e of the random change of the weights. The two forward passes"
-            " compute the loss at +e and at -e times a random direction."
+            "zeroth-order: size e of the random change of the weights. One forward pass adds "
+            "e times a random direction to the weights, the other subtracts it."
         ),
     )
     pairs: bool = Field(
@@ -71,10 +71,10 @@ class Optimizer(HostSection):
     kind: str = Field(
         "adamw",
         description=(
-            "Update rule. 'adamw', 'adafactor' (AdamW's moments in less memory), 'lion' "
-            "(signs of an average of gradients) and 'sgd' (no momentum) are for all "
-            "parameters. 'muon' (momentum made orthogonal), 'galore' and 'natural-galore' "
-            "(Adam on projected gradients) are for matrices, and AdamW updates all other "
+            "Update rule. 'adamw', 'adafactor' (no first moment, compressed second), 'lion' "
+            "(sign of an average of gradients) and 'sgd' (no momentum) update all parameters."
+            " 'muon' (momentum made orthogonal), 'galore' and 'natural-galore' (Adam on "
+            "projected gradients) update the matrices of blocks, and AdamW all other "
             "parameters."
         ),
     )

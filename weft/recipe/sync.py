@@ -69,10 +69,11 @@ class Sync(HostSection):
     compress: str = Field(
         "none",
         description=(
-            "Compression of what islands send: 'none'; 'int8' to 'int4' (bits of a number); "
-            "'topk:0.01' (share of numbers sent, the largest); 'randk:0.1' (the same, random "
-            "ones); 'powersgd:4' (matrices as products of this rank); 'sign' (signs only); "
-            "'cocktail' (few numbers in four bits)."
+            "Compression of what islands send: 'none'; 'int8' to 'int4' (bits for each "
+            "number); 'topk:0.01' (this share of the numbers, the largest); 'randk:0.1' (this"
+            " share, at random); 'powersgd:4' (each matrix as a product of two thin ones of "
+            "this rank); 'sign' (signs, and a mean size for each block); 'cocktail' (few "
+            "numbers in four bits)."
         ),
     )
     compress_back: str = Field(

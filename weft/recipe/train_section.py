@@ -36,7 +36,8 @@ class Train(Section):
         description=(
             "Sequences that a rank processes at once. Gradients are accumulated until its "
             "share of the batch is done; smaller numbers take less memory. Left out: the "
-            "whole share, or with a pipeline so few that there are about 2 pp microbatches."
+            "whole share, or with a pipeline so few that a rank has about 2 x layout.pp "
+            "microbatches."
         ),
     )
     dtype: Dtype = Field(

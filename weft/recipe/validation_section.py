@@ -50,7 +50,7 @@ class Task(Section):
 
     path: str = Field(
         description=(
-            "File of questions with known answers, a line of JSON each "
+            "File of questions with known answers: JSON lines, TOML, CSV or the like "
             "(docs/how-to/evaluation.md)."
         )
     )

@@ -232,7 +232,7 @@ class SequentialSettings(Section):
         2,
         ge=2,
         description=(
-            "Length of the window, as a number of consecutive jobs, for the limits of "
-            "'stragglers' and 'burst': at most 'stragglers' ranks may be late in it."
+            "Number of consecutive jobs for which the limits hold: at most 'stragglers' ranks"
+            " may be late in them, and each of these in at most 'burst' jobs."
         ),
     )
