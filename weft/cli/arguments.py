@@ -257,7 +257,9 @@ def set_secret(file: Path | None, command: str) -> None:
 
 
 def read_address(text: str, option: str) -> tuple[str, int]:
-    """Return the host and port of ``HOST:PORT``, the value of ``option``; raises :class:`UsageError`."""
+    """Return host and port of ``text``, which has the form ``HOST:PORT``. Raises :class:`UsageError` for any other
+    text, which names ``option``.
+    """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"{option} {text} is no address; give HOST:PORT")

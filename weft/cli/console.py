@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print ``rows`` under their column names, folded to the terminal's width.
+    """Print ``rows`` under the names ``columns``, folded to the terminal's width.
 
     If the output is a pipe or a file, each row is a line with tabs between its values.
     """

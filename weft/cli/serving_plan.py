@@ -93,8 +93,8 @@ def plan_serving(
 
 
 def start_lines(model: str, placement: "EnginePlacement") -> list[str]:
-    """Return a list of lines that the user needs to start ``placement``: one command, or the content of a cluster file
-    with the commands that use it.
+    """Return a list of lines that the user needs to start ``placement`` with the checkpoint ``model``: one command, or
+    the content of a cluster file with the commands that use it.
     """
     groups = placement.groups
     local = all(not group.layout.name for group in groups.values())

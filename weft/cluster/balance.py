@@ -10,7 +10,10 @@ LOW, HIGH = 8.0, 16.0
 
 
 class MovableAnswer(NamedTuple):
-    """An answer that can move: its ``number``, the cache ``blocks`` of its text, and its ``priority``."""
+    """An answer that can move to another engine.
+
+    ``number``: its number. ``blocks``: cache blocks of its text. ``priority``: smaller is more urgent.
+    """
 
     number: int
     blocks: int
@@ -30,8 +33,9 @@ def balancing_move(
     """Return a move from the engine with the least free memory per answer to the one with the most. Return None if no
     move is needed or none helps.
 
-    ``answers``: for each engine, by its name, the answers that it can give away. The least urgent of these moves. Of
-    equally urgent ones the shortest moves, as it has the fewest blocks to send.
+    ``views``: what is known of each engine. ``answers``: for each engine, by its name, the answers that it can give
+    away. The least urgent of these moves. Of equally urgent ones the shortest moves, as it has the fewest blocks to
+    send.
     """
     if len(views) < 2:
         return None

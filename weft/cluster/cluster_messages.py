@@ -83,7 +83,7 @@ ROLES = ("prefill", "decode")
 
 
 class EngineBeat(NamedTuple):
-    """A sign of life of an engine. The last three fields are of engines that lend cache blocks.
+    """A sign of life of an engine. The last three fields stay empty unless the engine lends cache blocks.
 
     Attributes:
         ``load``: queues and cache of the engine.
@@ -91,9 +91,9 @@ class EngineBeat(NamedTuple):
         ``taken``: number of submissions that the engine has received, by which the router knows which answers ``load``
             counts.
         ``keys``: cached tokens of the answers that the engine writes.
-        ``longest``: cache blocks of its longest answer that it could lend.
-        ``seconds``: measured ``fixed``, ``text``, ``key`` and ``trips`` of :class:`StepSeconds`; empty until they are
-            measured.
+        ``longest``: cache blocks of its longest answer that could be moved to a lender.
+        ``seconds``: measured values of ``fixed``, ``text``, ``key`` and ``trips`` (:class:`StepSeconds`); empty until
+            there are some.
     """
 
     load: EngineLoad
@@ -128,7 +128,7 @@ def submit_message(
     """Return the message that submits ``request``.
 
     ``answer``: number of the request's first answer; its other answers have the numbers after it. ``written``: tokens
-    of the answer that clients have got already, behind which the engine goes on.
+    of the answer that clients have got already. The engine continues the answer behind them.
     """
     grammar, workflow = request.grammar, request.workflow
     head = {
@@ -152,7 +152,7 @@ def submit_message(
 
 
 def read_submit(frame: Frame) -> AnswerRequest:
-    """Return the request of a ``submit`` message, without its grammar, which takes time to compile."""
+    """Return the request of the ``submit`` message ``frame``. Its grammar is left out, as compiling takes time."""
     head, ids = frame.head, unpacked_ids(frame.payload)
     workflow = head["workflow"]
     return AnswerRequest(
@@ -174,7 +174,9 @@ def read_submit(frame: Frame) -> AnswerRequest:
 
 
 def grammar_source(head: Head) -> GrammarSource | None:
-    """Return what the grammar of a ``submit`` message is compiled from, None if it has no grammar."""
+    """Return the text from which the grammar of a ``submit`` message is to be compiled; None if it has no grammar.
+    ``head``: the JSON object of the message.
+    """
     return None if head["grammar"] is None else GrammarSource(*head["grammar"])
 
 
@@ -246,7 +248,7 @@ def read_score(values: Sequence[Any]) -> LogProbability:
 
 
 def read_beat(head: Head) -> EngineBeat:
-    """Return the sign of life in a ``beat`` message."""
+    """Return the sign of life in ``head``, the JSON object of a ``beat`` message."""
     values = {name: head[name] for name in EngineBeat._fields if name in head}
     return EngineBeat(**values | {"load": EngineLoad(*head["load"])})
 

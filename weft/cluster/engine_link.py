@@ -17,11 +17,10 @@ from weft.generate.keys import chained_keys, root_key
 
 @dataclass
 class EarlyEvents:
-    """Events of an answer that came from the engine to which it moves before the move was complete. They are passed on
-    when it is.
+    """Events of a moving answer that came before the move was complete. Its new engine has sent them, and they are
+    passed on later.
 
-    ``tokens``, ``begun``, ``failures``: the entries of this answer in the fields of the same names of ``tokens``
-    messages.
+    ``tokens``, ``begun``, ``failures``: lists of the answer's entries under these names in messages of the engine.
     """
 
     tokens: list[Any] = field(default_factory=list)
@@ -151,7 +150,7 @@ class EngineLink:
         self.outbox.put(*submit_message(number, request, request.written))
 
     def start_call(self, call: RemoteCall) -> None:
-        """Send the request for a search or an embedding."""
+        """Send the engine the beam search or embedding ``call``."""
         call.engine = self.name
         self.calls[call.number] = call
         self.outbox.put(*call.message(call.number))
@@ -165,7 +164,9 @@ class EngineLink:
             self.recent.popleft()
 
     def remember(self, request: AnswerRequest, written: Sequence[int]) -> None:
-        """Note that the engine's cache will hold the prompt of ``request`` with the tokens ``written`` after it."""
+        """Note which cache blocks the engine will hold: those of the prompt of ``request`` and of the tokens
+        ``written`` after it.
+        """
         for key in self._keys(request, [*request.ids, *written]):
             self.prefixes[key] = None
             self.prefixes.move_to_end(key)

@@ -19,7 +19,7 @@ FIT, FIT_S = 32, 2.0
 
 
 class LenderAddress(NamedTuple):
-    """Where an engine accepts loans.
+    """Where an engine takes cache blocks of other engines into its own cache.
 
     Attributes:
         ``name``: the engine's name.
@@ -41,9 +41,10 @@ def lendable_blocks(blocks: int) -> int:
 
 
 class EngineLoans:
-    """Lends cache blocks of ``engine``, and borrows, through the channel :data:`LOANS` of ``endpoint``.
+    """Lends free cache blocks of ``engine`` to other engines, and borrows theirs. Create it before the engine's thread
+    begins.
 
-    All engines of the cluster know ``secret``. Create it before the engine's thread begins.
+    ``endpoint``: where other engines reach this one. ``secret``: known to all engines of the cluster.
     """
 
     def __init__(self, engine: Engine, endpoint: Endpoint, secret: str) -> None:
@@ -59,9 +60,9 @@ class EngineLoans:
         self._channel = endpoint.join(LOANS, secret)
 
     def meet(self, addresses: Sequence[LenderAddress]) -> None:
-        """Borrow from the engines at ``addresses`` from now on, and from no others.
+        """Borrow only from the engines at ``addresses`` from now on.
 
-        Texts with blocks at an engine that is not among them are computed again.
+        Texts of which blocks lie at any other engine are recomputed.
         """
         with self._lock:
             for gone in self._lenders.keys() - {*addresses}:

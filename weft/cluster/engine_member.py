@@ -124,7 +124,8 @@ class EngineMember:
     def run(
         self, endpoint: Endpoint, router: Address, secret: str, redial: float
     ) -> None:
-        """Join the router and answer its requests, until it lets this engine go.
+        """Join the router at the address ``router`` and answer its requests, until it lets this engine go.
+        ``endpoint``: where other engines reach this one. ``secret``: known to router and engines.
 
         When the connection ends, all requests are cancelled, and their blocks stay in the cache. The engine then tries
         to join anew for ``redial`` seconds, at least once. Raises :class:`WeftError` if the router refuses this engine

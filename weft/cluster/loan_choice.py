@@ -19,11 +19,11 @@ class EngineLedger:
         ``name``: the engine's name.
         ``free``: cache blocks that it offers to lend.
         ``texts``: texts that it writes in every step.
-        ``keys``: cached tokens that these texts attend to, in its own cache.
+        ``keys``: cached tokens to which these texts attend.
         ``waiting``: texts that wait for blocks.
         ``blocks``: cache blocks that a waiting text needs, on average.
         ``longest``: blocks of its longest text that lie in its own cache.
-        ``asked``: cached tokens that lie here and belong to texts of other engines.
+        ``asked``: cached tokens in its own cache that belong to texts of other engines.
         ``borrows``: whether any of its texts has blocks at another engine.
     """
 
@@ -65,7 +65,9 @@ class LoanChoice(NamedTuple):
 
 
 def tokens_per_second(engine: EngineLedger, seconds: StepSeconds) -> float:
-    """Return how many tokens an engine writes per second: one per text and step."""
+    """Return how many tokens ``engine`` writes per second: one per text and step. ``seconds``: model of the seconds of
+    a step.
+    """
     step = (
         seconds.fixed
         + seconds.text * engine.texts

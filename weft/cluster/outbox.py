@@ -12,7 +12,7 @@ from weft.net.wire import ENDED, Head, SealedConnection
 
 
 def ending_of(error: OSError) -> str:
-    """Return in words why a connection has ended."""
+    """Return why a connection has ended, in words for the user. ``error``: what reading or sending has raised."""
     reset = (errno.EBADF, errno.ECONNRESET, errno.EPIPE)
     return ENDED if error.errno in reset else str(error)
 

@@ -66,7 +66,9 @@ def answer_start(
 
 
 def confidence(generation: Generation, start: int) -> float | None:
-    """Return the mean log-probability of the tokens from index ``start`` on of a text; None if there are none."""
+    """Return the mean log-probability of those tokens of ``generation`` whose index is at least ``start``; None if
+    there are none.
+    """
     chances = [p for p, _ in generation.log_probabilities[start:]]
     return sum(chances) / len(chances) if chances else None
 
@@ -76,10 +78,12 @@ def rated_answers(
     answer: Callable[[list[int]], str | None], start: Callable[[list[int]], int | None],
     verify: Callable[[str], float] | None = None,
 ) -> list[RatedAnswer]:  # fmt: skip
-    """Generate ``n`` texts of up to ``count`` tokens after ``prompt``, and rate the answer of each.
+    """Generate ``n`` texts of up to ``count`` tokens after ``prompt``, and return a list of their answers with a score
+    each.
 
-    ``answer``: returns the answer in the ids of a text, None if there is none; ``start``: the index at which it begins.
-    ``verify``: returns the score of an answer; None: the score is the :func:`confidence`.
+    ``how``: settings of sampling. ``stops``: ids that end a text. ``answer``: returns the answer in the ids of a text,
+    None if there is none. ``start``: returns the index at which it begins. ``verify``: returns the score of an answer;
+    None: the score is the :func:`confidence`.
     """
     generations = engine.submit(prompt, count, how, stops, n, top=0)
     engine.run()

@@ -24,12 +24,14 @@ CONNECT_S, ANSWER_S, NEWS_S, AGAIN_S = 2.0, 5.0, 0.25, 1.0
 
 
 def open_blocks(endpoint: Endpoint, secret: str, memory: HostBlocks) -> Channel:
-    """Let engines that know the ``secret`` read the blocks in ``memory``; return the channel."""
+    """Let engines that know the ``secret`` read the blocks in ``memory``, at the address of ``endpoint``. Return the
+    channel that answers them.
+    """
     return endpoint.open(BLOCKS, secret, lambda c: serve_blocks(memory, c))
 
 
 def serve_blocks(memory: HostBlocks, connection: SealedConnection) -> None:
-    """Answer an engine that reads blocks, until ``connection`` ends."""
+    """Answer an engine that reads blocks of ``memory``, until ``connection`` ends."""
     sent = set[bytes]()
     try:
         while True:
@@ -77,7 +79,9 @@ class BlockPeer:
         return len(keys)
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read blocks from the engine; the result is empty if it does not answer in time."""
+        """Start to read the blocks of ``keys`` from the engine. The result is an empty list if it does not answer in
+        time.
+        """
         return self._reader.submit(self._fetch, list(keys))
 
     def close(self) -> None:

@@ -77,10 +77,10 @@ class LayerPart:
 def layer_parts(
     model: Transformer, pages: Iterable[Pages], ranks: int = 1, rank: int = 0
 ) -> list[LayerPart]:
-    """Return what the caches ``pages`` of this rank's layers hold of each block, one part per layer.
+    """Return what this rank's layers hold of each cache block, one part per layer. ``pages``: their caches, which must
+    be allocated already.
 
-    ``ranks``, ``rank``: number of the ranks that share the tokens of a block, and this rank's place among them. The
-    caches must have their memory.
+    ``ranks``: number of ranks that share the tokens of a block. ``rank``: this rank's place among them.
     """
     layers = [(int(i), b) for i, b in model.blocks.items() if isinstance(b, Block)]
     held = []
@@ -149,7 +149,10 @@ def read_pages(
     table: Sequence[int],
     tokens: int,
 ) -> T:
-    """Copy the first ``tokens`` tokens of each cache block in ``table`` to the host: uint8 ``[blocks, bytes]``."""
+    """Copy the first ``tokens`` tokens of each cache block in ``table`` to the host. Return uint8 ``[blocks, bytes]``.
+
+    ``pages``: the cache of each layer. ``parts``: what each layer's cache holds of a block.
+    """
     values = []
     for page, each in zip(pages, parts, strict=True):
         assert page.store is not None
@@ -169,7 +172,11 @@ def write_pages(
     tokens: int,
     rows: T,
 ) -> None:
-    """Write what :func:`read_pages` has returned to the leading tokens of the cache blocks in ``table``."""
+    """Write ``rows``, which :func:`read_pages` has returned, to the first ``tokens`` tokens of the cache blocks in
+    ``table``.
+
+    ``pages``: the cache of each layer. ``parts``: what each layer's cache holds of a block.
+    """
     if not table:
         return
     for page, each, values in zip(

@@ -217,5 +217,7 @@ class BlockFiles:
 
 
 def header_of(key: bytes, contents: Contents) -> bytes:
-    """Return what stands before a block's contents in its file."""
+    """Return the bytes that stand before a block's ``contents`` in its file, for the check of the file. ``key``: the
+    block's key.
+    """
     return MAGIC + key + blake2b(contents, digest_size=HASH).digest()

@@ -38,7 +38,7 @@ class BlockSource(Protocol):
 
 
 def done(contents: list[Contents]) -> Future[list[Contents]]:
-    """Return a future that has its result already."""
+    """Return a future whose result is ``contents`` already."""
     future: Future[list[Contents]] = Future()
     future.set_result(contents)
     return future

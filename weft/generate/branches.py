@@ -15,7 +15,8 @@ def branch(
     """Give cache blocks to the drafts of ``request``: each becomes a branch, in whose blocks the step computes it.
     Return the number of tokens that the branches add to the step, at most ``left``.
 
-    Pairs of blocks (from, to) that must be copied before the step are appended to ``copies``.
+    ``pool``: the cache blocks. ``copies``: list to which pairs of blocks (from, to) are appended that must be copied
+    before the step.
     """
     begun, (drafts, request.drafts) = left, (request.drafts, ())  # each is drawn once
     for path in drafts:
@@ -59,7 +60,7 @@ def merge_branches(
 
 
 def release(pool: BlockPool, request: Request) -> None:
-    """Free the cache blocks that belong to the request's branches and not to the request itself."""
+    """Free the cache blocks that belong only to branches of ``request``, not to its text."""
     for branch in request.branches:
         if branch.table is not request.table:
             pool.release(branch.table)

@@ -87,8 +87,10 @@ def _class_of(word: str) -> Any:
 
 
 def check_ahead(word: str, ahead: int, early_layer: int = 0, ranks: int = 1) -> None:
-    """Raise :class:`UsageError` if ``--ahead`` is given and the drafter ``word`` is no small model. Raise it, too, if
-    ``--early-layer`` is given without ``--ahead``, or for a model on several ``ranks``.
+    """Raise :class:`UsageError` if the options ``--ahead`` and ``--early-layer`` do not fit. ``--ahead`` needs a small
+    model as the drafter ``word``. ``--early-layer`` needs ``--ahead``, and a model on one rank.
+
+    ``ahead``, ``early_layer``: values of the options, 0 if they are not given. ``ranks``: ranks of the model.
     """
     if ahead and not (word and _class_of(word).looks_ahead):
         draft = f"--draft {word} looks guesses up" if word else "there is no --draft"

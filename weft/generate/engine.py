@@ -286,7 +286,7 @@ class Engine:
         return self.scheduler.pool.blocks * self.reader.size
 
     def cancel(self, generation: Generation) -> None:
-        """Cancel a request, whether it is waiting, running or finished."""
+        """Cancel the request ``generation``, whether it is waiting, running or finished."""
         self.hand_on_prompt(generation)
         if not generation.finished:
             self.scheduler.remove(generation)

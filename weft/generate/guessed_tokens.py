@@ -64,7 +64,7 @@ def draw(weights: T, number: float) -> int:
 
 def odds(logits: T, text: TextState) -> T:
     """Return the probability with which each token is sampled from ``logits`` ``[vocab]``: float64 ``[vocab]``, on the
-    host.
+    host. ``text``: settings and tokens so far of the text.
     """
     (kept,) = sampling_candidates(logits[None], [text])
     weights = kept.weights[0].double().cpu()

@@ -20,8 +20,8 @@ from weft.models.paged import KeyValuePages
 
 
 def check_streams(engine: Engine, ids: Sequence[int]) -> None:
-    """Raise :class:`UsageError` if texts of ``engine`` cannot attend to each other, or if the model cannot continue the
-    prompt ``ids``.
+    """Raise :class:`UsageError` if ``engine`` cannot let several texts attend to each other, or if its model cannot
+    continue the prompt ``ids``.
     """
     check_prompt(engine.model, ids)
     if not all(isinstance(pages, KeyValuePages) for pages in engine.reader.pages):
@@ -195,7 +195,9 @@ def multiverse(
 
 
 def outlines_of(piece: Generation, tags: Tags) -> list[list[int]]:
-    """Return the tokens of each outline that ``piece`` contains, one list per path."""
+    """Return the tokens of each outline that ``piece`` contains, one list per path. ``tags``: tokens that mark
+    outlines.
+    """
     written = piece.written[:-1]
     places = [i for i, token in enumerate(written) if token == tags.outline]
     return [

@@ -7,17 +7,17 @@ from hashlib import blake2b
 def root_key(
     version: int, adapter: str, tenant: str, context: int | None = None
 ) -> bytes:
-    """Return the first key of a text's chain of keys. It differs between weights, adapters, tenants and contexts, so
-    that these share no cache blocks.
+    """Return the first key of a text's chain of keys. Texts with different arguments here share no cache blocks.
 
-    ``version``: number of the weights. ``context``: number of a request that attends to other requests, else None.
+    ``version``: number of the weights. ``adapter``: name of the adapter, or "". ``tenant``: name of the tenant.
+    ``context``: number of a request that attends to other requests, else None.
     """
     return _key(repr((version, adapter, tenant, context)).encode())
 
 
 def chained_keys(root: bytes, ids: Sequence[int], size: int) -> Iterator[bytes]:
-    """Yield a key for every full block of ``size`` tokens: a hash of the block's tokens and of the previous key.
-    ``root``: the key before the first block.
+    """Yield a key for every full block of ``size`` tokens of the text ``ids``. It is a hash of the block's tokens and
+    of the previous key. ``root``: the key before the first block.
     """
     for at in range(0, len(ids) - size + 1, size):
         root = _key(root + repr(tuple(ids[at : at + size])).encode())

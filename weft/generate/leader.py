@@ -96,7 +96,9 @@ def of_parameters(layout: Layout) -> Layout:
 
 
 def mesh_of_rank(layout: Layout, device: str) -> Mesh:
-    """Build the mesh of this rank. Raises :class:`UsageError` if the layout's ranks were not started together."""
+    """Build the mesh of this rank, whose device is ``device``. Raises :class:`UsageError` if the ranks of ``layout``
+    were not started together.
+    """
     if layout.world > 1 and (
         not dist.is_initialized() or dist.get_world_size() != layout.world
     ):
@@ -220,8 +222,8 @@ class RankReader:
 
     @torch.inference_mode()
     def read_vector(self, number: int, ids: Sequence[int], last: bool) -> T:
-        """Return the mean of a text's final hidden states, or with ``last`` the last token's hidden state: float32
-        ``[embed]``.
+        """Return the mean of the final hidden states of the text ``ids``, or with ``last`` the last token's hidden
+        state: float32 ``[embed]``.
 
         The cache is not used, and every rank along ``cp`` computes the whole text. ``number``: number of the step.
         """
@@ -366,7 +368,9 @@ class Leader(RankReader):
         return gather_parts(whole, shares, tokens, len(table))
 
     def write_blocks(self, table: Sequence[int], tokens: int, rows: T) -> None:
-        """Write ``rows``, as :meth:`read_blocks` returns them, to the cache blocks in ``table`` on all ranks."""
+        """Write ``rows``, which :meth:`read_blocks` has returned, to the first ``tokens`` tokens of the cache blocks in
+        ``table`` on all ranks.
+        """
         whole = self.block_form()
         with naming_lost_rank():
             number = self.tickets.give(("take_blocks", list(table), tokens))
@@ -388,8 +392,8 @@ class Leader(RankReader):
             logits()
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
-        """Return the mean of a text's final hidden states, or with ``last`` the last token's hidden state: float32
-        ``[embed]``.
+        """Return the mean of the final hidden states of the text ``ids``, or with ``last`` the last token's hidden
+        state: float32 ``[embed]``.
         """
         with naming_lost_rank():
             return self.read_vector(

@@ -32,19 +32,23 @@ def tensor_bytes(x: T) -> memoryview:
 
 
 def tensor_of(payload: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> T:
-    """Return the tensor of a ``shape`` whose bytes are ``payload``, without a copy."""
+    """Return the tensor of type ``dtype`` and shape ``shape`` whose bytes are ``payload``, without a copy."""
     if not len(payload):
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(payload, dtype=dtype).view(tuple(shape))
 
 
 def open_loans(endpoint: Endpoint, secret: str, office: LoanOffice) -> Channel:
-    """Let engines that know the ``secret`` borrow blocks from ``office``; return the channel."""
+    """Let engines that know the ``secret`` borrow blocks from ``office``, at the address of ``endpoint``. Return the
+    channel that answers them.
+    """
     return endpoint.open(LOANS, secret, lambda c: serve_loans(office, c))
 
 
 def serve_loans(office: LoanOffice, connection: SealedConnection) -> None:
-    """Answer a borrower until ``connection`` ends. All loans of this borrower end with it."""
+    """Answer an engine that borrows from ``office``, until ``connection`` ends. All its loans end with the
+    connection.
+    """
     borrower = str(connection.hello.get("borrower", ""))
     try:
         while True:

@@ -62,8 +62,8 @@ def exact_fill(
 ) -> list[tuple[Request, int]]:
     """Return the requests of the next step, each with the number of its tokens in it.
 
-    The step's ``budget`` of tokens goes to new tokens of ``running`` requests first, then to prompts, oldest first. The
-    last prompt is cut where the budget ends (Dynamic SplitFuse).
+    The step's ``budget`` of tokens goes to new tokens of ``running`` requests first, then to the prompts of ``waiting``
+    ones, oldest first. The last prompt is cut where the budget ends (Dynamic SplitFuse).
     """
     order = sorted(running, key=lambda r: (r.wanted > 1, r.turn))
     return [(r, r.wanted) for r in (*order, *waiting)]

@@ -21,7 +21,9 @@ def uniform_number(seed: int, position: int, draw: int = 0) -> float:
 
 
 class TokenNumbers:
-    """The random numbers of one token, in order: those of :func:`uniform_number` for ``draw`` 0, 1, and so on."""
+    """The random numbers of the token at ``position`` of a text that is sampled with ``seed``: those of
+    :func:`uniform_number` for ``draw`` 0, 1, and so on.
+    """
 
     def __init__(self, seed: int, position: int) -> None:
         self.seed, self.position, self.draw = seed, position, 0

@@ -222,12 +222,14 @@ class PagedReader:
         return read_pages(self.pages, self.block_form(), table, tokens)
 
     def write_blocks(self, table: Sequence[int], tokens: int, rows: T) -> None:
-        """Write ``rows``, as :meth:`read_blocks` returns them, to the cache blocks in ``table``."""
+        """Write ``rows``, which :meth:`read_blocks` has returned, to the first ``tokens`` tokens of the cache blocks in
+        ``table``.
+        """
         write_pages(self.pages, self.block_form(), table, tokens, rows)
 
     def embed(self, ids: Sequence[int], last: bool) -> T:
-        """Return the mean of a text's final hidden states, or with ``last`` the last token's hidden state: float32
-        ``[embed]``.
+        """Return the mean of the final hidden states of the text ``ids``, or with ``last`` the last token's hidden
+        state: float32 ``[embed]``.
         """
         row, ends = (
             torch.tensor([ids, range(len(ids))], device=self.model.mesh.device),

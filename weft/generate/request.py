@@ -43,8 +43,8 @@ class PrefixView(NamedTuple):
 class BlockFetch(NamedTuple):
     """Blocks that are being fetched for a request.
 
-    ``blocks``: future of the contents of the first ones, up to the first that could not be read. ``deadline``: when the
-    request goes on without them, in seconds of ``time.monotonic``.
+    ``blocks``: future of their contents, which end before the first block that could not be read. ``deadline``: when
+    the request goes on without them, in seconds of ``time.monotonic``.
     """
 
     blocks: Future[list[Contents]]

@@ -174,7 +174,9 @@ def without(allowed: T, forbidden: Collection[int]) -> T:
 
 
 def penalise(values: T, how: Sampling, counts: TokenCounts) -> None:
-    """Change the row ``values`` ``[vocab]`` by the penalties of ``how`` for the tokens of a text."""
+    """Change the logits ``values`` ``[vocab]`` of a text in place by the penalties of ``how``. ``counts``: how often
+    the text has each token.
+    """
     ids, times = (each.to(values.device) for each in counts.tensors())
     seen, times = values[ids], times.to(values.dtype)
     if how.repetition != 1:
@@ -210,8 +212,9 @@ def sampling_candidates(logits: T, texts: Sequence[TextState]) -> Iterator[Candi
 
 
 def exponentials(values: T, best: T, hows: Sequence[Sampling]) -> T:
-    """Return ``exp((values - best) / temperature)`` for each row, at most 1. ``best``: ``[rows, 1]``, the largest
-    values.
+    """Return ``exp((values - best) / temperature)`` for each row, at most 1.
+
+    ``best``: the largest value of each row, ``[rows, 1]``. ``hows``: settings of sampling of each row.
     """
     # Largest logit 0 first: dividing by a tiny temperature then gives -inf at worst, never inf - inf.
     heat = values.new_tensor([[max(how.temperature, 1e-37)] for how in hows])

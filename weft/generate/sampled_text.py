@@ -121,7 +121,9 @@ def next_tokens(
 def said_of(
     logits: T, texts: Sequence[SampledText], tokens: Sequence[int]
 ) -> dict[SampledText, tuple[float, dict[int, float]]]:
-    """Return the log-probabilities of the ``tokens`` of those texts that keep them, and of likely other tokens."""
+    """Return, for those ``texts`` that keep log-probabilities, that of the text's token in ``tokens`` and those of the
+    likeliest other tokens. They are computed from the text's row of ``logits``.
+    """
     asked = [
         (text, token, text.generation.top)
         for text, token in zip(texts, tokens, strict=True)

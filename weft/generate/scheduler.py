@@ -114,7 +114,7 @@ class Scheduler:
         return True
 
     def give_up(self, placeholder: Request) -> None:
-        """Free the cache blocks of a request that was on its way here."""
+        """Free the cache blocks of ``placeholder``, as the request for which it stands does not come here any more."""
         if placeholder in self.arriving:
             self.arriving.remove(placeholder)
         self.pool.release(placeholder.table)

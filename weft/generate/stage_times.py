@@ -11,13 +11,16 @@ LABELS = 1024
 
 @dataclass
 class RunningMean:
-    """Mean of the values so far; later values count more."""
+    """Mean of the values so far, in which later values count more.
+
+    ``value``: the mean. ``count``: number of values.
+    """
 
     value: float = 0.0
     count: int = 0
 
     def add(self, value: float) -> None:
-        """Let ``value`` count in the mean."""
+        """Update the mean by a further ``value``."""
         self.count += 1
         self.value += (value - self.value) * max(1 / self.count, FRESH)
 

@@ -239,10 +239,10 @@ class TextOptions:
 
 
 def shown_choice(rated: Sequence[RatedAnswer], judge: str) -> Iterator[tuple[str, str]]:
-    """Yield two pairs of a heading and a text: first the scores of all answers, then the best answer. ``judge``: name
-    of what the scores are, for the heading.
+    """Yield two pairs of a heading and a text: first the scores of all answers, then the best answer.
 
-    Raises :class:`WeftError` if no text has an answer.
+    ``rated``: the answers with their scores. ``judge``: name of the scores for the heading. Raises :class:`WeftError`
+    if no text has an answer.
     """
     scored = [(each.score, each) for each in rated if each.score is not None]
     if not scored:

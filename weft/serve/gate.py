@@ -202,8 +202,8 @@ def preflight(headers: dict[str, str]) -> Headers:
 
 
 def is_json(content_type: str | None) -> bool:
-    """Return whether the content type of a body is JSON. Browsers let pages of other sites send other types without
-    asking.
+    """Return whether ``content_type``, the type of a request's body, is JSON. Browsers let pages of other sites send
+    other types without asking.
     """
     kind = (content_type or "").partition(";")[0].strip().lower()
     return kind == "application/json" or (

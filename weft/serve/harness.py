@@ -33,12 +33,15 @@ Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model("weft")
 class WeftLM(TemplateLM):
-    """A model for EleutherAI's evaluation harness. ``pretrained``: a run, a checkpoint, a Hugging Face folder, a GGUF
-    file or an id of the hub.
+    """A model for EleutherAI's evaluation harness.
 
-    ``max_length``: largest number of tokens that the model reads. ``ema``: use the moving averages of the model's
-    parameters. ``batch_size``: number of texts that are scored or written together; they are packed into rows, so that
-    short ones cost no padding.
+    Args:
+        ``pretrained``: a run, a checkpoint, a Hugging Face folder, a GGUF file or an id of the hub.
+        ``batch_size``: number of texts that are scored or written together; they are packed into rows without padding.
+        ``max_length``: largest number of tokens that the model reads.
+        ``max_gen_toks``: largest number of tokens that it writes, if a task sets none.
+        ``device``: where it is computed; None: on the GPU if there is one.
+        ``ema``: use the moving averages of the model's parameters.
     """
 
     def __init__(
@@ -77,8 +80,8 @@ class WeftLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the token ids of a text. Names of special tokens in the text become these tokens, as chat templates
-        need.
+        """Return the token ids of the text ``string``. Names of special tokens in the text become these tokens, as chat
+        templates need.
         """
         ids = [int(i) for i in self.own.encode(string, special=True)]
         opening = self.own.opening if add_special_tokens is not False else []

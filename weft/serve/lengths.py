@@ -40,7 +40,7 @@ def check_tree(body: bytes) -> None:
 
 
 def outside_strings(body: bytes) -> np.ndarray:
-    """Return the bytes of a JSON text that are outside its string literals, as a uint8 array."""
+    """Return those bytes of the JSON text ``body`` that are outside its string literals, as a uint8 array."""
     plain = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     inside = np.cumsum(plain == _QUOTE, dtype=np.int32) & 1
     return plain[inside == 0]

@@ -184,7 +184,9 @@ def read_limits(words: Sequence[str]) -> dict[str, float]:
 
 
 def read_percentiles(words: str) -> list[float]:
-    """Read percentiles from a text of numbers from 0 to 100 with commas between them, such as ``50,99``."""
+    """Return a list of the percentiles in ``words``, numbers from 0 to 100 with commas between them, such as
+    ``50,99``.
+    """
     try:
         percentiles = [float(word) for word in words.split(",")]
     except ValueError:

@@ -214,7 +214,7 @@ class ModelChoice:
 
 
 def last_question(messages: Collection[Any]) -> str:
-    """Return the text of the user's last message; "" if there is none."""
+    """Return the text of the user's last message in ``messages``; "" if there is none."""
     for message in reversed([*messages]):
         if isinstance(message, dict) and message.get("role") == "user":
             content = message.get("content")

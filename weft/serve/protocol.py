@@ -24,8 +24,10 @@ LONGEST_JOB = 7 * 86_400_000
 
 
 class Refusal(Exception):
-    """An error that a client gets as JSON, with an HTTP status. ``code``: error code for programs (None: none);
-    ``param``: the wrong field of the request (None: none).
+    """An error that a client gets as JSON.
+
+    ``status``: HTTP status. ``message``: text for people. ``code``: error code for programs; None: none. ``param``: the
+    wrong field of the request; None: none.
     """
 
     def __init__(
@@ -518,8 +520,13 @@ class ChatRequest(SamplingRequest, Conversing):
 
 
 class EmbeddingRequest(Modelled):
-    """``POST /v1/embeddings``. ``pooling``: whether a text's vector is the mean of its tokens' vectors, or the last
-    token's vector. ``dimensions``: number of values of a vector that are kept, from the first one on.
+    """``POST /v1/embeddings``: texts to be converted to vectors.
+
+    Attributes:
+        ``input``: one or several texts, or lists of token ids.
+        ``encoding_format``: whether a vector is sent as a list of numbers or as base64 of float32 values.
+        ``pooling``: whether a text's vector is the mean of its tokens' vectors, or the last token's vector.
+        ``dimensions``: number of values of a vector that are kept, from the first one on; None: all.
     """
 
     IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": True}
@@ -544,6 +551,6 @@ class Untokenized(Conversing):
 
 
 class Tokenized(Modelled):
-    """``POST /detokenize``: token ids to convert to text."""
+    """``POST /detokenize``: the token ids ``tokens``, to be converted to text."""
 
     tokens: list[Annotated[StrictInt, Field(ge=0)]]

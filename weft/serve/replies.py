@@ -116,7 +116,7 @@ class Replies:
         )
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """Build the response body of all answers."""
+        """Build the response body with all ``answers``. ``usage``: the token counts in it."""
         choices = []
         for index, (text, events, calls, finish, thought, echo, _) in enumerate(
             answers
@@ -142,12 +142,12 @@ class Replies:
         return {**self.head, "object": kind, "choices": choices, "usage": usage}
 
     def ended(self, usage: Usage) -> Iterator[dict[str, Any]]:
-        """Yield the usage chunk that ends a stream, if the request asks for it."""
+        """Yield the event with the token counts ``usage`` that ends a stream, if the request asks for it."""
         if self.include_usage:
             yield {**self.head, "object": self.kind, "choices": [], "usage": usage}
 
     def failed(self, refusal: Refusal) -> dict[str, Any]:
-        """Return the event that ends a stream with an error."""
+        """Return the event that ends a stream with the error ``refusal``."""
         return refusal.body
 
     def _logs(self, index: int, events: Sequence[TokenEvent]) -> dict[str, Any] | None:

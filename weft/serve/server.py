@@ -66,11 +66,14 @@ MESSAGES = "/v1/messages"
 
 
 class Server:
-    """Serves one model under ``name``, and the model with each of ``adapters`` under the adapter's own name.
+    """Serves the model of ``backend`` under ``name``, and the model with each of ``adapters`` under the adapter's own
+    name.
 
-    ``keys``: API keys, one of which each request must have; without any, all requests are accepted. ``tokens``: largest
-    number of tokens of an answer if a chat request sets none. ``context``: largest number of tokens of a prompt and its
-    answer.
+    Args:
+        ``backend``: generates the tokens.
+        ``keys``: API keys, one of which each request must have; without any, all requests are accepted.
+        ``tokens``: largest number of tokens of an answer, if a chat request sets none.
+        ``context``: largest number of tokens of a prompt and its answer; None: what the cache holds.
     """
 
     def __init__(
@@ -597,7 +600,9 @@ class Server:
 
 
 def session_of(request: Request, asked: SamplingRequest) -> str:
-    """Return the name of the conversation or user that a request belongs to, or an empty string."""
+    """Return the name of the conversation or user to which a request belongs, or an empty string. It is in the header
+    ``x-session-id`` of ``request``, or else in the body ``asked``.
+    """
     return request.headers.get("x-session-id", "") or asked.session
 
 
