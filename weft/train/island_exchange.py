@@ -32,9 +32,9 @@ class Exchanged(NamedTuple):
     Attributes:
         ``answer``: mean of the flat tensors that the islands sent.
         ``islands``: number of islands over which the mean was taken.
-        ``kept``: new values of the slots (tensors kept for each parameter, such as residuals) that the exchange
-            changed, by slot name; flattened and concatenated over the fragment's parameters.
-        ``warm``: by parameter name, the factor from which PowerSGD starts in the next exchange.
+        ``kept``: new values of the slots that the exchange changed, by slot name. A slot is a tensor kept for each
+            parameter, such as a residual. The values are flattened and concatenated over the fragment's parameters.
+        ``warm``: for each parameter name, the factor from which the compressor PowerSGD starts in the next exchange.
     """
 
     answer: T

@@ -119,7 +119,7 @@ def send_state(
     number: int,
     about: Sequence[int],
 ) -> None:
-    """Send the state that a joining island needs, without waiting for its arrival.
+    """Send the state that a joining island needs, and return without waiting until it arrives.
 
     This rank sends to the rank of ``island`` that has the same place there. The tensors are those of :func:`state_of`.
     ``how``: the recipe's section ``[sync]``. ``streams``: the connections to other islands. ``number``: index of the

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 class Phase(Flag):
     """A phase of a training step. The lower-case name of a phase is the name of the method that fills it.
 
-    ``GRADIENTS``: passes over the batches leave gradients on this rank. ``AGREE``: ranks combine their gradients, and
-    learn loss, norm and whether a rank wishes to stop. ``UPDATE``: parameters and optimizer state change. ``AFTER``:
-    something happens between this step and the next.
+    Attributes:
+        ``GRADIENTS``: passes over the batches leave gradients on this rank.
+        ``AGREE``: ranks sum their gradients, and learn loss, norm and whether a rank asks to end the run.
+        ``UPDATE``: parameters and optimizer state change.
+        ``AFTER``: work between this step and the next, such as an exchange between islands.
     """
 
     #: Passes over the batches leave gradients on this rank.

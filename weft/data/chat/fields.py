@@ -228,8 +228,8 @@ def tools_of(fields: Fields) -> Any:
 def variables_of(fields: Fields) -> dict[str, Any]:
     """Take the variables that a record gives its chat template, from TRL's field ``chat_template_kwargs``.
 
-    Raises :class:`ConversationError` if they are neither an object nor its JSON text, or have a name that the template
-    itself uses.
+    The field holds a JSON object, or the text of one. Raises :class:`ConversationError` for any other value, and for a
+    variable that has a name that the template itself uses.
     """
     given = from_text(fields.take("chat_template_kwargs"))
     if given in (None, "", [], "null"):

@@ -72,11 +72,11 @@ class Followed:
             return None
 
     def anchor(self, other: Marked, before: int, limit: int) -> Anchor:
-        """Find the last word mark that ``other`` and the text of the whole conversation share, as a position in each.
+        """Find the last word mark that two rendered texts share, and return its position in each.
 
-        ``other``: a rendered text of fewer messages. Only marks of messages with a number below ``before`` count.
-        ``limit``: largest allowed position in the text of the whole conversation. Both positions are 0 without a common
-        mark.
+        The first text is ``other``, which has fewer messages. The second is the text of the whole conversation.
+        ``before``: only marks of messages with a smaller number count. ``limit``: largest allowed position in the text
+        of the whole conversation. Both positions are 0 without a common mark.
         """
         for mark in reversed(other.words):
             here = [
@@ -89,7 +89,10 @@ class Followed:
         return Anchor(0, 0)
 
     def left_out(self) -> list[tuple[int, str]]:
-        """Return the message number and the name of every message part that the template does not write."""
+        """Return a list of the message parts that the template does not write, as pairs ``(number, name)``.
+
+        ``number``: number of the message. ``name``: name of the part, such as ``reasoning``.
+        """
         written = Counter((message, part) for message, _, part in self.shown.words)
         missing = []
         for number, message in enumerate(self.talk.messages):

@@ -135,11 +135,12 @@ def _is_good(label: Any) -> bool:
 def pair_with_others(
     judgements: Iterable[tuple[P, Judgement]],
 ) -> Iterator[tuple[P, AnswerPair | ConversationError]]:
-    """Pair each judged answer with the next answer that differs from it, as the KTO loss needs it.
+    """Pair each judged answer with the next answer that differs from it, because the KTO loss compares the two.
 
-    ``judgements``: pairs of place (file and line of the record) and judged answer, in order. Answers at the end are
-    paired with the first answer that differs. Yields the place of each answer with its pair, whose ``margin`` is 1 for
-    a good answer and -1 for a bad one. Yields an error instead of the pair if no other answer differs.
+    ``judgements``: pairs of a place (file and line of the record) and a judged answer, in order. An answer at the end
+    that has no such next answer is paired with the first one that differs. Yields the place of each answer with its
+    pair, or with an error if it has none. The ``margin`` of a pair is 1 if the judged answer is good, and -1 if it is
+    bad.
     """
     waiting: list[tuple[P, Judgement]] = []  # all with the same answer
     first: list[Judgement] = []  # the first two answers that differ

@@ -65,7 +65,7 @@ def without_marks(value: Any) -> Any:
 
 
 def map_json(change: Any, value: Any, rename: Any = None) -> Any:
-    """Apply ``change`` to the elements of a JSON list, or to the values of a JSON object.
+    """Return a JSON value with ``change`` applied to the elements of a list or the values of an object.
 
     ``rename``: the function that is applied to the keys of an object, by default ``change`` as well. A value that is
     neither list nor object is returned unchanged.
@@ -158,7 +158,10 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def parts_with_words(message: dict[str, Any]) -> list[str]:
-    """Return the names of the message's parts that have words, which :func:`mark_words` can mark."""
+    """Return the names of the parts of ``message`` that have words, such as "content".
+
+    :func:`mark_words` can mark these parts.
+    """
     parts = {
         part for key, part in _WORDS.items() if has_words(_texts(message.get(key)))
     }

@@ -59,9 +59,10 @@ def take_weight(message: Message, name: str) -> TurnWeight:
 
 
 def weight_of(value: Any, name: str) -> float:
-    """Convert a weight in the data to a float. No weight is 1, and texts of numbers are accepted, as CSV has them.
+    """Convert a weight in the data to a float. A missing weight (None or an empty text) is 1.
 
-    ``name``: what the error calls the value. Raises :class:`ConversationError` if ``value`` is no number of at least 0.
+    Texts of numbers, as CSV has them, are converted too. ``name``: what the error calls the value. Raises
+    :class:`ConversationError` if ``value`` is no number of at least 0.
     """
     if value is None or value == "":
         return 1.0

@@ -22,7 +22,7 @@ from weft.data.chat.masks import HIDDEN, LEARNED, number_of
 class AnswerPair(NamedTuple):
     """Two conversations with the same prompt, one with the chosen answer and one with the rejected answer.
 
-    Only the answers are learned. ``weight``: weight of the pair in the loss; ``margin``: by how much the chosen
+    Only the answers are learned. ``weight``: weight of the pair in the loss. ``margin``: by how much the chosen
     answer's score should exceed that of the rejected one.
     """
 

@@ -27,11 +27,15 @@ from weft.recipe import ANSWER_PAIRS, CONVERSATIONS, Data, Source
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Run of successive tokens that agree in all fields but ``text``, which joins their texts.
+    """Run of successive tokens that are alike in all fields but ``text``.
 
-    ``weight``: loss weight, 0 if not learned. ``special``: whether the tokens are special tokens. ``cut``: whether they
-    are beyond the length of a row and so are left out of training. ``message``: number of the message whose words or
-    learned turn the tokens are, -1 for the template's own text.
+    Attributes:
+        ``text``: the text of all tokens of the run.
+        ``weight``: loss weight of each token, 0 if the tokens are not learned.
+        ``special``: whether the tokens are special tokens.
+        ``cut``: whether the tokens are beyond the length of a row, and so are left out of training.
+        ``message``: number of the message that the tokens belong to, by its words or its learned turn; -1 for the
+            template's own text.
     """
 
     text: str
@@ -50,8 +54,13 @@ class TokenRun:
 class Sample:
     """A conversation that ``weft data preview`` shows.
 
-    ``place``: file and line of its record. ``pieces``: its text as runs of tokens. ``tokens``, ``learned``, ``cut``:
-    numbers of tokens that are read, learned and cut off. ``roles``: role of each message.
+    Attributes:
+        ``place``: file and line of the conversation's record.
+        ``pieces``: the conversation's text as runs of tokens.
+        ``tokens``: number of tokens that are read.
+        ``learned``: number of tokens that the loss counts.
+        ``cut``: number of tokens that are cut off, because the conversation is longer than a row.
+        ``roles``: role of each message.
     """
 
     place: str

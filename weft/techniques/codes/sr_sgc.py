@@ -58,9 +58,10 @@ class SelectiveRepetition(GradientCode):
         return [Result(rank, job) for rank in arrived[job] if rank not in late]
 
     def repeating_ranks(self, number: int, arrived: Arrived) -> list[int]:
-        """Return the ranks that compute no new job in round ``number``, but repeat that of ``burst`` rounds earlier.
+        """Return the ranks that compute an old job in round ``number`` in place of the new job of this round.
 
-        ``arrived``: by round, the ranks whose results arrived in time.
+        The old job is the one that began ``burst`` rounds earlier. ``arrived``: by round, the ranks whose results
+        arrived in time.
         """
         return self._repeating_ranks(number, tuple(map(frozenset, arrived[:number])))
 

@@ -20,9 +20,9 @@ from weft.registry import register
 class ByPrefix:
     """Chooses the engine for which a request costs least, counted in cache blocks.
 
-    The cost is the number of blocks of the prompt that the engine does not hold, plus the blocks by which its virtual
-    usage exceeds that of the least used engine. Virtual usage counts the blocks that requests own, and those that
-    waiting requests will need.
+    The cost has two summands. The first is the number of blocks of the prompt that the engine's cache does not hold.
+    The second is the engine's virtual usage minus that of the least used engine. Virtual usage is the number of blocks
+    that an engine's requests own, plus the number that its waiting requests will need.
     """
 
     def __call__(self, engines: Sequence[EngineView], request: DispatchRequest) -> str:

@@ -77,9 +77,10 @@ class OptionTimes:
 class TimedDispatch(Adaptive):
     """Dispatcher that times each :class:`Option` in some passes, and takes the one that is fastest on its slowest rank.
 
-    A pass is timed from the dispatch of its rows until their results are back, the experts' work included; its backward
-    pass is assumed to take as long. All ranks try the same option in the same pass and agree once per round, so that
-    other passes cost no message. Which option is chosen depends on the machine: runs are equal up to rounding.
+    A forward pass is timed from the dispatch of its rows until their results are back, the experts' work included. Its
+    backward pass is assumed to take as long. All ranks try the same option in the same pass. They agree on an option
+    once per round of trials, so that other passes cost no message. The chosen option depends on the machine, so that
+    two runs are equal only up to rounding.
     """
 
     def __init__(self, ranks: ExpertRanks) -> None:

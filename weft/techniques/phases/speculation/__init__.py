@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 class SpeculationTechnique(StepTechnique):
     """Updates units during backward, before the gradient norm is known, and undoes updates that had to be clipped.
 
-    SuperOffload (Lian et al. 2025), Fuyou (Liao et al. 2024).
+    A unit is a group of parameters that are updated together. The method is from SuperOffload (Lian et al. 2025) and
+    Fuyou (Liao et al. 2024).
     """
 
     fills = STEP

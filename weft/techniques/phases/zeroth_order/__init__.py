@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 class ZerothOrderTechnique(StepTechnique):
     """Estimates gradients from two losses: of parameters moved a little along a random direction, and against it.
 
-    MeZO (Malladi et al. 2023).
+    The method is MeZO (Malladi et al. 2023).
     """
 
     fills = STEP
