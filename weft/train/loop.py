@@ -41,7 +41,7 @@ class Loop:
     Attributes:
         ``job``: the checked recipe with its opened data.
         ``mesh``: this rank's position among the ranks of the run.
-        ``step``: what turns batches into an update.
+        ``step``: object that takes a training step.
         ``progress``: steps, samples and tokens whose results are final.
         ``begun``: number of steps that have begun; a step's result may become final only in a later step.
         ``recorder``: writes the run's records, and prints.

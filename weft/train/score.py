@@ -91,10 +91,16 @@ def scores(
 ) -> list[Score]:
     """Compute the log-probability of each text's continuation. Collective; the result is the same on all ranks.
 
-    ``texts``: prompts and continuations as token ids. ``state``: state of the model, None on one device. ``rows``: rows
-    of a rank in a forward pass. ``passes``: forward passes of a rank in a step. ``room``: tokens in a row, raised to
-    the length of the longest text. ``wanted`` is called on every rank before every step; if it returns false on any
-    rank, scoring stops and the list is empty.
+    A score also says whether greedy decoding would write the continuation.
+
+    Arguments:
+        ``state``: state of the model, None on one device.
+        ``texts``: prompts and continuations as token ids.
+        ``rows``: number of rows of a rank in a forward pass.
+        ``passes``: number of forward passes of a rank in a step.
+        ``room``: number of tokens in a row; raised to the length of the longest text.
+        ``wanted``: function that is called on every rank before every step. If it returns False on any rank, scoring
+            stops and the result is an empty list.
     """
     if not texts:
         return []

@@ -167,13 +167,14 @@ def accumulate(
     """Run forward and backward of every pass (gradient accumulation). Returns this rank's share of the mean loss.
 
     Arguments:
-        ``routes``: for each pass, the indices of the blocks to run, by default all; used again from the first if
-            there are more passes.
-        ``before_last``: called with this rank's share of the mean loss before the last backward; never with a
-            pipeline.
-        ``weight``: the divisor of the summed loss, by default the label weight summed over all ranks and, by
-            ``beyond``, over islands.
-        ``beyond``: sums a tensor over the islands that share one update.
+        ``batches``: this rank's batches, one for each pass.
+        ``routes``: for each pass, the indices of the blocks to run; empty: all blocks. If there are more passes than
+            routes, the routes are used again from the first.
+        ``before_last``: function that is called before the last backward, with this rank's share of the mean loss. With
+            a pipeline it is never called.
+        ``weight``: number by which the summed loss is divided. By default it is the sum of the labels' weights over all
+            ranks of all islands that share one update.
+        ``beyond``: function that sums a tensor over these islands.
         ``early``: updates of parameters that a pipeline makes while its backward still runs.
     """
     set_reference_point(model, state, batches, mesh, beyond)

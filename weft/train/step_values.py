@@ -21,8 +21,8 @@ class StepResult(NamedTuple):
         ``tokens``: number of real tokens, without padding.
         ``skipped``: whether the update was left out, because loss or norm was not finite.
         ``stop``: whether some rank asks to end the run.
-        ``loads``: tokens routed to each expert, layer after layer; with a capacity, then the tokens that each layer
-            dropped.
+        ``loads``: number of tokens routed to each expert, layer after layer. If experts have a capacity, the number of
+            tokens that each layer dropped follows. Empty without experts.
         ``sent``: bytes that ranks sent each other for experts, by kind in the order of
             :data:`weft.models.router.SENT`.
         ``samples``: number of samples, and sum of their :func:`~weft.data.order.sample_hashes`; None if nobody

@@ -112,11 +112,17 @@ def ring_self_attention(
 ) -> tuple[T, T]:
     """Compute attention of this rank's queries to the keys and values of all ranks, which hold contiguous blocks.
 
-    ``q``, ``k``, ``v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of this rank's block. ``cu_seqlens``:
-    boundaries of the documents in the flattened rows of all ranks. ``peers``: global ranks in the order of their
-    blocks. ``index``: this rank's position among them. ``lengths``: tokens of a row in every block, empty for equal
-    lengths. ``window``: number of tokens that a token sees, 0 for all. Returns ``out`` with the shape of ``q``, and the
-    softmax of the scores, ``[batch, heads, seq held, seq]``.
+    Returns the output of attention with the shape of ``q``, and the softmax of the scores, ``[batch, heads, seq held,
+    seq]``.
+
+    Arguments:
+        ``q``: queries of this rank's block, ``[batch, seq held, heads, head_dim]``.
+        ``k``, ``v``: keys and values of this rank's block, ``[batch, seq held, kv_heads, head_dim]``.
+        ``cu_seqlens``: boundaries of the documents in the flattened rows of all ranks.
+        ``peers``: global numbers of the ranks, in the order of their blocks.
+        ``index``: this rank's position among ``peers``.
+        ``lengths``: number of tokens of a row in every block; empty if all blocks have equally many.
+        ``window``: number of tokens that a token sees, 0 for all.
     """
     trip, high = (
         trip_of(q, cu_seqlens, "rsa", peers, index, lengths, window),
