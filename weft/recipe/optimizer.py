@@ -146,8 +146,9 @@ class Optimizer(HostSection):
         None,
         ge=0,
         description=(
-            "Number of steps in which the learning rate rises from 0 to 'lr'; below 1 it is a"
-            " share of the run. Left out: a tenth of the run, at most 100 steps."
+            "Number of steps in which the learning rate rises from 0 to 'lr'; a number "
+            "between 0 and 1 is a share of the run, and 0 means none. Left out: a tenth of "
+            "the run, at most 100 steps."
         ),
     )
     decay: int = Field(

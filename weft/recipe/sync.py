@@ -30,7 +30,7 @@ class Sync(HostSection):
         description=(
             "Which islands an island exchanges with: all others ('all'), its two neighbours "
             "in a ring ('ring'), a random partner in each round ('pairs'), or those that "
-            "'graph' links it to."
+            "'graph' links it to ('graph'). 'ring' and 'graph' need update = 'average'."
         ),
     )
     graph: tuple[tuple[int, int], ...] = Field(

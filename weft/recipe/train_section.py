@@ -62,7 +62,7 @@ class Train(Section):
         (),
         description=(
             "Parameters that are not trained, as patterns of their names such as "
-            "'embedding.*'. Empty: all are trained."
+            "'embedding.*'. Empty: it freezes none."
         ),
     )
     loss_chunk: PositiveInt = Field(
