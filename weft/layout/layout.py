@@ -295,7 +295,8 @@ class Layout(Section):
     def size(self, *axes: str) -> int:
         """Return the product of the numbers of ranks along ``axes``.
 
-        For ``ep`` this is the number of data ranks over which experts are spread, without the ranks of ``tp``.
+        ``ep`` counts only the data ranks over which experts are spread, even if they are spread over the ranks of
+        ``tp`` too.
         """
         return prod(
             self.fold if axis == FOLDED else getattr(self, axis) for axis in axes

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Placement:
     """The part of a parameter's state that a rank holds.
 
-    ``box``: the range of elements per dimension. ``replica``: index of this rank among the ranks that hold the same
-    elements; ``replicas``: their number.
+    ``box``: the range of elements that the rank holds, per dimension. Other ranks may hold the same elements:
+    ``replicas`` is the number of ranks that do, and ``replica`` is this rank's index among them.
     """
 
     box: Box

@@ -99,7 +99,7 @@ class LayerPass:
             torch.autograd.backward(self.output(), grad)
 
     def go_back(self) -> None:
-        """Run backward of the last part whose backward has not run yet, if there is one."""
+        """Run the next part of backward, if any remains. Parts run in the reverse of the order of forward."""
         if self.parts:
             self.parts.pop().backward()
 

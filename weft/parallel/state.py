@@ -94,7 +94,7 @@ class Unit:
     visited: ClassVar[bool] = False
 
     def gather(self) -> None:
-        """Make the full parameters ready for compute."""
+        """Make the whole parameters ready for compute. In this class they always are."""
 
     def release(self, drop: bool) -> None:
         """Forget the full parameters before the rows that this rank holds change; ``drop``: free their memory too."""
@@ -389,8 +389,8 @@ class State:
     def saved(self) -> dict[str, Part]:
         """Return this rank's part of every tensor that a checkpoint holds, by name. Collective.
 
-        Frozen parameters are left out if ``base_elsewhere`` is set. Tensors that rest in files are first compared with
-        their checksums.
+        If the state was made with ``base_elsewhere``, frozen parameters are left out. Tensors that rest in files are
+        first compared with their checksums.
         """
         self.bring_home()
         self.settle()

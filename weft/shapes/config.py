@@ -312,7 +312,7 @@ def _windows(name: str, config: ConfigFields, layers: int) -> dict[str, Any]:
 def layer_types(layers: int, full_every: int) -> list[str]:
     """Return Hugging Face's ``layer_types``: for each layer, whether its attention is full or has a window.
 
-    ``full_every``: layers ``full_every``, ``2 * full_every`` and so on, counted from 1, have full attention; 0: none
+    ``full_every``: every how many layers one has full attention, for example 6 for the 6th, 12th and 18th. With 0 none
     has.
     """
     kinds = [SLIDING] * layers

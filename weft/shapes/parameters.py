@@ -387,7 +387,8 @@ def parameter_count(model: ModelShape, vocab: int) -> int:
 def learning_count(model: ModelShape, vocab: int, freeze: Sequence[str] = ()) -> int:
     """Count the parameters that are trained.
 
-    ``vocab``: size of the tokenizer, if the model leaves it open; ``freeze``: patterns of names that are not trained.
+    ``vocab``: size of the tokenizer, if the model leaves it open; ``freeze``: patterns of names of parameters that are
+    not trained.
     """
     return sum(
         p.numel for p in parameters(model, vocab) if learns(p.name, model, freeze)

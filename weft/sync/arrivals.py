@@ -66,8 +66,8 @@ def _sums_of(about: Iterable[Sequence[Any]], payload: memoryview) -> list[Sum]:
 class RoundMessage(NamedTuple):
     """Message of a rank to rank 0 in a round of gradient coding.
 
-    ``step``: training step; ``round``: round within it; ``flag``: whether this rank asks to end the run; ``sums``: the
-    rank's coded sums, by number of the job (a gradient that is wanted).
+    ``step``: training step; ``round``: number of the round in the step; ``flag``: whether the sending rank asks to end
+    the run; ``sums``: the rank's coded sums of gradients, by number of the job (a gradient that is wanted).
     """
 
     step: int

@@ -50,7 +50,10 @@ def allocate_compressors(
 
 
 def alternatives_of(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
-    """Return ``default`` and its variants for a tensor of this shape: other low ranks, kept shares or bits."""
+    """Return ``default`` and variants of it for a tensor of this shape.
+
+    A variant has another setting: another low rank of matrices, another share of kept elements, or other bits.
+    """
     return list(dict.fromkeys(default.alternatives(shape)))
 
 
@@ -68,7 +71,10 @@ def squared_error(compressor: Compressor, x: T, seed: int = 0) -> float:
 
 
 def total(table: Sequence[Sequence[float]], chosen: Sequence[int]) -> float:
-    """Return the sum over all rows of ``table`` of the entry whose index ``chosen`` gives for the row."""
+    """Return the sum of one entry from each row of ``table``.
+
+    ``chosen``: for each row, the index of the entry that counts.
+    """
     return sum(row[i] for row, i in zip(table, chosen, strict=True))
 
 

@@ -35,7 +35,7 @@ def rounded_up(x: T) -> T:
 def divisor(scales: T, dtype: torch.dtype) -> T:
     """Return the ``scales`` of blocks in type ``dtype``, with 1 in place of 0, so that values can be divided by them.
 
-    All values of a block with scale 0 are zero.
+    A scale is 0 only if all values of its block are 0, which any divisor leaves unchanged.
     """
     return torch.where(scales == 0, 1.0, scales.to(dtype))
 

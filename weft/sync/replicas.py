@@ -28,7 +28,10 @@ class Replicas:
     device: torch.device | str = "cpu"
 
     def each(self, size: int) -> int:
-        """Return how many of ``size`` elements each rank exchanges at most, a multiple of a compressor's block."""
+        """Return the largest number of elements that a rank exchanges of a tensor of ``size`` elements.
+
+        It is a multiple of the block of elements that compressors scale together.
+        """
         return -(-size // (self.count * BLOCK)) * BLOCK
 
     def part(self, size: int) -> slice:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class AttentionScheme:
     """A scheme of attention over ``cp``: decides which rank computes each tile of the score matrix, and in which step.
 
-    ``paired``: whether a rank owns two blocks of the sequence, an early and a late one, so that all ranks have equal
-    work under the causal mask; otherwise a rank owns one block.
+    A tile is a block of queries against a block of keys. ``paired``: whether a rank owns two blocks of the sequence, an
+    early and a late one, so that all ranks have equal work under the causal mask; otherwise a rank owns one block.
     """
 
     paired: ClassVar[bool] = False

@@ -146,7 +146,10 @@ class TileTable:
 
     @cached_property
     def moves_at(self) -> dict[int, list[tuple[int, Move]]]:
-        """The transfers of blocks by the step in which they happen, each with its index in :attr:`moves`."""
+        """The transfers of blocks, by the step in which they happen.
+
+        Each entry is a pair: the index of the transfer in :attr:`moves`, and the transfer.
+        """
         moves: dict[int, list[tuple[int, Move]]] = defaultdict(list)
         for number, move in enumerate(self.moves):
             moves[move.step].append((number, move))
@@ -220,12 +223,12 @@ def validate_tiles(table: TileTable) -> TileTable:
 
 
 def zigzag_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the blocks of each rank if a rank owns an early and a late block, so that causal work is even."""
+    """Return the blocks of the sequence that each rank owns: an early and a late one, so that causal work is even."""
     return tuple((r, 2 * ranks - 1 - r) for r in range(ranks))
 
 
 def contiguous_owners(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the blocks of each rank if rank ``r`` owns block ``r`` of the sequence."""
+    """Return the blocks of the sequence that each rank owns if rank ``r`` owns block ``r`` alone."""
     return tuple((r,) for r in range(ranks))
 
 

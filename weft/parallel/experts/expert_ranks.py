@@ -85,10 +85,11 @@ class ExpertRanks(Homes):
         return Choice(weights, self.declared(slots))
 
     def across(self, block: int, joined: int = 1) -> Members:
-        """Return the ranks at this rank's position in every block of ``block`` neighbouring ranks, such as a node.
+        """Return the group with one rank of each block of ``block`` neighbouring ranks.
 
-        A token for any expert of a block is sent to the one of these ranks that is in that block. ``joined``: number of
-        neighbouring slots (positions in the ranks' stacks of expert weights) that count as one slot.
+        A block is a node, for example. Each member of the group has the same position in its block as this rank has in
+        its own. A token for any expert of a block is sent to the member of the group that is in the block. ``joined``:
+        number of neighbouring slots (positions in the ranks' stacks of expert weights) that count as one.
         """
         start = self.rank // block * block
         first = self.shares[start][0] // joined

@@ -69,7 +69,7 @@ class Members:
         return gathered.view(self.count, -1)
 
     def most(self, number: int) -> int:
-        """Return the largest ``number`` that any member passes. Collective."""
+        """Return the largest of the numbers that the members of the group pass as ``number``. Collective."""
         with untyped():
             largest = torch.tensor(number, device=self.mesh.device)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)

@@ -56,8 +56,8 @@ def tensors_of(state: Sequence[Held]) -> list[torch.Tensor]:
 class Places(NamedTuple):
     """The owners of a layer's experts.
 
-    ``order``: the experts of the first owner, then those of the second owner, and so on; ``sizes``: number of experts
-    that each rank owns; ``home``: like ``order``, but with the owners that experts have before any of them moves.
+    ``order``: all experts, those of the first owner, then those of the second owner, and so on; ``sizes``: number of
+    experts that each rank owns; ``home``: the same list as ``order`` at the beginning, before any expert has moved.
     """
 
     order: Array
