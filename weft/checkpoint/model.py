@@ -109,10 +109,10 @@ def open_model(
 def tokenizer_of(
     files: dict[str, bytes], where: Where, warn: Callable[[str], None] | None = None
 ) -> Tokenizer:
-    """Return the tokenizer in ``files``, the contents by name of the files beside the weights of the model ``where``.
+    """Return the tokenizer of the model ``where`` from the model's ``files``.
 
-    ``warn``, if given, is called when the tokenizer has no end-of-text token. Raises :class:`WeftError` if there is no
-    tokenizer.
+    ``files``: contents of the files beside the weights, by name; ``warn``: if given, called when the tokenizer has no
+    end-of-text token. Raises :class:`WeftError` if there is no tokenizer.
     """
     tokenizer = tokenizer_from_files(files, str(where))
     if warn is not None and not tokenizer.stops:

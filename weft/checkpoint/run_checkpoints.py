@@ -148,7 +148,8 @@ class Checkpoints:
     def note_best(self, best: Best) -> None:
         """Write the lowest validation loss ``best`` to the run's folder, on the main rank only.
 
-        It is called directly if the run keeps no checkpoint of its lowest loss. A failure is reported as an event.
+        A run that keeps no checkpoint of its lowest loss calls this method instead of :meth:`save_best`. A failure is
+        reported as an event.
         """
         if not self._mesh.is_main:
             return

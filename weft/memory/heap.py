@@ -49,8 +49,8 @@ def passing_by_the_heap() -> Iterator[None]:
 def give_heap_back() -> None:
     """Return the heap's free memory to the system.
 
-    It is called before the steps of a process whose state does not fit in memory. The steps themselves keep the memory
-    that they free, since mapping it again would take a third of their time. Their peak is therefore a tenth higher.
+    This is done after a large model has been assembled, and when memory runs out. Steps keep the memory that they free,
+    since mapping it again would take a third of their time.
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

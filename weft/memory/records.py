@@ -137,8 +137,8 @@ class Slots:
     def expect(self, records: Iterable[int]) -> None:
         """Begin to read those of ``records`` (numbers) that are in no slot, because they may soon be used.
 
-        They are read in this order, into slots that are free or hold no expected record. Without such a slot a record
-        is not read yet.
+        They are read in the given order. Each is read into a slot that is free or whose record is not expected. When no
+        such slot is left, the remaining records are not read yet.
         """
         for record in records:
             if record not in self._there:

@@ -54,7 +54,7 @@ class AdapterShelf:
     def add(self, name: str, adapter: HostAdapter) -> int:
         """Add an adapter under ``name``, and return the number of cache blocks that a copy of the adapter needs.
 
-        ``adapter``: its shard for this rank's shard of the model (:func:`own_part`).
+        ``adapter``: the part of the adapter that belongs to this rank's shard of the model (:func:`own_part`).
         """
         self.host[name] = adapter
         return max(

@@ -297,8 +297,9 @@ def set_backward(
 ) -> None:
     """Make ``backward`` the gradient of the custom operator ``operator``.
 
-    The operator's arguments are q, k, v, ``cu_seqlens`` and plain values. ``backward`` is called with the gradient of
-    the operator's first output, then q, k, v, the operator's outputs in the slice ``kept``, and the other arguments.
+    The operator's arguments are q, k, v, ``cu_seqlens`` and plain values. ``backward`` is called with these arguments
+    in turn: the gradient of the operator's first output; q, k and v; some of the operator's outputs; the operator's
+    other arguments. ``kept``: slice of the operator's outputs that ``backward`` gets.
     """
 
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -557,11 +557,11 @@ class Mixture(Module):
         return result_of(self.steps(x, seen, early))
 
     def steps(self, x: T, seen: RouterPass | None, early: EarlyMixture | None) -> Steps:
-        """Compute :meth:`forward` with the same arguments as a generator, so that other work can run during transfers.
+        """Run as a generator what :meth:`forward` computes, so that other work can run during transfers.
 
-        The generator yields before rows are sent to experts, and while they are in transfer. If each rank of ``tp`` has
-        a part of every expert, the rank computes the tokens of all ranks of ``tp``. If it has whole experts, it routes
-        only its own tokens.
+        The arguments are those of :meth:`forward`. The generator yields before rows are sent to experts, and while they
+        are in transfer. If each rank of ``tp`` has a part of every expert, the rank computes the tokens of all ranks of
+        ``tp``. If it has whole experts, it routes only its own tokens.
         """
         if self.router.own:
             return (yield from self._steps(x, self.shared, seen, early))

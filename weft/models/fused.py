@@ -46,8 +46,8 @@ def run_tape(tape: Tape) -> None:
     """Run the calls on ``tape`` in order, and empty the tape.
 
     A tape is a list of calls that add weight gradients to ``.grad``. Each call is dropped as soon as it has run,
-    because it holds tensors as large as activations. It is part of a reference cycle with the tape, which garbage
-    collection would find late.
+    because it holds tensors as large as activations. Call and tape refer to each other, so that garbage collection
+    would free the call late.
     """
     tape.reverse()
     while tape:

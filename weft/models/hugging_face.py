@@ -43,9 +43,10 @@ TOKENIZER_FILES = rf".*token.*\.json|tokenizer\.model|vocab\.json|merges\.txt|ch
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the tokenizer's files in a Hugging Face folder, by name.
+    """Return the contents of the tokenizer's files in a Hugging Face folder, by name.
 
-    Ids of special tokens are always in ``generation_config.json``; old folders have them only in ``config.json``.
+    An old folder may have the ids of special tokens only in its ``config.json``. The result then has a
+    ``generation_config.json`` that is made from them.
     """
     files = {
         p.name: p.read_bytes()
@@ -63,9 +64,9 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 
 
 def files_beside(config: Path) -> dict[str, bytes]:
-    """Return the files of a model that hold no weights, by name.
+    """Return the contents of a model's files that hold no weights, by name.
 
-    These are ``config`` (a path to ``config.json``) and the tokenizer's files in the same folder. Raises
+    These files are ``config`` (a path to ``config.json``) and the tokenizer's files in the same folder. Raises
     :class:`WeftError` if a file cannot be read.
     """
     try:
@@ -91,7 +92,10 @@ def _shifted(values: T, offset: float) -> T:
 
 
 class HuggingFaceFolder:
-    """Reads tensors of a Hugging Face folder, and of each tensor only the requested box."""
+    """Reader of tensors in a Hugging Face folder, which reads only the requested box of each tensor.
+
+    ``folder``: the folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.indexed = folder, (folder / INDEX).is_file()

@@ -35,7 +35,10 @@ class Latents(Protocol):
     tokens: int
 
     def keep(self, latents: T) -> None:
-        """Cache the latent vectors of tokens that begin their texts: ``[rows, new tokens, 1, kv_rank + rope_dim]``."""
+        """Cache the latent vectors of new tokens whose texts have no earlier tokens.
+
+        ``latents``: ``[rows, new tokens, 1, kv_rank + rope_dim]``.
+        """
 
     def __call__(self, q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> T: ...
 

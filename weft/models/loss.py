@@ -39,8 +39,7 @@ def linear_cross_entropy(
 
     ``hidden``: ``[tokens, embed]``; ``weight``: rows of the output layer from row ``first`` on, ``[vocab/tp, embed]``;
     ``labels`` and ``counts``: ``[tokens]``; ``chunk``: number of tokens whose logits are computed at a time. Returns a
-    float64 scalar. It covers the tokens that the rank was given, and the whole vocabulary, so that it is equal on all
-    ranks of ``tp``.
+    float64 scalar, the sum over the tokens of this call. All ranks of ``tp`` have the same tokens and get the same sum.
     """
     group = vocabulary_group(mesh)
     return _LinearCrossEntropy.apply(

@@ -31,9 +31,10 @@ LEVELS = (
 
 
 class RowReader(NamedTuple):
-    """Reads rows of a weight, transposed if the weight is quantised along its columns (:func:`is_turned`).
+    """Reader of rows of a weight. The weight is transposed if it is quantised along its columns (:func:`is_turned`).
 
-    ``read(lo, hi)`` returns the rows ``lo:hi``, ``[hi - lo, width]``. ``rows``: the number of rows of the weight.
+    ``read``: function whose call ``read(lo, hi)`` returns the rows ``lo:hi``, ``[hi - lo, width]``; ``rows``: the
+    number of rows of the weight; ``width``: elements of a row.
     """
 
     read: Callable[[int, int], T]

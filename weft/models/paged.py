@@ -59,7 +59,10 @@ def attention_layers(model: Transformer) -> list[Attention | LatentAttention]:
 
 @contextmanager
 def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
-    """Return a context in which the layers of ``model`` compute attention by ``attends``, one function per layer."""
+    """Return a context in which the layers of ``model`` call other attention functions than their own.
+
+    ``attends``: the function of each layer, first layer first.
+    """
     layers = attention_layers(model)
     before = [layer.attend for layer in layers]
     try:
@@ -75,8 +78,9 @@ def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
 class Reading:
     """The tokens that one forward pass of generation computes.
 
-    ``spans``: the new tokens of each text. ``slots``: index of each new token in the cache, counted over the tokens of
-    all blocks. ``batches``: by attention window, the spans grouped by call of attention.
+    ``spans``: the new tokens of each text; ``slots``: index of each new token in the cache, counted over the tokens of
+    all blocks; ``batches``: groups of spans whose attention is computed in one call, as a list for each attention
+    window (in tokens).
     """
 
     spans: Sequence[Span]
@@ -134,7 +138,7 @@ class Pages:
     def copy(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Copy blocks of the cache.
 
-        Each item of ``blocks`` is the number of a block to copy and of the block to overwrite.
+        ``blocks``: pairs of numbers of blocks; the first block of a pair is copied over the second.
         """
         for old, new in blocks:
             store = self.room(new + 1)

@@ -30,7 +30,10 @@ def needs_reference(settings: Loss) -> bool:
 
 
 def objective(settings: Loss) -> Objective | None:
-    """Return the loss of pairs that ``loss.kind`` names; None if it names a loss of tokens."""
+    """Return the loss of pairs of answers that ``loss.kind`` names; None if it names a loss of tokens.
+
+    ``settings``: the section ``[loss]``.
+    """
     loss: Objective | None = settings.pair_loss and settings.pair_loss(settings)
     return loss
 

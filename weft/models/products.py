@@ -127,12 +127,13 @@ def has_kernel_of_bytes() -> bool:
 class Int8(nn.Module):
     """A weight of 8-bit integers with one scale per row; each element of the input becomes a sum of two integers.
 
-    With one integer per input element, as in LLM.int8 and ZeroQuant, a token's few large elements leave the others too
-    few levels: SmolLM2-135M's perplexity grew by 4 %. The second integer, for the remainder, costs a second row, but
-    the weight is read once. Sums of integers are exact, so that a row's result does not depend on other rows. The
-    scales are applied outside the kernel, because which kernel runs, and in which order it multiplies by scales,
-    depends on the number of rows. A CPU without such a kernel adds up the same integers in float32
-    (:func:`times_codes`), and gets the same bits.
+    The second integer is for the remainder. With one integer per input element, as in LLM.int8 and ZeroQuant, a token's
+    few large elements leave too few levels for the others: SmolLM2-135M's perplexity grew by 4 %. The second integer
+    costs a second row, but the weight is read once.
+
+    Sums of integers are exact, so that a row's result does not depend on other rows. The scales are applied outside the
+    kernel: inside it, the order of multiplications would depend on the number of rows. A CPU without such a kernel adds
+    up the same integers in float32 (:func:`times_codes`), and gets the same bits.
     """
 
     def __init__(self, weight: T) -> None:

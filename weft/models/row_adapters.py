@@ -176,9 +176,10 @@ def adding(groups: Sequence[AdapterBatch], read: Callable[[int, T], T]) -> AddAd
 def adapting(
     layers: Mapping[int, Mapping[str, Projections]], add: AddAdapters
 ) -> Iterator[None]:
-    """Return a context in which modules add adapters to their outputs by ``add``.
+    """Return a context in which modules add the outputs of adapters to their own outputs.
 
-    ``layers``: the modules of each layer (:func:`layer_modules`), by the layer's index.
+    ``layers``: the modules of each layer (:func:`layer_modules`), by the layer's index; ``add``: function from
+    :func:`adding` that adds the adapters' outputs.
     """
     try:
         for number, modules in layers.items():

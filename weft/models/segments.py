@@ -98,9 +98,10 @@ def cut(s: Segment, square: int = SQUARE) -> list[Segment]:
 
 
 def uniform(segments: list[Segment], queries: int, keys: int) -> tuple[int, int] | None:
-    """Return the common numbers of queries and keys of the segments; None if the segments cannot be one batched call.
+    """Return the number of queries and the number of keys that every segment has, if one batched call can compute all.
 
-    One call is possible if all segments have equal sizes, and together cover the ``queries`` and ``keys`` in order.
+    One call is possible if all segments have equal sizes, and together cover ``queries`` queries and ``keys`` keys in
+    order. Otherwise the result is None.
     """
     if not segments:
         return None

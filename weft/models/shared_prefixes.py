@@ -37,10 +37,10 @@ class PrefixReaders(NamedTuple):
 
 
 class PrefixGroup(NamedTuple):
-    """New tokens of texts that also attend to other cached texts, and the prefixes of those texts that they see.
+    """New tokens of texts that attend to prefixes of other cached texts beside their own text.
 
-    ``spans``: the new tokens of each text. ``rows``: index of each of their queries in the packed row. ``seen``: the
-    prefixes, each with its queries.
+    ``spans``: the new tokens of each text; ``rows``: index of each of their queries in the packed row; ``seen``: the
+    prefixes of other texts, each with the queries that attend to it.
     """
 
     spans: Sequence[Span]

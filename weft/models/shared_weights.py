@@ -180,7 +180,7 @@ def part_key(part: str, names: Iterable[str], digests: Digests) -> Hashable:
 
 
 def output_key(model: Transformer) -> tuple[int, int]:
-    """Return a key that is equal for models with the same final norm and output layer."""
+    """Return a key that is equal for models whose final norm and output layer are the same objects."""
     if model.logits is not None:
         output: object = model.logits
     else:

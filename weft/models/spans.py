@@ -221,10 +221,10 @@ def own_segments(tokens: int, past: int, window: int) -> list[Segment]:
 
 
 def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
-    """Compute the attention of a text's last tokens: ``q`` ``[tokens, heads, width]`` to a result of the same shape.
+    """Compute the attention of a text's last tokens to the text: ``[tokens, heads, width]``.
 
-    ``k, v``: ``[past + tokens, kv_heads, width]``; the first ``past`` keys belong to earlier tokens. ``window``: the
-    number of tokens that a token sees, itself included; 0: all.
+    ``q``: their queries, of the same shape; ``k, v``: ``[past + tokens, kv_heads, width]``; the first ``past`` keys
+    belong to earlier tokens. ``window``: the number of tokens that a token sees, itself included; 0: all.
     """
     if len(q) > 1:
         return attend_forward(q, k, v, own_segments(len(q), past, window))[0]

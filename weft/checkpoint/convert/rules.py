@@ -55,7 +55,7 @@ ShardLayout = Callable[[Sizes, ModelShape, int], Iterator[RowsCopy]]
 
 
 def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield the single copy that forms a tensor of which every rank stored the whole, all with equal values.
+    """Yield the single copy for a tensor that every rank stored as a whole, with equal values.
 
     ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no effect.
     """
@@ -63,7 +63,7 @@ def replicated(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy
 
 
 def averaged(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield the copies for a tensor of which every rank stored the whole with different values.
+    """Yield the copies for a tensor that every rank stored as a whole, but with different values.
 
     The mean of the values is used. ``shards``: shapes of the stored shards. ``shape`` and ``part`` have no effect.
     """
