@@ -36,8 +36,8 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
 def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
     """Return this rank's process group along one axis of the device mesh.
 
-    ``ranks``: the mesh, a tensor of world ranks; ``axis``: number of the axis; ``name``: its name, for the groups'
-    descriptions. All ranks of the mesh must call this function, and create all groups along the axis.
+    ``ranks``: the mesh, a tensor of world ranks; ``axis``: number of the axis; ``name``: name of the axis, for the
+    descriptions of groups. The call creates all groups along the axis, so all ranks of the mesh must call it.
     """
     own, world = dist.get_rank(), dist.group.WORLD
     assert world is not None

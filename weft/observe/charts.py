@@ -418,9 +418,10 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def thin(steps: Sequence[float], values: list[float]) -> Record:
-    """Reduce a line to about :data:`POINTS` points, as lists ``x`` and ``y``.
+    """Return the line with ``values`` over ``steps``, reduced to about :data:`POINTS` points.
 
-    The smallest and the largest value of every group of neighbours are kept, and the first and the last value.
+    The result has the lists ``x`` (steps) and ``y`` (values). The smallest and the largest value of every group of
+    neighbours are kept, and the first and the last value.
     """
     size = -(-2 * len(values) // POINTS)
     keep = {0, len(values) - 1}

@@ -154,7 +154,7 @@ def compact(number: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as m:ss, h:mm:ss or d days h:mm."""
+    """Return a duration of ``seconds`` as text: m:ss, h:mm:ss, or d days h:mm."""
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:

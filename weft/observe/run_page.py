@@ -169,9 +169,10 @@ def page_beside(runs: Sequence[RecordedRun]) -> str:
 
 
 def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the leaves of nested dictionaries, each as a pair of dotted name, such as ``train.batch``, and JSON text.
+    """Yield ``(name, text)`` for each value in the nested dictionaries ``values``.
 
-    ``name``: the dotted name of ``values`` itself.
+    The name joins the keys that lead to the value by dots, such as ``train.batch``. The text is the value in JSON.
+    ``name``: the name of ``values`` itself, with which all names begin.
     """
     if isinstance(values, dict):
         for key, value in values.items():
@@ -181,7 +182,7 @@ def flat(values: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def rows_side_by_side(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
-    """Return a table row for each name that occurs in any of ``runs``, dictionaries of values by name."""
+    """Return a table row for each name that occurs in any run. ``runs``: for each run, its values by name."""
     names = dict.fromkeys(name for run in runs for name in run)
     return [ReportRow(name, [run.get(name, "-") for run in runs]) for name in names]
 

@@ -82,8 +82,8 @@ def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
     """Split the time of a step by purpose, from the begin to the end of the event ``weft:step`` among ``events``.
 
     On a CPU, communication counts as exposed while the main thread issues a collective or waits for it. On a GPU it
-    counts as exposed while a NCCL kernel runs and no other kernel does; data counts while its phase lasts and no kernel
-    runs.
+    counts as exposed while a NCCL kernel runs and no other kernel does. The loading of data counts as exposed while the
+    event ``weft:data`` lasts and no kernel runs.
     """
     host = [e for e in events if e.kind != "kernel" and not e.kind.startswith("gpu_")]
     step = next(e for e in host if e.name == "weft:step")

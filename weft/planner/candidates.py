@@ -78,8 +78,8 @@ class Rules:
     ) -> tuple[str, str, str] | None:
         """Return the first rule that the layout breaks: its text, the conflicting values, and a remedy.
 
-        Returns None if the layout breaks no rule. ``data``: ranks that process different sequences, the product of
-        ``dp`` and ``shard``.
+        Returns None if the layout breaks no rule. ``tp``, ``pp``, ``cp``: sizes of these axes. ``data``: ranks that
+        process different sequences, the product of ``dp`` and ``shard``.
         """
         heads, kv, layers = (
             int(self.shape.heads),

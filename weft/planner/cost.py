@@ -451,7 +451,8 @@ def passes(
 ) -> MicrobatchSeconds:
     """Return the seconds of one microbatch in one layer, in the output layer, and between pipeline stages.
 
-    ``engine``: constants that say how well the training program uses the machine.
+    ``shape``: the model; ``machine``: the cluster; ``plan``: the layout, or many of them as arrays. ``engine``:
+    constants that say how well the training program uses the machine.
     """
     parts = Roofline(shape, machine, plan, engine)
     matmuls, attention = parts.products(), parts.attention()
@@ -523,10 +524,10 @@ def gradients(
 ) -> tuple[Num, Num]:
     """Return ``(communication, optimizer)``: seconds per step of a rank with ``layers`` layers.
 
-    The communication is that of gradients and of sharded parameters, as far as compute does not hide it. ``cover``:
-    seconds of the step's compute, which hides the communication of ZeRO-3. ``turn``: seconds of the compute of one
-    microbatch, which hides the communication of other stages of ZeRO. ``copies``: copies of every parameter that a
-    pipeline holds (DualPipe: 2).
+    The communication is that of gradients and of sharded parameters, as far as compute does not hide it. The
+    optimizer's seconds are those of the update of the parameters. ``cover``: seconds of the step's compute, which hides
+    the communication of ZeRO-3. ``turn``: seconds of the compute of one microbatch, which hides the communication of
+    other stages of ZeRO. ``copies``: copies of every parameter that a pipeline holds (DualPipe: 2).
     """
     tp, cp = plan.tp, plan.cp
     replicas = plan.data * cp
@@ -676,7 +677,8 @@ def step_time(
 ) -> Cost:
     """Return the seconds of one optimizer step by cause, without the seconds that offloading adds.
 
-    ``engine``: constants that say how well the training program uses the machine.
+    ``shape``: the model; ``machine``: the cluster; ``plan``: the layout, or many of them as arrays. ``engine``:
+    constants that say how well the training program uses the machine.
     """
     layer_seconds = passes(shape, machine, plan, engine)
     layer = layer_seconds.forward + layer_seconds.backward

@@ -31,8 +31,9 @@ class AgreementCost:
     """Cost of islands that average their parameters every ``every`` steps.
 
     ``compress``: compressor of the exchange, by its name in a recipe. ``nbytes``: bytes that a device sends per round
-    (the steps between two exchanges). ``exchange``: seconds of a round's exchange, during which nobody computes
-    (``update = "streaming"`` hides it). ``seconds``: mean seconds of a step, with its share of the exchange.
+    (the steps between two exchanges). ``exchange``: seconds of a round's exchange. Nobody computes during that time,
+    unless the recipe has ``sync.update = "streaming"``. ``seconds``: mean seconds of a step, with its share of the
+    exchange.
     """
 
     compress: str

@@ -133,9 +133,9 @@ class SearchResult:
         return float(self.memory.total[i]) / 2**30
 
     def rejected(self, count: int) -> list["Rejected"]:
-        """Return the ``count`` fastest layouts that would beat the best layout, but do not fit in memory.
+        """Return up to ``count`` layouts that are faster than the best layout, but do not fit in memory.
 
-        Each comes with the memory that it lacks, and with the most similar layout that fits.
+        The fastest comes first. Each has the memory that it needs, and the most similar layout that fits.
         """
         total = np.asarray(self.cost.total)
         large = np.asarray(self.memory.total) > float(self.machine.memory) * USABLE
@@ -252,11 +252,11 @@ def search(
     bits: int = 16,
     pins: Sequence[Pin] = (),
 ) -> SearchResult:
-    """Score every layout for ``batch`` sequences of ``seq`` tokens per step, with products of ``bits`` bits.
+    """Score every layout for training the model ``shape`` on ``cluster``.
 
-    ``engine``: constants of the training program. ``pins``: the user's demands. Raises :class:`UsageError` if no layout
-    meets them or none fits in memory. The error names the demand that excludes all layouts, and the values that are
-    possible.
+    A step has ``batch`` sequences of ``seq`` tokens. ``bits``: width of the operands of matrix products. ``engine``:
+    constants of the training program. ``pins``: the user's demands. Raises :class:`UsageError` if no layout meets them
+    or none fits in memory. The error names the demand that excludes all layouts, and the values that are possible.
     """
     machine = cluster.machine(bits)
     rules = Rules(shape, machine, cluster.count, batch, seq)

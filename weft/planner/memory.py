@@ -63,10 +63,11 @@ def in_flight(plan: Plan, position: Num) -> Num:
 
 
 def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
-    """Return the bytes of one layer and microbatch: ``(kept for backward, alive while the layer is computed)``.
+    """Return two numbers of bytes for one layer and one microbatch.
 
-    Activations that rest on the host or in files count too; :func:`held_bytes` returns the part that stays on the
-    device.
+    The first is what the layer keeps for backward, the second is the activations that are alive while the layer is
+    computed. Activations that rest on the host or in files count too; :func:`held_bytes` returns the part that stays on
+    the device.
     """
     tokens = plan.micro_batch * plan.seq / plan.cp
     cut = np.where(engine.sequence > 0, plan.tp, 1.0)

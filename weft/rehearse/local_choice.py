@@ -74,7 +74,8 @@ def shortlist(searched: SearchResult, most: int) -> list[int]:
 def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield ``(ranks, layouts)``: for each number of ranks in ``counts``, the number of layouts to rehearse.
 
-    Together they are about :data:`REHEARSED`. Larger numbers of ranks get more, because they have more layouts.
+    The numbers of layouts add up to about :data:`REHEARSED`. A larger number of ranks gets more of them, because it has
+    more possible layouts.
     """
     whole = sum(counts)
     for n in counts:
@@ -221,10 +222,10 @@ def correct_by_measured(
 ) -> list[Final]:
     """Return ``finals`` with times corrected by measurements, fastest first.
 
-    ``measured``: layouts that ran as trials, with the seconds of a step. A trial takes its measured seconds. The speed
-    of a shared machine changes after a probe, by about as much for all layouts with the same number of ranks. So the
-    prediction of another layout is multiplied by the geometric mean of measured over predicted seconds, over the trials
-    with as many ranks, or over all trials if there are none.
+    ``measured``: layouts that ran as trials, with the measured seconds of a step. Such a layout gets its measured
+    seconds. For another layout the predicted seconds are multiplied by a factor, because the speed of a shared machine
+    changes after a probe. The factor is the geometric mean of measured over predicted seconds. The mean is over the
+    trials with the same number of ranks as the layout, or over all trials if there are none.
     """
     ran = {id(final): seconds for final, seconds in measured}
     off: dict[float, list[float]] = {}

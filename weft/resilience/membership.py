@@ -180,8 +180,9 @@ class Membership:
         """Agree on the next view with the other members, and return it.
 
         ``facts``: what this member tells all members of that view, as JSON; the view holds the facts of every member.
-        ``limit``: seconds that the agreement may take. ``patience``: seconds after which a member that is alive but has
-        not asked for the next view is left out, if the present view is broken (default: half of ``limit``). Raises
+        ``limit``: seconds that the agreement may take. ``patience``: used if the present view is broken: after so
+        many seconds, a member that is alive but has not asked for the next view is left out (default: half of
+        ``limit``). Raises
         :class:`LeftOut` if the others go on without this member, :class:`TooFew` if no view is agreed on in time, and
         :class:`Fatal` if a member says that the run must end.
         """

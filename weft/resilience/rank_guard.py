@@ -48,6 +48,9 @@ class RankGuard(Watching):
         ``view``: present view.
         ``membership``: agent that agrees on views with the other ranks.
         ``recipe``: the run's recipe.
+        ``out``: the run folder, or None for the default.
+        ``resume``: "auto" (the run's newest checkpoint, if it has one), a run or a checkpoint to continue from, or None
+            for a new run.
         ``received``: signals that have asked this process to stop.
         ``life``: state machine that decides what the rank does next.
         ``run``: the run's folder and storages; None before it is opened.

@@ -155,8 +155,8 @@ class RankParty:
         ``membership``: agent that agrees on views with the other ranks.
         ``limit``: time that a collective or an agreement may take (``timedelta``).
         ``device``: "cpu" or "cuda".
-        ``store``: key-value store with which process groups of the first view are created; later the one that this rank
-            offers for the next view.
+        ``store``: key-value store with which process groups are created. For the first view it is the store of the
+            run's start. Later it is a store that this rank offers for the next view.
         ``known``: addresses of other members.
         ``job``: the checked recipe with its opened data; None until the first view begins.
     """

@@ -302,10 +302,10 @@ class Snapshots:
         )
 
     def begin(self, progress: Progress, now: bool = False) -> None:
-        """Begin to copy the state after step number ``progress.step``, if a copy is due then or ``now`` is set.
+        """Begin to copy the state, if a copy is due after step number ``progress.step``, or if ``now`` is set.
 
-        ``progress``: the run's progress, which is stored with the copy. Call this when the step is over on all ranks.
-        The state may not change until :meth:`complete` has returned.
+        A copy is due after every ``every`` steps. ``progress``: the run's progress, which is stored with the copy. Call
+        this method when the step is over on all ranks. The state may not change until :meth:`complete` has returned.
         """
         if progress.step == self._begun or not (
             now or self._begun < 0 or progress.step % self.every == 0
@@ -391,9 +391,10 @@ class Snapshots:
         }
 
     def parts(self, step: int, owner: int, number: int) -> Iterator[tuple[str, Part]]:
-        """Yield the name and the values of each part of a tensor in a copy's segment. The copy must be complete.
+        """Yield the name and the values of each part of a tensor that lies in one segment of a copy.
 
-        ``step``: step of the copy; ``owner``: rank whose state was copied; ``number``: number of the segment.
+        The copy must be complete. ``step``: step of the copy; ``owner``: rank whose state was copied; ``number``:
+        number of the segment.
         """
         segment = self.segments[number]
         if segment.fixed and owner == self.rank:
