@@ -116,9 +116,9 @@ class NoEngine(WeftError):
 
 @dataclass(frozen=True)
 class BackendFacts:
-    """What requests are checked against.
+    """The numbers against which requests are checked.
 
-    ``vocab``: number of token ids of the model; ``embed``: elements of an embedding; ``cache``: tokens that the cache
+    ``vocab``: number of token ids of the model. ``embed``: elements of an embedding. ``cache``: tokens that the cache
     of an engine holds. ``searches``: whether beam searches are possible.
     """
 
@@ -193,7 +193,7 @@ class AnswerEvents(Protocol):
         """
 
     async def cancel(self, index: int) -> None:
-        """Cancel the answer number ``index``, whose text has ended."""
+        """Stop generating the answer number ``index``, as its text has ended already, for example at a stop string."""
 
 
 class Backend(Protocol):
@@ -205,7 +205,7 @@ class Backend(Protocol):
 
     @property
     def facts(self) -> BackendFacts:
-        """What requests are checked against at this moment."""
+        """The numbers against which requests are checked at this moment, such as the size of the cache."""
 
     @property
     def failure(self) -> Exception | None:

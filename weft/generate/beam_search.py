@@ -42,9 +42,10 @@ class Search:
     """A beam search of ``width`` beams after ``prompt``. A text ends after ``count`` tokens or at one of the ids
     ``stops``.
 
-    ``alpha``: exponent of :func:`length_penalty`; a larger one favours longer texts. ``prune``: drop a token whose
-    log-probability is this far below that of its beam's best token, and every text, ended or not, whose score is this
-    far below that of the best ended text (3 in the paper). ``tenant``: whose cached prefixes the beams may share.
+    ``alpha``: exponent of :func:`length_penalty`; a larger one favours longer texts. ``tenant``: whose cached prefixes
+    the beams may share. ``prune``: a distance for two rules (3 in the paper). A token is dropped if its log-probability
+    is this far below that of its beam's best token. A text is dropped if its score is this far below that of the best
+    ended text.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class Search:
         self.beams = [Beam(list(prompt), len(prompt) + count - 1, tenant=tenant)]
 
     def run(self) -> list[Hypothesis]:
-        """Search to the end, while other requests of the engine go on. Return the best finished texts, as :meth:`best`
-        does.
+        """Search to the end, while other requests of the engine go on. Return the best ``width`` finished texts, the
+        best one first.
         """
         self.begin()
         try:

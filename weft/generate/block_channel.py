@@ -153,11 +153,13 @@ class PeerBlocks:
                 self.peers[address] = BlockPeer(self.channel, address)
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading ``keys`` the engine with most of them has."""
+        """Return how many of ``keys``, from the first one on without a gap, one engine has: the one with most
+        of them.
+        """
         return max((peer.find(keys) for peer in self._all()), default=0)
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read blocks from the engine that has most of the leading ``keys``."""
+        """Start to read the blocks of ``keys`` from one engine: the one that has most of them from the first one on."""
         peers = self._all()
         if not peers:
             return done([])

@@ -99,7 +99,10 @@ def layer_parts(
 
 
 def state_heads(model: Transformer, ranks: int, rank: int) -> tuple[int, ...]:
-    """Return the query heads whose states this rank holds, as place ``rank`` of ``ranks`` that share them."""
+    """Return the numbers of the query heads whose recurrent states this rank holds.
+
+    ``ranks``: number of ranks over which the states are divided. ``rank``: this rank's place among them.
+    """
     tp, place = model.mesh.size("tp"), model.mesh.rank("tp")
     own = range(*part(model.shape.heads, tp, place))
     return tuple(own[slice(*part(len(own), ranks, rank))])

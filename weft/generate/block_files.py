@@ -72,18 +72,20 @@ class BlockFiles:
         self._writer.start()
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading ``keys`` have files, or wait to be written."""
+        """Return how many of ``keys``, from the first one on without a gap, have files or wait to be written."""
         for count, key in enumerate(keys):
             if key not in self._waiting and not os.path.exists(self._path(key)):
                 return count
         return len(keys)
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read the files of ``keys`` in a thread."""
+        """Start to read the files of ``keys`` in a thread. The result is a future of the blocks' contents."""
         return self._reader.submit(self._read_all, list(keys))
 
     def store(self, key: bytes, contents: Contents) -> None:
-        """Let the writing thread write a block, unless too much waits for it."""
+        """Hand the block of ``key`` to the writing thread, unless too much waits for that thread already. ``contents``:
+        its bytes.
+        """
         with self._lock:
             full = self._queued + len(contents) > QUEUED
             if full or key in self._waiting or time.monotonic() < self._paused:

@@ -80,8 +80,8 @@ class BlockPool:
                 self._freed.move_to_end(block, last=block in self.keys)
 
     def remember(self, block: int, key: bytes) -> None:
-        """Let :meth:`find` return ``block``, which is full, under ``key``. Nothing changes if the key or the block is
-        known already.
+        """Let :meth:`find` return the full block ``block`` for ``key`` from now on. Nothing changes if the key or the
+        block is known already.
         """
         if key not in self.known and block not in self.keys:
             self.known[key], self.keys[block] = block, key

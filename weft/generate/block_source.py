@@ -23,11 +23,11 @@ class BlockSource(Protocol):
     """
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading ``keys`` the source has."""
+        """Return how many of ``keys``, from the first one on without a gap, the source has."""
 
     def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
-        """Start to read the blocks of ``keys``. The result has the contents of the leading ones: fewer than there are
-        keys if a block is gone or damaged.
+        """Start to read the blocks of ``keys``. The result is a future of their contents, which end before the first
+        block that is gone or damaged.
         """
 
     def store(self, key: bytes, contents: Contents) -> None:
@@ -53,7 +53,7 @@ class HostBlocks:
         self._lock = threading.Lock()
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the leading ``keys`` are in memory."""
+        """Return how many of ``keys``, from the first one on without a gap, are in memory."""
         with self._lock:
             return sum(1 for _ in takewhile(self._blocks.__contains__, keys))
 

@@ -47,8 +47,8 @@ class Drafter:
         return cls()
 
     def propose(self, requests: Sequence[Generation]) -> None:
-        """Guess for each of ``requests``, of which the next step computes one token. Set its ``drafts`` to a list of
-        paths; a path is a list of guessed next tokens.
+        """Guess next tokens for ``requests``, each of which gets one token in the next step. Set the ``drafts`` of each
+        request to a list of paths; a path is a list of guessed tokens.
 
         If a path was sampled, it must be the only one of its request. The request's ``odds`` must then be set to the
         probabilities from which the path's tokens were sampled.

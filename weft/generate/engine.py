@@ -327,8 +327,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Written]:
-        """Launch as many forward passes as the reader allows at once, wait for the oldest pass, and return its
-        tokens.
+        """Launch forward passes until as many are under way as is possible at once. Then wait for the oldest pass, and
+        return a list of the tokens that it has given.
         """
         while len(self.sent) < self.reader.depth and self._send():
             pass
@@ -417,7 +417,7 @@ class Engine:
             pass
 
     def close(self) -> None:
-        """End the other ranks, if there are any, and keep what is to outlive the engine."""
+        """End the other ranks, if there are any, and store the cache blocks that are to outlive the engine."""
         if self.outside is not None:
             self.outside.close()
         self.reader.close()

@@ -101,8 +101,8 @@ class EngineThread:
         tell_of: Callable[[int], Tell],
         generations: list[Generation],
     ) -> None:
-        """Submit all ``requests`` and append their ``generations``. ``tell_of(index)``: what is called with the results
-        of the generation number ``index``.
+        """Submit all ``requests``, and append one generation per answer to the list ``generations``. ``tell_of``:
+        returns, for the index of a generation, the function that is called with its results.
 
         Raises :class:`Busy`, and the errors of :meth:`Engine.submit`; ``generations`` then has those of the requests
         before the refused one.

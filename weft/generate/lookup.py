@@ -39,7 +39,9 @@ class NgramIndex:
         self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Append ``ids`` to the text. :meth:`find` returns an n-gram only if a token follows it in the text."""
+        """Append ``ids`` to the text. The n-gram at the very end of the text cannot be found yet, as no token follows
+        it.
+        """
         start = max(self.least, len(self.ids))
         self.ids += ids
         for end in range(start, len(self.ids)):

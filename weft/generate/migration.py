@@ -64,9 +64,10 @@ class MoveFrame(NamedTuple):
 
 
 class Departure:
-    """Sends ``request`` away from ``engine``, which goes on with the request until :meth:`leave`.
+    """Sends ``request`` away from ``engine``, in frames of cache blocks. The engine goes on with the request until
+    :meth:`leave`.
 
-    Raises :class:`UsageError` for a request that others depend on, or that depends on others, as long as it runs.
+    Raises :class:`UsageError` for a request that sees other requests, or is seen by them.
     """
 
     def __init__(self, engine: Engine, request: Generation) -> None:

@@ -58,27 +58,29 @@ class Request:
 
     Attributes:
         ``ids``: token ids of the prompt and of what has been written.
-        ``most``: largest number of tokens of both.
-        ``adapter``: name of the adapter with which it is computed; "": the model alone.
-        ``tenant``: whose cached prefixes it may use.
+        ``most``: largest number of tokens that ``ids`` may reach.
+        ``adapter``: name of the adapter with which the text is computed; "": the model alone.
+        ``tenant``: whose cached prefixes the request may use.
         ``arrival``: number by which requests are ordered; earlier requests have smaller ones.
+        ``priority``: requests with a smaller one begin first and lose their cache blocks last.
         ``computed``: number of leading tokens whose keys and values are in the cache.
         ``table``: numbers of the cache blocks of these tokens, in order.
-        ``keys``: the root key and the keys of its full blocks (:mod:`weft.generate.keys`).
-        ``shelf``: numbers of the blocks that hold its adapter.
+        ``keys``: root key of the text, then a hash key for each of its full blocks.
+        ``shelf``: numbers of the cache blocks that hold the adapter.
         ``hits``: number of tokens that the cache had when the request last began.
-        ``drafts``: guessed continuations, to be computed beside its next token.
+        ``drafts``: guessed continuations, to be computed beside the next token.
         ``branches``: those drafts that are computed in the present step.
-        ``context``: beginnings of other requests' texts to which it attends, as if they stood before its own tokens.
-        ``offset``: position of its first token.
-        ``turned``: whether the texts of its context count as one text, though each was computed from position 0 on.
-        ``scored``: whether the logits behind each token of its prompt are wanted, so that none may come from the cache.
-        ``kept``: whether it keeps its blocks when it ends, as others attend to it.
-        ``pinned``: whether it never gives blocks back, as its tokens depend on others that grow with it.
-        ``least_blocks``: number of blocks that must be free here, or can be borrowed, before it begins again.
-        ``logits``: logits behind its last token, ``[vocab]``, if something other than the sampler chooses its tokens.
-        ``workflow``: the workflow of which it is a stage; None: of none.
-        ``asked_at``: time of its arrival in seconds of ``time.monotonic``.
+        ``context``: beginnings of other requests' texts, to which the text attends as if they stood before it.
+        ``offset``: position of the first token.
+        ``turned``: whether the texts of ``context`` count as one text, though each was computed from position 0 on.
+        ``scored``: whether the logits behind each token of the prompt are wanted, so that none may come from the cache.
+        ``kept``: whether the request keeps its blocks when it ends, as others attend to it.
+        ``pinned``: whether the request never gives blocks back, as its tokens depend on others that grow with it.
+        ``least_blocks``: number of blocks that must be free here, or can be borrowed, before the request begins again.
+        ``fetch``: blocks that are being fetched for the request from outside the cache; None: it waits for none.
+        ``logits``: logits behind the last token, ``[vocab]``, if something other than the sampler chooses the tokens.
+        ``workflow``: the workflow of which the request is a stage; None: of none.
+        ``asked_at``: time of arrival in seconds of ``time.monotonic``.
     """
 
     ids: list[int]
@@ -224,7 +226,7 @@ class Generation(Request):
 
     @property
     def counted(self) -> TokenCounts | None:
-        """Counts of the text's tokens, if penalties need them."""
+        """Counts of the text's tokens for penalties; None if there are no penalties."""
         if not self.how.penalises:
             return None
         if self._counts is None:

@@ -84,10 +84,12 @@ class Residency:
         self.coming = None
 
     def switch(self, now: float) -> Switch | None:
-        """Return the next model to read, which counts as being read from now on, or None if there is none now.
+        """Return the next change of the models in memory, or None if there is none now. Its model counts as being read
+        from now on.
 
-        The model may also be in memory already: it had taken no new requests, to make room for another model for which
-        no request waits any more. Then nothing is read or leaves, and its own waiting requests are to be admitted.
+        The model may be in memory already. It was to leave for another model, and so took no new requests, but no
+        request waits for that other model any more. Then nothing is read or leaves, and the caller only admits the
+        model's waiting requests.
         """
         if self.coming is not None or not self.waiting:
             return None

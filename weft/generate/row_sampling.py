@@ -280,7 +280,9 @@ def in_nucleus(weights: T, ends: T, total: T, hows: Sequence[Sampling]) -> T:
 
 
 def block_sums(values: T) -> T:
-    """Return the sums of consecutive :data:`BLOCK_VALUES` values of each row, the last of which may be fewer."""
+    """Return the sums of the blocks of each row, ``[rows, blocks]``. A block is :data:`BLOCK_VALUES` consecutive
+    values; the last one may have fewer.
+    """
     return value_blocks(values, 0).sum(-1)
 
 
@@ -296,7 +298,8 @@ def value_blocks(values: T, fill: float) -> T:
 def top_values(values: T, count: int) -> tuple[T, T]:
     """Return the ``count`` largest values of each row ``[rows, n]``, the largest first, and their indices.
 
-    They lie in the ``count`` blocks with the largest maxima, and only these are sorted if that is less work.
+    To save work, only the ``count`` blocks of consecutive values with the largest maxima are sorted, as the result lies
+    in these.
     """
     count = min(count, values.shape[1])
     if values.shape[1] < 4 * count * BLOCK_VALUES:
@@ -342,8 +345,10 @@ def first_above(ends: T, wanted: T) -> T:
 def row_log_probabilities(
     logits: T, chosen: Sequence[int], tops: Sequence[int]
 ) -> list[tuple[float, dict[int, float]]]:
-    """Return the log-probability of each row's token ``chosen``, and those of its likeliest tokens, as many as ``tops``
-    says. ``logits``: ``[rows, vocab]``, before bias, penalties and temperature.
+    """Return for each row of ``logits`` ``[rows, vocab]`` the log-probability of one token, and those of the row's
+    likeliest tokens by id. Bias, penalties and temperature do not count.
+
+    ``chosen``: the one token of each row. ``tops``: number of likeliest tokens of each row.
     """
     said: dict[int, tuple[float, dict[int, float]]] = {}
     kinds: dict[int, list[int]] = defaultdict(list)

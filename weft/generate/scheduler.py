@@ -189,10 +189,10 @@ class Scheduler:
             self.add(request)
 
     def plan(self, depth: int = 1) -> ScheduledStep:
-        """Plan the next step and take cache blocks for it. The step is empty only if all remaining requests are
-        ``due``, or none is left.
+        """Plan the next step and take cache blocks for it. The step is empty only if no request is left, or if all that
+        are left wait for the token of a step that is under way.
 
-        If ``depth`` steps may be under way at once, each gets its share of the requests.
+        ``depth``: number of steps that may be under way at once. Each of them gets its share of the requests.
         """
         step, left, full = ScheduledStep({}, []), self.budget, False
         most = -(-min(self.limit, len(self.running) + len(self.waiting)) // depth)
