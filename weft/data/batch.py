@@ -89,9 +89,10 @@ class Pairs:
 class PairedRows:
     """Pairs of documents that are in the rows of a batch.
 
-    ``pairs``: the numbers, weights and margins of the pairs. ``segments``: int64 ``[2 * pairs]``, for each document of
-    the pairs its index in the batch's ``cu_seqlens``. ``counted``: whether this rank counts the pairs in sums over
-    ranks. Several ranks may hold parts of the same rows, and only one of them counts the pairs.
+    ``pairs``: the numbers, weights and margins of the pairs. ``segments``: for each document of the pairs, its index
+    among the documents that the batch's ``cu_seqlens`` delimits, int64 ``[2 * pairs]``. ``counted``: whether this rank
+    counts the pairs in sums over ranks. Several ranks may hold parts of the same rows, and only one of them counts the
+    pairs.
     """
 
     pairs: Pairs

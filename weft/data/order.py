@@ -70,10 +70,12 @@ def choose_held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
 def pack_documents(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack documents into rows of at most ``capacity`` tokens. No document may be longer than a row.
 
-    ``lengths``: int ``[documents]``, number of tokens of each document. The method is best fit decreasing: documents
-    are placed from the longest to the shortest, each in the fullest row with room for it. The number of rows is at most
-    11/9 of the minimum, plus 1 (Johnson et al. 1974). Returns the documents in the order of the rows, int64
-    ``[documents]``, and the number of documents up to the end of each row, int64 ``[rows]``.
+    ``lengths``: number of tokens of each document, int ``[documents]``. Returns two arrays: the indices of the
+    documents in the order of the rows, int64 ``[documents]``, and the number of documents up to the end of each row,
+    int64 ``[rows]``.
+
+    The method is best fit decreasing: documents are placed from the longest to the shortest, each in the fullest row
+    with room for it. The number of rows is at most 11/9 of the minimum, plus 1 (Johnson et al. 1974).
     """
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
@@ -101,10 +103,12 @@ def pack_documents(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.n
 class Row(NamedTuple):
     """One packed row of tokens.
 
-    ``tokens``: token ids, int64 ``[n]`` with ``n <= seq_len``. ``labels``: the id that follows each token in its
-    document, int64 ``[n]``. ``starts``: index of each document's first token in the row. ``weights``: float32 ``[n]``,
-    weight of each label; None if all are 1. ``pairs``: the pairs of successive documents of the row, None if documents
-    form no pairs.
+    Attributes:
+        ``tokens``: token ids, int64 ``[n]`` with ``n <= seq_len``.
+        ``labels``: the id that follows each token in its document, int64 ``[n]``.
+        ``starts``: index of each document's first token in the row.
+        ``weights``: weight of each label, float32 ``[n]``; None if all are 1.
+        ``pairs``: the pairs that successive documents of the row form; None if they form none.
     """
 
     tokens: np.ndarray
@@ -267,9 +271,9 @@ class Stream:
 class Order:
     """Order of the samples of one or several ``streams``, mixed in proportion to ``weights``.
 
-    A sample is a row of a stream. ``seed``: seed of the mixing. With ``epochs = 0`` the order never ends; otherwise it
-    ends before any stream would begin an epoch beyond that number. After every block of samples (:attr:`block`), the
-    number of samples from each stream is within one of the stream's share by weight.
+    A sample is a row of a stream. ``seed``: seed of the mixing. ``epochs``: the order ends before any stream would
+    begin an epoch beyond this number; 0: it never ends. Samples are mixed in blocks of :attr:`block` samples. After
+    every block, the number of samples from each stream differs from the stream's share by weight by at most one.
     """
 
     streams: tuple[Stream, ...]

@@ -331,13 +331,13 @@ def difference(
 ) -> Difference:
     """Compare all ranks' traces with ``reference``, the trace of one device.
 
-    Differences are relative to the norm of each tensor. ``dtype``: type of the computation, on which the tolerance
-    depends. ``apart``: distance of the two points, if gradients are estimated from losses at two points.
+    ``dtype``: type of the computation, on which the tolerance depends. ``apart``: distance of the two points, if
+    gradients are estimated from losses at two points. Differences are relative to the norm of each tensor.
 
-    A gradient that is zero in exact arithmetic consists of rounding noise, so that its relative difference says
-    nothing. Differences of gradients are therefore divided by a least slope if the gradient's norm is smaller than
-    that. With the least slope, the loss changes over a certain distance by no more than its own rounding. The distance
-    is ``apart`` or, if that is None, the norm of the trained parameters.
+    There is an exception for very small gradients. A gradient that is zero in exact arithmetic consists of rounding
+    noise, so that its relative difference says nothing. If a gradient's norm is below a least slope, differences are
+    therefore relative to the least slope. It is the slope at which the loss changes by no more than its own rounding
+    over the distance ``apart`` or, if that is None, over the norm of the trained parameters.
     """
 
     def relative(a: float, b: float) -> float:

@@ -232,12 +232,15 @@ class ChatTemplate:
     ) -> Marked:
         """Render a conversation to text. Returns the text, and the positions of marks that the messages contained.
 
-        Marks are invisible characters that :mod:`weft.data.chat.marks` puts around words. ``messages``, ``tools``: the
-        conversation in the form of chat templates; ``tools`` are those that the assistant may call. ``prompt``: whether
-        the text ends with the words that begin the assistant's next turn. ``variables``: variables for this
-        conversation, beside those of the template. Tool calls are rewritten in the form that the template takes. Raises
-        :class:`TemplateError` if the template refuses the conversation, fails, or writes special tokens that the
-        tokenizer lacks.
+        Marks are invisible characters that :mod:`weft.data.chat.marks` puts around words. Tool calls are rewritten in
+        the form that the template takes. Raises :class:`TemplateError` if the template refuses the conversation, fails,
+        or writes special tokens that the tokenizer lacks.
+
+        Arguments:
+            ``messages``: the conversation's messages in the form of chat templates.
+            ``tools``: the tools that the assistant may call.
+            ``prompt``: whether the text ends with the words that begin the assistant's next turn.
+            ``variables``: variables for this conversation, beside those of the template.
         """
         template = self.of(tools)
         return template._write(

@@ -34,8 +34,8 @@ class Conversation:
         ``tools``: the tools that the assistant may call, as JSON schemas; None without tools.
         ``weights``: loss weight that the data gives each message, 1 by default; 0: not learned.
         ``weight``: loss weight of the whole conversation, by which the weights of messages are multiplied.
-        ``masks``: ``(number, weight)`` of the messages that have a mask or weight other than 1 in the data. If
-            ``data.chat.learn`` is "all", every token has weight 1 except the turns of these messages.
+        ``masks``: pairs ``(number, weight)`` for the messages that have a mask or a weight other than 1 in the data.
+            They matter if ``data.chat.learn`` is "all": every token then has weight 1, except those of these messages.
         ``variables``: variables that the record gives the template.
         ``unread``: names of the record's fields that Weft does not use. Such a field of a message is named
             ``messages[].name``, and the template gets it all the same.
@@ -76,13 +76,18 @@ def conversation(
     hidden: int = 0,
     variables: Mapping[str, Any] | None = None,
 ) -> Conversation:
-    """Check ``messages``, objects with a role and content, and convert them to the form of chat templates.
+    """Check ``messages``, objects with a role and content, and return them as a :class:`Conversation`.
 
-    Other spellings of exporters are understood (:mod:`weft.data.chat.chat_turns`), and masks of messages are obeyed
-    (:mod:`weft.data.chat.masks`). ``tools``: tools that the assistant may call. ``weight``: loss weight of the whole
-    conversation. ``unread``: names of the record's fields that are not used. ``hidden``: number of messages at the
-    start that are a prompt and not learned. ``variables``: variables for the template. Raises
-    :class:`ConversationError` for malformed messages, tools or weights, and if no turn is the assistant's.
+    The ways in which other programs write turns are understood (:mod:`weft.data.chat.chat_turns`), and masks of
+    messages are obeyed (:mod:`weft.data.chat.masks`). Raises :class:`ConversationError` for malformed messages, tools
+    or weights, and if no turn is the assistant's.
+
+    Arguments:
+        ``tools``: tools that the assistant may call.
+        ``weight``: loss weight of the whole conversation.
+        ``unread``: names of the record's fields that are not used.
+        ``hidden``: number of messages at the start that are a prompt and not learned.
+        ``variables``: variables for the template.
     """
     checked = check_messages(messages)
     turns = [

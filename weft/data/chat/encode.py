@@ -84,9 +84,10 @@ class ChatEncoder:
     def samples(self, talk: Conversation) -> list[Conversation]:
         """Split a conversation into samples, so that each learned turn is learned in exactly one of them.
 
-        Unless ``reasoning`` is "split", the whole conversation is the only sample. With "split", turns whose reasoning
-        the template would drop are learned in samples that end with these turns. Raises :class:`TemplateError` if the
-        template refuses the conversation.
+        Unless the encoder's ``reasoning`` is "split", the whole conversation is the only sample. With "split", some
+        turns would lose their reasoning in the whole conversation, because the template drops it from earlier turns.
+        These turns are learned in samples that end with them. Raises :class:`TemplateError` if the template refuses the
+        conversation.
         """
         if self.reasoning != "split" or self.learn == "all":
             return [talk]
@@ -166,9 +167,10 @@ def prompt_ids(
 ) -> list[int]:
     """Return the token ids that a model is to continue.
 
-    Without ``chat`` they are those of the text ``prompt``. With ``chat``, ``prompt`` is a conversation, or a text that
-    becomes the user's message, and the ids end where the assistant's answer begins. ``name``: what errors call the
-    owner of the chat template. ``tools``: tools that the assistant may call.
+    ``chat``: whether ``prompt`` is put into the chat template. If it is not, the ids are those of the text ``prompt``.
+    If it is, ``prompt`` is a conversation, or a text that becomes the user's message, and the ids end where the
+    assistant's answer begins. ``name``: what errors call the owner of the chat template. ``tools``: tools that the
+    assistant may call.
     """
     if not chat:
         assert isinstance(prompt, str)

@@ -31,9 +31,14 @@ _BAD = {"false", "0", "no", "bad", "undesirable", "down", "thumbs_down", "-1"}
 class Judgement:
     """An answer to a prompt, with the verdict whether it is good.
 
-    ``prompt`` and ``answer``: lists of messages. ``good``: whether the answer was judged good. ``weight``: weight in
-    the loss. ``tools``: tools that the assistant may call. ``unread``: names of the record's fields that are not used.
-    ``variables``: variables for the chat template.
+    Attributes:
+        ``prompt``: the prompt's messages.
+        ``answer``: the answer's messages.
+        ``good``: whether the answer was judged good.
+        ``weight``: weight in the loss.
+        ``tools``: tools that the assistant may call.
+        ``unread``: names of the record's fields that are not used.
+        ``variables``: variables for the chat template.
     """
 
     prompt: tuple[Any, ...]
