@@ -75,7 +75,7 @@ class SimulatedEngine:
 class BlockLink(NamedTuple):
     """Speed at which cache blocks travel from one engine to another.
 
-    ``latency``: seconds of a transfer beside its bytes. ``rate``: bytes per second. ``token_bytes``: bytes of a token's
+    ``latency``: seconds until the first byte arrives. ``rate``: bytes per second. ``token_bytes``: bytes of a token's
     keys and values over all layers.
     """
 

@@ -94,9 +94,9 @@ class GuardedProtocol(H11Protocol):
     """A connection of uvicorn's with time limits. ``most``: largest number of such connections at a time. ``given``,
     ``more``: arguments of uvicorn's own class.
 
-    The attribute ``waits`` says what the connection waits for, which has its own limit: ``head`` or ``body`` of a
-    request, ``rest`` of a body whose request has been answered, or ``end``, until a refused client closes the
-    connection. ``idle`` means that it waits for a further request, and "" that a request is being answered.
+    The attribute ``waits`` says what the connection waits for: ``head`` or ``body`` of a request, ``rest`` of a body
+    whose request has been answered, ``end``, which is that a refused client closes the connection, or ``idle``, which
+    is a further request. Each has a time limit of its own. While a request is being answered, ``waits`` is "".
     """
 
     def __init__(self, *given: Any, most: int, **more: Any) -> None:

@@ -74,8 +74,8 @@ def play_load(
     add: Callable[[int], None],
     step: Callable[[], tuple[float, list[int]]],
 ) -> list[RequestOutcome]:
-    """Add the requests of ``load`` at their arrival times, and run steps until all are done. Return the outcome of each
-    request.
+    """Add the requests of ``load`` at their arrival times, and run steps until all are done. Return a list of the
+    outcome of each request.
 
     ``add(i)`` submits request ``i``. ``step()`` runs one step, and returns its seconds and the indices of the requests
     that got a token.
@@ -108,8 +108,8 @@ def simulate_load(
     load: Sequence[TimedRequest],
     curve: Callable[[ScheduledStep], float],
 ) -> list[RequestOutcome]:
-    """Simulate ``load`` on an engine with this ``scheduler``, without a model. ``curve``: returns the seconds of a
-    step. Return the outcome of each request, in simulated seconds.
+    """Simulate ``load`` on an engine with this ``scheduler``, without a model. Return a list of the outcome of each
+    request, in simulated seconds. ``curve``: returns the seconds of a step.
     """
     numbers: dict[Request, int] = {}
 
@@ -139,8 +139,8 @@ def measure_load(
     load: Sequence[TimedRequest],
     clock: Callable[[], float] = perf_counter,
 ) -> tuple[list[RequestOutcome], list[tuple[list[float], float]]]:
-    """Run ``load`` on a real engine. Return the outcome of each request, and for each step the pair of its work and its
-    seconds, to which a :class:`Curve` is fitted.
+    """Run ``load`` on a real engine. Return two lists: the outcome of each request, and for each step a pair of its
+    work and its seconds. A :class:`Curve` can be fitted to the second list.
 
     ``clock`` times the steps; with ``time.thread_time``, other programs and threads do not count.
     """

@@ -87,10 +87,10 @@ class ChoiceSettings:
 
 
 def read_choice_settings(where: Path, folders: Collection[Path] = ()) -> ChoiceSettings:
-    """Read the settings in ``where``: a TOML file, or a model that embeds texts.
+    """Return the settings of the choice of a model, from ``where``: a TOML file, or a model that embeds texts.
 
-    With a model, examples are in the file ``examples.txt`` of the models' ``folders``, one per line. Raises
-    :class:`UsageError` for settings that are wrong, or no examples.
+    If ``where`` is a model, the examples come from the file ``examples.txt`` in each of the models' ``folders``, one
+    per line. Raises :class:`UsageError` for wrong settings, or if there are no examples.
     """
     if where.suffix != ".toml":
         rules = tuple(

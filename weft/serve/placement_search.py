@@ -178,12 +178,11 @@ class PlacementSearch:
         return PlacedLoad(placement, share, share * offered, reason, figures)
 
     def search(self, load: Sequence[TimedRequest]) -> list[PlacedLoad]:
-        """Return a list of the placements that were simulated, best first. First come those that answer a share
-        :data:`ENOUGH` of ``load`` within the limits, those with fewest devices at the front. The others follow by
-        goodput.
+        """Return a list of the placements that were simulated, best first. First come those that answer nine tenths of
+        ``load`` within the limits, those with fewest devices at the front. The others follow by goodput.
 
         The search begins with as many engines of each role as the load needs at least. It adds an engine where a limit
-        is missed most, until the share is reached or all devices are used.
+        is missed most, until this share is reached or all devices are used.
         """
         needs = [LayoutNeeds.of(self, layout, load) for layout in self.layouts]
         able = [need for need in needs if not need.reason]
@@ -314,8 +313,9 @@ def _rank(placed: PlacedLoad) -> tuple[float, float]:
 class PlacementWatch:
     """Watches whether another placement serves the recent load better, as the load changes with time.
 
-    ``current``: the placement in use. ``margin``: share by which the goodput of another one must be higher.
-    ``windows``: number of looks in a row at which it must be higher, so that a short peak changes nothing.
+    ``search``: finds other placements. ``current``: the placement in use. ``margin``: share by which the goodput of
+    another one must be higher. ``windows``: number of looks in a row at which it must be higher, so that a short peak
+    changes nothing.
     """
 
     def __init__(

@@ -80,7 +80,9 @@ class PromptEncoder:
         return call_form(self.chat.template)
 
     def text(self, text: str, limit: TokenLimit | None) -> list[int]:
-        """Return the ids of a prompt text. Raises :class:`TooManyTokens` above ``limit``."""
+        """Return the ids of the prompt ``text``. Raises :class:`TooManyTokens` if there are more than ``limit`` allows;
+        None: any number.
+        """
         if limit is not None:
             self.lengths.check(text, limit)
         ids = self.tokenizer.prompt_ids(text)
@@ -249,8 +251,9 @@ def copied(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def as_written(message: Message, form: CallForm | None) -> Message:
-    """Replace tool calls with cut arguments in ``message`` by the text that the model had written, which is appended to
-    the message's content. Complete calls stay calls. ``form``: the form in which the model writes calls.
+    """Return ``message`` with those tool calls turned back to text whose arguments were cut off. The text is as the
+    model wrote it, and is appended to the message's content. Complete calls stay calls. ``form``: how the model writes
+    calls.
     """
     calls = message.get("tool_calls", [])
     whole = [call for call in calls if isinstance(call["function"]["arguments"], dict)]

@@ -217,8 +217,10 @@ class WorkflowStage(RequestFields):
 
 
 class SamplingRequest(Modelled):
-    """Common fields of requests for completions and chats. Names and ranges are OpenAI's, and for fields that OpenAI
-    does not have, vLLM's.
+    """Common fields of requests for completions and chats. Names, meanings and ranges are OpenAI's, and for fields that
+    OpenAI does not have, vLLM's.
+
+    ``workflow`` is Weft's own: the request's place in a job of several requests.
     """
 
     temperature: float = Field(1.0, ge=0, le=2)
@@ -314,7 +316,12 @@ _OF_SEARCHES = frozenset({
 
 
 class CompletionRequest(SamplingRequest):
-    """``POST /v1/completions``. With a null ``prompt``, generation starts from an empty text."""
+    """``POST /v1/completions``. With a null ``prompt``, generation starts from an empty text. Names and meanings are
+    OpenAI's and vLLM's.
+
+    ``prune`` is Weft's own: by how much a beam's score may be below the best one in a beam search; 0: beams are not
+    pruned.
+    """
 
     IDLE: ClassVar[dict[str, Any]] = {"add_special_tokens": True}
 
@@ -423,7 +430,16 @@ def _name_of(tool: Any) -> str:
 
 
 class Conversing(Modelled):
-    """Fields of requests about a conversation and its chat template. Names are OpenAI's and vLLM's."""
+    """Fields of requests about a conversation and its chat template. Names and meanings are OpenAI's and vLLM's.
+
+    Attributes:
+        ``messages``: the conversation.
+        ``add_generation_prompt``: whether the prompt ends with the beginning of an assistant's message; None: yes,
+            unless the last message is continued.
+        ``continue_final_message``: whether the answer continues the last message.
+        ``chat_template_kwargs``: further variables of the chat template.
+        ``reasoning_effort``: how much the model is to reason, for templates that read it.
+    """
 
     PROMPT: ClassVar[str] = "messages"
 
