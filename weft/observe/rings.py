@@ -148,7 +148,7 @@ def newest_traces(run: Path) -> dict[int, Trace]:
 
 
 def process_of(trace: Trace) -> str:
-    """Say whether the process that wrote a trace is running, stopped or gone."""
+    """Return in a word whether the process that wrote a trace is running, stopped or gone."""
     state = look_at(trace.about["pid"], trace.about["created"]).state
     return state if state in ("gone", "stopped") else "running"
 

@@ -49,7 +49,7 @@ class Invitation:
     def proof(self, prover: str, to: str) -> bytes:
         """Return a proof that one peer knows the secret; only one other peer accepts the proof.
 
-        ``prover``: public key of the first peer; ``to``: public key of the other.
+        ``prover``: public key of the peer that knows the secret; ``to``: public key of the peer that accepts the proof.
         """
         return self._keyed(f"{prover} to {to}")
 

@@ -61,7 +61,7 @@ def changed_settings(first: Plan, other: Plan) -> dict[str, str]:
 
 
 def differences(first: Final, other: Final) -> list[str]:
-    """Return the settings in which ``other`` differs from ``first``, as texts ``name=value`` with its values.
+    """Return the settings in which ``other`` differs from ``first``, as texts ``name=value`` with values of ``other``.
 
     If no setting differs, the only text is the description of ``other``.
     """

@@ -82,7 +82,9 @@ class PlanJob:
         )  # fmt: skip
 
     def islands(self, engine: EngineConstants) -> Islands | None:
-        """Plan the job's islands on the sites of the cluster; None if it has one site or none can be an island.
+        """Plan the job's islands on the sites of the cluster.
+
+        Returns None if the cluster has one site only, or if no plan of islands is possible.
 
         ``engine``: constants of the training program.
         """

@@ -58,7 +58,8 @@ class Piece:
     Attributes:
         ``forward``, ``both``: seconds of forward, and of forward with backward, by tokens of a pass.
         ``kept``: bytes kept for backward, by tokens.
-        ``working``: most bytes beyond those kept while the part runs, without gradients of weights, by tokens.
+        ``working``: most bytes that are in use while the part runs, without the kept ones and without gradients of
+            weights, by tokens.
         ``lean``: most bytes that a forward needs if no backward follows, by tokens.
         ``update``: seconds of the optimizer.
         ``weights``, ``gradients``, ``slots``: bytes of weights, of their gradients and of optimizer state.

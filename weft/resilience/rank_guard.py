@@ -135,9 +135,10 @@ class RankGuard(Watching):
         return next(filter(None, from_all(why, mesh.step_group)), "")
 
     def copies_of(self, mesh: Mesh, leaving: Sequence[int] = ()) -> Snapshots:
-        """Create the copies in memory of the state of the ranks of ``mesh``, still empty. Collective over ``mesh``.
+        """Return new copies in memory of the state of the ranks of ``mesh``, into which nothing is copied yet.
 
-        ``leaving``: ranks that are about to leave, so that the parts that only they hold are copied to ranks that stay.
+        Collective over ``mesh``. ``leaving``: ranks that are about to leave. The parts of the state that only they hold
+        will be copied to ranks that stay.
         """
         machines = [member.machine for member in self.view.members[: mesh.layout.world]]
         self.snapshots.append(Snapshots(

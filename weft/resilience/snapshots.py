@@ -360,10 +360,12 @@ class Snapshots:
     def held(self) -> dict[str, Any]:
         """End all copying, also that of other ranks to this one, and describe the complete copies as JSON.
 
-        In the result ``copies`` is a list; each entry has an ``owner`` (the rank whose state it is), a ``step`` (None
-        for parts that never change), the ``progress`` then, and the ``digests`` of its segments. The other keys are
-        ``epoch``, ``rank``, ``world`` and ``segments`` (the ranks that hold each segment). If a view ends on purpose,
-        all ranks must have returned from :meth:`complete` before.
+        If a view ends on purpose, all ranks must have returned from :meth:`complete` before this call. The keys are:
+
+        ``epoch``, ``rank``, ``world``: number of the view, this rank, and the number of ranks. ``segments``: for each
+        segment of the state, the ranks that hold it. ``copies``: a list with an entry for each copy. ``owner`` is the
+        rank whose state was copied. ``step`` is the step after which it was copied, None for parts that never change.
+        ``progress`` is the progress of the run after that step. ``digests`` has a digest of each segment.
         """
         self.stop()
         fixed = {

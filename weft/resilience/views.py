@@ -51,13 +51,13 @@ class Member:
     """Process that is a member of a run, or wants to be one.
 
     Attributes:
-        ``number``: number of the member, which is never given to another process. Its rank is its position in the
-            present view.
-        ``host``: address at which its agent listens.
-        ``port``: port at which its agent listens.
-        ``machine``: identity of its machine. With ``pid`` and ``started`` it lets members on the same machine see
-            whether the process is gone, stopped or just slow.
-        ``pid``: its process id.
+        ``number``: number of the member, which is never given to another process. The member's rank is another number,
+            the member's position in the present view.
+        ``host``: address at which the member's agent listens.
+        ``port``: port at which the member's agent listens.
+        ``machine``: identity of the machine on which the process runs. Members on the same machine can see by ``pid``
+            and ``started`` whether the process is gone, stopped or just slow.
+        ``pid``: process id.
         ``started``: time at which the process started.
     """
 
