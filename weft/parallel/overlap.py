@@ -40,10 +40,10 @@ def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 def with_turns(table: Table, stages: Sequence[Stage], layout: Layout) -> Table:
     """Cut the schedule ``table`` so that one microbatch computes while tokens of another travel to experts and back.
 
-    Each layer becomes a stage, and each pass of a layer is cut at its dispatch and combine (the all-to-alls of
-    experts); parts of two microbatches' passes then alternate, as ``layout.overlap`` says. ``stages``: the stages of
-    ``table``. The parts do not alternate where ranks would wait for each other in a circle, as with too few
-    microbatches.
+    Each layer becomes a stage, and each pass of a layer is cut where its tokens set out to experts and where the
+    results set out back. Then parts of the passes of two microbatches alternate, as ``layout.overlap`` says. They do
+    not alternate where ranks would wait for each other in a circle, as with too few microbatches. ``stages``: the
+    stages of ``table``.
     """
     layers = [len(stage.layers) for stage in stages]
     try:

@@ -32,9 +32,10 @@ T = torch.Tensor
 class Pipeline:
     """A rank's part of a pipelined model, and its schedules by number of microbatches.
 
-    Call :meth:`start` before any other method. ``loss_chunk``: tokens whose logits are in memory at once; ``seq_len``:
-    tokens of a sequence; ``timeout``: seconds to wait for another stage; ``hooks``: functions that are called during
-    forward and backward, such as the loss; ``last`` (attribute): measurements of the latest pass.
+    Call :meth:`start` before any other method. ``shape``: the model; ``mesh``: the layout over ranks; ``loss_chunk``:
+    tokens whose logits are in memory at once; ``seq_len``: tokens of a sequence; ``timeout``: seconds to wait for
+    another stage; ``hooks``: functions that are called during forward and backward, such as the loss. ``last``
+    (attribute): measurements of the latest pass.
     """
 
     def __init__(

@@ -97,13 +97,13 @@ class Unit:
         """Make the whole parameters ready for compute. In this class they always are."""
 
     def release(self, drop: bool) -> None:
-        """Forget the full parameters before the rows that this rank holds change; ``drop``: free their memory too."""
+        """Forget the whole parameters, so that their next use gathers them again; ``drop``: free their memory too."""
 
     def reduce(self) -> None:
         """Sum the gradients so far over the ranks with other data; keep the rows of the sum that this rank holds."""
 
     def begin_pass(self, last: bool) -> None:
-        """Prepare for a forward and backward pass; ``last``: whether it is the last of the step."""
+        """Prepare for a forward and backward pass; ``last``: whether it is the last pass of the step."""
 
 
 def by_block(held: Mapping[str, Held]) -> dict[str, list[Held]]:
@@ -198,7 +198,10 @@ class State:
             unit.gather()
 
     def release(self, drop: bool = True) -> None:
-        """Forget the gathered whole parameters of all units; ``drop``: free their memory too."""
+        """Forget the gathered whole parameters of all units, so that their next use gathers them again.
+
+        ``drop``: whether their memory is freed too.
+        """
         for unit in self.units:
             unit.release(drop)
 

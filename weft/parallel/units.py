@@ -197,7 +197,7 @@ class TableUnit(Unit):
         all_gather(whole.view(-1), own, group=self.mesh.group(self.sharing))
 
     def release(self, drop: bool) -> None:
-        """Forget the full parameters before the rows that this rank holds change; ``drop``: free their memory too."""
+        """Forget the whole parameters, so that their next use gathers them again; ``drop``: free their memory too."""
         if self.apart:
             self.live, self.at = False, []
             if drop:
@@ -289,7 +289,7 @@ class TableUnit(Unit):
 def sum_over_replicas(units: Iterable[TableUnit], mesh: Mesh) -> None:
     """Sum the reduced gradients of ``units`` over data-parallel replicas (``dp``). Collective.
 
-    Units with the same replicas are summed in one call.
+    Units whose replicas are on the same ranks are summed in one call.
     """
     by_group: dict[str, list[Held]] = {}
     for unit in units:

@@ -118,8 +118,10 @@ def shaded(colour: str, shade: int, count: int, dark: bool = False) -> tuple[str
 class Look(NamedTuple):
     """The look of actions of one kind and shade.
 
-    ``css``: CSS class; ``fill`` and ``ink``: colours of the box and of its text; ``dark_fill`` and ``dark_ink``: both
-    colours on a dark page.
+    Attributes:
+        ``css``: name of their CSS class.
+        ``fill``, ``ink``: colours of the box and of its text, on a light page.
+        ``dark_fill``, ``dark_ink``: the same on a dark page.
     """
 
     css: str
@@ -203,7 +205,7 @@ class Track(NamedTuple):
     """The curve of a rank's memory in a picture.
 
     ``levels``: ``(time, level)`` after each change, with the level as a share of the highest level of all ranks;
-    ``when`` and ``share``: time and level of the rank's peak; ``peak``: the peak as text.
+    ``when`` and ``share``: time and level of the highest point of this rank's curve; ``peak``: the level there as text.
     """
 
     levels: list[tuple[float, float]]

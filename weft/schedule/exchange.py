@@ -201,8 +201,8 @@ def best_turns(
 ) -> dict[Beside, Simulation]:
     """Simulate ``table`` with exchanges of experts (:func:`with_exchanges`) for each value of :class:`Beside`.
 
-    ``layers``: number of layers of each stage; ``costs``: times of actions. Values for which ranks would block each
-    other are left out of the result.
+    Returns the simulations by value. Values for which ranks would wait for each other for ever are left out.
+    ``layers``: number of layers of each stage; ``costs``: times of actions.
     """
     simulations = {}
     for beside in Beside:

@@ -58,7 +58,11 @@ class Timed(NamedTuple):
 
 
 class SimulatedTransfer(NamedTuple):
-    """A transfer of ``value`` from the rank ``source`` to the rank ``target``, with its ``start`` and ``end`` times."""
+    """A transfer of a value between two ranks, in a simulation.
+
+    ``value``: what is sent; ``source``, ``target``: the ranks that send and receive it; ``start``, ``end``: times at
+    which the transfer starts and ends.
+    """
 
     value: Value
     source: int
@@ -71,9 +75,12 @@ class SimulatedTransfer(NamedTuple):
 class Simulation:
     """The result of simulating a table with modelled times.
 
-    ``table``: the table; ``timeline[r]``: timed actions of rank ``r`` on its compute stream; ``beside[r]``: those on
-    its communication stream; ``moves``: transfers between ranks; ``memory[r]``: ``(time, level)`` after every change of
-    the memory in use on rank ``r``.
+    Attributes:
+        ``table``: the table.
+        ``timeline[r]``: the actions of rank ``r`` on its compute stream, with start and end.
+        ``beside[r]``: the actions of rank ``r`` on its communication stream, with start and end.
+        ``moves``: transfers between ranks.
+        ``memory[r]``: ``(time, level)`` after every change of the memory in use on rank ``r``.
     """
 
     table: Table

@@ -96,9 +96,9 @@ class RoundMessage(NamedTuple):
 class Ended(NamedTuple):
     """Message of rank 0 to all ranks that ends a round of gradient coding.
 
-    ``arrived``: the ranks whose results came in time. ``total``: the sum of all gradients of the step, after its last
-    round; None before. ``flag``: whether any rank has asked to end the run so far. ``failed``: the reason why no more
-    messages will come; empty otherwise.
+    ``arrived``: the ranks whose results came in time. ``total``: the sum of all gradients of the step, sent after the
+    last round of the step; None in earlier rounds. ``flag``: whether any rank has asked to end the run so far.
+    ``failed``: the reason why no more messages will come; empty if more may come.
     """
 
     arrived: frozenset[int] = frozenset()

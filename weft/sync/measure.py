@@ -23,9 +23,9 @@ WORTH = 1.3
 def measured_ring(streams: Streams, nbytes: float) -> str:
     """Set ``streams.order`` on all ranks to the ring that sums ``nbytes`` soonest; return a line for the user.
 
-    The first rank of each island measures all links, one after the other. All other ranks wait for the result, which
-    the first island puts into the store, and an island that comes later takes this result. If an island is lost
-    meanwhile, islands stay in the order of their numbers.
+    The first rank of each island measures all links, one after the other. The first island puts the result into the
+    store, from which all other ranks take it. An island that joins the run later takes the same result. If an island is
+    lost during the measurement, islands stay in the order of their numbers.
     """
     store, numbered = streams.shared, json.dumps((streams.order, 1.0))
     assert store is not None

@@ -19,8 +19,11 @@ from weft.registry import find
 class Tile(NamedTuple):
     """A tile of the score matrix: the block ``q`` of queries against the block ``k`` of keys and values.
 
-    ``step`` and ``rank``: when and where it is computed; ``mask``: ``causal`` for a block against itself, ``full`` for
-    a block against an earlier block.
+    Attributes:
+        ``step``: the step in which the tile is computed.
+        ``rank``: the rank that computes it.
+        ``q``, ``k``: indices of the two blocks of the sequence.
+        ``mask``: ``causal`` for a block against itself, ``full`` for a block against an earlier block.
     """
 
     step: int
@@ -52,8 +55,11 @@ class Move(NamedTuple):
 class GuestBlock(NamedTuple):
     """The stay of a block on a rank that does not own it.
 
-    ``kind``: "q" for queries, "kv" for keys and values; ``block``: index of the block; ``rank``: the rank that it
-    visits; ``first`` and ``last``: the first and last step in which that rank uses it.
+    Attributes:
+        ``kind``: "q" for a block's queries, "kv" for its keys and values.
+        ``block``: index of the block in the sequence.
+        ``rank``: the rank that the block visits.
+        ``first``, ``last``: the first and the last step in which that rank uses the block.
     """
 
     kind: str

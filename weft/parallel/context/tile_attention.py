@@ -28,9 +28,13 @@ TileGradients = tuple[T, T, T]
 
 
 class TilePiece(NamedTuple):
-    """One call of the attention kernel: ``rows`` of query block ``q`` against ``cols`` of key block ``k``.
+    """One call of the attention kernel: a part of a query block against a part of a key block.
 
-    ``segments``: the rectangles and triangles of scores to compute, in coordinates of these rows and columns.
+    Attributes:
+        ``rows``: the tokens of the query block.
+        ``cols``: the tokens of the key block.
+        ``segments``: the rectangles and triangles of scores to compute, in coordinates of these rows and columns.
+        ``q``, ``k``: indices of the query block and of the key block in the sequence.
     """
 
     rows: slice

@@ -99,11 +99,11 @@ class Listing:
         return self.done
 
     def turn(self, rank: int, now: float, capped: bool) -> bool:
-        """Start the best action that ``rank`` can run at time ``now``, and return True.
+        """Start the best action that ``rank`` can run at time ``now``; return whether an action was started.
 
-        Return False if the rank is busy, if no ready action may start (:meth:`admits`), or if the rank waits for a
-        value that arrives soon (:class:`Policy`). ``capped``: whether the policy's limit of forwards ahead of backward
-        holds.
+        None is started if the rank is busy, if no ready action may start (:meth:`admits`), or if the rank waits for a
+        value that arrives soon (:class:`Policy`). ``capped``: whether the policy limits how many forwards may run ahead
+        of backward.
         """
         if self.free[rank] > now:
             return False
@@ -130,8 +130,8 @@ class Listing:
     def admits(self, rank: int, a: _Item, capped: bool) -> bool:
         """Return whether ``rank`` may start the action ``a``: whether the rank's memory has room for what it saves.
 
-        A forward may start only if all microbatches under way can still finish after it. With ``capped`` the policy's
-        limit of forwards ahead of backward must hold too.
+        A forward may start only if all microbatches under way can still finish after it. ``capped``: whether the
+        policy's limit of forwards ahead of backward must hold too.
         """
         level = self.level[rank] + self.trips.change(a.m, a.i, a.kind)
         if level > self.trips.limits[rank] + EPS:
