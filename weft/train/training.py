@@ -44,9 +44,12 @@ if TYPE_CHECKING:
 class Outcome:
     """Outcome of a run.
 
-    ``run``: the run's folder. ``checkpoint``: the last checkpoint, None if none was saved. ``progress``: steps, samples
-    and tokens of the run. ``validations``: its validation losses. ``interrupted``: the signal that stopped it, 0 if it
-    finished.
+    Attributes:
+        ``run``: the run's folder.
+        ``checkpoint``: the last checkpoint, None if none was saved.
+        ``progress``: numbers of steps, samples and tokens of the run.
+        ``validations``: the validation losses of the run, in order.
+        ``interrupted``: number of the signal that stopped the run, 0 if the run finished.
     """
 
     run: Path

@@ -197,12 +197,12 @@ def reasoning_prompt(
     name: str,
     tools: Messages | None = None,
 ) -> ReasoningPrompt:
-    """Encode the conversation ``talk`` up to the assistant's answer, which begins with reasoning if ``think`` is True.
+    """Return the token ids of the conversation ``talk`` up to the assistant's answer, and the tags of reasoning.
 
-    With False the prompt ends with a closed, empty block of reasoning, and with None as the template writes it. A
-    template that reads the variable ``enable_thinking`` gets ``think`` as its value. ``name``: what errors call the
-    owner of the chat template. ``tools``: tools that the assistant may call. Raises :class:`UsageError` for templates
-    that know no reasoning, unless ``think`` is None.
+    ``think``: True: the answer begins with reasoning. False: the prompt ends with a closed, empty block of reasoning.
+    None: the prompt ends as the template writes it. A template that reads the variable ``enable_thinking`` gets
+    ``think`` as its value. ``name``: what errors call the owner of the chat template. ``tools``: tools that the
+    assistant may call. Raises :class:`UsageError` for templates that know no reasoning, unless ``think`` is None.
     """
     encoder = own_encoder(tokenizer, name)
     template = encoder.template.of(tools)

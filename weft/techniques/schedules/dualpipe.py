@@ -26,8 +26,8 @@ class DualPipe(ScheduleBuilder):
     """Runs a pipeline in both directions: there are as many stages as ranks, and each stage is on two ranks.
 
     The first half of the microbatches enters at the first rank, the second half at the last. A rank holds the
-    activations of at most ``ranks + 1`` microbatches. The paper's order is for at least ``2 * ranks`` microbatches, in
-    pairs; with fewer, the missing ones are left out of this order.
+    activations of at most ``ranks + 1`` microbatches. The order of the paper is for at least ``2 * ranks``
+    microbatches, in pairs. If there are fewer, this order is used with the missing microbatches left out.
     """
 
     about = "two flows from both ends, parameters twice"

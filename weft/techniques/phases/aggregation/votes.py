@@ -31,9 +31,10 @@ T = torch.Tensor
 class Voting(PhaseFiller):
     """Aggregates the replicas' gradients with one vote per replica, whatever its number of tokens.
 
-    A replica's gradient is the mean over its own tokens. A replica without tokens, or whose gradient is not finite, is
-    left out of the step and of its loss. The losses of all other replicas are weighted by tokens. ``resilience``: the
-    section that names the rule of aggregation, and the number of replicas that may be faulty.
+    A replica's gradient is the mean over its own tokens. A replica is left out of the step and of the step's loss if it
+    has no tokens or its gradient is not finite. The losses of all other replicas are weighted by tokens.
+    ``resilience``: the recipe's section that names the rule of aggregation, and the number of replicas that may be
+    faulty.
     """
 
     def __init__(self, context: StepContext, resilience: Resilience) -> None:
