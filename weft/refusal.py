@@ -18,7 +18,7 @@ else:
 
 
 class Conflict(UsageError, ValueError):
-    """A refusal of a request whose settings cannot be combined, by the rule with the name ``rule``.
+    """Error for a request whose settings cannot be combined. ``rule``: name of the rule that refuses it.
 
     It is also a :class:`ValueError`, as pydantic's validators must raise one.
     """

@@ -101,7 +101,7 @@ class EngineLink:
         )
 
     def view(self, request: AnswerRequest) -> EngineView:
-        """Return what a dispatch policy knows of the engine, for ``request``."""
+        """Return what a dispatch policy knows of the engine when it chooses one for ``request``."""
         load, size = self.beat.load, self.about.block
         usage = load.used + self.beat.demand + sum(blocks for _, blocks in self.recent)
         if any(flight.priority < 0 for flight in self.flights.values()):
@@ -133,7 +133,7 @@ class EngineLink:
 
     @property
     def suspects(self) -> bool:
-        """Whether it has an answer that may be the one that ends engines."""
+        """Whether the engine has an answer that may be what makes engines crash."""
         return any(flight.suspected for flight in self.flights.values())
 
     def submit(

@@ -861,7 +861,7 @@ def _stage_of(request: AnswerRequest) -> str:
 
 
 def asked_nothing() -> AnswerRequest:
-    """Return a request of no tokens, to look at engines for no request in particular."""
+    """Return a request of no tokens. It stands for no request in particular when engines are compared."""
     return AnswerRequest((), 0, GREEDY, (), 0, None, "", None)
 
 

@@ -18,24 +18,24 @@ class Flight:
     """One answer that some engine writes, or that waits for an engine.
 
     Attributes:
-        ``number``: its number, by which router and engine call it.
+        ``number``: the answer's number, by which router and engine call it.
         ``request``: what was asked for, with the seed of this answer.
         ``index``: the answer's index among those that were asked for together.
-        ``session``: name of the conversation or user that it belongs to.
-        ``tokens``: tokens that were passed on.
-        ``hits``: tokens of the prompt that were in the cache of the engine that began it.
+        ``session``: name of the conversation or user that the answer belongs to.
+        ``tokens``: tokens that were passed on to the client.
+        ``hits``: tokens of the prompt that were in the cache of the engine that began the answer.
         ``prompt_scores``: log-probabilities of the prompt's tokens, if they were asked for.
         ``log_probabilities``: those of ``tokens``, if they were asked for.
-        ``engine``: name of the engine that writes it, empty if it waits for an engine.
-        ``losses``: engines lost since its last token.
-        ``alone``: whether its engine has got it as the only suspected answer.
-        ``since``: when it began to wait for an engine, on the monotonic clock.
-        ``target``: name of the engine to which it is moving, or empty.
-        ``target_number``: its number there.
-        ``rest_until``: time on the monotonic clock before which it does not move.
-        ``accepted``: completed when an engine has accepted it, or with the error why none does.
-        ``error``: why it cannot go on.
-        ``finished``: why it has ended, or empty.
+        ``engine``: name of the engine that writes the answer; empty if it waits for an engine.
+        ``losses``: number of engines that were lost with the answer since its last token.
+        ``alone``: whether the answer is the only one of its engine that is :attr:`suspected`.
+        ``since``: when the answer began to wait for an engine, on the monotonic clock.
+        ``target``: name of the engine to which the answer is moving, or empty.
+        ``target_number``: the answer's number at that engine.
+        ``rest_until``: time on the monotonic clock before which the answer does not move.
+        ``accepted``: future that is completed when an engine has accepted the answer, or with the error why none does.
+        ``error``: why the answer cannot go on; None: it can.
+        ``finished``: why the answer has ended, or empty.
     """
 
     number: int
@@ -64,12 +64,14 @@ class Flight:
 
     @property
     def suspected(self) -> bool:
-        """Whether it may be the answer that ends engines, so that no engine gets two of the kind at a time."""
+        """Whether the answer may be what makes engines crash, as several were lost with it in a row. An engine gets
+        only one such answer at a time.
+        """
         return self.losses >= LOSSES - 1
 
     @property
     def unproved(self) -> bool:
-        """Whether its engine may as well have been lost for another suspected answer."""
+        """Whether another suspected answer may have made the last engine crash. The answer is then tried once more."""
         return not self.alone
 
     @property
@@ -95,12 +97,13 @@ class RemoteCall:
 
     Attributes:
         ``number``: number by which router and engine call it.
-        ``message``: function that builds, for this number, the message to send.
+        ``message``: function that builds the message to send, for this number.
         ``result``: future of the engine's reply.
-        ``engine``: name of the engine that computes it, empty if it waits for an engine.
-        ``losses``: engines that were lost while they computed it.
+        ``engine``: name of the engine that computes it; empty if it waits for an engine.
+        ``losses``: number of engines that were lost while they computed it.
         ``since``: when it began to wait for an engine, on the monotonic clock.
         ``priority``: the smaller, the earlier another engine gets it.
+        ``unproved``: whether it is tried again however many engines were lost with it; False.
     """
 
     number: int

@@ -24,7 +24,7 @@ DIAL_S, LAST_S, LOOK_S = 5.0, 10.0, 0.005
 
 
 class MoveReport(NamedTuple):
-    """How the move of a request has ended.
+    """How the attempt to move a request to another engine has ended.
 
     ``why``: why the request has stayed; "" if it has moved. ``payload``: bytes of cache blocks that were sent.
     ``stall``: seconds in which neither engine went on with the request.

@@ -28,8 +28,9 @@ from weft.registry import KINDS, declared, find, names
 class AskedRecipe(AskedStep):
     """Settings of a recipe, as the rules against conflicts read them.
 
-    ``shape``: the complete model, with what ``model`` leaves out. ``staged``: whether a pipeline schedule is needed
-    even for one rank. The other attributes are sections of the recipe.
+    ``model``: the section ``[model]`` as the user wrote it. ``shape``: the same with every setting that the user left
+    out. ``staged``: whether a pipeline schedule is needed even for one rank. The other attributes are the sections of
+    the same names.
     """
 
     model: ModelShape

@@ -263,8 +263,9 @@ class Data(Section):
     def user_path(cls, path: list[str], given: Any) -> list[str]:
         """Return the path of a value in this section as the user wrote it, for error lines.
 
-        ``path``: where validation has met the value, as ``["sources", number, key]`` for a value of a source; the
-        result is ``[key]`` if the user wrote it in ``[data]`` itself. ``given``: the user's values of the section.
+        ``path``: keys and indices that lead to the value in the validated section, such as ``["sources", 0, "field"]``.
+        If the user wrote this key of the only source in ``[data]`` itself, the result is ``["field"]``. ``given``: the
+        user's values of the section.
         """
         if path[:1] != ["sources"] or not isinstance(given, dict):
             return path
