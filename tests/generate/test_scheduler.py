@@ -682,9 +682,9 @@ def test_a_fault_of_guesses_is_caught(
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "fault"), [
-    ("root_key", lambda version, adapter, tenant, seen: root_key(0, adapter, tenant)),
-    ("root_key", lambda version, adapter, tenant, seen: root_key(version, "", tenant)),
-    ("root_key", lambda version, adapter, tenant, seen: root_key(version, adapter, "")),
+    ("root_key", lambda version, adapter, tenant, seen=None: root_key(0, adapter, tenant)),
+    ("root_key", lambda version, adapter, tenant, seen=None: root_key(version, "", tenant)),
+    ("root_key", lambda version, adapter, tenant, seen=None: root_key(version, adapter, "")),
     ("chained_keys", lambda root, ids, size: [  # each block by its own tokens
         key for at in range(0, len(ids) - size + 1, size) for key in chained_keys(b"", ids[at : at + size], size)]),
 ], ids=["version", "adapter", "tenant", "position"])  # fmt: skip
