@@ -224,7 +224,7 @@ def run_voyage(voyage: Voyage, folder: str) -> int:
 
 
 @pytest.mark.slow(8)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(voyage=voyages)
 def test_tokens_are_the_same_wherever_they_are_written(
     voyage: Voyage, folder: str
@@ -527,7 +527,7 @@ def through(layout: str, mixer: str, frames: list[tuple[dict[str, Any], bytes]])
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mixer", "layout"), [
     *((mixer, layout) for mixer in ("softmax", "latent", "hybrid", "windows")
       for layout in ("tp=2", "tp=3", "cp=2", "cp=3", "pp=2", "tp=2,cp=2", "cp=2,pp=2", "tp=2,pp=2")),

@@ -89,6 +89,7 @@ def plain(row: torch.Tensor, how: Sampling) -> torch.Tensor:
     return torch.zeros(len(row), dtype=torch.float64).index_put((ids,), p / p.sum())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", [
     Sampling(), Sampling(0.3), Sampling(2.0, top_k=3), Sampling(top_p=0.5), Sampling(top_p=0.9), Sampling(top_p=0.9999),
     Sampling(3.0, top_p=0.97), Sampling(min_p=0.05), Sampling(0.8, 700, 0.9, 0.001), Sampling(top_p=1e-9),

@@ -144,7 +144,7 @@ def test_the_command(command: Command, tmp_path: Path, timed: bool) -> None:
     assert code == 0, error
     plan = json.loads(out)
     assert plan["placements"][0]["engines"] == {"any": {"engines": 1, "layout": ""}}
-    assert plan["placements"][0]["share"] == 1.0
+    assert plan["placements"][0]["share"] == pytest.approx(1)
     assert plan["start"] == [f"weft serve --checkpoint {words[1]} --engines 1"]
 
 
