@@ -50,8 +50,9 @@ class Drafter:
         """Guess next tokens for ``requests``, each of which gets one token in the next step. Set the ``drafts`` of each
         request to a list of paths; a path is a list of guessed tokens.
 
-        If a path was sampled, it must be the only one of its request. The request's ``odds`` must then be set to the
-        probabilities from which the path's tokens were sampled.
+        A drafter may sample the tokens of a path from probabilities, instead of guessing the likeliest ones. Then the
+        request must have only this path, and its ``odds`` must be set to these probabilities: ``[vocab]`` for each
+        token of the path.
         """
         raise NotImplementedError
 
@@ -112,11 +113,15 @@ def drafter_for(
     ahead: int = 0,
     early_layer: int = 0,
 ) -> Drafter | None:
-    """Build the drafter that ``word`` names, for ``model``; return None for "".
+    """Build the drafter that the option ``word`` names, for ``model``; return None if ``word`` is "".
 
-    A word that is no drafter's name is the name of a small model with the same vocabulary. ``ahead``: number of likely
-    next tokens from which the small model guesses on while ``model`` checks its drafts. ``early_layer``: number of
-    layers of ``model`` after which these tokens are taken; 0: from the small model. Raises :class:`UsageError`.
+    ``word``: name of a registered drafter; any other word is taken as the name of a small model with the same
+    vocabulary, which then guesses.
+
+    While ``model`` checks the small model's drafts, the small model can already guess on behind likely outcomes of this
+    check. ``ahead``: number of likely next tokens behind which it does so; 0: it does not. ``early_layer``: number of
+    first layers of ``model`` from whose output these likely tokens are taken; 0: they are the small model's own. Raises
+    :class:`UsageError` if the options do not fit each other or the model.
     """
     check_ahead(word, ahead, early_layer)
     if not word:

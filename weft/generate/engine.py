@@ -442,11 +442,12 @@ def kinship(work: tuple[Request, int]) -> tuple[int, int]:
 
 
 def set_out(scheduler: Scheduler, step: ScheduledStep) -> ScheduledStep:
-    """Count ``step`` as launched, so that later steps can be planned. Return that part of the step whose requests get a
+    """Count ``step`` as launched, so that later steps can be planned. Return a step with only those requests that get a
     sampled token.
 
-    Prompts of which only a part is computed are advanced at once. The other requests become ``due``: they are not
-    scheduled again until :meth:`Scheduler.advance` is called with the returned part.
+    The other requests are prompts of which the step computes only a part. They are advanced at once. The requests that
+    get a token become ``due``: they are not scheduled again until :meth:`Scheduler.advance` is called with the returned
+    step.
     """
     drawn = {
         request: tokens

@@ -39,9 +39,9 @@ class GrammarSource(NamedTuple):
 class Grammar:
     """State of a grammar in one text: which tokens may come next.
 
-    ``matcher``: the compiled grammar of the library llguidance. ``vocab``: number of token ids of the model. ``ends``:
-    ids that end the text, which are allowed where the text is complete. ``source``: what the grammar was compiled from.
-    ``left``: seconds that the grammar may still take.
+    ``matcher``: the grammar's state in the library llguidance. ``vocab``: number of token ids of the model. ``ends``:
+    ids that end the text; they are allowed only where the text is complete by the grammar. ``source``: what the grammar
+    was compiled from. ``left``: seconds of computing time that the grammar may still take for this text.
     """
 
     def __init__(

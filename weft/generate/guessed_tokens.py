@@ -37,11 +37,13 @@ class Guess(NamedTuple):
 def choose_token(
     logits: T, text: TextState, numbers: Numbers, guess: Guess | None = None
 ) -> int:
-    """Sample the next token of ``text`` from ``logits`` ``[vocab]``. Random numbers are taken from ``numbers``, unless
-    the temperature is 0.
+    """Sample the next token of ``text`` from ``logits`` ``[vocab]``, and return its id. The token has the probability
+    that the model gives it, with or without a guess.
 
-    ``guess``: token that a drafter has sampled. It is accepted with the ratio of its probability in the model to that
-    in the drafter. Otherwise the token is sampled from the positive part of the difference of both distributions.
+    ``numbers``: source of random numbers, which is not used at temperature 0. ``guess``: a token that a drafter has
+    sampled, with the drafter's probabilities; None: no guess. The guess is accepted with probability p / q, at most 1:
+    p is the token's probability in the model, and q that in the drafter. If it is not accepted, the token is sampled
+    from the positive part of the model's probabilities minus the drafter's.
     """
     if text.how.temperature == 0:
         return choose_tokens(logits[None], [text])[0]

@@ -52,11 +52,12 @@ def hogwild(
     engine: Engine, prompt: Sequence[int], openings: Sequence[Sequence[int]], count: int, how: Sampling,
     stops: Collection[int] = (),
 ) -> list[Generation]:  # fmt: skip
-    """Write one text per worker at the same time, each attending to all others (Hogwild inference). Return the texts in
-    the order of ``openings``.
+    """Write several texts at the same time, one per worker, where each worker also attends to what all others have
+    written (Hogwild inference). Return the texts in the order of ``openings``.
 
-    Each text begins with one of ``openings``, token ids after the common ``prompt``, and has up to ``count`` further
-    tokens. ``how``: settings of sampling; ``stops``: ids that end a text.
+    ``prompt``: token ids that all workers see before their texts. ``openings``: for each worker, the token ids with
+    which its text begins. ``count``: most further tokens of each text. ``how``: settings of sampling, but each worker
+    has a seed of its own. ``stops``: ids that end a text.
     """
     for ids in (prompt, *openings):
         check_streams(engine, ids)

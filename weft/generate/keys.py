@@ -7,10 +7,11 @@ from hashlib import blake2b
 def root_key(
     version: int, adapter: str, tenant: str, context: int | None = None
 ) -> bytes:
-    """Return the first key of a text's chain of keys. Texts with different arguments here share no cache blocks.
+    """Return the root key of a text, from which the keys of its cache blocks are derived in a chain.
 
-    ``version``: number of the weights. ``adapter``: name of the adapter, or "". ``tenant``: name of the tenant.
-    ``context``: number of a request that attends to other requests, else None.
+    Blocks with equal keys are shared. Texts that differ in any argument have different keys, and so share no cache
+    blocks. ``version``: number of the weights. ``adapter``: name of the adapter, or "". ``tenant``: name of the tenant.
+    ``context``: for a request that attends to other requests, a number of its own; else None.
     """
     return _key(repr((version, adapter, tenant, context)).encode())
 

@@ -88,11 +88,15 @@ def check_lending(engine: Engine) -> PagedReader:
 
 
 class LoanOffice:
-    """The lender's side of loans: keeps blocks of other engines' texts in the cache of ``engine``, and computes
-    attention to them. ``reserve``: share of the cache that is never lent.
+    """The lender's side of loans. A loan is a group of cache blocks that another engine, the borrower, has moved to the
+    cache of ``engine``, because its own is full. The lender also computes the attention of the borrower's queries to
+    these blocks.
 
-    Between steps the engine's thread offers free blocks (:meth:`settle`). Other threads lend and take back offered
-    blocks without the engine's thread, so that two engines that lend to each other never wait for each other.
+    ``reserve``: share of the cache that is never lent.
+
+    The engine's thread offers free blocks between its steps (:meth:`settle`). Other threads lend offered blocks, and
+    take them back, without waiting for the engine's thread. So two engines that lend to each other never wait for each
+    other.
     """
 
     def __init__(self, engine: Engine, reserve: float = RESERVE) -> None:

@@ -70,11 +70,12 @@ class NgramIndex:
     def follow(
         self, ends: Sequence[int], path: list[int], count: int, floor: float
     ) -> list[int]:
-        """Return ``path``, extended to ``count`` tokens by the most frequent next tokens. ``ends``: the positions of
-        this text behind which the path begins.
+        """Return ``path`` with further tokens, ``count`` tokens in all or fewer. Each further token is the one that
+        follows most often in the indexed text.
 
-        The extension stops where less than a share ``floor`` of the occurrences agree with the path. Behind the end of
-        the text, the path is assumed to repeat itself.
+        ``ends``: positions in the indexed text at which ``path`` occurs. ``floor``: the extension stops before less
+        than this share of these occurrences goes on like the extended path. Where an occurrence reaches the end of the
+        indexed text, ``path`` itself is assumed to follow there, as if the text repeated itself.
         """
         text, chance, path = self.ids, 1.0, list(path)
         while len(path) < count:
@@ -99,10 +100,10 @@ class Trust:
 
     Attributes:
         ``text``: index of the request's text.
-        ``most``: largest number of tokens of the next draft.
-        ``guessed``: number of tokens before the last draft, and the paths of that draft.
-        ``wrong``: number of drafts in a row of which no token was right.
-        ``pause``: number of further steps without a draft.
+        ``most``: largest number of tokens in a path of the next draft.
+        ``guessed``: the last draft: the number of tokens that the text had before it, and the draft's paths.
+        ``wrong``: number of drafts in a row, up to the last one, of which no token was right.
+        ``pause``: number of coming steps for which no draft is made.
     """
 
     text: NgramIndex
@@ -135,11 +136,12 @@ class Trust:
 
 
 class Lookup(Drafter):
-    """Drafter that copies from earlier text: the request's own text, and the last ``shared`` tokens that other requests
-    of its tenant wrote.
+    """Drafter that copies from earlier text: it finds where the last tokens of a request's text occurred before, and
+    guesses that the same tokens follow.
 
-    A path is the continuation of an earlier occurrence of the text's last tokens. At least ``least`` tokens must match,
-    and the path is no longer than the match. ``width``: most paths per request; they begin with different tokens.
+    ``least``: number of tokens that must match at least. A path is no longer than the match. ``shared``: besides the
+    request's own text, search this many last tokens that other requests of its tenant wrote. ``width``: most paths per
+    request; they begin with different tokens.
     """
 
     def __init__(self, least: int = 2, shared: int = 0, width: int = 1) -> None:

@@ -15,11 +15,11 @@ def members_of(
     family: ModelFamily, folders: Sequence[Path], tokenizer: Tokenizer, taken: Collection[str],
     warn: Callable[[str], None],
 ) -> dict[str, FamilyMember]:  # fmt: skip
-    """Return the models in ``folders`` by their names, to be opened later.
+    """Return the models in ``folders`` by their names. Their weights are not read yet.
 
-    ``family``: the base model with the models of its shape. ``tokenizer``: the base's tokenizer. ``taken``: names that
-    are in use. ``warn`` prints a line. Raises :class:`UsageError` for a name that is taken, and for models of another
-    shape or tokenizer than the base.
+    ``family``: the model that is open already, the base, together with all models of its shape. ``tokenizer``: the
+    base's tokenizer. ``taken``: names that are in use. ``warn`` prints a line. Raises :class:`UsageError` for a name
+    that is taken, and for models of another shape or tokenizer than the base.
     """
     members = {}
     for folder in folders:

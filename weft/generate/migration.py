@@ -97,11 +97,12 @@ class Departure:
         return self._frame(min(full, self.sent + most), 0, None)
 
     def leave(self) -> MoveFrame:
-        """Return the last frame, with the rest of the blocks and the state. The engine forgets the request, which now
-        belongs to whoever gets this frame.
+        """Return the last frame of the request's move, with the state of the request and the cache blocks that were not
+        sent yet. This engine then forgets the request, which belongs to whoever gets the frame.
 
-        Other answers to the same prompt stay, and can move by themselves. Raises :class:`WeftError`, and the request
-        stays, if it has ended, if a step with it is under way, or if the engine has other weights than at the start.
+        Other answers to the same prompt stay here, and can be moved on their own. Raises :class:`WeftError`, and keeps
+        the request, in four cases: the request has ended; a step with it is under way; the engine's weights have
+        changed since the move began; or another engine holds blocks of the request.
         """
         request, scheduler = self.request, self.engine.scheduler
         if request.finished:

@@ -31,14 +31,16 @@ DEFERRED = 64
 
 
 class OutsideCache:
-    """Keeps the full blocks of ``engine`` in ``source``, and gives them to requests.
+    """Keeps copies of the full cache blocks of ``engine`` in ``source``, outside its cache, and fetches them for
+    requests whose text begins alike.
 
-    ``name``: fingerprint of the model, which the keys of all blocks include. ``seconds``: how long a request waits for
-    its blocks. ``warn`` shows the user a line.
+    ``source``: where blocks are kept, such as host memory or files. ``name``: fingerprint of the model, which enters
+    the keys of all blocks, so that no model gets blocks of another. ``seconds``: how long a request waits for its
+    blocks; then it computes them itself. ``warn``: shows the user a line.
 
     Attributes:
-        ``fetched``: blocks that were read from the source so far.
-        ``late``: how often a request has computed what did not come in time.
+        ``fetched``: number of blocks that were read from the source so far.
+        ``late``: how often a request has computed blocks because they did not come in time.
     """
 
     def __init__(
@@ -185,10 +187,12 @@ def cache_name(engine: Engine, weights: str) -> str:
 def keep_blocks(
     engine: Engine, weights: str, memory: int, folder: Path | None, most: int, warn: Callable[[str], None]
 ) -> OutsideCache:  # fmt: skip
-    """Keep the blocks of ``engine`` in ``memory`` bytes of host memory, in the files of ``folder``, or in both.
+    """Keep copies of the cache blocks of ``engine`` outside its cache: in host memory, in files, or in both. Return the
+    object that does so.
 
-    ``weights``: fingerprint of the model; ``most``: bytes that all files may take; ``warn`` shows the user a line.
-    Raises :class:`UsageError` if the folder cannot be made, or there is nothing to keep.
+    ``weights``: fingerprint of the model. ``memory``: bytes of host memory to use; 0: none. ``folder``: folder of the
+    files; None: no files. ``most``: bytes that all files together may take. ``warn``: shows the user a line. Raises
+    :class:`UsageError` if the folder cannot be made, or if the model has no blocks that could be kept.
     """
     name = cache_name(engine, weights)
     sources = list[BlockSource]()

@@ -60,10 +60,12 @@ class SchedulingPolicy:
 def exact_fill(
     running: Sequence[Request], waiting: Sequence[Request], budget: int
 ) -> list[tuple[Request, int]]:
-    """Return the requests of the next step, each with the number of its tokens in it.
+    """Choose the requests of the next step. Return them in pairs with the number of their tokens that the step
+    computes.
 
-    The step's ``budget`` of tokens goes to new tokens of ``running`` requests first, then to the prompts of ``waiting``
-    ones, oldest first. The last prompt is cut where the budget ends (Dynamic SplitFuse).
+    ``budget``: tokens of the step. It goes to the next tokens of ``running`` requests first, then to the prompts of
+    ``waiting`` ones, the oldest first. The prompt that no longer fits is cut where the budget ends; later steps compute
+    its rest (Dynamic SplitFuse).
     """
     order = sorted(running, key=lambda r: (r.wanted > 1, r.turn))
     return [(r, r.wanted) for r in (*order, *waiting)]

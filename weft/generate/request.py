@@ -67,12 +67,13 @@ class Request:
         ``table``: numbers of the cache blocks of these tokens, in order.
         ``keys``: root key of the text, then a hash key for each of its full blocks.
         ``shelf``: numbers of the cache blocks that hold the adapter.
-        ``hits``: number of tokens that the cache had when the request last began.
+        ``hits``: number of the text's first tokens that were in the cache already when the request last began.
         ``drafts``: guessed continuations, to be computed beside the next token.
         ``branches``: those drafts that are computed in the present step.
-        ``context``: beginnings of other requests' texts, to which the text attends as if they stood before it.
+        ``context``: beginnings of other requests' texts, to which this text attends as well.
         ``offset``: position of the first token.
-        ``turned``: whether the texts of ``context`` count as one text, though each was computed from position 0 on.
+        ``turned``: whether the texts of ``context`` are attended to as if they stood one after another, directly before
+            this text, although each was computed from position 0 on.
         ``scored``: whether the logits behind each token of the prompt are wanted, so that none may come from the cache.
         ``kept``: whether the request keeps its blocks when it ends, as others attend to it.
         ``pinned``: whether the request never gives blocks back, as its tokens depend on others that grow with it.
@@ -185,11 +186,13 @@ class Generation(Request):
         ``grammar``: state of the grammar that constrains the text; None: no constraint.
         ``stopped``: the token id of ``stops`` that ended the text; None if none did.
         ``finished``: why the text ended: "stop", "length" or "error" (the grammar could not go on); "" if it goes on.
-        ``log_probabilities``: of each written token, and of the likeliest tokens in its place by id.
-        ``prompt_scores``: the same of the prompt's tokens, from the second one on.
-        ``odds``: probabilities ``[vocab]`` with which each token of its first draft was drawn; empty if it was not
-            drawn.
-        ``chances``: probabilities ``[vocab]`` with which each written token was drawn; None: they are not kept.
+        ``log_probabilities``: for each written token a pair: its log-probability, and those of the likeliest tokens at
+            its place, by id.
+        ``prompt_scores``: such a pair for each token of the prompt, from the second one on.
+        ``odds``: for each token of its first draft, the probabilities ``[vocab]`` from which a drafter sampled it;
+            empty if the draft was not sampled.
+        ``chances``: for each written token, the probabilities ``[vocab]`` from which it was sampled; None: they are not
+            kept.
         ``siblings``: requests that go on from the same prompt once it is computed.
     """
 
@@ -318,7 +321,8 @@ class Written(NamedTuple):
     Attributes:
         ``request``: the request.
         ``token``: its next token; None if the text ended without a further token.
-        ``log_probability``: of the token, and of the likeliest tokens by id; None if they were not asked for.
+        ``log_probability``: a pair: the log-probability of ``token``, and those of the likeliest tokens at its place,
+            by id; None if they were not asked for.
         ``finished``: why the text ended: "stop", "length" or "error"; "" if it goes on.
     """
 

@@ -84,12 +84,14 @@ class Residency:
         self.coming = None
 
     def switch(self, now: float) -> Switch | None:
-        """Return the next change of the models in memory, or None if there is none now. Its model counts as being read
-        from now on.
+        """Return the next change of the models in memory, or None if there is none now.
 
-        The model may be in memory already. It was to leave for another model, and so took no new requests, but no
-        request waits for that other model any more. Then nothing is read or leaves, and the caller only admits the
-        model's waiting requests.
+        A change names a model whose requests are to be admitted, and the models that must leave memory for it. The
+        named model counts as being read from now on. In one case it is in memory already, and no model leaves: it had
+        been chosen to leave for another model and so took no new requests, but nobody waits for that other model any
+        more. The caller then only admits the model's waiting requests.
+
+        ``now``: present time, in seconds of the clock by which requests were noted.
         """
         if self.coming is not None or not self.waiting:
             return None

@@ -21,14 +21,14 @@ T = torch.Tensor
 
 
 class SampledText:
-    """A text for which tokens are sampled from the logits of a pass.
+    """A text for which tokens are sampled from the logits of a pass. The pass has computed a row of logits behind the
+    text's last token, then one behind each guessed token of the request's branches.
 
     Attributes:
         ``generation``: the request.
-        ``row``: the row of logits behind the token that was sampled last. At first it is the row behind the text's last
-            token; those behind the tokens of its branches follow.
-        ``right``: number of guessed tokens that have been sampled, too.
-        ``best``: branch that begins with these tokens; None: no guess was right.
+        ``row``: index of the row of logits from which the next token is sampled.
+        ``right``: number of tokens sampled so far that a branch had guessed.
+        ``best``: the branch that begins with these tokens; None: no guess was right.
     """
 
     def __init__(self, generation: Generation, row: int) -> None:

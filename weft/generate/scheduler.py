@@ -23,12 +23,14 @@ from weft.generate.request import Branch, Request
 
 
 class ScheduledStep(NamedTuple):
-    """What a step computes, and the cache changes before it.
+    """What a step computes, and how the cache is changed before it.
 
     Attributes:
-        ``work``: number of tokens that are computed of each request, behind its computed ones.
-        ``copies``: pairs of cache blocks (from, to) that are copied first.
-        ``loads``: pairs of an adapter's name and the cache blocks into which it is loaded then.
+        ``work``: for each request of the step, how many of its next tokens are computed: those behind the tokens whose
+            keys and values are cached.
+        ``copies``: pairs of cache blocks (from, to). They are copied first.
+        ``loads``: pairs of an adapter's name and the cache blocks into which it is loaded. This is done after the
+            copies.
     """
 
     # how many tokens of each request, from its computed ones on
@@ -189,10 +191,12 @@ class Scheduler:
             self.add(request)
 
     def plan(self, depth: int = 1) -> ScheduledStep:
-        """Plan the next step and take cache blocks for it. The step is empty only if no request is left, or if all that
-        are left wait for the token of a step that is under way.
+        """Plan the next step and take cache blocks for it. Return the step.
 
-        ``depth``: number of steps that may be under way at once. Each of them gets its share of the requests.
+        Several steps can be under way at once: launched, but their tokens not known yet. A request is in only one of
+        them. ``depth``: number of steps that may be under way; each may have at most the ``depth``-th part of the
+        requests. The returned step is empty only if no request is left, or if all that are left wait for the token of a
+        step under way.
         """
         step, left, full = ScheduledStep({}, []), self.budget, False
         most = -(-min(self.limit, len(self.running) + len(self.waiting)) // depth)

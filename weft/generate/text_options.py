@@ -142,11 +142,13 @@ class TextOptions:
         self, engine: Engine, tokenizer: Tokenizer, ids: Sequence[int], count: int, how: Sampling,
         until: Sequence[str], thoughts: Thoughts | None = None, verify: Callable[[str], float] | None = None,
     ) -> Iterator[tuple[str, str]]:  # fmt: skip
-        """Generate what these options ask for after the prompt ``ids``. Yield pairs of a heading and a text of up to
-        ``count`` tokens, which is cut at the first of the strings ``until``. ``how``: settings of sampling.
+        """Generate what these options ask for after the prompt ``ids``. Yield pairs: a heading, and a text that may be
+        shown under it.
 
-        ``thoughts``: the tags of reasoning, which is no part of an answer that is chosen. ``verify``: returns the score
-        of an answer.
+        ``count``: most tokens of a text. ``how``: settings of sampling. ``until``: a text is cut before the first of
+        these strings that it has. ``thoughts``: tags between which the model reasons; the reasoning is not counted as
+        part of an answer. None: the model has no such tags. ``verify``: returns the score of an answer. It is used
+        where the options choose the best of several answers; None: they choose by the model's own confidence.
         """
 
         def text_of(written: Sequence[int]) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workflow:
-    """A request's place in a workflow.
+    """A request's place in a workflow, a job of several stages, each of which is one or more requests.
 
     Attributes:
-        ``id``: names the workflow; all its requests have the same.
+        ``id``: name of the workflow; all its requests have the same.
         ``stage``: label of this request's stage. Stages with equal labels are taken to be about equally long.
-        ``remaining``: labels of the stages after this one.
+        ``remaining``: labels of the stages that come after this one, in order.
         ``deadline``: when the last stage is to be done, in seconds of the clock ``time.monotonic`` of this process;
             infinity if there is no deadline.
     """

@@ -29,9 +29,11 @@ warnings.filterwarnings(
 
 
 def gather_tokens(x: T, mesh: Mesh) -> T:
-    """Gather the tokens of a norm region over ``tp``: ``[batch, seq/tp, embed]`` to ``[batch, seq, embed]``.
+    """Gather the tokens of a norm region over ``tp``: return ``[batch, seq, embed]``, the same on every rank of ``tp``.
 
-    In a norm region each rank of ``tp`` holds other tokens (sequence parallelism). The result is replicated (R).
+    A norm region is the part of a layer between two parts that are cut over ``tp``. In it each rank of ``tp`` holds
+    different tokens, ``x`` ``[batch, seq/tp, embed]`` (sequence parallelism). The result has type R: the ranks hold the
+    same value, and their gradients are summands.
     """
     if mesh.size("tp") == 1:
         return x
@@ -84,11 +86,12 @@ def own(weight: T, start: int, stop: int, mesh: Mesh) -> T:
 
 
 def share_of_sum(x: T, mesh: Mesh, **types: Kind) -> T:
-    """Convert ``x`` to this rank's part of a sum over the axes in ``types``, such that the sum counts every value once.
+    """Return what this rank contributes to a sum over the axes in ``types``, such that the sum counts every value once.
 
-    ``types``: for each axis, what the ranks along it hold: different values (V), the same value (R or I), or summands
-    of a sum (P). On an axis where ranks hold the same value, all ranks but the first contribute zero. The result is a
-    summand (P) on each axis, and a later all-reduce completes the sum.
+    ``x``: this rank's value. ``types``: for each axis, what the ranks along it hold: different values (V), the same
+    value (R or I), or summands of a sum (P). Where ranks hold the same value, the first one returns it and the others
+    return zeros; else a rank returns ``x``. The result is a summand (P) on each of these axes. An all-reduce over them,
+    which the caller does, gives the sum.
     """
     for axis, kind in types.items():
         if mesh.size(axis) > 1 and kind is not P:
@@ -152,10 +155,11 @@ def gradient_types(logical: Logical) -> dict[str, Kind]:
 
 
 def state_types(logical: Logical) -> dict[str, Kind]:
-    """Return the type by axis of the rows that a rank holds of a parameter, or of its reduced gradient.
+    """Return, for each mesh axis, the type of a parameter's rows that a rank holds as state. Their reduced gradient has
+    the same types.
 
-    The rows vary (V) over ``pp``, ``shard``, ``cp`` and the axes that cut the parameter. Over all other axes they are
-    invariant (I).
+    The type is V (the ranks along the axis hold different values) for ``pp``, ``shard``, ``cp`` and the axes that cut
+    the parameter ``logical``. It is I (the same value with the same gradient) for all other axes.
     """
     return _types(logical, I) | {"pp": V, "shard": V, "cp": V}
 
@@ -172,11 +176,11 @@ def own_number(value: float, mesh: Mesh, **types: Kind) -> T:
 
 
 def own_share(value: float, mesh: Mesh, **types: Kind) -> T:
-    """Return ``value`` as this rank's part of a sum that counts every value once: a float64 scalar of type P.
+    """Return ``value`` as this rank's part of a sum that counts every value once: a float64 scalar tensor of type P.
 
     ``types``: for each axis, what the ranks along it hold: different values (V), the same value (R or I), or summands
-    of a sum (P). On an axis where ranks hold the same value, only the first contributes it. A later all-reduce
-    completes the sum.
+    of a sum (P). Where ranks hold the same value, only the first contributes it, and the others contribute 0. An
+    all-reduce over these axes, which the caller does, gives the sum.
     """
     return share_of_sum(own_number(value, mesh, **types), mesh, **types)
 

@@ -49,11 +49,12 @@ class Logical:
     """A parameter as one device sees it, and the part of it that this rank computes with.
 
     Attributes:
-        ``dims``: its named dimensions.
+        ``dims``: the named dimensions of the whole parameter.
         ``std``: standard deviation of its initial values; None: all ones, 0: all zeros.
         ``cuts``: for each dimension, the mesh axes that cut it.
-        ``box``: the range of elements, per dimension, that this rank computes with.
-        ``everywhere``: whether every rank keeps all rows of ``box`` as its state, instead of a range of them.
+        ``box``: the range of elements, per dimension of the whole parameter, that this rank computes with.
+        ``everywhere``: how the optimizer state is kept. False: ranks divide the rows of ``box`` among them, and each
+            keeps the state of a range of rows. True: every rank keeps the state of all these rows.
     """
 
     dims: tuple[Dim, ...]

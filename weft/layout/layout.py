@@ -303,10 +303,11 @@ class Layout(Section):
         )
 
     def folds(self, count: int) -> bool:
-        """Return whether experts can be spread over ``count`` neighbouring data ranks.
+        """Return whether the experts of a layer can be divided among groups of ``count`` neighbouring data ranks.
 
-        ``count`` must divide ``dp * shard * cp``, the number of data ranks. It must also divide ``shard * cp``, or be a
-        multiple of that product.
+        The data ranks are those of ``dp``, ``shard`` and ``cp``. They must be divisible into such groups, so ``count``
+        must divide ``dp * shard * cp``. The ``shard * cp`` ranks that share one state must also fit: ``count`` must
+        divide their number, or be a multiple of it.
         """
         state, data = self.size("shard", "cp"), self.size("dp", "shard", "cp")
         return data % count == 0 and (state % count == 0 or count % state == 0)
@@ -347,9 +348,9 @@ class Layout(Section):
     def parse(cls, text: str, base: dict[str, Any] | None = None) -> Self:
         """Read a layout such as ``"shard=2,tp=2"``. Axes that are not named have size 1.
 
-        ``base``: a dictionary of fields, which give the values of settings such as ``schedule`` that the text does not
-        name. Sizes of axes and ``order`` are not taken from ``base``. Raises :class:`UsageError` for an unknown axis,
-        an axis that is named twice, or a value that is no number.
+        ``base``: values of fields by name. They hold for settings, such as ``schedule``, that ``text`` does not name.
+        Only sizes of axes and ``order`` are never taken from ``base``. None: fields have their defaults. Raises
+        :class:`UsageError` for an unknown axis, an axis that is named twice, or a value that is no number.
         """
         values: dict[str, Any] = {
             k: v for k, v in (base or {}).items() if k not in (*AXES, FOLDED, "order")

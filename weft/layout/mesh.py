@@ -182,7 +182,8 @@ class Mesh:
     def on_main(self, work: Callable[[], T]) -> T:
         """Run ``work`` on the first rank of the step group only; return its result, or raise its error, on every rank.
 
-        Collective over the step group. Of errors only a :class:`WeftError` reaches all ranks.
+        The step group has all ranks of this island, and each of them must make this call. Only a :class:`WeftError` is
+        passed to the other ranks; any other error is raised on the first rank alone.
         """
         done: list[T | WeftError | None] = [None]
         if self.step_group is None or self.step_group.rank() == 0:
@@ -201,9 +202,11 @@ class Mesh:
         return self._group[axis]
 
     def sharing(self, logical: Logical) -> tuple[str, str]:
-        """Return the names of two groups: ranks with replicas of a parameter's state, and ranks that shard it.
+        """Return the names of two groups of ranks: first those that hold the same part of a parameter's state, then
+        those that divide the state among them.
 
-        They are ``expert_dp`` and ``expert_state`` if ``ep`` cuts the parameter ``logical``, else ``dp`` and ``state``.
+        They are ``expert_dp`` and ``expert_state`` if the parameter ``logical`` is cut by ``ep``, else ``dp`` and
+        ``state``.
         """
         if logical.cut_by(FOLDED):
             return ("expert_dp", "expert_state")

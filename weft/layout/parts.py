@@ -19,14 +19,16 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a logical tensor that a rank holds, with its values: what checkpoints and proofs read and write.
+    """The part of a logical tensor that a rank holds, with its values: what checkpoints and proofs read and write. A
+    logical tensor is a whole tensor, as the model has it on one device.
 
     Attributes:
         ``values``: the elements of the part.
-        ``box``: their range in the logical tensor, per dimension.
+        ``box``: the range of indices of the part in the logical tensor, per dimension.
         ``tensor``: shape and type of the logical tensor.
-        ``replica``, ``replicas``: index of this copy among the ranks that hold the same elements, and their number.
-        ``rows``: the indices along dimension 0 that ``values`` has; None: all those of ``box``.
+        ``replica``: index of this copy among the ranks that hold the same elements.
+        ``replicas``: number of these ranks.
+        ``rows``: if ``values`` has only some rows of ``box``, their indices along dimension 0; None: it has all.
     """
 
     values: torch.Tensor

@@ -43,15 +43,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's coordinate along every axis of a layout, and its number in four groups of ranks.
+    """One rank's coordinate along every axis of a layout, and its index in four groups of ranks.
 
-    ``coordinates``: the rank's coordinate by name of the axis, and its number by name of the group. In each group ranks
-    are numbered in the order of their world ranks.
+    ``coordinates``: the rank's coordinate by name of the axis, and its index by name of the group. In each group ranks
+    are numbered from 0 in the order of their world ranks. The groups are:
 
-    The group ``state`` has the ranks of ``shard`` and ``cp`` together, which share the parameters' state. The group
-    ``ep`` has neighbouring data ranks, each with other experts. The groups ``expert_state`` and ``expert_dp`` have
-    ranks with the same experts: in ``expert_state`` each holds another part of the experts' state, in ``expert_dp`` all
-    hold the same part.
+
+        ``state``: the ranks of ``shard`` and ``cp`` together, which divide the parameters' state among them.
+        ``ep``: neighbouring data ranks, each with different experts.
+        ``expert_state``: ranks with the same experts, each with a different part of the experts' state.
+        ``expert_dp``: ranks with the same experts and the same part of their state.
     """
 
     layout: Layout
@@ -129,10 +130,12 @@ class Place:
         return tuple(box)
 
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
-        """Return the range of rows of ``logical`` that this rank holds as state, out of the rows that it computes with.
+        """Return the part of the parameter ``logical`` whose state this rank holds: a range of the rows that it
+        computes with.
 
-        ``stages``: the coordinates along ``pp`` of all ranks that compute with these rows. There are several for an
-        embedding that is also the output layer, as the first and the last stage compute with it.
+        ``stages``: the coordinates along ``pp`` of all ranks that compute with these rows; at each of them there is a
+        copy of the state. For most parameters there is one. There are two for an embedding that is also the output
+        layer, as the first and the last stage compute with it.
         """
         layout = self.layout
         # ranks that cut the rows, and copies of these
@@ -196,11 +199,13 @@ def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
 
 
 def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """Rearrange ``ranks``, a :func:`rank_table`, with the ranks that exchange tokens for experts along the last axis.
+    """Rearrange the table ``ranks`` such that the ranks that exchange tokens for experts lie along its last axis.
 
-    These ranks hold all experts of a layer together. The result is ``[island, pp, expert_dp, expert_state, tp, ep]``.
-    If experts are spread over the ranks of ``tp`` as well, there is no dimension ``tp``: the last dimension has these
-    ranks too.
+    ``ranks``: a :func:`rank_table`, the world rank at each coordinate. The result has the same ranks as ``[island, pp,
+    expert_dp, expert_state, tp, ep]``. Ranks along ``ep`` hold different experts, and together all experts of a layer.
+    Ranks along ``expert_state`` share the state of the same experts; ranks along ``expert_dp`` hold copies of this
+    state. If experts are divided among the ranks of ``tp`` as well, there is no axis ``tp``, and the last axis has
+    these ranks, too.
     """
     folded = expert_table(layout, ranks)
     if layout.folds_tp:
@@ -220,10 +225,11 @@ def experts_per_node(layout: Layout) -> int:
 
 
 def expert_blocks(layout: Layout) -> list[int]:
-    """Return the sizes of the blocks of neighbouring ranks in which the dispatcher of ``layout`` exchanges rows.
+    """Return the sizes of the blocks of neighbouring ranks that the layout's dispatcher uses.
 
-    Dispatchers such as ``two-level`` exchange rows in a block, for example a node, and between blocks. The list has the
-    sizes of all blocks that may be used; it is empty for a dispatcher without blocks.
+    A dispatcher sends tokens to the ranks of their experts. Some dispatchers, such as ``two-level``, exchange tokens
+    first within a block of ranks, for example a machine, and then between blocks. ``adaptive`` and ``timed`` choose a
+    size while they run, so the list has all sizes that they may choose. It is empty for a dispatcher without blocks.
     """
     if layout.dispatch in ("two-level", "per-node"):
         return [experts_per_node(layout)]
@@ -235,12 +241,14 @@ def expert_blocks(layout: Layout) -> list[int]:
 def cut_axes(
     dims: Sequence[Dim], layout: Layout, whole: bool = False
 ) -> tuple[tuple[str, ...], ...]:
-    """Return, for each dimension in ``dims``, the axes larger than one that cut it.
+    """Return, for each dimension in ``dims``, the mesh axes that cut it. Axes of size one are left out.
 
-    :data:`CUTS` says which axes cut a dimension by its name. Two more cases are added: ``pp`` cuts the vocabulary if
-    the layout has ``vocab_barriers``, and ``tp`` cuts the experts if they are spread over the ranks of ``tp`` too. An
-    axis that cuts one dimension cuts no later one. There is one exception: with fewer experts than ranks of ``ep`` each
-    expert is cut in pieces, and the axes that cut the number of experts also cut the experts' width.
+    The name of a dimension decides, by the table :data:`CUTS`. Two axes are added to the table's. With
+    ``layout.vocab_barriers``, ``pp`` cuts the vocabulary. If experts are divided among the ranks of ``tp`` as well,
+    ``tp`` cuts the number of experts.
+
+    An axis cuts only the first dimension that it could cut. There is one exception: if ``ep`` has more ranks than there
+    are experts, each expert is cut in pieces. Then the axes that cut the number of experts also cut the experts' width.
 
     ``whole``: whether all ranks of ``tp`` and ``ep`` compute with the whole parameter, so that these axes do not cut
     it.
@@ -266,10 +274,11 @@ def cut_axes(
 def pieces_of_experts(
     dims: Sequence[Dim], cuts: Sequence[Sequence[str]], layout: Layout
 ) -> int:
-    """Return into how many pieces each expert of a stacked parameter is cut; 0 if experts are whole.
+    """Return the number of pieces into which each expert of a stacked parameter is cut; 0 if experts are whole.
 
-    ``dims``: dimensions of the parameter; ``cuts``: the axes that cut each dimension. Experts are cut if ``ep`` has
-    more ranks than there are experts.
+    Experts are cut only if more ranks divide the stack than it has experts. ``dims``: dimensions of the parameter, of
+    which the first is the number of experts; for other parameters the result is 0. ``cuts``: the axes that cut each
+    dimension.
     """
     if not dims or dims[0].name != "expert" or _width(dims[1:]) < 0:
         return 0

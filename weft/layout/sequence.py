@@ -5,11 +5,12 @@ from weft.registry import find
 
 
 def chunk_owners(layout: Layout) -> list[tuple[int, ...]]:
-    """Return, for each ``cp`` rank, the indices of the sequence's chunks that it owns, in the order it holds them.
+    """Return a list with, for each rank of ``cp``, the indices of the chunks of a sequence that the rank owns, in the
+    order in which it holds them.
 
-    The sequence is cut into equal chunks. With most attention schemes a rank owns two chunks, an early and a late one
-    (zigzag), so that ranks have even work under the causal mask. With the other schemes it owns one chunk. Ranks that
-    exchange heads with each other (``layout.ulysses``) own consecutive chunks.
+    A sequence is cut into equal chunks. With most attention schemes a rank owns an early and a late chunk (zigzag):
+    later tokens see more keys, so that this gives all ranks equal work. With the other schemes a rank owns one chunk.
+    Ranks that exchange heads with each other, ``layout.ulysses`` of them, own consecutive chunks.
     """
     inner = layout.head_ranks
     tables = layout.cp // inner

@@ -194,11 +194,15 @@ class BlockRun:
 class SavedActivations:
     """Mover of the tensors that blocks save for backward, from the device to the host's memory or a file, and back.
 
-    ``device``: where the blocks run; ``file``: file to which tensors are moved, None for the host's memory; ``blocks``:
-    number of first blocks of each pass whose tensors are moved, or 0 to decide by a profile of the first passes;
-    ``report``: called with the profile and the decision, as a dict for the metrics. Two attributes count bytes:
-    ``sent`` is the number of bytes whose move has been begun so far, and ``peak`` the most bytes of saved tensors on
-    the device at once.
+    Args:
+        ``device``: device on which the blocks run.
+        ``file``: file to which tensors are moved; None: the host's memory.
+        ``blocks``: number of first blocks of each pass whose tensors are moved; 0: chosen by a profile of the first
+            passes.
+        ``report``: function that is called with the profile and the chosen number, as a dict for the metrics.
+
+    Two attributes count bytes. ``sent``: bytes whose move off the device has begun so far. ``peak``: most bytes of
+    saved tensors that were on the device at once.
     """
 
     def __init__(
@@ -232,11 +236,12 @@ class SavedActivations:
 
     @contextmanager
     def block(self, module: nn.Module, x: T, *shared: T) -> Iterator[None]:
-        """Return a context in which ``module`` runs forward on ``x``, and tensors that it saves for backward are moved.
+        """Return a context in which ``module`` runs forward on ``x``, and tensors that it saves for backward are moved
+        off the device.
 
-        Parameters and ``shared`` (tensors that all blocks of a pass save) stay on the device. Runs with the same
-        ``shared`` belong to one pass, which backward goes through in the opposite order. Raises :class:`TierError` if a
-        file cannot be written. Backward raises it if the file cannot be read.
+        ``shared``: tensors that all blocks of a pass save. These and the parameters stay on the device. Runs with the
+        same ``shared`` are taken as one pass; backward goes through the runs of a pass in the opposite order. Raises
+        :class:`TierError` if a file cannot be written. If it cannot be read, backward raises this error.
         """
         if not torch.is_grad_enabled():
             yield
@@ -448,10 +453,10 @@ class SavedActivations:
         })  # fmt: skip
 
     def profile(self) -> Profile:
-        """Return a profile of the passes so far, from which the number of blocks with moved tensors is chosen.
+        """Return a profile of the passes so far, by which the number of blocks whose tensors are moved is chosen.
 
-        The profile holds the fastest times of each block without transfers, the bandwidths, and the time that transfers
-        add.
+        It has, for each block, the shortest times of forward and backward without transfers beside them. It also has
+        the bandwidth of transfers in both directions, and the time by which transfers slow the computation down.
         """
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -493,10 +498,12 @@ def move_piece(
     move: Callable[[T, int], None], piece: T, start: int, ready: torch.cuda.Event | None,
     stream: torch.cuda.Stream | None, moved: list[tuple[float, float, int]],
 ) -> None:  # fmt: skip
-    """Run ``move(piece, start)`` on ``stream`` as soon as the device has reached the event ``ready``.
+    """Run ``move(piece, start)`` on ``stream`` once the device has reached the event ``ready``. This function is for a
+    thread, where it may wait.
 
-    ``move``: copies ``piece`` (uint8) to or from the byte ``start`` of a room; ``moved``: list to which the begin and
-    end in seconds and the bytes of the move are appended. Runs in a thread.
+    ``move``: copies ``piece`` (uint8) to or from a room, a stretch of memory or of a file. ``start``: byte of the room
+    at which the piece begins. ``ready``: None: run it at once. ``moved``: list to which a triple
+    is appended: begin and end of the move in seconds, and its bytes.
     """
     if ready is not None:
         ready.synchronize()

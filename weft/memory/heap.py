@@ -33,9 +33,9 @@ def _limit(parameter: int, limit: int) -> None:
 def passing_by_the_heap() -> Iterator[None]:
     """Return a context in which each large tensor gets a memory mapping of its own instead of memory of the heap.
 
-    The context is for assembling a model whose state does not fit in memory. Otherwise the whole state would pass
-    through the heap and leave the heap large and mostly empty. The tensors of later steps would be scattered over it,
-    and touch twice the memory that they need.
+    Use it while a model is assembled whose state does not fit in memory. Without it all the state would pass through
+    the heap in turn, and leave the heap large and mostly empty. Tensors of later steps would then be scattered over the
+    heap, and the process would occupy twice the memory that they need.
     """
     give_heap_back()
     _limit(_MAP, _PASSING)

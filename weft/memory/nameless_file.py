@@ -40,11 +40,11 @@ def nameless_file(folder: Path, name: str) -> int:
 
 
 def reserve(descriptor: int, start: int, size: int, where: str) -> mmap.mmap:
-    """Reserve bytes of a file on the disk, and return them mapped as memory of this process.
+    """Reserve bytes of a file on the disk. Return them mapped as memory of this process.
 
-    ``descriptor``: of the file; ``start``: first byte; ``size``: number of bytes; ``where``: what the error message
-    calls the file, such as ``in /tmp``. Raises :class:`TierError` if the disk is full, because a later write to the
-    memory would then end the process by a signal.
+    ``descriptor``: the file's descriptor; ``start``: first byte; ``size``: number of bytes; ``where``: what the error
+    message calls the file, such as ``in /tmp``. Raises :class:`TierError` if the disk is full. Without the reservation,
+    a later write to the memory would find the disk full, and the process would be ended by a signal.
     """
     try:
         os.posix_fallocate(descriptor, start, size)

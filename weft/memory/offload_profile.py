@@ -16,12 +16,12 @@ HIDDEN = 1.03
 
 
 def most_leaving(index: int, away: int, length: int) -> int:
-    """Return how many earlier blocks may still be in transfer off the device when forward begins a block.
+    """Return how many earlier blocks may still be in transfer off the device when forward begins the block ``index``.
 
-    ``index``: number of the block that begins; ``away``: number of first blocks whose activations are moved;
-    ``length``: number of blocks. Later blocks whose activations stay on the device have not filled their memory yet.
-    Until they do, that memory holds the activations of blocks in transfer. A slow disk can therefore use the whole
-    forward pass.
+    ``away``: number of first blocks whose activations are moved; ``length``: number of all blocks. The result is
+    :data:`MOST_LEAVING` - 1, plus the number of blocks from ``index`` on whose activations stay on the device. The
+    memory for the activations of these blocks is still empty. Until they need it, blocks in transfer may occupy it, so
+    that a slow disk can use the whole forward pass.
     """
     return max(0, length - max(index, away)) + MOST_LEAVING - 1
 
@@ -59,9 +59,9 @@ class Profile:
         ``blocks``: cost of each block.
         ``write``: bytes per second of transfers from the device.
         ``read``: bytes per second of transfers to the device.
-        ``write_drag``: seconds that each byte written adds to the computation beside it, as threads that copy take
-            processors and memory from the computation.
-        ``read_drag``: seconds that each byte read adds.
+        ``write_drag``: seconds by which each byte moved off the device slows the computation beside it. Threads that
+            copy take processors and memory bandwidth from the computation.
+        ``read_drag``: the same for each byte moved to the device.
     """
 
     blocks: Sequence[BlockCost]
@@ -130,11 +130,12 @@ class Profile:
         return max(n for n in numbers if self.offloaded(n).seconds <= limit)
 
     def curve(self) -> dict[str, Any]:
-        """Return how memory and time change with the number of first blocks that are moved, or recomputed.
+        """Return the memory and time of a pass for every number of first blocks that are moved off the device, or
+        recomputed.
 
-        The result is a dict with two lists of :class:`BlocksSaving`. Item n of ``offload`` has the activations of the
-        first n blocks moved off the device. Item n of ``recompute`` has the first n blocks recomputed. ``recompute`` is
-        missing if the blocks are recomputed already.
+        The result is a dict of lists of :class:`BlocksSaving`. Item n of the list ``offload`` is for moving the
+        activations of the first n blocks. Item n of the list ``recompute`` is for recomputing the first n blocks. The
+        list ``recompute`` is missing if the model recomputes its blocks already.
         """
         numbers = range(len(self.blocks) + 1)
         points: dict[str, Any] = {"offload": [self.offloaded(n) for n in numbers[:-1]]}

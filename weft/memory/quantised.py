@@ -14,11 +14,13 @@ T = torch.Tensor
 
 @cache
 def dynamic_map(signed: bool, exponents: int, bits: int) -> T:
-    """Return the values that codes of ``bits`` bits stand for, ascending: float32 ``[2**bits]``.
+    """Return the values that codes of ``bits`` bits stand for, ascending: float32 ``[2**bits]``. Small values are
+    represented about as precisely as large ones (dynamic quantisation, Dettmers et al. 2021, "8-bit Optimizers via
+    Block-wise Quantization").
 
-    They lie in [-1, 1] if ``signed``, else in [0, 1]. Every decade below 1 has twice as many values as the decade below
-    it (dynamic quantisation, Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization"). ``exponents``:
-    number of decades.
+    ``signed``: the values lie in [-1, 1]; otherwise in [0, 1]. ``exponents``: number of decades, that is, ranges from
+    10**-(n+1) to 10**-n, beginning with that from 0.1 to 1. Within a decade values are equally spaced. Each decade has
+    twice as many values as the next smaller one.
     """
     values = [0.0, 1.0]
     fraction_bits = bits - 1 - exponents if signed else bits - exponents
@@ -85,10 +87,10 @@ class Blocks:
 
 
 def encoded(x: T, scale: T, values: T) -> T:
-    """Return the codes (uint8) of the map values nearest to ``x / scale``.
+    """Return, for each element of ``x``, the code (uint8) that stands for the value nearest to ``x / scale``.
 
-    ``scale``: the scale of each element of ``x``; where it is 0, ``x`` must be 0, too. ``values``: the map, the value
-    that each code stands for, ascending.
+    ``scale``: the scale of each element of ``x``; where it is 0, ``x`` must be 0, too. ``values``: for each code, the
+    value that it stands for, ascending.
     """
     values = values.to(x.device, x.dtype)
     middles = (values[1:] + values[:-1]) / 2

@@ -99,12 +99,14 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """Slots in a device's memory, each for one record. A new record replaces the record that was used longest ago.
+    """Slots in a device's memory, each for one record of a store. When all slots are full, a new record replaces the
+    record that was used longest ago.
 
-    ``records``: store of all records; ``slots``: number of slots; ``device``: where the slots are. The attribute
-    ``counts`` has two counts: ``counts["read"]`` is the number of records whose read was begun and not cancelled.
-    ``counts["awaited"]`` is the number of records for which the computation had to wait, because no other record that
-    it needed was in memory.
+    ``records``: the store; ``slots``: number of slots; ``device``: the device.
+
+    The attribute ``counts`` is a dict of two counts. ``counts["read"]``: records whose read was begun and not
+    cancelled. ``counts["awaited"]``: records for which the computation had to wait, as no other record that it needed
+    was in memory.
     """
 
     def __init__(self, records: Records, slots: int, device: torch.device) -> None:
@@ -123,9 +125,10 @@ class Slots:
         self._free = list(memory.view(self.count, -1))
 
     def choose(self, records: Sequence[int]) -> None:
-        """Set the numbers of the records that are used next, and begin to read those that are in no slot.
+        """Begin to read those of ``records`` that are in no slot, because they are used next.
 
-        Reads of other records that :meth:`expect` has begun are cancelled if they are still queued.
+        ``records``: numbers of the records. Reads of other records that :meth:`expect` has begun are cancelled if they
+        are still queued.
         """
         for record in self._expected.difference(records):
             if self.records.give_up(self._there[record].coming):
@@ -148,11 +151,11 @@ class Slots:
             self._expected.add(record)
 
     def using(self, records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
-        """Yield all of ``records`` (numbers) in groups. A group is a list of pairs of a number and the record's memory.
+        """Yield all of ``records``, given by their numbers, in groups: each record once it is in a slot. A group is a
+        list of pairs: a record's number, and its memory, uint8 ``[size]``.
 
-        The memory is uint8 ``[size]``. Records that are already in a slot come first. The memory of a group is valid
-        until the next group is requested. Raises :class:`weft.memory.nameless_file.TierError` if a record cannot be
-        read.
+        Records that are already in a slot come first. The memory of a group may be used until the next group is
+        requested. Raises :class:`weft.memory.nameless_file.TierError` if a record cannot be read.
         """
         self.expect(records)
         left = list(records)

@@ -329,13 +329,20 @@ class Tiers(OnDevice):
         read: bool = True,
         apart: bool = False,
     ) -> Iterator[None]:
-        """Return a context in which some tensors are in the memory where they are used.
+        """Return a context in which some tensors are in the memory in which they are used. Between contexts they rest
+        elsewhere.
 
-        ``owner``: the unit (parameters that are updated together) whose tensors are used; ``kind``: "weights",
-        "gradients" or "moments". ``changes``: whether they may change in the context. ``read``: whether their values
-        are needed; without it their values are undefined at first. ``apart``: whether changed values are written as a
-        second version, so that :meth:`undo` can take the change back. An error in the context leaves the values at rest
-        unchanged. Such a context inside another for the same tensors does nothing.
+        Args:
+            ``owner``: the unit (parameters that are updated together) whose tensors are used.
+            ``kind``: which of its tensors: "weights", "gradients" or "moments".
+            ``changes``: whether the context may change them. They are then written back when it ends.
+            ``read``: whether their values are needed. If not, they are not read, and their values are undefined at
+                first.
+            ``apart``: whether changed values are written as a second version, so that :meth:`undo` can go back to the
+                first.
+
+        If the context ends by an error, the values at rest stay as they were. A context inside another one for the same
+        tensors does nothing.
         """
         group = self._group(owner, kind)
         if group is None or group.in_use:
@@ -357,10 +364,10 @@ class Tiers(OnDevice):
 
     @contextmanager
     def updating(self, owner: Hashable, behind: int = 1) -> Iterator[None]:
-        """Return a context for an update of the unit ``owner``: all its tensors are where they are used.
+        """Return a context in which the unit ``owner`` is updated: all its tensors are in the memory in which they are
+        used. All of them but the gradients may change.
 
-        All but the gradients may change. ``behind``: number of earlier units whose tensors may still be on their way
-        back to where they rest.
+        ``behind``: number of units updated before it whose tensors may still be in transfer back to where they rest.
         """
         if not (groups := self.groups.get(owner)):
             yield

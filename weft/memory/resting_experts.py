@@ -47,10 +47,12 @@ DTYPE = torch.float32
 
 
 class SlottedExperts(Experts):
-    """Experts of one layer whose weights are read into slots of the device's memory when tokens choose them.
+    """Experts of one layer whose weights are read into the device's memory when tokens choose them.
 
-    ``experts``: the layer's experts before, whose place this module takes; ``slots``: the slots; ``first``: number of
-    the record that holds the layer's first expert; ``stored``: dtype of the weights in the records.
+    The weights of each expert are a record, a piece of a file or of the host's memory. A slot is memory of the device
+    for one record. ``experts``: the layer's former experts, which this module replaces; ``slots``: the slots, which all
+    layers share; ``first``: number of the record of the layer's first expert, and the others follow; ``stored``: dtype
+    of the weights in the records.
     """
 
     def __init__(
@@ -120,11 +122,14 @@ class RestingExperts:
         self.file = None if folder is None else TierFile(folder, called="--experts-in")
 
     def lift(self, model: Transformer, values: Values) -> None:
-        """Replace the experts of ``model`` by slots, and store the experts' values in records.
+        """Store the experts of ``model`` outside the device's memory, and replace them by modules that read an expert
+        when it is chosen.
 
-        The parameters of ``model`` are not allocated yet. ``values``: function that reads the values of a parameter.
-        The values are stored in their own type, and widened when they are used: bfloat16 is half as many bytes to read
-        as float32. Raises :class:`UsageError` if the model has no experts.
+        Each expert's values become a record, a piece of the file or of the host's memory. A slot is memory of the
+        device into which a record is read. ``model``: its parameters must not be allocated yet. ``values``: function
+        that reads the values of a parameter. Records keep the type that these values have, and the values are widened
+        in use, because bfloat16 is half as many bytes to read as float32. Raises :class:`UsageError` if the model has
+        no experts.
         """
         blocks = [b for b in model.blocks.values() if isinstance(b.ffn, Mixture)]
         mixtures = [cast(Mixture, b.ffn) for b in blocks]

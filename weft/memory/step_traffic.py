@@ -5,14 +5,15 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Sizes of the state of one unit (parameters that are updated together) in files, and when it may be updated.
+    """Bytes that the state of one unit (parameters that are updated together) takes in files, and when the unit may be
+    updated. What is not in a file counts 0.
 
     Attributes:
-        ``weights``: bytes of its weights in files.
-        ``gradients``: bytes of its gradients in files.
-        ``moments``: bytes of its optimizer moments in files.
+        ``weights``: bytes of its weights.
+        ``gradients``: bytes of its gradients.
+        ``moments``: bytes of its optimizer moments.
         ``learns``: whether it is trained.
-        ``free``: whether it may be updated before the norm of all gradients is known.
+        ``free``: whether it may be updated before the norm of all gradients is known, and so during backward.
     """
 
     weights: float
@@ -33,10 +34,13 @@ class StepTraffic(NamedTuple):
 
 
 def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
-    """Return the bytes that a step reads from and writes to files, in its forward and in its backward half.
+    """Return the bytes that a step reads from and writes to files: those of its forward half, and those of its backward
+    half.
 
-    ``sizes``: sizes of each unit; ``early``: for each unit, whether it is updated during backward instead of in the
-    next step's forward. Both halves read weights. Backward writes the gradients, and a later update reads them again.
+    ``sizes``: sizes of each unit (parameters that are updated together). ``early``: for each unit, whether it is
+    updated during backward; a trained unit that is not early is updated in the next step's forward. Both halves read
+    all weights. Backward writes the gradients. An update in the forward half reads them again. Each update reads and
+    writes the moments, and writes the weights.
     """
     forward = backward = 0.0
     for unit, now in zip(sizes, early, strict=True):
@@ -51,11 +55,11 @@ def step_traffic(sizes: Sequence[Sizes], early: Sequence[bool]) -> StepTraffic:
 
 
 def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
-    """Return a list that says for each unit whether it is updated early, that is, during backward.
+    """Return for each unit (parameters that are updated together) whether it is updated early, during backward.
 
-    ``sizes``: sizes of each unit; ``waiting``: number of units that could be updated early but are updated later. These
-    units are spread evenly over the units whose ``free`` is set. The first free unit is early, unless all of them wait.
-    A unit that is not free is never early.
+    ``sizes``: sizes of each unit. A unit whose ``free`` is not set is never early. Of the free units, ``waiting`` are
+    not early either, and these are spread evenly among the free ones. The first free unit is early, unless all free
+    units wait.
     """
     places = [i for i, unit in enumerate(sizes) if unit.free]
     wait = {places[(2 * i + 1) * len(places) // (2 * waiting)] for i in range(waiting)}
@@ -63,11 +67,13 @@ def spread_waiting(sizes: Sequence[Sizes], waiting: int) -> list[bool]:
 
 
 def choose_early(sizes: Sequence[Sizes], backward: float) -> list[bool]:
-    """Return a list that says for each unit whether to update it early (during backward), to hide transfers best.
+    """Choose for each unit (parameters that are updated together) whether it is updated early, during backward.
+    Otherwise it is updated in the next step's forward. Return a list with True for each early unit.
 
-    ``sizes``: sizes of each unit; ``backward``: computing time of the backward half of a step, in multiples of the
-    computing time of the forward half. For each half of the step there is a ratio of transfer time to computing time.
-    The choice makes the larger of the two ratios as small as possible.
+    The state of units is in files, and an update reads and writes it. The choice spreads these transfers over the two
+    halves of a step, so that computing hides them best: the larger of the two halves' ratios of bytes to computing time
+    becomes as small as possible. ``sizes``: sizes of each unit. ``backward``: computing time of the backward half, in
+    multiples of that of the forward half.
     """
 
     def longest(early: Sequence[bool]) -> float:

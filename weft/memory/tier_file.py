@@ -201,15 +201,16 @@ class Transfer:
 
 @dataclass(eq=False)
 class Region:
-    """Region of a file for offloaded tensors.
-
-    While a transfer runs, nothing else may change its bytes, neither another transfer nor a write to ``memory``.
+    """Region of a file: a run of its bytes in which offloaded tensors are stored.
 
     Attributes:
         ``file``: the file.
         ``offset``: byte of the file at which the region begins.
         ``size``: bytes of the region.
-        ``memory``: the same bytes mapped into this process, uint8.
+        ``memory``: the region's bytes mapped into this process, uint8.
+
+    While a transfer to or from the region runs, nothing else may change its bytes: neither another transfer nor a write
+    to ``memory``.
     """
 
     file: "TierFile"

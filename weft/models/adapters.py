@@ -39,12 +39,13 @@ T = torch.Tensor
 
 
 class LowRank(Module):
-    """The low-rank factors ``a`` and ``b`` that adapt a weight ``[out, in]`` (LoRA).
+    """The trained factors that adapt a weight ``[out, in]`` (LoRA): ``a`` and ``b``, whose product is a matrix of low
+    rank.
 
-    With kind ``dora`` there is also ``magnitude`` ``[out]``, the trained norm of each row of the weight. At the start
-    ``b`` is zero and the magnitude is that of the weight, so that the adapter changes nothing. ``table``: descriptions
-    of the model's parameters; ``path``: name of this module in the model; ``scale``: factor of the adapter's output;
-    ``whole``: whether every rank of ``tp`` holds all of the weight.
+    With kind ``dora`` there is also ``magnitude`` ``[out]``, the trained norm of each row of the adapted weight. At the
+    start the adapter changes nothing: ``b`` is zero, and ``magnitude`` has the norms of the weight's rows. ``table``:
+    descriptions of the model's parameters; ``path``: name of this module in the model; ``scale``: factor of the
+    adapter's output; ``whole``: whether every rank of ``tp`` holds all of the weight.
     """
 
     def __init__(

@@ -295,11 +295,12 @@ def attention_backward(
 def set_backward(
     operator: CustomOpDef, backward: CustomOpDef, kept: slice = slice(None)
 ) -> None:
-    """Make ``backward`` the gradient of the custom operator ``operator``.
+    """Make the custom operator ``backward`` the gradient of the custom operator ``operator``.
 
-    The operator's arguments are q, k, v, ``cu_seqlens`` and plain values. ``backward`` is called with these arguments
-    in turn: the gradient of the operator's first output; q, k and v; some of the operator's outputs; the operator's
-    other arguments. ``kept``: slice of the operator's outputs that ``backward`` gets.
+    ``operator``: takes q, k, v, ``cu_seqlens`` and plain values; only the gradient of its first output is used.
+    ``backward``: returns the gradients of q, k and v. It takes, in this order: the gradient of that first output; q, k
+    and v; the outputs of ``operator`` that ``kept`` selects; ``cu_seqlens`` and the plain values. ``kept``: slice of
+    the operator's outputs; by default all.
     """
 
     def save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

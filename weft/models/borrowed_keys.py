@@ -31,10 +31,11 @@ class LoanPart(NamedTuple):
 
 
 class LentQuery(NamedTuple):
-    """The queries of one text in a message to a lender, an engine that holds keys and values of the text.
+    """The queries of one text in a message to a lender. A lender is an engine that holds keys and values of the text
+    for another engine.
 
-    ``first:last``: rows of these queries among all queries of the message; ``past``: position of the first of them in
-    the text; ``parts``: the tokens of the text that the lender holds.
+    ``first``, ``last``: the queries are the rows ``first:last`` of all queries in the message. ``past``: position in
+    the text of the first of them. ``parts``: the stretches of the text's tokens that the lender holds.
     """
 
     first: int
@@ -85,11 +86,13 @@ LentBlocks = dict[int, LentBlock]
 
 
 class BorrowingGroup(NamedTuple):
-    """New tokens of texts whose first cache blocks are lent, that is, held by other engines.
+    """New tokens, in a packed row, of all texts whose first cache blocks are lent, that is, held by other engines. The
+    new tokens are the queries of attention, and are numbered here from 0.
 
-    ``rows``: index of each new token in the packed row. ``own``: for each text a span that covers only the part of the
-    text in this engine's cache; its new tokens are counted within ``rows``. ``asked``: for each lender a triple: the
-    lender, its queries by text, and the places of these queries in ``rows``.
+    ``rows``: for each of these queries, its index in the packed row. ``own``: for each text, a span for the part of the
+    text in this engine's cache. Its ``first`` and ``last`` are numbers of queries, and its ``past`` and ``table`` leave
+    out the lent blocks. ``asked``: for each lender a triple: the lender; its queries by text; and the numbers of these
+    queries here.
     """
 
     rows: T  # [queries], places in the packed row
@@ -139,11 +142,12 @@ def attend_borrowing(
     q: T, group: BorrowingGroup, layer: int, window: int,
     read: Callable[[Span, int], tuple[T, T, int]],
 ) -> T:  # fmt: skip
-    """Compute the attention of all queries of ``group``, ``[queries, heads, width]``, to their own texts.
+    """Compute the attention of all queries of ``group`` to their own texts: ``[queries, heads, width]``. Keys in other
+    engines are included; these engines (lenders) compute while this engine does.
 
-    ``q``: the queries; ``layer``: index of the layer; ``window``: the number of tokens that a token sees, itself
-    included; 0: all. ``read``: a function from a span and the window to three values: the keys and the values in this
-    cache, and the number of the first tokens that these leave out. Lenders compute at the same time as this engine.
+    ``q``: the queries, of the result's shape; ``layer``: index of the layer; ``window``: the number of tokens that a
+    token sees, itself included; 0: all. ``read``: called with a span and ``window``. It returns the keys and the values
+    of the span's text in this cache, and how many of its first tokens are left out, because the window hides them.
     """
     pending = [
         (lender.ask(layer, queries, q[places], window), places)

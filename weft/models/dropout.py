@@ -55,10 +55,12 @@ def current_draws() -> T | None:
 
 
 def dropped(x: T, share: float, draws: T, name: str, first: int) -> T:
-    """Apply dropout to ``x`` ``[batch, seq, channels]``: set a fraction ``share`` to zero, and scale up the rest.
+    """Apply dropout to ``x`` ``[batch, seq, channels]``: set a fraction ``share`` of its elements to zero, and scale up
+    the rest. Which elements are zero does not depend on the layout.
 
-    ``draws``: random bits of the tokens ``[batch, seq]``; ``name``: name of the weight that is multiplied with ``x``;
-    ``first``: index of the first channel of ``x`` in the whole input. The result does not depend on the layout.
+    ``draws``: random bits of each token, ``[batch, seq]``; ``name``: name of the weight that is multiplied with ``x``,
+    which makes the choice differ between weights. ``x`` may be a part of the weight's input; ``first`` is then the
+    index, in the whole input, of its first channel.
     """
     channels = (torch.arange(first, first + x.shape[-1], device=x.device) + 1) * STEP
     numbers = _mixed(

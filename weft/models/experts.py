@@ -132,8 +132,9 @@ def expert_counts(ids: T, experts: int) -> T:
 def spread(x: T, order: T, k: int, rows: int | None = None) -> T:
     """Copy each token to one row per expert that it is routed to: ``[tokens, embed]`` to ``[tokens * k, embed]``.
 
-    ``k``: experts per token; ``order``: a permutation of the ``tokens * k`` routes, usually by expert. Route ``i``
-    belongs to token ``i // k``. ``rows``: return only this many of the first rows; None: all.
+    ``k``: experts per token. A route is a pair of a token and one of its experts: route ``i`` belongs to token ``i //
+    k``. ``order``: the routes in the order of the result's rows, usually sorted by expert. ``rows``: return only this
+    many first rows; None: all.
     """
     return MovedRows.apply(
         x, partial(_choices, k=k), partial(_sums, k=k, places=len(x) * k), order[:rows]
@@ -285,11 +286,12 @@ def grouped_runs(x: T, *weights: T) -> bool:
 
 
 def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False) -> T:
-    """Multiply ``x`` ``[rows, in]`` with expert weights: ``[rows, out]``. No gradient is recorded.
+    """Multiply ``x`` ``[rows, in]`` with the weights of one or several experts. Return ``[rows, out]``. No gradient is
+    recorded.
 
-    ``weight``: ``[in, out]`` of one expert, or ``[experts, in, out]``; then the rows are sorted by expert, and
-    ``counts`` has the number of rows of each. ``out``: the tensor to write to, if given; with ``add`` the product is
-    added to ``out``.
+    ``weight``: ``[in, out]`` of one expert, or ``[experts, in, out]``. With several experts the rows are sorted by
+    expert, and ``counts`` has the number of rows of each; with one it is not used. ``out``: the tensor to write to;
+    None: a new one. ``add``: add the product to ``out``, instead of overwriting it.
     """
     if weight.dim() == 2:
         return multiply(x, weight, plus=out if add else None, out=out)
@@ -304,10 +306,12 @@ def product(x: T, weight: T, counts: T, out: T | None = None, add: bool = False)
 
 
 def gradient(grad: T, x: T, counts: T, out: T) -> None:
-    """Write into ``out`` the gradient ``grad.T @ x`` of a weight, or of each weight of a stack of experts.
+    """Write into ``out`` the gradient of a weight ``[out, in]``, which is ``grad.T @ x``, or those of a stack of such
+    weights, one per expert.
 
-    ``grad``: ``[rows, out]``; ``x``: ``[rows, in]``; ``out``: ``[out, in]`` for all rows together, or ``[experts, out,
-    in]``. The rows of a stack are sorted by expert; ``counts``: the number of rows of each.
+    ``grad``: gradient of the weight's output, ``[rows, out]``; ``x``: the weight's input, ``[rows, in]``; ``out``:
+    ``[out, in]`` for one weight, or ``[experts, out, in]`` for a stack. For a stack, rows are sorted by expert, and
+    ``counts`` has the number of rows of each expert. For one weight ``counts`` is not used.
     """
     if out.dim() == 2:
         multiply(grad.t(), x, out=out)
@@ -485,10 +489,11 @@ class Experts(Module):
     ) -> T:
         """Run each expert on its rows, and return the results: ``[rows, embed]``.
 
-        ``rows``: sorted by expert; ``counts``: the number of rows of each expert; ``lent``: stacks of weights of other
-        ranks' experts, which come after this rank's own; ``stacks``: function from this rank's gate, up and down
-        weights to the stacks of weights that the rows need, or None to use this rank's weights. A layout may cut each
-        expert over a mesh axis. The results of its ranks must then be added up.
+        ``rows``: the tokens, sorted by expert, ``[rows, embed]``; ``counts``: the number of rows of each expert.
+        ``lent``: stacks of weights of other ranks' experts, which are numbered after this rank's own. ``stacks``:
+        function from this rank's gate, up and down weights to the stacks of weights that the rows need; None: this
+        rank's weights are used as they are. If the layout cuts each expert over a mesh axis, a result is only a
+        summand, and the caller must add up those of the axis's ranks.
         """
         own = self.own if stacks is None else stacks(*self.own)
         if not lent:
@@ -557,11 +562,12 @@ class Mixture(Module):
         return result_of(self.steps(x, seen, early))
 
     def steps(self, x: T, seen: RouterPass | None, early: EarlyMixture | None) -> Steps:
-        """Run as a generator what :meth:`forward` computes, so that other work can run during transfers.
+        """Run as a generator what :meth:`forward` computes, so that the caller can run other work during transfers. The
+        generator returns the result.
 
-        The arguments are those of :meth:`forward`. The generator yields before rows are sent to experts, and while they
-        are in transfer. If each rank of ``tp`` has a part of every expert, the rank computes the tokens of all ranks of
-        ``tp``. If it has whole experts, it routes only its own tokens.
+        The arguments are those of :meth:`forward`. The generator yields before rows are sent to experts, and then while
+        rows are in transfer. With experts cut over ``tp``, this rank computes the tokens of all ranks of ``tp``, as
+        each of them has a part of every expert. With whole experts it routes only its own tokens.
         """
         if self.router.own:
             return (yield from self._steps(x, self.shared, seen, early))

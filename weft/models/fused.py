@@ -45,9 +45,9 @@ class ImmediateTape(Tape):
 def run_tape(tape: Tape) -> None:
     """Run the calls on ``tape`` in order, and empty the tape.
 
-    A tape is a list of calls that add weight gradients to ``.grad``. Each call is dropped as soon as it has run,
-    because it holds tensors as large as activations. Call and tape refer to each other, so that garbage collection
-    would free the call late.
+    A tape is a list of calls, each of which adds a weight gradient to ``.grad``. A call holds tensors as large as
+    activations, so it is taken off the tape as soon as it has run. Otherwise their memory would be freed late, by
+    garbage collection, because call and tape refer to each other.
     """
     tape.reverse()
     while tape:
@@ -59,10 +59,11 @@ _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 @contextmanager
 def deferred(tape: Tape | None) -> Iterator[None]:
-    """Return a context in which backward appends the computation of projections' weight gradients to ``tape``.
+    """Return a context in which backward leaves the weight gradients of projections for later: it appends calls that
+    compute them to ``tape``.
 
-    The input's gradient is then ready earlier (Qi et al. 2023), and the calls on the tape may run at any later time. If
-    ``tape`` is None, or under ``torch.compile``, backward computes both gradients itself.
+    Backward then has the gradient of a projection's input earlier (Qi et al. 2023). The caller may run the calls at any
+    later time. If ``tape`` is None, or under ``torch.compile``, backward computes both gradients at once, as usual.
     """
     token = _tape.set(tape)
     try:

@@ -54,10 +54,12 @@ def log_decay(mixer: str, heads: int) -> list[float]:
 
 
 def state_to_tokens(positions: T, decay: T) -> T:
-    """Return the factors by which each token's output uses the state before a stretch: ``[rows, heads, tokens, 1]``.
+    """Return, for each token of a stretch, how much of the state before the stretch enters the token's output: a
+    factor, ``[rows, heads, tokens, 1]``.
 
-    A stretch is a run of tokens of each row that one rank holds. The factor is 0 for tokens of documents that begin in
-    the stretch. ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the
+    A stretch is a run of tokens of each row that one rank holds. The state is what linear attention keeps of a
+    document's earlier tokens; it decays with each token. The factor is 0 for tokens of a document that begins in the
+    stretch. ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the
     decay per token, ``[heads]``.
     """
     i = torch.arange(positions.shape[1], device=positions.device)
@@ -66,9 +68,11 @@ def state_to_tokens(positions: T, decay: T) -> T:
 
 
 def tokens_to_state(positions: T, decay: T) -> T:
-    """Return the factor with which each token enters the state after its stretch: ``[rows, heads, tokens, 1]``.
+    """Return, for each token of a stretch, how much of it is in the state after the stretch: a factor, ``[rows, heads,
+    tokens, 1]``.
 
-    A stretch is a run of tokens of each row that one rank holds. The factor is 0 for tokens outside the stretch's last
+    A stretch is a run of tokens of each row that one rank holds. The state is what linear attention keeps of a
+    document's earlier tokens; it decays with each token. The factor is 0 for tokens that are not of the stretch's last
     document. ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the
     decay per token, ``[heads]``.
     """
@@ -78,9 +82,10 @@ def tokens_to_state(positions: T, decay: T) -> T:
 
 
 def state_to_state(positions: T, decay: T) -> T:
-    """Return the factor by which a stretch multiplies the state before it: ``[rows, heads, 1, 1]``.
+    """Return how much of the state before a stretch is left in the state after it: a factor, ``[rows, heads, 1, 1]``.
 
-    A stretch is a run of tokens of each row that one rank holds. The factor is 0 where a document begins in the
+    A stretch is a run of tokens of each row that one rank holds. The state is what linear attention keeps of a
+    document's earlier tokens; it decays with each token. The factor is 0 in rows where a document begins in the
     stretch. ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the
     decay per token, ``[heads]``.
     """
@@ -106,21 +111,24 @@ def _chunks(positions: T, size: int) -> Iterator[tuple[slice, T]]:
 
 
 def local_state(k: T, v: T, positions: T, decay: T) -> T:
-    """Return the state after a stretch if the state before it is zero: ``[rows, heads, dk, dv]``.
+    """Return what a stretch alone adds to the state of linear attention, ``[rows, heads, dk, dv]``: the state after the
+    stretch if the state before it is zero.
 
-    A stretch is a run of tokens of each row that one rank holds. ``k, v``: ``[rows, heads, tokens, dk or dv]``;
-    ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the decay per
-    token, ``[heads]``.
+    A stretch is a run of tokens of each row that one rank holds. The state is the decayed sum of the products of keys
+    and values of a document's tokens. ``k, v``: ``[rows, heads, tokens, dk or dv]``; ``positions``: position of each
+    token in its document, ``[rows, tokens]``; ``decay``: logarithm of the decay per token, ``[heads]``.
     """
     return (k * tokens_to_state(positions, decay)).mT @ v
 
 
 def forward(q: T, k: T, v: T, positions: T, decay: T, size: int = CHUNK) -> T:
-    """Return the outputs of a stretch if the state before it is zero: ``[rows, heads, tokens, dv]``.
+    """Return the outputs of linear attention for a stretch, without what earlier stretches add: ``[rows, heads, tokens,
+    dv]``.
 
     A stretch is a run of tokens of each row that one rank holds. ``q, k, v``: ``[rows, heads, tokens, dk or dv]``;
     ``positions``: position of each token in its document, ``[rows, tokens]``; ``decay``: logarithm of the decay per
-    token, ``[heads]``; ``size``: tokens of a chunk, within which attention is computed with a matrix of scores.
+    token, ``[heads]``; ``size``: tokens of a chunk. Within a chunk attention is computed by a matrix of scores, and
+    between chunks by a state.
     """
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     state: T | None = None
@@ -184,13 +192,14 @@ def positions_of(cu_seqlens: Sequence[int], row: int, lo: int, hi: int) -> T:
 
 
 class Cut(NamedTuple):
-    """How rows are cut into stretches that ranks hold, with tensors that follow from this cut.
+    """How rows of tokens are cut over ranks for linear attention, with tensors that follow from the cut. Each row is
+    cut into stretches of equal length; a stretch is held by one rank.
 
     Attributes:
-        ``places``: the rank of each stretch.
+        ``places``: the rank that holds each stretch.
         ``size``: tokens of a stretch.
-        ``positions``: by stretch of this rank, the positions of the stretch's tokens in their documents.
-        ``through``: for every stretch, the factor by which it multiplies the state before it.
+        ``positions``: for each stretch of this rank, by its index, the position of each of its tokens in its document.
+        ``through``: for every stretch, the factor by which the state before it enters the state after it.
         ``decay``: logarithm of the decay per token, ``[heads]``.
     """
 
