@@ -60,12 +60,12 @@ class SchedulingPolicy:
 def exact_fill(
     running: Sequence[Request], waiting: Sequence[Request], budget: int
 ) -> list[tuple[Request, int]]:
-    """Choose the requests of the next step. Return them in pairs with the number of their tokens that the step
-    computes.
+    """Return all requests in the order in which the next step serves them, each with the number of tokens that it could
+    use.
 
-    ``budget``: tokens of the step. It goes to the next tokens of ``running`` requests first, then to the prompts of
-    ``waiting`` ones, the oldest first. The prompt that no longer fits is cut where the budget ends; later steps compute
-    its rest (Dynamic SplitFuse).
+    The step goes through the list until its ``budget`` of tokens is used up, and computes only a part of the last
+    request's tokens if no more are left (Dynamic SplitFuse). ``running`` requests come first: those that need one
+    token, then those with more tokens to compute. ``waiting`` requests follow, the oldest first.
     """
     order = sorted(running, key=lambda r: (r.wanted > 1, r.turn))
     return [(r, r.wanted) for r in (*order, *waiting)]

@@ -48,7 +48,6 @@ class Place:
     ``coordinates``: the rank's coordinate by name of the axis, and its index by name of the group. In each group ranks
     are numbered from 0 in the order of their world ranks. The groups are:
 
-
         ``state``: the ranks of ``shard`` and ``cp`` together, which divide the parameters' state among them.
         ``ep``: neighbouring data ranks, each with different experts.
         ``expert_state``: ranks with the same experts, each with a different part of the experts' state.
