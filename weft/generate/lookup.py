@@ -73,9 +73,10 @@ class NgramIndex:
         """Return ``path`` with further tokens, ``count`` tokens in all or fewer. Each further token is the one that
         follows most often in the indexed text.
 
-        ``ends``: positions in the indexed text at which ``path`` occurs. ``floor``: the extension stops before less
-        than this share of these occurrences goes on like the extended path. Where an occurrence reaches the end of the
-        indexed text, ``path`` itself is assumed to follow there, as if the text repeated itself.
+        ``ends``: positions in the indexed text at which ``path`` occurs, each the index of the path's first token
+        there. ``floor``: a share of these occurrences; the extension stops before fewer of them than this go on in the
+        same way. Where an occurrence reaches the end of the indexed text, ``path`` itself is assumed to follow there,
+        as if the text repeated itself.
         """
         text, chance, path = self.ids, 1.0, list(path)
         while len(path) < count:

@@ -498,12 +498,12 @@ def move_piece(
     move: Callable[[T, int], None], piece: T, start: int, ready: torch.cuda.Event | None,
     stream: torch.cuda.Stream | None, moved: list[tuple[float, float, int]],
 ) -> None:  # fmt: skip
-    """Run ``move(piece, start)`` on ``stream`` once the device has reached the event ``ready``. This function is for a
-    thread, where it may wait.
+    """Wait until the device has reached the event ``ready``, and then run ``move(piece, start)`` on ``stream``. This
+    function is for a thread of its own.
 
     ``move``: copies ``piece`` (uint8) to or from a room, a stretch of memory or of a file. ``start``: byte of the room
-    at which the piece begins. ``ready``: None: run it at once. ``moved``: list to which a triple
-    is appended: begin and end of the move in seconds, and its bytes.
+    at which the piece begins. ``ready``: None: do not wait. ``moved``: list to which a triple is appended: begin and
+    end of the move in seconds, and its bytes.
     """
     if ready is not None:
         ready.synchronize()

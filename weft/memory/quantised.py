@@ -14,13 +14,13 @@ T = torch.Tensor
 
 @cache
 def dynamic_map(signed: bool, exponents: int, bits: int) -> T:
-    """Return the values that codes of ``bits`` bits stand for, ascending: float32 ``[2**bits]``. Small values are
-    represented about as precisely as large ones (dynamic quantisation, Dettmers et al. 2021, "8-bit Optimizers via
+    """Return the values that codes of ``bits`` bits stand for, ascending: float32 ``[2**bits]``. They are denser near
+    0, so that small numbers keep some precision (dynamic quantisation, Dettmers et al. 2021, "8-bit Optimizers via
     Block-wise Quantization").
 
-    ``signed``: the values lie in [-1, 1]; otherwise in [0, 1]. ``exponents``: number of decades, that is, ranges from
-    10**-(n+1) to 10**-n, beginning with that from 0.1 to 1. Within a decade values are equally spaced. Each decade has
-    twice as many values as the next smaller one.
+    ``signed``: the values lie in [-1, 1]; otherwise in [0, 1]. ``exponents``: number of decades: the first is the range
+    from 0.1 to 1, the second that from 0.01 to 0.1, and so on. Within a decade values are equally spaced. Each decade
+    has twice as many values as the next smaller one.
     """
     values = [0.0, 1.0]
     fraction_bits = bits - 1 - exponents if signed else bits - exponents
