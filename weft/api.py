@@ -31,7 +31,8 @@ def start(
 
     If the layout has several ranks, they are started as processes of this machine. Under torchrun or Slurm, where every
     rank calls this function, the existing ranks are joined instead. A recipe without a layout gets the planner's.
-    ``out``: the run folder (default ``runs/NAME``); ``resume``: "auto", a run or a checkpoint. Raises
+    ``out``: the run folder (default ``runs/NAME``); ``resume``: the run or checkpoint to continue; "auto": the run in
+    ``out`` or, without ``out``, the newest run of the recipe's name; without a checkpoint there, a new run. Raises
     :class:`WeftError` if the run fails. After Ctrl-C or SIGTERM the run is saved, and the result has the signal as
     ``interrupted``.
     """
@@ -107,9 +108,9 @@ def be_rank(
 ) -> Outcome | None:
     """Train as one rank of the run in the folder ``out``, and return how the run ended.
 
-    ``resume``: the run or checkpoint to continue, "auto", or None for a new run. At the end, after the other ranks have
-    left, the first rank calls ``conclude`` with the recipe and the outcome. Returns None if other ranks have finished
-    the run without this one.
+    ``resume``: the run or checkpoint to continue; "auto": the run in ``out`` or, without ``out``, the newest run of the
+    recipe's name; None: a new run. At the end, after the other ranks have left, the first rank calls ``conclude`` with
+    the recipe and the outcome. Returns None if other ranks have finished the run without this one.
     """
     recipe = as_recorded(recipe, out, resume)
     places, started = recipe.layout.world, int(os.environ.get("WORLD_SIZE", "1"))
@@ -184,7 +185,8 @@ def finish_run(recipe: Recipe, outcome: Outcome) -> Finished:
     """Write a run's report, add the run to the measured runs and, if the recipe asks for it, export a checkpoint.
 
     ``outcome``: how the run ended. The measured runs are a file from which the planner learns. The best checkpoint is
-    exported if the run has marked one, else the last. An interrupted run exports none.
+    exported if the run has marked one, else the last. An interrupted run exports none. Returns the paths of the files
+    that were written.
     """
     from weft.observe.measured import append
     from weft.observe.run_page import write_report

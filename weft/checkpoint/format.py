@@ -44,11 +44,11 @@ class StoredBlock(NamedTuple):
 
 
 def cut_blocks(box: Box, shape: Sequence[int], itemsize: int) -> Iterator[Box]:
-    """Cut the box ``box`` of a tensor into smaller boxes of similar size, the blocks of a checkpoint.
+    """Cut the box ``box`` of a tensor into the blocks of a checkpoint, which are smaller boxes. Yields these boxes.
 
-    ``shape``: shape of the whole tensor; ``itemsize``: bytes of an element. A tensor with long rows is first cut
-    between columns, at the same columns whatever the box is. Then every tensor is cut between rows. Yields the smaller
-    boxes.
+    ``shape``: shape of the whole tensor; ``itemsize``: bytes of an element. If the tensor's last dimension is long, the
+    box is first cut along it, at positions that depend on ``shape`` and not on ``box``. Then each part is cut along the
+    first dimension, into blocks of similar size.
     """
     if not box:
         yield box
@@ -220,10 +220,11 @@ def root_index(
     """Return the index in a checkpoint's root file: all tensors, and for each tensor which manifests list its blocks.
 
     ``manifests``: for each manifest, by name, the descriptions of its tensors, and its blocks. The index is a dict with
-    three entries. ``manifests`` lists the names of the manifests. ``places`` lists the ways in which tensors are spread
-    over manifests: each place is a list of ``[number of the manifest, box]``. ``tensors`` has the description of each
-    tensor, by name, with the number of its place. Raises :class:`DamagedCheckpoint` if the blocks of a tensor do not
-    hold each element exactly once.
+    three entries. ``manifests`` is a list of the manifests' names. ``places`` is a list of the ways in which tensors
+    are spread over manifests. Each place is a list of pairs: the index of a manifest in ``manifests``, and the box of
+    the tensor that this manifest's file holds. ``tensors`` gives for each tensor, by name, its description and the
+    index of its place in ``places``. Raises :class:`DamagedCheckpoint` if the blocks of a tensor do not hold each
+    element exactly once.
     """
     numbers = {name: i for i, name in enumerate(manifests)}
     tensors: dict[str, Tensor] = {}

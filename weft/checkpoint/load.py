@@ -144,9 +144,9 @@ class StoredCheckpoint:
     ) -> Iterator[tuple[StoredBlock, memoryview]]:
         """Read and verify a group of blocks, and yield each block with its bytes.
 
-        ``group``: blocks that follow each other without a gap in one file; ``places``: memory to read some of the
-        blocks into; ``scratch``: memory for the bytes of the other blocks, by default newly allocated. Raises
-        :class:`DamagedCheckpoint`.
+        ``group``: blocks that follow each other without a gap in one file; ``places``: for some of the
+        blocks, the memory to read each into; ``scratch``: one memory for the bytes of all other blocks, by default
+        newly allocated. Raises :class:`DamagedCheckpoint`.
         """
         first, size, at = group[0], sum(b.size for b in group), 0
         begun = time.perf_counter()

@@ -27,15 +27,15 @@ Stamps = tuple[tuple[str, int, int], ...]
 
 @dataclass
 class FamilyMember:
-    """Model of a family, whose weights rest in its files until the model is opened.
+    """One model of a family: a base model, or another model of its shape. The weights stay in files until it is opened.
 
     Attributes:
         ``name``: name of the model.
         ``where``: folder of the model.
         ``files``: contents of the files beside the weights, by name.
         ``digests``: hashes of the weights, by parameter; None until the model has been opened.
-        ``own``: bytes of the weights that the base model does not have. Before the model has been opened, it is the
-            size of the whole base model.
+        ``own``: bytes of the model's weights that differ from those of the base model. Before the model has been opened
+            this is not known, and the field is the size of the whole base model.
         ``stamps``: names, sizes and times of the files when the weights were last read.
         ``pretrained``: the opened model files, from which weights are read; None until they are opened.
     """
@@ -93,8 +93,9 @@ class ModelFamily:
     def open(self, member: FamilyMember) -> Transformer:
         """Open ``member``, and return it as a model with weights.
 
-        At the first call all weights are read and hashed. Later calls read only those weights that no open model of the
-        family has. Raises :class:`WeftError` if a weight that is read has changed since the first call.
+        When a member is opened for the first time, all its weights are read and hashed. When it is opened again, only
+        those weights are read that no open model of the family has in memory. Raises :class:`WeftError` if a weight
+        that is read has changed since the first time.
         """
         stamps, known = stamps_of(member.where), member.digests
         unchanged = known is not None and stamps == member.stamps

@@ -108,10 +108,11 @@ def redistribute(
 ) -> int:
     """Fill this rank's parts ``targets`` in place with elements that the ranks hold in ``sources``. Collective.
 
-    ``sources``: pairs of a tensor's name and this rank's part of it under the old layout, with several parts of one
-    tensor allowed; ``targets``: this rank's parts under the new layout, by name; ``group``: the ranks that take part
-    (default: all). A rank outside the old or the new layout gives no parts for it. Returns the bytes that this rank
-    sent. Raises :class:`WeftError` on all ranks if shapes or types differ or an element is missing.
+    ``sources``: this rank's parts of tensors under the old layout, each as a pair of the tensor's name and the part. A
+    tensor may occur several times. ``targets``: this rank's parts under the new layout, by the tensor's name. A rank
+    that is not in the old layout passes no sources, and one that is not in the new layout passes no targets. ``group``:
+    the ranks that take part (default: all). Returns the number of bytes that this rank sent. Raises :class:`WeftError`
+    on all ranks if shapes or types differ or an element is missing.
     """
     rank, world = (
         (dist.get_rank(group), dist.get_world_size(group))

@@ -51,9 +51,9 @@ def load_state(
 ) -> Progress:
     """Load ``checkpoint``, whatever layout it was saved from, into ``state``. Returns the progress of the saved run.
 
-    The checkpoint may lack some tensors that the optimizer keeps beside the parameters, such as moving averages. Those
-    named in :data:`LIKE_PARAMETERS` then start as copies of the parameters. Collective over ``group`` (default: all
-    ranks).
+    The checkpoint may lack some optional tensors of the optimizer, such as moving averages of the parameters. A missing
+    tensor that :data:`LIKE_PARAMETERS` names becomes a copy of its parameter; any other stays as it is in ``state``.
+    Collective over ``group`` (default: all ranks).
     """
     from weft.checkpoint import reshard
 

@@ -107,11 +107,11 @@ class S3Storage:
         return total
 
     def create(self, name: str, data: bytes) -> bool:
-        """Create a small object ``name`` with the bytes ``data`` atomically.
+        """Create a small object ``name`` with the bytes ``data`` atomically, and return whether it has been created.
 
-        Returns False if an object of that name exists with other bytes. An object with the same bytes counts as created
-        by this call, because a request whose answer was lost is repeated. So processes that compete for a name must
-        write different bytes.
+        Returns False if an object of that name exists with other bytes. If it exists with the same bytes, the result is
+        True: an earlier attempt of this call may have created it, and only the answer was lost. So processes that
+        compete for a name must write different bytes.
         """
         key = self._key(name)
 

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Saved:
-    """Report of one rank about a save: about writing its own part, or about the commit of the whole save.
+    """Report of one rank about a save.
 
-    It is about the commit if ``report.committed`` is set. ``rank``: rank that reports; ``step``: step of the
-    checkpoint; ``where``: address of the checkpoint; ``report``: result of the work.
+    A rank reports once that it has written its own part. Rank 0 reports also about the commit, which completes the
+    whole save. ``rank``: rank that reports; ``step``: step of the checkpoint; ``where``: address of the checkpoint;
+    ``report``: result of the work. Its ``committed`` is set only in the report of a commit that succeeded.
     """
 
     rank: int

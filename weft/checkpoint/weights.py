@@ -42,8 +42,8 @@ class Pretrained:
     Attributes:
         ``name``: the model's name in messages.
         ``shape``: shape of the model.
-        ``values``: function that reads the values of a parameter's box; None if the name is that of a ``config.json``
-            alone.
+        ``values``: function that reads a box (a region of elements) of a parameter; None if the name is that of a
+            ``config.json`` alone, so that there are no weights.
         ``files``: contents of the files beside the weights, such as the tokenizer's, by name.
     """
 

@@ -56,9 +56,9 @@ def plan_serving(
 ) -> int:  # fmt: skip
     """Print the placements of engines that could serve ``model``, best first. Returns the exit code.
 
-    ``cluster``: cluster file or preset for which the planner estimates step times; None: a checkpoint is timed on this
-    machine. ``gpus``: most devices; None: all. ``asked``: latencies and load. ``as_json``: print JSON instead of a
-    table.
+    ``cluster``: cluster file or preset; the planner estimates how long a step takes there. None: engine steps of
+    ``model`` are timed on this machine. ``gpus``: largest number of devices to use; None: all. ``asked``: the latencies
+    that are required, and the load. ``as_json``: print JSON instead of a table.
     """
     from itertools import accumulate
 

@@ -30,12 +30,12 @@ class BalancingMove(NamedTuple):
 def balancing_move(
     views: Sequence[EngineView], answers: Mapping[str, Sequence[MovableAnswer]]
 ) -> BalancingMove | None:
-    """Return a move from the engine with the least free memory per answer to the one with the most. Return None if no
-    move is needed or none helps.
+    """Return a move of one answer from the engine with the least free memory per answer to the engine with the most.
 
     ``views``: what is known of each engine. ``answers``: for each engine, by its name, the answers that it can give
-    away. The least urgent of these moves. Of equally urgent ones the shortest moves, as it has the fewest blocks to
-    send.
+    away. A move helps if the target still has more free memory per answer than the source afterwards. Of the moves that
+    help, that of the least urgent answer is returned; among equally urgent answers it is the one with the fewest cache
+    blocks. Returns None if the engines are balanced well enough, or if no move helps.
     """
     if len(views) < 2:
         return None

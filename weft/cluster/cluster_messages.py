@@ -47,15 +47,16 @@ class EngineAbout(NamedTuple):
         ``instance``: random text that no other process has.
         ``version``: version of Weft.
         ``fingerprint``: hash of the model's configuration and weights.
-        ``vocab``: token ids of the model.
-        ``embed``: elements of an embedding.
-        ``cache``: tokens that the cache holds.
-        ``block``: tokens of a cache block.
-        ``most``: largest number of answers at a time.
+        ``vocab``: number of token ids of the model.
+        ``embed``: number of elements of an embedding.
+        ``cache``: number of tokens for which the cache has room.
+        ``block``: number of tokens of a cache block.
+        ``most``: largest number of answers that the engine writes at a time.
         ``searches``: whether beam searches are possible.
         ``adapters``: hash of each adapter, by name.
         ``loans``: host and port at which the engine takes blocks of other engines, empty if it lends none.
-        ``memory``: host and port at which other engines read blocks that it keeps in host memory, or empty.
+        ``memory``: host and port at which other engines read the blocks that this engine keeps in host memory; empty if
+            it keeps none.
         ``role``: "prefill" or "decode", or empty if it does both.
         ``host``, ``port``: where other engines reach it.
     """
@@ -83,17 +84,17 @@ ROLES = ("prefill", "decode")
 
 
 class EngineBeat(NamedTuple):
-    """A sign of life of an engine. The last three fields stay empty unless the engine lends cache blocks.
+    """A sign of life of an engine. The last three fields keep their defaults unless the engine lends cache blocks.
 
     Attributes:
         ``load``: queues and cache of the engine.
         ``demand``: cache blocks that the waiting answers will need.
-        ``taken``: number of submissions that the engine has received, by which the router knows which answers ``load``
-            counts.
-        ``keys``: cached tokens of the answers that the engine writes.
-        ``longest``: cache blocks of its longest answer that could be moved to a lender.
-        ``seconds``: measured values of ``fixed``, ``text``, ``key`` and ``trips`` (:class:`StepSeconds`); empty until
-            there are some.
+        ``taken``: number of submissions that the engine has received. By it the router knows which answers are counted
+            in ``load``.
+        ``keys``: number of cached tokens that belong to the answers that the engine writes.
+        ``longest``: number of cache blocks of its longest answer, as far as they could be moved to a lender.
+        ``seconds``: measured parts of the duration of a step, the four fields of :class:`StepSeconds` in their order;
+            empty until there are measurements.
     """
 
     load: EngineLoad
@@ -110,8 +111,9 @@ class TokenMessage(NamedTuple):
     Attributes:
         ``answer``: number of the answer.
         ``place``: index of the token among the answer's tokens.
-        ``token``: the token; None if the answer ended without a further token.
-        ``log_probability``: of the token, and of the likeliest tokens by id; None if they were not asked for.
+        ``token``: the token's id; None if the answer ended without a further token.
+        ``log_probability``: pair of the log-probability of ``token``, and the log-probabilities of the likeliest tokens
+            by their ids; None if they were not asked for.
         ``finished``: why the answer ended; "" if it goes on.
     """
 

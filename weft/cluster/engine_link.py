@@ -39,16 +39,17 @@ class EngineLink:
         ``flights``: answers that the engine writes, by number.
         ``calls``: searches and embeddings that the engine computes, by number.
         ``submitted``: how many submissions were sent to the engine.
-        ``recent``: submissions that ``beat`` does not count yet, as pairs of a number and cache blocks.
+        ``recent``: submissions that ``beat`` does not count yet. Each is a pair: the submission's number among all that
+            were sent to the engine, and the cache blocks that it needs.
         ``prefixes``: keys of the cache blocks that the engine probably holds, the oldest first.
         ``incoming``: events of the answers that are moving to this engine, by the answers' numbers here. They wait
             until the engine that an answer leaves has confirmed the move.
         ``draining``: whether the engine takes no new requests.
         ``released``: whether the engine may end, as it has nothing left to do.
         ``tokens``: number of tokens that the engine has written.
-        ``borrowable``: most tokens that the engine can keep in blocks of other engines.
-        ``headroom``: share of the cache that counts as used while the engine has urgent answers, so that these stay
-            undisturbed.
+        ``borrowable``: largest number of tokens that the engine can keep in blocks of other engines.
+        ``headroom``: fraction of the cache that counts as used while the engine has urgent answers. It keeps room free
+            for them.
     """
 
     about: EngineAbout

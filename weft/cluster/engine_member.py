@@ -72,8 +72,9 @@ class RouterWork:
         ``preparing``: numbers of answers whose grammar is being compiled.
         ``cancelled``: numbers in ``preparing`` of answers that nobody wants any more.
         ``tokens``: token events of the current step, as JSON values.
-        ``begun``: for each answer whose first event this step brings: number, cached prompt tokens, prompt scores.
-        ``failures``: for each answer that cannot go on: number and cause.
+        ``begun``: answers of which this step brings the first event. Each is a list: the answer's number, its number of
+        cached prompt tokens, and its prompt scores.
+        ``failures``: answers that cannot go on, each as a list of the answer's number and the cause.
         ``unwelcome``: numbers of answers that are refused if they still come from another engine, as nobody wants them.
         ``over``: whether the connection has ended, so that nothing more may begin for it.
     """

@@ -18,8 +18,8 @@ class EngineProcesses:
     """Runs one process of ``weft engine`` for each of ``roles``. All join the router at ``address``.
 
     ``roles``: "prefill", "decode", or "" for an engine that does both. ``words``: further options of the command.
-    ``share``: part of the free memory that all engines divide equally, as they do the processor's cores. ``say`` prints
-    a line.
+    ``share``: fraction of the free memory that all engines together use. Each engine gets an equal part of it, and an
+    equal part of the processor's cores. ``say`` prints a line.
 
     Once all have joined, a process that ends by a fault is started again. The processes inherit the variable
     ``WEFT_SECRET``.

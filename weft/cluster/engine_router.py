@@ -96,10 +96,10 @@ class RouterModel:
 class EngineRouter:
     """Backend over the engines that join at ``endpoint`` and know ``secret``.
 
-    ``model``: what every engine must have. ``policy`` chooses the engine for each request. ``say`` prints a line.
-    ``patience``: seconds that an answer waits for an engine when it has lost its own. ``headroom``: share of a cache
-    that counts as used while its engine has urgent answers. ``balances``: whether answers move to other engines to
-    balance memory.
+    ``model``: the model that every engine must have; an engine with another one is refused. ``policy`` chooses the
+    engine for each request. ``say`` prints a line. ``patience``: seconds that an answer waits for an engine when it has
+    lost its own. ``headroom``: share of a cache that counts as used while its engine has urgent answers. ``balances``:
+    whether answers move to other engines to balance memory.
     """
 
     def __init__(

@@ -28,7 +28,8 @@ class Flight:
         ``log_probabilities``: those of ``tokens``, if they were asked for.
         ``engine``: name of the engine that writes the answer; empty if it waits for an engine.
         ``losses``: number of engines that were lost with the answer since its last token.
-        ``alone``: whether the answer is the only one of its engine that is :attr:`suspected`.
+        ``alone``: whether the answer was already :attr:`suspected` of making engines crash when its engine got it. As
+            an engine gets only one such answer at a time, a crash is then blamed on this answer.
         ``since``: when the answer began to wait for an engine, on the monotonic clock.
         ``target``: name of the engine to which the answer is moving, or empty.
         ``target_number``: the answer's number at that engine.
@@ -102,8 +103,9 @@ class RemoteCall:
         ``engine``: name of the engine that computes it; empty if it waits for an engine.
         ``losses``: number of engines that were lost while they computed it.
         ``since``: when it began to wait for an engine, on the monotonic clock.
-        ``priority``: the smaller, the earlier another engine gets it.
-        ``unproved``: whether it is tried again however many engines were lost with it; False.
+        ``priority``: when several calls wait, those with a smaller number get an engine first.
+        ``unproved``: always False: after too many losses the call fails. (For a :class:`Flight` it may be True, and
+            then the answer is tried once more.)
     """
 
     number: int

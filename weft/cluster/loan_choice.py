@@ -80,10 +80,11 @@ def tokens_per_second(engine: EngineLedger, seconds: StepSeconds) -> float:
 def choose_loans(
     engines: Sequence[EngineLedger], size: int, seconds: StepSeconds
 ) -> list[LoanChoice]:
-    """Choose loans of cache blocks, each in turn the one after which all engines together write most per second.
+    """Choose loans of cache blocks between ``engines`` that let all engines together write more tokens per second.
 
-    Returns an empty list if no loan gains anything. ``engines``: what is known of each engine; ``size``: tokens of a
-    cache block; ``seconds``: model of the seconds of an engine step.
+    The loans are chosen one after another. Each is the loan with the largest gain, given the loans chosen before it.
+    The choice ends when no further loan gains anything, so the list may be empty. ``engines``: what is known of each
+    engine; ``size``: number of tokens of a cache block; ``seconds``: model of the seconds of an engine step.
     """
     ledger = {engine.name: engine for engine in engines}
     chosen: list[LoanChoice] = []

@@ -32,10 +32,15 @@ Plan = tuple[tuple[Pass, ...], ...]
 class PassGroup:
     """Data ranks that share a pass of a balanced step (:mod:`weft.parallel.document_balance`).
 
-    The tokens of the pass are cut into blocks. An attention table says which rank computes the attention between each
-    two blocks. ``peers``: global numbers of the ranks, in the order in which the attention table numbers them.
-    ``index``: position of this rank among ``peers``. ``lengths``: number of tokens in every block. ``plan``: checksum
-    of the division of the step's documents among ranks, by which ranks check that they have made the same division.
+    The tokens of the pass are cut into blocks. An attention table says for every pair of blocks which rank computes the
+    attention between them.
+
+    Attributes:
+        ``plan``: checksum of how the step's documents were divided among ranks. Ranks compare it, to be sure that all
+            have computed the same division.
+        ``peers``: global numbers of the ranks, in the order in which the attention table numbers them.
+        ``index``: position of this rank among ``peers``.
+        ``lengths``: number of tokens of each block.
     """
 
     plan: int

@@ -36,9 +36,10 @@ class Corpus:
         ``train``: the order of the training samples.
         ``validation``: the order of the validation samples; None if nothing is held out.
         ``description``: a text that says how many documents and tokens each source has.
-        ``fingerprint``: digest of all that determines which data a position in the order of training means.
+        ``fingerprint``: digest of everything that determines the training samples and their order. Two runs with equal
+            digests read the same data from the same position.
         ``notes``: lines to print at the start of the run.
-        ``validated``: digest of all that determines the validation data.
+        ``validated``: digest of everything that determines the validation data.
     """
 
     tokenizer: Tokenizer
@@ -199,8 +200,8 @@ class Loader:
             that a rank may have in a pass. None if all ranks make ``passes`` passes of ``rows`` rows.
         ``ends``: whether only the last token of each document has a label, as a reward model needs it, whose score is
             read there.
-        ``joined``: whether the rows of a pass are joined into one row, padded to the longest such row of any rank. This
-            removes padding and changes nothing else.
+        ``joined``: whether each rank joins its rows of a pass into one row. The joined row is padded only to the length
+            of the longest one of any rank; otherwise every row is padded to ``seq_len``.
         ``more``: indices of further places whose batches this rank computes after its own.
         ``speeds``: relative speeds of the places, of which slower ones get fewer samples; if empty, all places get
             equally many.
@@ -236,11 +237,11 @@ class Loader:
         )
 
     def sample_ranges(self, position: int) -> list[range]:
-        """Return a list with the range of sample numbers that each place gets in one step.
+        """Return the range of sample numbers that each place gets in one step, as a list with one range for each place.
 
-        ``position``: number of the first sample of the step. A place is a rank, or a group of ranks, with samples of
-        its own. Samples are divided among islands first, so that the samples of an island do not depend on the island's
-        own layout.
+        ``position``: number of the first sample of the step. A place is a rank, or a group of ranks that share samples.
+        The samples are divided equally among the layout's islands (groups of ranks that synchronise rarely) first, then
+        among the places of each island. So the samples of an island do not depend on how many places it has.
         """
         end = min(position + self.batch, self.order.total or sys.maxsize)
         islands = self.layout.island

@@ -70,9 +70,9 @@ def choose_held_out(documents: int, fraction: float, seed: int) -> np.ndarray:
 def pack_documents(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack documents into rows of at most ``capacity`` tokens. No document may be longer than a row.
 
-    ``lengths``: number of tokens of each document, int ``[documents]``. Returns two arrays: the indices of the
-    documents in the order of the rows, int64 ``[documents]``, and the number of documents up to the end of each row,
-    int64 ``[rows]``.
+    ``lengths``: number of tokens of each document, int ``[documents]``. Returns two arrays. The first has the indices
+    of the documents, row after row, int64 ``[documents]``. The second has for each row the index in the first array at
+    which the row ends, int64 ``[rows]``.
 
     The method is best fit decreasing: documents are placed from the longest to the shortest, each in the fullest row
     with room for it. The number of rows is at most 11/9 of the minimum, plus 1 (Johnson et al. 1974).
@@ -272,8 +272,9 @@ class Order:
     """Order of the samples of one or several ``streams``, mixed in proportion to ``weights``.
 
     A sample is a row of a stream. ``seed``: seed of the mixing. ``epochs``: the order ends before any stream would
-    begin an epoch beyond this number; 0: it never ends. Samples are mixed in blocks of :attr:`block` samples. After
-    every block, the number of samples from each stream differs from the stream's share by weight by at most one.
+    begin an epoch beyond this number; 0: it never ends. Samples are mixed in blocks of :attr:`block` samples. At the
+    end of every block, the number of samples that a stream has given so far is its share by weight, to within one
+    sample.
     """
 
     streams: tuple[Stream, ...]

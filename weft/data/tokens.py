@@ -36,7 +36,7 @@ class Tokens:
         ``ids``: token ids of all documents, ``[tokens]``.
         ``offsets``: index in ``ids`` of each document's first token, and the end, ``[documents + 1]``.
         ``vocab``: number of ids of the tokenizer that wrote the files; None if no ``meta.json`` gives it.
-        ``eos``: id that ends documents; None if no ``meta.json`` gives it.
+        ``eos``: id of the token that ends documents; None if no ``meta.json`` gives it.
         ``fingerprint``: digest of the content.
         ``weights``: of conversations, the weight of each token as a label, ``[tokens]``; None for plain documents.
         ``alike``: whether all weights are 0 or 1.

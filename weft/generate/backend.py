@@ -22,16 +22,16 @@ class AnswerRequest(NamedTuple):
         ``how``: settings of sampling.
         ``stops``: token ids that end an answer.
         ``answers``: number of answers, whose seeds are consecutive.
-        ``top``: number of likeliest tokens whose log-probabilities are kept; 0: only that of the written token; None:
-            none.
+        ``top``: for how many of the likeliest tokens log-probabilities are kept, beside that of the written token; 0:
+            only that of the written token; None: no log-probabilities.
         ``tenant``: whose cached prefixes the answers may use.
         ``grammar``: grammar that constrains the answers; None: no constraint.
         ``adapter``: name of an adapter; "": the model alone.
         ``least``: number of tokens that are written before a stop counts.
         ``scored``: whether log-probabilities of the prompt's tokens are kept, too.
-        ``written``: tokens after the prompt that another engine has written.
+        ``written``: the answer's first tokens, if another engine has written them already.
         ``workflow``: the workflow of which the answers are a stage; None: of none.
-        ``priority``: answers with a smaller one begin first and lose their cache blocks last.
+        ``priority``: answers with a smaller number begin first and lose their cache blocks last.
     """
 
     ids: Sequence[int]
@@ -58,7 +58,7 @@ class SearchRequest(NamedTuple):
         ``most``: largest number of tokens of a text.
         ``width``: number of beams.
         ``stops``: token ids that end a text.
-        ``penalty``: exponent of the length penalty.
+        ``penalty``: exponent of the length penalty; a larger one favours longer texts.
         ``tenant``: whose cached prefixes the search may use.
         ``prune``: how far a log-probability may be below the best one before its text is dropped; 0: no limit.
     """
@@ -90,8 +90,9 @@ class TokenEvent(NamedTuple):
 
     Attributes:
         ``number``: index of the answer among those that were asked for together.
-        ``token``: the next token; None if the answer ended without a further token.
-        ``log_probability``: of the token, and of the likeliest tokens by id; None if they were not asked for.
+        ``token``: id of the next token; None if the answer ended without a further token.
+        ``log_probability``: pair of the log-probability of ``token``, and the log-probabilities of the likeliest tokens
+            by their ids; None if they were not asked for.
         ``finished``: why the answer ended: "stop" or "length", or "error" or "ended" if it could not go on; "" if it
             goes on.
     """

@@ -29,11 +29,11 @@ class Beam(Request):
 
 
 def length_penalty(tokens: int, alpha: float) -> float:
-    """Return the number by which the log-probability of a text of so many ``tokens`` is divided (GNMT, Wu et al. 2016,
-    1609.08144, equation 14). With ``alpha = 0`` it is 1.
+    """Return ``((5 + tokens) / 6) ** alpha``, by which the log-probability of a text of ``tokens`` tokens is divided.
 
-    ``tokens`` counts the token that ends the text. GNMT's coverage penalty needs attention to a source text, which
-    decoder-only models do not have.
+    ``tokens`` counts the token that ends the text. With ``alpha = 0`` the result is 1. This is the length penalty of
+    GNMT (Wu et al. 2016, 1609.08144, equation 14). GNMT's coverage penalty is left out: it needs attention to a source
+    text, which decoder-only models do not have.
     """
     return ((5 + tokens) / 6) ** alpha
 

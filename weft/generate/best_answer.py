@@ -79,11 +79,12 @@ def rated_answers(
     verify: Callable[[str], float] | None = None,
 ) -> list[RatedAnswer]:  # fmt: skip
     """Generate ``n`` texts of up to ``count`` tokens after ``prompt``, and return a list of their answers with a score
-    each.
+    each. For a text without an answer the score is None.
 
-    ``how``: settings of sampling. ``stops``: ids that end a text. ``answer``: returns the answer in the ids of a text,
-    None if there is none. ``start``: returns the index at which it begins. ``verify``: returns the score of an answer;
-    None: the score is the :func:`confidence`.
+    ``how``: settings of sampling. ``stops``: ids that end a text. ``answer``: function that returns the answer
+    contained in a text, given the text's ids; None if there is none. ``start``: function that returns the index of the
+    answer's first token, given the same ids. ``verify``: function that returns the score of an answer; None: the score
+    is the model's own :func:`confidence`.
     """
     generations = engine.submit(prompt, count, how, stops, n, top=0)
     engine.run()

@@ -31,9 +31,9 @@ class LayerPart:
         ``parts``: 2 for keys and values, 1 for latent vectors or a recurrent state.
         ``heads``: numbers of the heads, in their order in the rank's cache.
         ``shape``: shape of one head's values for a token, or of one head's state.
-        ``first``: first token of a block that the rank holds.
-        ``every``: distance between two tokens of a block that the rank holds; 0: a state stands for all tokens of the
-            block.
+        ``first``: index within the block of the first token that the rank holds.
+        ``every``: step from each token that the rank holds to the next; 1: it holds all from ``first`` on. 0: the rank
+            holds no tokens, but one recurrent state for the whole block.
     """
 
     layer: int

@@ -12,11 +12,13 @@ from weft.generate.request import Branch, Request
 def branch(
     pool: BlockPool, request: Request, left: int, copies: list[tuple[int, int]]
 ) -> int:
-    """Give cache blocks to the drafts of ``request``: each becomes a branch, in whose blocks the step computes it.
-    Return the number of tokens that the branches add to the step, at most ``left``.
+    """Give cache blocks to the drafts of ``request``, so that the next step can compute them. Return the number of
+    tokens that this adds to the step, at most ``left``.
 
-    ``pool``: the cache blocks. ``copies``: list to which pairs of blocks (from, to) are appended that must be copied
-    before the step.
+    A draft is a guess of the tokens that follow the request's text. A draft that has got blocks is called a branch.
+    A draft is shortened if it has more than ``left`` tokens, and dropped if the free blocks do not suffice. ``pool``:
+    the cache blocks. ``copies``: list to which this function appends pairs of block numbers (from, to); these blocks
+    must be copied before the step.
     """
     begun, (drafts, request.drafts) = left, (request.drafts, ())  # each is drawn once
     for path in drafts:
@@ -43,10 +45,12 @@ def branch(
 def merge_branches(
     pool: BlockPool, request: Request, best: Branch | None, right: int
 ) -> None:
-    """Take over the ``right`` guessed tokens at the beginning of the branch ``best`` into the computed text of
-    ``request``. Free the blocks of all other branches. None: no guess was right.
+    """Add the right tokens of the branch ``best`` to the computed text of ``request``, and free the blocks of all other
+    branches. A branch is a guess of the tokens that follow the text.
 
-    With recurrent states, a branch in blocks of its own is kept only if all of its tokens are right.
+    ``right``: how many tokens at the beginning of ``best`` are right. ``best``: the best branch; None: no guess was
+    right. A model with recurrent states cannot go back by some tokens. There, a branch with blocks of its own is taken
+    over only if all its tokens are right.
     """
     if (
         best

@@ -21,16 +21,18 @@ T = torch.Tensor
 
 
 class SpanGroup(NamedTuple):
-    """Spans of a packed row that the same modules compute, as a row of their own.
+    """Spans of a packed row that the same modules compute. They form a row of their own, the group's row.
+
+    A packed row joins the tokens of several texts; a span is the part of one text.
 
     Attributes:
         ``model``: the model of the first span.
-        ``rows``: indices of the group's tokens in the whole row; a slice if these are all tokens.
-        ``reading``: the spans, and the places of their tokens in the cache.
+        ``rows``: indices in the packed row of the group's tokens; a slice if the group has all tokens.
+        ``reading``: the spans, with indices in the group's row, and the places of their tokens in the cache.
         ``adapters``: the adapter of each span, or None.
-        ``documents``: where the spans end in the group's row, after a leading 0.
-        ``wanted``: numbers of those logits of the whole pass that the group computes.
-        ``only``: indices, in the group's row, of the tokens with these logits.
+        ``documents``: indices in the group's row at which the spans end, after a leading 0.
+        ``wanted``: which rows of the result of the whole pass (its logits) this group computes.
+        ``only``: for each of these logits, the index of its token in the group's row.
         ``rope``: cosines and sines of the tokens' positions.
     """
 
@@ -47,14 +49,16 @@ class SpanGroup(NamedTuple):
 class ChainPass:
     """A forward pass over texts of several models, in which modules that models share are computed once.
 
+    The tokens of all texts are joined into one packed row. A span is the part of one text in this row.
+
     Args:
-        ``spans``: the texts' parts of the packed row.
+        ``spans``: the spans of all texts.
         ``models``: the model of each span.
         ``adapters``: the adapter of each span, or None.
-        ``numbers``: ids and positions of all tokens, ``[2, tokens]``.
-        ``wanted``: indices of the tokens whose logits are returned.
+        ``numbers``: ids (first row) and positions (second row) of all tokens, ``[2, tokens]``.
+        ``wanted``: indices in the packed row of the tokens whose logits are returned.
         ``pages``: the cache of each layer.
-        ``size``: tokens of a cache block.
+        ``size``: number of tokens of a cache block.
         ``shelf``: cache blocks in which the adapters lie.
     """
 

@@ -154,10 +154,10 @@ def stacked_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[Row
 
 
 def fused_experts(shards: Sizes, shape: ModelShape, part: int) -> Iterator[RowsCopy]:
-    """Yield the copy for gate or up of all experts of a layer, which one fused tensor holds.
+    """Yield one copy of a whole shard: the gate or up weights of all experts of a layer.
 
-    Transformers 5 has the weights in memory in this form. The single shard is the half of the fused tensor that holds
-    gate or up, and is copied whole. ``shards``: its shape. ``shape`` and ``part`` have no effect.
+    In memory, Transformers 5 has gate and up of all experts in one fused tensor. The only shard here is the half of
+    this tensor that holds gate or up. ``shards``: the shard's shape. ``shape`` and ``part`` have no effect.
     """
     return replicated(shards, shape, part)
 
@@ -167,10 +167,10 @@ class NameRule:
     """Rule for reading a foreign tensor, that is, a tensor of another program's checkpoint.
 
     Attributes:
-        ``names``: Weft's names of the tensors that the foreign tensor holds, without the layer.
-        ``layout``: function that yields the copies by which shards form such a tensor.
-        ``pairs``: whether rows of q or k are in Meta's order, in which elements that rotate together are neighbours. In
-            the order of Hugging Face and Weft such elements are half a head apart.
+        ``names``: Weft's names of the tensors that the foreign tensor holds, without the number of the layer.
+        ``layout``: function that yields the copies by which the stored shards form one of these tensors.
+        ``pairs``: whether the rows of q and k are in Meta's order. In this order the two elements of a head that RoPE
+            rotates together are neighbours. In the order of Hugging Face and Weft they are half a head apart.
     """
 
     names: tuple[str, ...]

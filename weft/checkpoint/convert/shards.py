@@ -175,11 +175,11 @@ def load_tree(file: Path) -> Any:
 
 
 def as_stored(name: str, fake: torch.Tensor, file: Path, base: int = 0) -> StoredShard:
-    """Return a fake tensor of :func:`load_tree` as a shard that reads its bytes from ``file`` on demand.
+    """Return a stored shard for ``fake``, a tensor that :func:`load_tree` has loaded without its bytes.
 
-    ``name``: the tensor, for error messages; ``base``: byte of ``file`` at which the saved archive begins (0 if the
-    archive is the whole file). Raises :class:`WeftError` if the tensor is not contiguous, or the file is in PyTorch's
-    format of before 1.6.
+    The shard reads the bytes from ``file`` when they are needed. ``name``: the tensor, for error messages; ``base``:
+    the byte of ``file`` at which the saved archive begins (0 if the archive is the whole file). Raises
+    :class:`WeftError` if the tensor is not contiguous, or the file is in PyTorch's format of before 1.6.
     """
     offset = getattr(fake.untyped_storage(), "_checkpoint_offset", None)
     if offset is None or not fake.is_contiguous():

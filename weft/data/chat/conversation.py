@@ -34,8 +34,8 @@ class Conversation:
         ``tools``: the tools that the assistant may call, as JSON schemas; None without tools.
         ``weights``: loss weight that the data gives each message, 1 by default; 0: not learned.
         ``weight``: loss weight of the whole conversation, by which the weights of messages are multiplied.
-        ``masks``: pairs ``(number, weight)`` for the messages that have a mask or a weight other than 1 in the data.
-            They matter if ``data.chat.learn`` is "all": every token then has weight 1, except those of these messages.
+        ``masks``: exceptions that hold if ``data.chat.learn`` is "all", when every token is learned with weight 1. Each
+            is a pair: the number of a message, and the weight that a mask or weight in the data gives its tokens.
         ``variables``: variables that the record gives the template.
         ``unread``: names of the record's fields that Weft does not use. Such a field of a message is named
             ``messages[].name``, and the template gets it all the same.

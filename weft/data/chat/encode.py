@@ -84,10 +84,10 @@ class ChatEncoder:
     def samples(self, talk: Conversation) -> list[Conversation]:
         """Split a conversation into samples, so that each learned turn is learned in exactly one of them.
 
-        Unless the encoder's ``reasoning`` is "split", the whole conversation is the only sample. With "split", some
-        turns would lose their reasoning in the whole conversation, because the template drops it from earlier turns.
-        These turns are learned in samples that end with them. Raises :class:`TemplateError` if the template refuses the
-        conversation.
+        The whole conversation is the only sample, unless the encoder's ``reasoning`` is "split" and its ``learn`` is
+        not "all". With "split", a learned turn whose reasoning the template would drop in the whole conversation gets a
+        shorter sample. This sample ends with that turn, so that the reasoning stays. Raises :class:`TemplateError` if
+        the template refuses the conversation.
         """
         if self.reasoning != "split" or self.learn == "all":
             return [talk]

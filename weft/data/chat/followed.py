@@ -72,11 +72,12 @@ class Followed:
             return None
 
     def anchor(self, other: Marked, before: int, limit: int) -> Anchor:
-        """Find the last word mark that two rendered texts share, and return its position in each.
+        """Find the last place that two rendered texts have in common, and return its position in each text.
 
-        The first text is ``other``, which has fewer messages. The second is the text of the whole conversation.
-        ``before``: only marks of messages with a smaller number count. ``limit``: largest allowed position in the text
-        of the whole conversation. Both positions are 0 without a common mark.
+        One text is ``other``, the rendering of only some of the messages. The other text is ``shown``, the rendering of
+        the whole conversation. A common place is a mark of the same message in both texts. ``before``: only marks of
+        messages with a smaller number count. ``limit``: largest allowed position in ``shown``. Both positions are 0 if
+        the texts have no such mark in common.
         """
         for mark in reversed(other.words):
             here = [

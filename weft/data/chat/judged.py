@@ -140,12 +140,13 @@ def _is_good(label: Any) -> bool:
 def pair_with_others(
     judgements: Iterable[tuple[P, Judgement]],
 ) -> Iterator[tuple[P, AnswerPair | ConversationError]]:
-    """Pair each judged answer with the next answer that differs from it, because the KTO loss compares the two.
+    """Pair each judged answer with the answer of another record, because the KTO loss compares the two.
 
-    ``judgements``: pairs of a place (file and line of the record) and a judged answer, in order. An answer at the end
-    that has no such next answer is paired with the first one that differs. Yields the place of each answer with its
-    pair, or with an error if it has none. The ``margin`` of a pair is 1 if the judged answer is good, and -1 if it is
-    bad.
+    ``judgements``: pairs of a place (file and line of the record) and a judged answer, in order. The other answer is
+    the next one in this order that is not equal to the judged answer. If none follows, it is the first of all that is
+    not equal. Both are put after the prompt of the judged answer. Yields each place with its pair, or with an error if
+    all answers are equal or the answers cannot be read. The ``margin`` of a pair is 1 if the judged answer is good, and
+    -1 if it is bad.
     """
     waiting: list[tuple[P, Judgement]] = []  # all with the same answer
     first: list[Judgement] = []  # the first two answers that differ

@@ -69,8 +69,8 @@ def facts_of(
 class Notes:
     """Counts of what is to be reported about the conversations of one source, from which lines for the user are made.
 
-    ``stops``: names of the tokens at which generation ends. ``counts``: for each description of something that the
-    template leaves out, the number of records of which this is true. ``learned``: whether any conversation learns a
+    ``stops``: names of the tokens at which generation ends. ``counts``: number of records in which the template
+    leaves something out, by a description of what it leaves out. ``learned``: whether any conversation learns a
     stop id (the id of a token at which generation ends).
     """
 

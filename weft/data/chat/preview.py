@@ -34,8 +34,8 @@ class TokenRun:
         ``weight``: loss weight of each token, 0 if the tokens are not learned.
         ``special``: whether the tokens are special tokens.
         ``cut``: whether the tokens are beyond the length of a row, and so are left out of training.
-        ``message``: number of the message that the tokens belong to, by its words or its learned turn; -1 for the
-            template's own text.
+        ``message``: number of the message whose words, or whose learned turn, contain the tokens; -1 for the template's
+            own text.
     """
 
     text: str

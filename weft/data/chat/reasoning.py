@@ -42,9 +42,9 @@ def without_reasoning(thoughts: Thoughts, template: str, prompt: str) -> str:
     """Return ``prompt`` with a closed, empty block of reasoning at its end, so that the answer begins at once.
 
     ``thoughts``: the tags of reasoning. ``template``: text of the chat template that has written ``prompt``, with the
-    variable ``enable_thinking`` set to false. A prompt that ends with a closed block is returned unchanged. So is a
-    prompt without an opened block if the template reads ``enable_thinking``, because the template itself then asks for
-    an answer without reasoning.
+    variable ``enable_thinking`` set to false. In two cases the prompt is returned unchanged: if it already ends with a
+    closed block, or if it has no opened block and the template reads ``enable_thinking``. In the second case the
+    template itself has asked for an answer without reasoning.
     """
     begun = begins_thinking(thoughts, prompt)
     closed = prompt.rstrip().endswith(thoughts.closing)
