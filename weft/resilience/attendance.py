@@ -25,6 +25,8 @@ Start = tuple[int, str]
 class Stay(NamedTuple):
     """Period in which an island (a group of ranks that trains by itself) takes part in exchanges with other islands.
 
+    In an exchange, islands combine what they have trained. Exchanges are numbered.
+
     Attributes:
         ``island``: number of the island.
         ``life``: random word that tells this start of the island from earlier starts.
@@ -48,8 +50,8 @@ class Stay(NamedTuple):
 class Changes(NamedTuple):
     """Islands that a run has lost or gained with a new view (set of the run's members).
 
-    ``went``: for each lost island, the period in which it took part; ``joined``: numbers of the islands that join;
-    ``unable``: why this rank cannot go on, or "" if it can.
+    ``went``: the lost islands, each as the period in which it took part in exchanges; ``joined``: numbers of the
+    islands that begin to take part; ``unable``: why this rank cannot go on, or "" if it can.
     """
 
     went: list[Stay]
@@ -61,7 +63,8 @@ class Changes(NamedTuple):
 class Attendance:
     """What one rank knows about the islands of a run and their exchanges.
 
-    An island is a group of ranks that trains by itself. A stay is a period in which an island takes part in exchanges.
+    An island is a group of ranks that trains by itself. In an exchange, islands combine what they have trained;
+    exchanges are numbered. A stay is a period in which an island takes part in exchanges.
 
     Attributes:
         ``start``: number of this rank's island, and the random word that identifies this start of the island.
@@ -120,9 +123,11 @@ class Attendance:
     def facts(self) -> Facts:
         """Return what this rank tells the other ranks when they agree on the next view, as JSON.
 
-        The result has the rank's island (``island``, ``life``), its place there, and the stays (periods of taking part)
-        of all islands. It also has three numbers of exchanges: the last that this rank has begun (``begun``), the last
-        that is over (``committed``), and the one after which this rank received its state (``got``).
+        A view is the set of members of the run. In an exchange, islands combine what they have trained; exchanges are
+        numbered. The result has the rank's island (``island``, ``life``), its place there, the stays of all islands
+        (periods in which they take part), and three numbers of exchanges. ``begun`` is the last one that this rank has
+        begun, ``committed`` the last one that is over. ``got`` is the one after which this rank received its model
+        state.
         """
         island, life = self.start
         return {

@@ -31,8 +31,8 @@ class OtherMember:
     """Another process that is a member of the run or wants to be one.
 
     ``member``: address and number of the process. ``said``: the last message by which the process told its state
-    (:meth:`.Agreement.stand`), {} if none has come in this view. ``life``: how many times the process has started over
-    as a newcomer, as that message says.
+    (:meth:`.Agreement.stand`); {} if none has come while the present view (set of members) lasts. ``life``: how many
+    times the process has begun again as a newcomer, according to that message.
     """
 
     member: Member
@@ -148,10 +148,11 @@ class Census:
     ) -> None:
         """Record that the member at ``address`` is lost, for the reason ``why``.
 
-        ``proved``: whether the member is certainly gone, and not just silent. ``witnessed``: whether another member
-        reports the loss, which had contact to the lost member up to its end. Without such a witness, the proof does not
-        count if the lost member had already been recorded as lost, or had itself considered this member lost. It may
-        then have gone on in another view, and died only later.
+        ``proved``: whether it is certain that the member is gone, and not just silent. ``witnessed``: whether another
+        member, which had contact to the lost member up to its end, reports the loss.
+
+        A proof without a witness does not count in two cases: if the member had been recorded as lost before, or if it
+        had itself considered this member lost. In both cases it may have gone on in another view and died only later.
         """
         peer, known = self.peers[address], self.lost.get(address)
         if known and (known.proved or not witnessed):

@@ -149,15 +149,15 @@ class Company(Presence):
     def come_in(
         self, take: Callable[[int, int], list[int]], all_say: Callable[[Any], list[Any]]
     ) -> Handover:
-        """Receive the model's state from another island at the end of a round.
+        """Receive the model's state from another island at the end of a round of training.
 
         Returns the number of that round, and the tokens that the run had counted by then. If the other island is lost
-        meanwhile, the next one is asked.
+        meanwhile, the state is received from the next one.
 
-        ``take(island, round)``: receives the state of ``island`` after ``round``, and returns a list of integers. The
-        first is the number of tokens. Then follow, for each fragment of the model, the number of islands over which it
-        was last averaged, and at the end the numbers of the islands in the order in which they form a ring.
-        ``all_say(value)``: returns the values that all ranks of this island pass to it.
+        ``take(island, round)``: receives the state of ``island`` after ``round``. It returns one list of integers: the
+        number of tokens; then, for each fragment of the model, the number of islands over which it was last averaged;
+        then the numbers of the islands in the order in which they form a ring. ``all_say(value)``: returns the values
+        that all ranks of this island pass to it.
         """
         attendance, fragments = self.attendance, self.attendance.how.fragments
         while True:

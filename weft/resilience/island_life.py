@@ -92,8 +92,11 @@ def start_island(recipe: Recipe, out: Path | None, resume: str | None) -> Ending
     """Train as one of the ranks of an island that were started together. Returns how the training has ended.
 
     ``out``: the run folder, or None for the default; ``resume``: "auto" (the run's newest checkpoint, if it has one), a
-    run or a checkpoint to continue from, or None for a new run. An island may be started again while the key-value
-    store of the run's start still exists. Its ranks then ask to join the run.
+    run or a checkpoint to continue from, or None for a new run.
+
+    An island is a group of ranks that trains by itself, and combines its results with other islands. If its ranks are
+    started again while the run goes on, they ask to join it. They see this by the key-value store of the run's start,
+    which then still exists.
     """
     store, rank, world = next(
         dist.rendezvous("env://", timeout=timedelta(seconds=recipe.train.timeout))

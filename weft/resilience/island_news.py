@@ -20,8 +20,8 @@ class IslandNews:
     """News about other islands, collected until the training loop takes them.
 
     ``attendance``: what this rank knows about the islands. ``lines``: lines of text for the user. ``events``: records
-    for the run's metrics. ``folder``: path of the folder of the run's first island, "" until that folder is open. It
-    appears in the shell command that starts an island again (:meth:`way_back`).
+    for the run's metrics. ``folder``: path of the run folder of the run's first island; "" until that folder is open.
+    :meth:`way_back` needs it for the shell command by which the user starts a lost island again.
     """
 
     def __init__(self, attendance: Attendance) -> None:

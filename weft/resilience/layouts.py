@@ -49,11 +49,11 @@ SETTINGS = {
 def recipe_for(
     recipe: Recipe, shape: ModelShape, ranks: int, cluster: Cluster | None = None
 ) -> Recipe:
-    """Return ``recipe`` with a layout for another number of ranks.
+    """Return ``recipe`` with a layout for ``ranks`` ranks in place of its own.
 
-    The layout uses all ``ranks`` ranks, or as many of them as a layout of this model can use. ``shape``: the complete
-    shape of the model; ``cluster``: description of the machines, for estimates of time. Raises :class:`UsageError` if
-    there is no layout.
+    If no layout of this model uses exactly ``ranks`` ranks, the layout uses as many as possible of them. ``shape``:
+    shape of the model, with all its layers; ``cluster``: description of the machines, from which the time of a step is
+    estimated for each layout. Raises :class:`UsageError` if there is no layout.
     """
     if ranks == recipe.layout.world:
         return recipe

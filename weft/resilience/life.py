@@ -114,11 +114,13 @@ class Life:
             self.end(None if str(error) == ENDED else error)
 
     def fail(self, error: Exception, broken: bool, step: int) -> str:
-        """Record that training in the present view has failed with ``error`` after step number ``step``.
+        """Record that training in the present view (set of members) has failed with ``error``.
 
         Returns the text to report to the other ranks, or "" if there is nothing to report. ``broken``: whether the
-        members know already that the view has lost a member. An error that has its cause in this rank ends the run. So
-        do too many failures of one step.
+        members know already that the view has lost a member. ``step``: number of the last step that was done.
+
+        This rank ends if the error has its cause in this rank, or if the same step has failed too often. Otherwise it
+        agrees with the others on the next view.
         """
         cause = cause_of(error)
         own = isinstance(error, WeftError) or isinstance(cause, SystemExit)
@@ -198,13 +200,13 @@ class Party(Protocol[R_co]):
 
 
 def live(life: Life, agent: Agent, party: Party[R], limit: float) -> R | None:
-    """Go from view to view (set of members) until this rank's part in the run is over.
+    """Let this rank take part in one view (set of members) after another, until its part in the run is over.
 
-    Returns the result of the last call of :meth:`Party.stay`, which is the result of the run. Returns None if this rank
-    was asked to leave, or the run has ended without it. Raises the error that ends this rank.
+    Returns the result of the run, which is the result of the last call of :meth:`Party.stay`. Returns None if this rank
+    was asked to leave, or if the run has ended without it. Raises the error that ends this rank.
 
-    ``life``: decides the next action; ``agent``: agrees on views with the other ranks; ``party``: takes part in views;
-    ``limit``: seconds that an agreement may take.
+    ``life``: decides what the rank does next; ``agent``: agrees on views with the other ranks; ``party``: does the
+    rank's part in a view; ``limit``: seconds that an agreement may take.
     """
     ending: R | None = None
     while life.move is not LifeMove.END:

@@ -34,9 +34,10 @@ def exchange_addresses(
 ) -> View:  # fmt: skip
     """Exchange addresses with all ranks that were started together. Returns the first view (set of members) of the run.
 
-    ``membership``: this rank's agent; ``store``: key-value store of the run's start; ``rank`` and ``world``: this rank
-    and the number of ranks; ``about``: what the run tells later newcomers, such as the recipe; ``facts``: what this
-    rank tells the other members. Both are JSON.
+    ``membership``: this rank's agent, which agrees on views; ``store``: key-value store that these ranks share;
+    ``rank``: number of this rank; ``world``: number of ranks. ``about``: what members that join later are told about
+    the run, such as the recipe, as JSON. ``facts``: what this rank tells the other ranks about itself, as JSON; None:
+    nothing.
     """
     announce(membership, store, rank, facts)
     met = [json.loads(store.get(f"{MEMBERS}/{other}")) for other in range(world)]

@@ -72,18 +72,18 @@ class _Link:
 class Membership:
     """Agent of this process: a thread that watches the other members of the run, and agrees with them on views.
 
-    A view is the set of members that take part in the run. The attribute ``published`` has, by the number of each
-    member, the values that this member has passed to :meth:`publish`.
+    A view is the set of members that take part in the run. A member can publish values for the others with
+    :meth:`publish`. The attribute ``published`` has these values, by the number of the member.
 
     Args:
         ``detect``: seconds of silence after which a member counts as lost.
         ``token``: the run's secret.
-        ``on_break``: called in the agent's thread, with the reason, when the view can do no further step. It must
-            return soon, as no heartbeats are sent meanwhile.
-        ``endpoint``: listener of this process, which is closed with the agent; default: a new one on this machine.
-        ``number``: number of this member, if it has one.
-        ``interrupted``: function that says whether the process was told to end, so that it does not wait for others
-            much longer.
+        ``on_break``: function that is called with a reason when the present view can do no further step. It runs in the
+            agent's thread, and must return soon, as no heartbeats are sent meanwhile.
+        ``endpoint``: listener of this process, which is closed with the agent; None: a new one on this machine.
+        ``number``: number of this member; the default stands for a newcomer, which has none yet.
+        ``interrupted``: function that says whether the process was told to end. If it was, the agent soon stops waiting
+            for others.
     """
 
     def __init__(
@@ -177,14 +177,15 @@ class Membership:
     def next(
         self, facts: dict[str, Any], limit: float, patience: float | None = None
     ) -> View:
-        """Agree on the next view with the other members, and return it.
+        """Agree with the other members on the next view (set of members of the run), and return it.
 
-        ``facts``: what this member tells all members of that view, as JSON; the view holds the facts of every member.
-        ``limit``: seconds that the agreement may take. ``patience``: used if the present view is broken: after so
-        many seconds, a member that is alive but has not asked for the next view is left out (default: half of
-        ``limit``). Raises
-        :class:`LeftOut` if the others go on without this member, :class:`TooFew` if no view is agreed on in time, and
-        :class:`Fatal` if a member says that the run must end.
+        ``facts``: what this member tells all members of that view, as JSON; the view has the facts of every member.
+        ``limit``: seconds that the agreement may take. ``patience``: after so many seconds, a member that is alive but
+        has not asked for the next view is left out. It has an effect only if the present view has lost a member, and is
+        half of ``limit`` by default.
+
+        Raises :class:`LeftOut` if the others go on without this member, :class:`TooFew` if no view is agreed on in
+        time, and :class:`Fatal` if a member says that the run must end.
         """
         agreement = self._agreement
         with self._lock:

@@ -320,10 +320,10 @@ class RankParty:
             ) from None
 
     def rescue(self, job: Job) -> str:
-        """Save the state that the ranks hold in memory as a checkpoint. Returns words for an error message.
+        """Save the state that the ranks hold in memory as a checkpoint, after an error. Returns words for its message.
 
-        The words name the state from which the run can continue. ``job``: the checked recipe with its opened data. If
-        no complete state is in memory, nothing is saved, and the words name the last checkpoint.
+        The words say from which state the run can continue: the saved one, or, if no complete state is in memory, the
+        last checkpoint. Nothing is saved in the second case. ``job``: the checked recipe with its opened data.
         """
         guard = self.guard
         if guard.recovery is None or guard.run is None:

@@ -25,18 +25,20 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Recovery:
-    """State to which all ranks go back after a loss, from copies in the ranks' memory.
+    """State to which all ranks go back after a loss, and who has it: copies in the ranks' memory.
 
-    An *old* rank is a rank of the set of ranks (the view) that made the copies; a *new* rank is one of the set that
-    continues. A segment is a group of tensor parts in a copy.
+    An *old* rank is a rank of the view (set of ranks) that made the copies. A *new* rank is one of the view that
+    continues. The state of an old rank consists of numbered segments, which are groups of tensor parts.
 
     Attributes:
         ``epoch``: number of the old view.
         ``progress``: progress of the run at that state.
-        ``gives``: for each new rank, the segments that it sends to the others. A segment is given by the old rank whose
-            state it is part of, and by its number.
-        ``helpers``: pairs of a new rank and a lost old rank, where the new rank sends the parts of the lost one.
-        ``differing``: new ranks whose copies differ from the majority's copies of the same parts, and are not used.
+        ``gives``: for each new rank, the segments that it sends to the others, as pairs: the old rank from whose state
+            the copy of the segment was made, and the segment's number.
+        ``helpers``: pairs of a new rank and a lost old rank. The new rank has a copy of what only the old one held, and
+            sends it.
+        ``differing``: new ranks whose copies differ from those of most ranks that held the same parts. These copies are
+            not used.
     """
 
     epoch: int
@@ -57,12 +59,13 @@ class Recovery:
 
 
 def newest_recovery(facts: Sequence[Facts]) -> Recovery | None:
-    """Return the newest state of which the members of the next view together hold complete copies.
+    """Return the newest state of which the members of the next view (set of ranks) together hold complete copies.
 
-    Returns None if no state is complete. ``facts``: for each member, by its rank in the next view, what it said in the
-    agreement, with a list of its copies (under the key :data:`FACT`). If copies of the same elements differ, the
-    version that more than half of the copied ranks had is taken. Without such a majority the state counts as
-    incomplete.
+    Returns None if there is no such state. ``facts``: for each member, by its rank in the next view, what it said in
+    the agreement. The entry :data:`FACT` lists its copies.
+
+    Ranks that held the same parts may have made copies that differ. The version that more than half of these ranks had
+    is then taken. If no version has such a majority, the state counts as incomplete.
     """
     views: dict[int, dict[int, Facts]] = {}
     for rank, fact in enumerate(facts):

@@ -29,12 +29,13 @@ def save_copies(
     lease: Lease,
     mesh: Mesh,
 ) -> Storage:
-    """Save the state of ``recovery`` as a checkpoint at the last level of ``run``. Collective over ``mesh``.
+    """Save the state of ``recovery``, which is in the ranks' memory, as a checkpoint. Collective over ``mesh``.
+
+    Returns the checkpoint's storage, which is that of the last of the run's checkpoint levels. Each rank saves an equal
+    share, and needs no memory beyond that share and its copies. Raises :class:`WeftError` if saving fails.
 
     ``snapshots``: this rank's copies of the state in memory; ``job``: the checked recipe with its opened data; ``run``:
-    the run's folder and storages; ``lease``: this process's lease of them. Each rank saves an equal share, and needs no
-    memory beyond that share and its copies. Returns the checkpoint's storage. Raises :class:`WeftError` if saving
-    fails.
+    the run's folder and storages; ``lease``: this process's lease of them; ``mesh``: all ranks.
     """
     rank, world = mesh.rank("dp"), mesh.size("dp")
     facts = job.facts(recovery.progress)

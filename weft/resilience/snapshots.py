@@ -60,12 +60,13 @@ def why_none(recipe: Recipe) -> str:
 
 
 def buddies(machines: Sequence[str], leaving: Collection[int] = ()) -> list[int]:
-    """Return the buddy of every rank: the rank that keeps a copy of its part of the state.
+    """Return for every rank its buddy: the rank that keeps a copy of its part of the state.
 
-    If there are several machines, the buddy is on another machine: the first rank of a machine has the first rank of
-    the next machine as its buddy, and so on. On a single machine the buddy is the next rank, and a single rank is its
-    own buddy. ``machines``: the machine of each rank; ``leaving``: ranks that are about to leave. A leaving rank
-    becomes the buddy of another only if no rank stays that could be.
+    If there are several machines, the buddy is a rank of another machine: where possible, the first rank of a machine
+    has the first rank of the next machine, and so on. On a single machine the buddy is the next rank. A single rank is
+    its own buddy. A rank that is about to leave becomes a buddy only if no staying rank can be it.
+
+    ``machines``: the machine of each rank; ``leaving``: ranks that are about to leave.
     """
     order = sorted(
         range(len(machines)), key=lambda rank: (machines.index(machines[rank]), rank)
@@ -105,13 +106,14 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class SnapshotSegment:
-    """Segment of a copy: all parts of the state that the same ranks hold, laid out alike in every copy.
+    """Segment of a copy: all parts of the state that the same ranks hold, in the same order in every copy.
 
     Attributes:
         ``holders``: ranks that hold the parts.
         ``fixed``: whether the parts never change (frozen parameters).
-        ``sender``: the one of ``holders`` that sends the parts to its buddy, the rank that keeps a copy for it. -1: no
-            copy is needed, because the parts survive the loss of any machine (with a single machine, of any rank).
+        ``sender``: the one of ``holders`` that sends the parts to its buddy, the rank that keeps a copy for it; -1 if
+            no copy is needed. None is needed if the parts survive the loss of any one machine, or, if there is a single
+            machine, of any one rank.
         ``pieces``: slices of tensors in the segment.
     """
 
@@ -128,14 +130,15 @@ class SnapshotSegment:
 def segments_of(
     tables: Sequence[Table], machines: Sequence[str], leaving: Collection[int] = ()
 ) -> list[SnapshotSegment]:
-    """Return the parts of the state of all ranks, grouped into segments by the ranks that hold them.
+    """Group the parts of the state of all ranks into segments: all parts that the same ranks hold are one segment.
 
     The result is the same on every rank. ``tables``: for each rank, a description of its parts; ``machines``: the
     machine of each rank; ``leaving``: ranks that are about to leave.
 
-    A segment also names the rank that sends its parts to its buddy, a rank that keeps a copy. No rank sends parts that
-    ranks on several machines hold, because these parts survive the loss of a machine. With a single machine, no rank
-    sends parts that several ranks hold. If ``leaving`` is not empty, only parts that no staying rank holds are sent.
+    A segment also names the rank that sends it to its buddy, which keeps a copy in case the sender is lost. It names
+    none if no copy is needed. With several machines, this is so if ranks on more than one machine hold the segment.
+    With a single machine, it is so if more than one rank holds it. If ``leaving`` is not empty, it is instead so if any
+    staying rank holds it.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, table in enumerate(tables):
@@ -170,15 +173,16 @@ def segments_of(
 
 @dataclass
 class SnapshotCopy:
-    """Copy in memory of some segments of one rank's state.
+    """Copy in memory of some segments of one rank's state. A segment is a numbered group of tensor parts.
 
     Attributes:
         ``segments``: segments of the copy, by number, in the order in which they lie in ``memory``.
         ``pinned``: whether the memory is pinned for copies from a GPU.
         ``step``: step after which the state was copied; None before the first copy, and for parts that never change.
-        ``whole``: whether the copy is complete.
+        ``whole``: whether the copy is complete; False while it is being made.
         ``progress``: progress of the run after that step.
-        ``rows``: for tensors of experts that were moved, the numbers of the rows that this rank holds, by name.
+        ``rows``: by tensor name, the numbers of the rows that this rank holds. Only tensors of experts that were moved
+            between ranks are listed.
         ``digests``: digest of each segment, by number.
         ``starts``: byte of ``memory`` at which each segment begins, by number.
         ``memory``: bytes of the copy.
@@ -302,10 +306,11 @@ class Snapshots:
         )
 
     def begin(self, progress: Progress, now: bool = False) -> None:
-        """Begin to copy the state, if a copy is due after step number ``progress.step``, or if ``now`` is set.
+        """Begin to copy the state if a copy is due. Call this method after a step, when it is over on all ranks.
 
-        A copy is due after every ``every`` steps. ``progress``: the run's progress, which is stored with the copy. Call
-        this method when the step is over on all ranks. The state may not change until :meth:`complete` has returned.
+        A copy is due at the first call, after every ``every`` steps (an argument of the class), and whenever ``now`` is
+        set. ``progress``: the run's progress, with the number of the step; it is stored with the copy. The state may
+        not change until :meth:`complete` has returned.
         """
         if progress.step == self._begun or not (
             now or self._begun < 0 or progress.step % self.every == 0
@@ -358,14 +363,17 @@ class Snapshots:
         self._thread.join(STOP_S)
 
     def held(self) -> dict[str, Any]:
-        """End all copying, also that of other ranks to this one, and describe the complete copies as JSON.
+        """End all copying between ranks, and describe the complete copies in this rank's memory as JSON.
 
-        If a view ends on purpose, all ranks must have returned from :meth:`complete` before this call. The keys are:
+        If a view (set of ranks) ends on purpose, all ranks must have returned from :meth:`complete` before this call.
+        The keys of the result are:
 
         ``epoch``, ``rank``, ``world``: number of the view, this rank, and the number of ranks. ``segments``: for each
-        segment of the state, the ranks that hold it. ``copies``: a list with an entry for each copy. ``owner`` is the
-        rank whose state was copied. ``step`` is the step after which it was copied, None for parts that never change.
-        ``progress`` is the progress of the run after that step. ``digests`` has a digest of each segment.
+        segment of the state, the ranks that hold it. ``copies``: a list with an entry for each copy.
+
+        The keys of an entry are: ``owner``, the rank whose state was copied; ``step``, the step after which it was
+        copied, or None for parts that never change; ``progress``, the progress of the run after that step; ``digests``,
+        a digest of each segment by the segment's number.
         """
         self.stop()
         fixed = {

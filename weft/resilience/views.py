@@ -102,12 +102,14 @@ class View:
 
     Attributes:
         ``epoch``: number of the view, from 1.
-        ``members``: members by rank: first those of the previous view in their order, then newcomers.
-        ``facts``: what each member said when this view was agreed on, by rank; ``{}`` in the first view.
-        ``lost``: members of this process's previous view that are not in this one.
-        ``about``: what the run tells newcomers, as given with the first view.
+        ``members``: the members in the order of their ranks: first those of the previous view in their order, then
+            newcomers.
+        ``facts``: what each member said when this view was agreed on, in the order of ranks; ``{}`` for each in the
+            first view.
+        ``lost``: members that are missing in this view, but were in the view of which this process was last a member.
+        ``about``: what newcomers are told about the run; it is set with the first view.
         ``numbers``: how many member numbers have been given in this run.
-        ``reasons``: why each member that the run has ever lost was lost, by the member's number.
+        ``reasons``: for each member that the run has ever lost, the reason, by the member's number.
     """
 
     epoch: int
@@ -185,11 +187,11 @@ def this_process(number: int, address: Address) -> Member:
 def reach_each_other(
     numbers: Iterable[int], accusations: Iterable[tuple[int, int]]
 ) -> list[int]:
-    """Return the numbers of members that can go on together, sorted.
+    """Return the numbers of members that can go on together, sorted: all of them can reach each other.
 
-    ``numbers``: the members to choose from; ``accusations``: pairs ``(a, b)`` of members' numbers, where a does not
-    reach b. One member of each such pair must go. The member that is in most pairs goes first, and so on until no pair
-    is left. If several are in equally many pairs, the one with the highest number goes, which is the newest.
+    ``numbers``: the members to choose from; ``accusations``: pairs ``(a, b)`` of members' numbers, which say that ``a``
+    does not reach ``b``. Members are removed until no pair is left. The next to be removed is always the member in most
+    of the pairs that are left. If several are in equally many, it is the newest of them, which has the highest number.
     """
     kept = set(numbers)
     pairs = {frozenset(pair) for pair in accusations if kept.issuperset(pair)}
@@ -207,14 +209,14 @@ def is_quorum(
     excused: Collection[Address],
     stopped: Collection[Address] = (),
 ) -> bool:
-    """Return whether the members ``kept`` may go on from ``view`` without the risk that other members of it do so too.
+    """Return whether the members ``kept`` may go on from ``view`` with no risk that others of its members do so, too.
 
     ``view``: members of the view; ``kept``: addresses of those that would go on; ``excused``: addresses of members that
     are known not to go on anywhere; ``stopped``: addresses of members whose process is stopped (SIGSTOP).
 
-    The kept members must be more than half of the members that are not excused. Exactly half suffices if the member
-    with the lowest number is among the kept. If every member is kept, excused or stopped, the stopped members are
-    excused, too. Otherwise a stopped member might be continued, and go on with members that are not kept.
+    Excused members do not count. Of the others, more than half must be kept. Exactly half suffices if the member with
+    the lowest number is among them. Stopped members are excused, too, but only if every member is kept, excused or
+    stopped. In all other cases a stopped member might be continued, and go on together with members that are not kept.
     """
     gone = {member.address for member in view}.intersection(excused)
     if all(

@@ -43,13 +43,15 @@ class Grade(IntEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Record of why one rank ended. The root cause is the failure with the lowest grade; of several the earliest.
+    """Record of why one rank ended. Of several, the one with the lowest grade is taken as the cause of the others.
+
+    If several have the lowest grade, the earliest of these is the cause.
 
     Attributes:
         ``rank``: rank that ended.
         ``message``: line for the user.
         ``exit_code``: exit code of the rank's process.
-        ``grade``: how well the failure explains others (:class:`Grade`).
+        ``grade``: how well the failure explains others (:class:`Grade`); the lowest grade explains best.
         ``when``: Unix time in seconds.
         ``trace``: traceback; "" if there is none.
     """
@@ -217,11 +219,11 @@ def show(failure: Failure, name_rank: bool = True) -> None:
 
 
 def leave(code: int, at_once: bool = False) -> None:
-    """End this process with exit code ``code`` after flushing output, if it is a rank among others.
+    """End this process with exit code ``code`` after flushing output, if it is one of several ranks.
 
-    Otherwise the function has no effect, unless ``at_once`` is set, which always ends the process. The process ends
-    without the usual shutdown of the interpreter, which can hang beside the threads of process groups. A rank that was
-    started alone counts as a rank among others once it has joined a run (``weft ranks add``).
+    If it is not, nothing happens, unless ``at_once`` is set: the process is then ended in any case. The usual shutdown
+    of the interpreter is left out, as it can hang because of the threads of process groups. A rank that was started
+    alone and has joined a run (``weft ranks add``) counts as one of several.
     """
     others = "WEFT_LAUNCHED" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if ("RANK" not in os.environ or not others) and not at_once:

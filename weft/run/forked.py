@@ -66,11 +66,14 @@ class ForkedRank(psutil.Process):
 def fork_ranks(
     argv: Sequence[str], ranks: int, modules: Sequence[str]
 ) -> list[ForkedRank]:
-    """Fork processes that become ranks of ``weft *argv`` when each gets its environment (:meth:`ForkedRank.begin`).
+    """Fork processes of this machine that wait to become ranks of the command ``weft *argv``.
 
-    ``ranks``: number of processes; ``modules``: what to import first, so that the forks share it. Returns an empty list
-    if a fork is not safe. It is safe on Linux, in a process of Weft's own command, without a GPU, without plugins
-    (which may look at their rank as they are imported), and with one thread.
+    A process becomes a rank when it gets its environment variables (:meth:`ForkedRank.begin`). ``ranks``: number of
+    processes; ``modules``: names of modules that this process imports before it forks, so that the forks need not.
+
+    Returns an empty list where a fork is not safe. It is safe if all of this holds: the system is Linux, this process
+    runs Weft's own command, it has no GPU and only one thread, and there are no plugins, which may look at their rank
+    as they are imported.
     """
     import torch
 

@@ -72,11 +72,17 @@ def launch(
 ) -> int:  # fmt: skip
     """Run ``weft *argv`` as several processes of this machine. Prints why they failed, and returns the exit code.
 
-    ``argv``: the arguments of ``weft``. ``ranks``: number of processes. ``command``: command to run instead.
-    ``threads``: threads of each rank, 0 for an equal share of the cores. ``survive``: whether ranks survive others, so
-    that the loss of a rank is no failure. ``patience``: seconds after which a rank that is stopped (SIGSTOP) counts as
-    failed. ``shared``: modules that this process imports before it forks the ranks from itself. If ``shared`` is empty,
-    each rank is started as a new process. After a signal, lines that the ranks could not print are printed here.
+    After a signal, it also prints lines that the ranks could not print themselves.
+
+    Args:
+        ``argv``: the arguments of ``weft``.
+        ``ranks``: number of processes.
+        ``command``: command to run instead of ``weft *argv``; None: there is none.
+        ``threads``: threads of each rank; 0: an equal share of the cores.
+        ``survive``: whether the run goes on if ranks are lost, so that the loss of a rank is no failure.
+        ``patience``: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
+        ``shared``: names of modules that this process imports before it forks the ranks from itself. If it is empty,
+            each rank is started as a new process.
     """
     ended = run_ranks(
         command or [sys.executable, "-m", "weft", *argv],
@@ -115,17 +121,18 @@ def run_ranks(
 ) -> RanksEnded:
     """Run ``command`` as several processes of this machine (the ranks), and return how they have ended.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on; ranks then have :data:`GRACE_S` seconds to stop. A second signal ends them
-    at once, unless it follows so soon that it counts as a repetition of the first. The exit code is then 128 + signal.
-    If a rank fails, the others are stopped.
+    Ctrl-C, SIGTERM and SIGHUP are passed on to the ranks, which then have :data:`GRACE_S` seconds to stop. A second
+    signal ends them at once, unless it follows so soon that it counts as a repetition of the first. The exit code after
+    a signal is 128 + its number. If a rank fails, the others are stopped.
 
     Args:
         ``ranks``: number of processes.
         ``threads``: threads of each rank; 0: an equal share of the cores.
-        ``survive``: whether the run goes on if ranks are lost. Once all ranks have met, a rank that was killed or left
-            out then does not count as failed.
+        ``survive``: whether the run goes on if ranks are lost. A rank that was killed or left out is then no failure,
+            if this happens after all ranks have exchanged addresses at the start.
         ``patience``: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
-        ``fork``: function that returns forked processes to be the ranks; if it returns none, ``command`` is started.
+        ``fork``: function that returns forked processes to be the ranks. If it returns none, each rank is a new process
+            that runs ``command``.
     """
     import torch.distributed as dist
 

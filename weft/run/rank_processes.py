@@ -141,11 +141,11 @@ def own_device(device: str) -> str:
 
 @contextlib.contextmanager
 def rank_process(device: str, timeout_s: int, threads: int = 0) -> Iterator[None]:
-    """Make this process one of the started ranks while the context lasts.
+    """Make this process a working rank, one of those that were started together, while the context lasts.
 
     ``device``: "cpu" or "cuda"; ``timeout_s``: seconds that ranks wait for each other; ``threads``: number of threads,
-    0 for an equal share of the cores. At the end of the context all ranks wait for each other. So no rank loses its
-    connection to another one while it still works.
+    0 for an equal share of the cores. At the end of the context all ranks wait for each other, so that none closes
+    connections that another still uses.
     """
     import torch.distributed as dist
 

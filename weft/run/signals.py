@@ -75,7 +75,8 @@ stamps = ArrivalTimes()
 class StopRequests:
     """Signals that have asked this process to end.
 
-    If nobody notes the signals (:func:`noted_signals`), the first raises :class:`Stopped`.
+    The first signal raises :class:`Stopped`, unless :func:`noted_signals` is in effect, which notes signals in a list
+    instead.
 
     Attributes:
         ``clock``: function that returns seconds.
@@ -87,7 +88,7 @@ class StopRequests:
         ``run``: folder of the run that this process trains, from its opening until its end has been reported; else
             None.
         ``noted``: list to which signals are appended; None while nobody notes them.
-        ``again``: called with the number of a later signal.
+        ``again``: function that is called with the number of a signal after the first.
     """
 
     #: What this process runs, if it is a command's own; None in a program of somebody else's.
@@ -111,10 +112,10 @@ class StopRequests:
         self.again: Callable[[int], None] = _stop
 
     def watch(self) -> None:
-        """Handle the signals of :func:`stop_signals` from now on, for the life of a command.
+        """Handle the signals of :func:`stop_signals` from now on, until this process ends.
 
-        A background job of a shell script inherits an ignored SIGINT. It is handled all the same, as whoever sends one
-        to a command of Weft's means it. SIGHUP that ``nohup`` ignores stays ignored.
+        SIGINT is handled even if the process has inherited that it is ignored, as background jobs of a shell script do.
+        SIGHUP that is ignored, as under ``nohup``, stays ignored.
         """
         self.reset()
         if threading.current_thread() is threading.main_thread():
@@ -246,10 +247,13 @@ def noted_signals(
 ) -> Iterator[list[int]]:
     """Append the numbers of received signals to a list instead of raising an exception, while the context lasts.
 
-    Yields the list. ``numbers``: the signals to note. A signal within :data:`REPEAT_S` seconds after the first repeats
-    it and is ignored; a later one is noted, and ``again(number)`` is called. The list begins with a signal that came
-    before the context and whose exception the interrupted code has swallowed, as imports may. Only the main thread can
-    handle signals; in other threads nothing is noted.
+    Yields the list. ``numbers``: the signals to note. Signals that come less than :data:`REPEAT_S` seconds after the
+    first count as its repetition, and are ignored. For each signal that comes after this time, ``again(number)`` is
+    called, and it is noted.
+
+    A signal may have come before the context, without an effect, because the interrupted code swallowed its exception,
+    as imports may. If there was one, it is the first in the list. Only the main thread can handle signals; in other
+    threads the list stays empty.
     """
     if threading.current_thread() is not threading.main_thread():
         yield []

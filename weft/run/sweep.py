@@ -59,10 +59,10 @@ class TrialResult:
     Attributes:
         ``trial``: the run's settings and folder.
         ``steps``: number of steps that were trained.
-        ``loss``: loss of the last step; None if there is none.
-        ``validation``: lowest validation loss; None without validation.
-        ``step``: step after which the lowest validation loss was measured.
-        ``tokens_per_s``: median speed in tokens per second.
+        ``loss``: loss of the last trained step; None if there is none.
+        ``validation``: lowest validation loss of the run; None if it was never measured.
+        ``step``: step after which this lowest validation loss was measured; None if there is none.
+        ``tokens_per_s``: median speed in tokens per second; None if it is not known.
         ``problem``: why the run failed; "" if it did not.
     """
 
@@ -85,11 +85,11 @@ class TrialResult:
 
 
 def trials_of(asked: Sequence[str], folder: Path) -> list[Trial]:
-    """Return a trial for every combination of the values in ``asked``. The last setting changes fastest.
+    """Return a trial for every combination of the values in ``asked``. The values of the last setting change fastest.
 
-    ``asked``: texts such as ``section.key=a,b``, one for each setting; ``folder``: folder of the sweep, in which every
-    trial has a folder. Raises :class:`UsageError` for other forms, for a setting or a value that occurs twice, and for
-    more than :data:`MOST` trials.
+    ``asked``: texts such as ``section.key=a,b``, which name a setting and its values; ``folder``: folder of the sweep,
+    in which every trial has a folder. Raises :class:`UsageError` for texts of another form, for a setting or a value
+    that occurs twice, and for more than :data:`MOST` trials.
     """
     values: dict[str, list[str]] = {}
     for text in asked:

@@ -30,8 +30,9 @@ LOCAL = ("saved", "tape")
 class Key(NamedTuple):
     """Name of an action in a schedule's table: its kind, stage and microbatch.
 
-    ``kind``: name of the action's kind, such as ``F``; ``stage``, ``microbatch``: what the action works on. Two actions
-    have the same key only in a table into which :func:`weft.schedule.lower.lower` has inserted transfers.
+    ``kind``: name of the action's kind, such as ``F``; ``stage``, ``microbatch``: numbers of the stage and of the
+    microbatch that the action works on. As long as a table has no transfers, no two of its actions have the same key.
+    Transfers, which :func:`weft.schedule.lower.lower` inserts, may share one.
     """
 
     kind: str
@@ -89,11 +90,15 @@ class Action:
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule as a table of actions: for each rank of the pipeline its actions in order.
+    """A pipeline schedule as a table: for each rank of the pipeline, its actions in the order in which it runs them.
 
-    ``name``: the schedule; ``ranks[r]``: the actions of rank ``r``; ``stages``: number of model stages, of which a rank
-    may hold several, and which several ranks may hold (DualPipe); ``paths[m]``: the stages that microbatch ``m``
-    passes, in order (all of them, except under SkipPipe).
+    Attributes:
+        ``name``: name of the schedule.
+        ``ranks[r]``: the actions of rank ``r``.
+        ``stages``: number of stages of the model. A rank may hold several. In some schedules (DualPipe) two ranks hold
+            the same stage.
+        ``paths[m]``: numbers of the stages that microbatch ``m`` passes, in order. These are all stages, unless the
+            schedule lets microbatches skip some (SkipPipe).
     """
 
     name: str

@@ -89,10 +89,12 @@ def simulated(
 
 
 def splits(sizes: Sequence[int], rates: Mapping[str, float]) -> list[DeviceSplit]:
-    """Simulate the updates for every number of units on the device; return all splits, the fastest first.
+    """Simulate the optimizer's update for every possible split of its units between host and device.
 
-    Of equally fast splits the one with fewest units on the device comes first. ``sizes``: bytes of each unit;
-    ``rates``: seconds per byte by kind of action, such as :data:`ON_HOST` or :data:`BRING`.
+    A unit is a group of parameters that are updated together. The device updates 0, 1, ... or all units, and the host
+    the others. Returns all splits, the fastest first. Of equally fast ones the one with fewest units on the device
+    comes first. ``sizes``: bytes of each unit; ``rates``: seconds per byte for each kind of action, such as
+    :data:`ON_HOST` or :data:`BRING`.
     """
     splits = [
         DeviceSplit(count, simulated(count, sizes, rates).elapsed)

@@ -19,13 +19,15 @@ class ScheduleBuilder:
     Attributes:
         ``about``: the schedule in a few words.
         ``paper``: source of the schedule, as arXiv number where it has one.
-        ``chunks``: stages that a rank holds for a microbatch.
+        ``chunks``: number of stages that a rank runs for each microbatch.
         ``free``: whether the caller may choose another number of chunks.
-        ``splits``: whether backward is split into I (input gradient) and W (weight gradient), wholly or in part.
-        ``twice``: whether two ranks hold every stage.
-        ``falls``: how many fewer microbatches' activations each rank holds than the rank before it. 1F1B has 1. Inputs
-            of postponed weight gradients do not count.
-        ``place``: position in the planner's order; of equally good schedules that with the lowest position is chosen.
+        ``splits``: whether backward is split into I (input gradient) and W (weight gradient), for all microbatches or
+            some.
+        ``twice``: whether every stage is held by two ranks.
+        ``falls``: by how many microbatches' activations the number that a rank holds falls from each rank to the next.
+            It is 1 for 1F1B. Inputs of postponed weight gradients do not count.
+        ``place``: position in the planner's order. Of equally good schedules the planner chooses the one with the
+            lowest position.
     """
 
     about: ClassVar[str] = ""
@@ -50,26 +52,28 @@ class ScheduleBuilder:
     def bubble(
         self, ranks: Number, microbatches: Number, chunks: Number, times: Times
     ) -> Number:
-        """Return the idle time of a rank in a step, in closed form and in the unit of ``times``.
+        """Return the idle time of a rank in a step by a formula, without a simulation.
 
-        ``chunks``: stages per rank; ``times``: times of one microbatch on a rank. For schedules that simulate ``times``
-        to fill idle times, the result holds only for ``2 * ranks`` microbatches or more.
+        The result is in the unit of ``times``. ``microbatches``: their number in a step; ``chunks``: stages per rank;
+        ``times``: times of one microbatch on a rank. Some schedules fill idle times by simulating ``times`` when they
+        are built. For these the formula holds only from ``2 * ranks`` microbatches on.
         """
         raise NotImplementedError
 
     def in_flight(self, ranks: Number, chunks: Number, rank: Number) -> Number:
-        """Return for how many microbatches ``rank`` holds activations at once; infinity stands for all of a step.
+        """Return how many microbatches' activations ``rank`` holds at the same time at most.
 
-        A microbatch whose activations the rank holds for only one of its stages counts ``1 / chunks``, where ``chunks``
-        is the number of stages per rank.
+        Infinity stands for the activations of all microbatches of a step. The activations of one microbatch at one of
+        the rank's ``chunks`` stages count ``1 / chunks``. ``ranks``: number of ranks in the pipeline; ``chunks``:
+        number of stages per rank.
         """
         raise NotImplementedError
 
     def offers(self, ranks: int, microbatches: int, layers: int) -> Sequence[int]:
-        """List the numbers of chunks (stages per rank) with which the planner should consider this schedule.
+        """List the numbers of stages per rank (chunks) with which the planner should try this schedule.
 
-        By default there are none. The planner asks only for pipelines of several ranks with at least ``ranks``
-        microbatches. ``layers``: layers of the model.
+        By default the list is empty, and the planner leaves the schedule out. The planner calls this method only if
+        ``ranks`` is at least 2 and ``microbatches`` is at least ``ranks``. ``layers``: number of layers of the model.
         """
         return ()
 
@@ -85,11 +89,14 @@ def ramp(ranks: Number, times: Times) -> Number:
 
 
 def filled(times: Times) -> Number:
-    """Return by how much each rank after the first lengthens the bubble if backward is split and W is postponed.
+    """Return by how much each rank after the first lengthens the bubble if weight gradients are postponed.
 
-    I is the gradient of a stage's input, W the gradient of its weights. Without a split each rank lengthens the bubble
-    by ``forward + backward_input + backward_weight``. Postponed weight gradients fill a part of this time. What remains
-    is ``backward_input + max(forward - backward_weight, 0)``, the result.
+    The bubble is the idle time of a rank in a step. If backward is not split, each rank after the first lengthens it by
+    the time of a whole forward and backward: ``forward + backward_input + backward_weight``. Here backward is split,
+    and weight gradients are postponed, so that they fill times that would be idle. What remains for each rank is
+    ``backward_input + max(forward - backward_weight, 0)``. This is the result.
+
+    ``times``: times of one microbatch on a rank.
     """
     return times.backward_input + larger(times.forward - times.backward_weight, 0)
 
@@ -99,9 +106,12 @@ def held_back(
 ) -> Number:
     """Return the bubble of a zero-bubble schedule in which a rank holds at most ``most`` microbatches at once.
 
-    The bubble is the idle time of a rank in a step. It is ``(ranks - 1) * filled(times)``, plus ``(ranks -
-    min(microbatches, most)) * min(forward, backward_weight)``, but never below 0. The second term says that each
-    further microbatch in flight gives a rank work while it waits for its first gradient.
+    The bubble is the idle time of a rank in a step. It is ``(ranks - 1) * filled(times) + (ranks - min(microbatches,
+    most)) * min(forward, backward_weight)``, or 0 if this sum is negative. The second term becomes smaller with every
+    further microbatch that a rank may hold, because that microbatch gives the rank work while it waits for its first
+    gradient.
+
+    ``microbatches``: their number in a step; ``times``: times of one microbatch on a rank.
     """
     ahead = -larger(-microbatches, -most)
     shorter = times.forward - larger(times.forward - times.backward_weight, 0)

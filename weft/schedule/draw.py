@@ -222,11 +222,12 @@ def svg(
     memory: str = MEMORY,
     page: bool = False,
 ) -> str:
-    """Draw the simulation as SVG: a lane of boxes for each rank, and the rank's memory under it.
+    """Draw the simulation as SVG: for each rank a lane of boxes, one per action, and below it a curve of its memory.
 
-    ``title``: by default the schedule's name; ``unit``: name of the unit of time; ``memory``: what the levels of memory
-    count; ``note``: text beside the title. ``page``: whether the picture is part of a page, which has the title, the
-    legend and the background itself; such a picture shows ``note`` in place of the line with makespan and bubble.
+    ``title``: title of the picture; "": the schedule's name. ``unit``: name of the unit of time. ``memory``: what the
+    levels of memory count. ``note``: text beside the title. ``page``: whether the picture is to be put into a page that
+    itself has a title, a legend and a background. The picture then has none of them, and ``note``, if given, takes the
+    place of the line with makespan and bubble.
     """
     table = simulation.table
     spans = [t.end - t.start for t in chain(*simulation.timeline) if t.end > t.start]
@@ -292,10 +293,11 @@ def html(
     unit: str = "",
     memory: str = MEMORY,
 ) -> str:
-    """Return a page that works offline: the picture with zoom, values on hover, and the path of a microbatch.
+    """Return an HTML page with a picture of the simulation that works offline.
 
-    ``title``: by default the schedule's name; ``note``: line under the title; ``unit``: name of the unit of time;
-    ``memory``: what the levels of memory count.
+    The page can zoom, shows an action's values when the mouse is over it, and marks the path of a microbatch.
+    ``title``: title of the page; "": the schedule's name. ``note``: line under the title. ``unit``: name of the unit of
+    time. ``memory``: what the levels of memory count.
     """
     table, reads = simulation.table, _reads(simulation)
     kinds = list(colours(table))

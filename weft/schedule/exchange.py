@@ -29,10 +29,11 @@ from weft.schedule.times import ModelTimes, Times
 
 
 class Beside(Enum):
-    """The work that a rank runs alternately with a microbatch's pass, while tokens of that pass travel to other ranks.
+    """What a rank computes while tokens of a microbatch's pass travel to experts on other ranks and back.
 
-    ``NOTHING``: the rank waits. ``OTHER_PASS``: the backward of another microbatch beside a forward, and the reverse.
-    ``SAME_PASS``: the same pass of another microbatch.
+    ``NOTHING``: the rank waits. ``OTHER_PASS``: it computes the opposite pass of another microbatch: a backward while a
+    forward's tokens travel, and a forward while a backward's tokens travel. ``SAME_PASS``: it computes the same pass,
+    forward or backward, of another microbatch.
     """
 
     NOTHING = "nothing"
@@ -136,10 +137,11 @@ PARTS["I"] = (
 def with_exchanges(
     table: Table, layers: Sequence[int], beside: Beside = Beside.NOTHING
 ) -> Table:
-    """Cut ``table`` layer by layer: each layer becomes a stage whose tokens travel to experts on other ranks and back.
+    """Return ``table`` with each layer as a stage of its own, and with the exchanges of tokens between experts.
 
-    ``layers``: the number of layers of each stage of ``table``; ``beside``: what a rank computes while tokens travel.
-    With ``Beside.NOTHING`` the rank computes nothing meanwhile: each of its actions depends on the action before it.
+    In a layer with experts, tokens travel to experts on other ranks and back. ``layers``: the number of layers of each
+    stage of ``table``. ``beside``: what a rank computes while tokens travel. With ``Beside.NOTHING`` it waits until the
+    tokens are back: each of its actions depends on the action before it.
     """
     first = [0, *accumulate(layers)]
     layers_of = [range(a, b) for a, b in pairwise(first)]
@@ -199,10 +201,11 @@ def _match(entry: Entry, following: Entry, beside: Beside) -> bool:
 def best_turns(
     table: Table, layers: Sequence[int], costs: Costs
 ) -> dict[Beside, Simulation]:
-    """Simulate ``table`` with exchanges of experts (:func:`with_exchanges`) for each value of :class:`Beside`.
+    """Simulate ``table`` with exchanges of tokens between experts, once for each value of :class:`Beside`.
 
-    Returns the simulations by value. Values for which ranks would wait for each other for ever are left out.
-    ``layers``: number of layers of each stage; ``costs``: times of actions.
+    That value says what a rank computes while tokens travel. Returns the simulations by value. A value is missing if
+    the ranks would wait for each other for ever with it. ``layers``: number of layers of each stage; ``costs``: times
+    of actions and transfers, and sizes of values.
     """
     simulations = {}
     for beside in Beside:

@@ -22,9 +22,9 @@ Op = Callable[[Action, Sequence[Any]], Sequence[Any]]
 class Executed:
     """Measurements of one run of a table on a rank.
 
-    ``times``: start and end of each action that computes, in seconds of ``time.perf_counter``; ``peak``: the largest
-    number of results kept for backward at once. Such results are a stage's saved activations and the inputs of its
-    postponed weight gradients; each counts 1.
+    ``times``: start and end of each action that computes, in seconds of ``time.perf_counter``. ``peak``: the largest
+    number of results that the rank held at once for backward. A stage's saved activations for one microbatch count 1,
+    and so does the input of a postponed weight gradient.
     """
 
     times: list[Timed] = field(default_factory=list)
@@ -39,13 +39,17 @@ def execute(
     *,
     window: int = WINDOW,
 ) -> Executed:
-    """Run the actions of rank ``rank``; every rank of the pipeline calls this with its own number.
+    """Run the actions of rank ``rank`` in ``table``. Every rank of the pipeline calls it with its own number.
 
-    ``table``: a schedule with all transfers, as :func:`weft.schedule.validate.validate` returns it. ``ops[kind]``:
-    function that computes an action of the kind; inserted actions (transfers, gathers, frees) may do without. ``wire``:
-    sends and receives values, which are tensors, tuples of tensors or None; it may be None on a single rank.
-    ``window``: how many values from each rank are asked for ahead. It is also the number of sends to one rank that may
-    be under way: the next send waits, so that buffers are bounded.
+    Args:
+        ``table``: a schedule with all transfers, as :func:`weft.schedule.validate.validate` returns it.
+        ``rank``: number of this rank in the pipeline.
+        ``ops``: by kind of action, the function that computes it. Inserted kinds (transfers, gathers, frees) may be
+            missing.
+        ``wire``: sends and receives values: tensors, tuples of tensors or None. It may be None if the pipeline has one
+            rank.
+        ``window``: how many values from each other rank are asked for in advance. It also limits the sends to a rank
+            that have not ended; a further send waits. So the memory for transfers is bounded.
 
     Raises :class:`weft.net.lost.PeerLost` naming a rank that does not deliver within the wire's timeout, and
     :class:`ScheduleError` for a kind of action that ``ops`` lacks.

@@ -14,11 +14,11 @@ from weft.schedule.times import ModelTimes
 
 
 class Duty(Flag):
-    """Work that a schedule must contain once for each stage and microbatch: forward, and the two parts of backward.
+    """The parts of a stage's work for a microbatch, as flags: forward, input gradient and weight gradient.
 
-    The parts of backward are ``INPUT_GRADIENT`` and ``WEIGHT_GRADIENT``, together ``BACKWARD``; ``ALL`` is forward and
-    backward, ``NONE`` is an action that does no such work, such as a transfer. One rank does all duties for a
-    microbatch at a stage.
+    A schedule must contain each part once for every stage and microbatch, and the same rank must do all three.
+    ``BACKWARD`` is ``INPUT_GRADIENT`` and ``WEIGHT_GRADIENT`` together. ``ALL`` is all three parts. ``NONE`` marks an
+    action that does none of them, such as a transfer.
     """
 
     NONE = 0
@@ -72,11 +72,11 @@ class Visit(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A result of one action that other actions read, of a ``microbatch`` at a ``stage``.
+    """Name of a result of one action that other actions read: what it is, and its stage and microbatch.
 
-    ``name``: what it is. ``act``: output of the stage; ``grad``: gradient of the stage's input; ``saved``: the tensors
-    that the stage's backward needs; ``tape``: the part of ``saved`` that the weight gradient needs. ``saved`` and
-    ``tape`` never leave their rank.
+    These are the values of ``name`` in every schedule. ``act``: output of the stage. ``grad``: gradient of the stage's
+    input. ``saved``: the tensors that the stage's backward needs. ``tape``: what the weight gradient needs, a part of
+    ``saved``. ``saved`` and ``tape`` never leave their rank.
     """
 
     name: str
@@ -131,16 +131,17 @@ class Kind:
         ``name``: the name by which actions refer to the kind, such as ``F``.
         ``meaning``: a few words for legends.
         ``colour``: ``#rrggbb`` in pictures; "" takes a colour of the palette.
-        ``duty``: which of a stage's forward, input gradient and weight gradient the action does; after a weight
+        ``duty``: which of a stage's forward, input gradient and weight gradient the action does. After a weight
             gradient, gradients of parameters are reduced.
-        ``forward``: whether evaluation, which runs only the forward half of a table, runs the action.
-        ``flow``: function from a visit of a stage to the values that are read and written; None if each action states
-            them.
-        ``cost``: function from an action and the model's times to the modelled time of the action.
+        ``forward``: whether the action is part of evaluation, which runs no backward.
+        ``flow``: function that returns the values which an action of the kind reads and writes when a microbatch visits
+            a stage; None if each action states its values itself.
+        ``cost``: function that returns the modelled time of an action, from the action and the model's times.
         ``clock``: the stream on which the action runs.
         ``parameters``: whether the action uses its stage's parameters, which are then gathered before it.
-        ``inserted``: whether only :func:`weft.schedule.lower.lower` adds such actions (transfers, gathers, frees); they
-            take no time in the simulator, and an executor skips those for which it has no operation.
+        ``inserted``: whether actions of the kind (transfers, gathers, frees) are added only by
+            :func:`weft.schedule.lower.lower`. They take no time in the simulator. An executor without an operation for
+            the kind skips them.
     """
 
     name: str

@@ -7,11 +7,12 @@ from weft.schedule.simulate import Simulation
 
 
 def text_timeline(simulation: Simulation, width: int, colour: bool) -> list[Text]:
-    """Return a line of text for each rank that shows each action by its microbatch, or by the number's last digit.
+    """Return a text picture of the simulation: a line for each rank that shows its actions along the time.
 
-    With ``colour`` colours tell the kinds of action apart, and one more line says which kind has which colour. Without
-    it each action also shows the name of its kind, which needs more columns. The list is empty if a line would be wider
-    than ``width`` characters.
+    An action is shown by the number of its microbatch, or by the last digit if there is no room. ``colour``: whether
+    colours tell kinds of action apart. One more line then says which kind has which colour. Without colours each action
+    also shows the name of its kind, which needs more columns. The list is empty if a line would be wider than ``width``
+    characters.
     """
     kinds, shades = colours(simulation.table), shades_of(simulation.table)
     gutter = len(f"rank {len(simulation.timeline) - 1}  ")

@@ -57,14 +57,17 @@ def producers(table: Table) -> dict[Value, Action]:
 def lower(table: Table, zero: int = 1, streamed: bool = False) -> Table:
     """Insert the actions that compute nothing into ``table``: sends, receives, gathers, reductions and frees.
 
-    A value read on another rank is sent when it is made and received before it is needed; between two ranks, receives
-    are in the order of the sends, as NCCL wants it. A value is freed after its last use. Raises :class:`ScheduleError`
-    for a value that no action writes, or that cannot leave its rank.
+    A value that another rank reads is sent when it is made, and received before it is needed. Between two ranks,
+    receives have the order of the sends, as NCCL wants it. A value is freed after its last use.
 
-    ``zero``: the ZeRO stage (Rajbhandari et al. 2020). ZeRO-3 gathers a stage's parameters around every run of its
-    actions, ZeRO-1 and ZeRO-2 once; ZeRO-2 and ZeRO-3 reduce gradients after every microbatch, ZeRO-1 after the last.
-    ``streamed``: whether parameters rest on the host or in a file. They are then gathered around every run, during
-    which those of the next stage are fetched, and gradients are reduced after the last microbatch.
+    ``zero``: the ZeRO stage (Rajbhandari et al. 2020), which decides how often parameters are gathered and gradients
+    reduced. ZeRO-1 and ZeRO-2 gather a stage's parameters once in a step; ZeRO-3 gathers them for every run of the
+    stage's actions. ZeRO-1 reduces gradients after the last microbatch; ZeRO-2 and ZeRO-3 after every microbatch.
+
+    ``streamed``: whether parameters rest on the host or in a file. They are then gathered for every run of the stage's
+    actions, and those of the next stage are fetched meanwhile. Gradients are reduced after the last microbatch.
+
+    Raises :class:`ScheduleError` for a value that no action writes, or that cannot leave its rank.
     """
     table = _handed_over(table)
     writers = producers(table)

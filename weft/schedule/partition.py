@@ -20,11 +20,11 @@ class _Split(NamedTuple):
 def partition(
     costs: Sequence[float], parts: int, speeds: Sequence[float] | None = None
 ) -> list[range]:
-    """Cut the items of ``costs`` into ``parts`` contiguous, non-empty ranges, so that the slowest is as fast as can be.
+    """Cut a sequence of items into ``parts`` contiguous, non-empty ranges so that the slowest is as fast as can be.
 
-    Returns ranges of indices; of equally good cuts it takes the most even one. ``costs``: work of each item, such as a
-    layer; ``speeds``: work per time of the device of each range (None: all equal). Dynamic programming over (items
-    left, ranges left). Raises :class:`UsageError` for fewer costs than ``parts``.
+    Returns ranges of indices of ``costs``. Of equally good cuts it takes the most even one. ``costs``: work of each
+    item, such as a layer; ``speeds``: work per unit of time of the device of each range; None: all devices are equally
+    fast. Raises :class:`UsageError` for fewer items than ``parts``.
     """
     count = len(costs)
     if count < parts:

@@ -44,11 +44,15 @@ class _Arrival:
 class Wire:
     """Asynchronous transfers of values (results of actions) between the ranks of one pipeline.
 
-    Ranks are numbered along the mesh axis ``pp``. ``group``: process group of the pipeline; ``device``: where received
-    tensors are allocated; ``timeout``: seconds that a rank waits for a value. ``spec(value)``: shapes and types of the
-    value's tensors if the receiver knows them; if the result is None, a header with shapes and types travels before the
-    data. On NCCL every ordered pair of ranks has its own communicator, as two ranks that send to each other in the same
-    one would wait for each other.
+    Ranks are numbered along the mesh axis ``pp``. On NCCL each pair of a sender and a receiver has its own
+    communicator. With one for both directions, two ranks that send to each other would wait for each other for ever.
+
+    Args:
+        ``group``: process group of the pipeline.
+        ``device``: where received tensors are allocated.
+        ``timeout``: seconds that a rank waits for a value.
+        ``spec``: function that returns the shapes and types of a value's tensors, if the receiver knows them
+            beforehand. If it returns None, a header with shapes and types is sent before the tensors.
     """
 
     def __init__(
@@ -124,11 +128,11 @@ class Wire:
         queue.append(arrival)
 
     def take(self, value: Value, source: int, purpose: str) -> Any:
-        """Wait for ``value`` from rank ``source``; return its tensors: a tensor, a tuple of several, or None.
+        """Wait for ``value`` from rank ``source``. Returns its tensors: a tensor, a tuple of several, or None.
 
-        Of the values asked for from ``source`` (:meth:`ask`), it must be the earliest not yet taken. ``purpose``: the
-        action that needs the value, for error messages. Raises :class:`weft.net.lost.PeerLost` if the value does not
-        arrive.
+        Values must be asked for first (:meth:`ask`), and taken from each rank in the order in which they were asked
+        for. ``purpose``: the action that needs the value, for error messages. Raises :class:`weft.net.lost.PeerLost` if
+        the value does not arrive.
         """
         queue = self._asked[source]
         arrival = queue[0]

@@ -17,11 +17,15 @@ from weft.schedule.validate import why_stuck
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of actions and transfers in one unit of time, and memory of values.
+    """Times of actions and transfers, and memory of values, for a simulation. All times have the same unit.
 
-    ``compute(action)``: time of an action; ``move(value, source, target)``: time of a transfer between two ranks;
-    ``size(value)``: memory that a value takes on a rank, from its making or arrival to the end of its last reader
-    there; ``exclusive``: whether an ordered pair of ranks carries only one value at a time.
+    Attributes:
+        ``compute``: function that returns the time of an action.
+        ``move``: function that returns the time of the transfer of a value from the rank ``source`` to the rank
+            ``target``.
+        ``size``: function that returns the memory that a value takes on a rank. It takes this memory from the time when
+            it is computed or received until the last action on that rank that reads it has ended.
+        ``exclusive``: whether a rank sends only one value at a time to the same other rank.
     """
 
     compute: Callable[[Action], float]
@@ -36,10 +40,11 @@ def by_kind(times: ModelTimes) -> Callable[[Action], float]:
 
 
 def uniform_costs(table: Table, times: Times = EQUAL) -> Costs:
-    """Return costs for a table whose stages all take equally long. ``times``: times of one microbatch on a rank.
+    """Return costs for simulating a table whose stages all take equally long.
 
-    A rank with ``v`` stages takes ``1 / v`` of these times for each. The unit of memory is what a rank saves for one
-    microbatch; each stage saves ``1 / v`` of it from its forward to its weight gradient.
+    ``times``: times of one microbatch on a rank. With ``v`` stages per rank each stage takes ``1 / v`` of them. Memory
+    is counted in units of what a rank saves for one microbatch. A stage saves ``1 / v`` of a unit, from its forward to
+    its weight gradient.
     """
     chunks = table.stages / len(table.ranks)
     return Costs(

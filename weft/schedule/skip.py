@@ -37,13 +37,15 @@ WEIGHTS = (8.0, 2.0, 1.0, 0.5)
 def plan_paths(
     holders: Holders, microbatches: int, ratio: float, costs: Costs, split: bool = True
 ) -> list[Path]:
-    """Plan which stages each microbatch passes, in order, if microbatches may skip stages.
+    """Plan for each microbatch which stages it passes and in which order, if microbatches may skip stages.
 
-    ``ratio``: share of all visits of stages that are skipped; ``holders[s]``: ranks that may run stage ``s``;
-    ``costs``: times of actions and transfers; ``split``: whether backward is split into input and weight gradient.
-    Every path begins with the first stage and ends with the last; in between it may exchange two neighbouring stages.
-    Of a few plans the one with the shortest simulated makespan is returned. Raises :class:`UsageError` if ``ratio`` is
-    larger than these rules allow.
+    Every path begins with the first stage and ends with the last. Between them a path may leave out stages, and may
+    exchange two neighbouring ones. Several plans are made and simulated. The one with the shortest time of a step is
+    returned, as a list of stage numbers for each microbatch.
+
+    ``ratio``: share of all visits of microbatches to stages that are skipped; ``holders[s]``: ranks that may run stage
+    ``s``; ``costs``: times of actions and transfers; ``split``: whether backward is split into input gradient and
+    weight gradient. Raises :class:`UsageError` if ``ratio`` is larger than these rules allow.
     """
     stages = len(holders)
     total = round(ratio * stages * microbatches)
@@ -64,10 +66,14 @@ def plan_paths(
 
 
 def stage_lengths(stages: int, ratio: float) -> list[float]:
-    """Return the relative work of every stage (mean 1) such that all ``stages`` stages compute equally much on average.
+    """Return how many layers each of ``stages`` stages should have, relative to the mean of all stages.
 
-    ``ratio``: share of stage visits that microbatches skip. The first and last stage, which are never skipped, get
-    fewer layers: with equally many they would compute as much as without skipping, and the pipeline would be no faster.
+    The mean of the result is 1. The first and the last stage run for every microbatch. The others are skipped by some
+    microbatches, so they get more layers. With these lengths every stage computes equally much in a step on average.
+    With equally long stages the first and the last would compute as much as without skipping, and the pipeline would be
+    no faster.
+
+    ``ratio``: share of all visits of microbatches to stages that are skipped.
     """
     _check(stages, ratio)
     middle = stages - 2

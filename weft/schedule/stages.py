@@ -41,9 +41,10 @@ def cut_stages(
 ) -> tuple[Stage, ...]:
     """Assign ``layers`` layers to ``stages`` stages such that the slowest stage is as fast as possible.
 
-    ``layer``, ``first``, ``last``: work of a layer, of the embedding, and of the output layer with its loss. With
-    ``ends`` the first and the last stage have embedding and output layer; else every rank of the pipeline has a share
-    of both. ``speeds``: work per time of each stage.
+    ``layer``, ``first``, ``last``: work of one layer, of the embedding, and of the output layer with its loss, in one
+    unit. ``ends``: whether the embedding belongs to the first stage and the output layer to the last. If not, they
+    belong to no stage, and their work does not count: every rank of the pipeline has an equal share of both.
+    ``speeds``: work that each stage's device does per unit of time; None: all devices are equally fast.
     """
     costs = [first, *[layer] * layers, last] if ends else [layer] * layers
     return tuple(
@@ -59,9 +60,11 @@ def cut_stages(
 def assign_stages(
     shape: ModelShape, layout: Layout, stages: int, seq_len: int
 ) -> tuple[Stage, ...]:
-    """Assign layers to ``stages`` stages such that the largest number of floating-point operations of a stage is least.
+    """Assign layers to ``stages`` stages such that the stage with most work has as little as possible.
 
-    With ``layout.skip`` the stages that are never skipped get less work. ``seq_len``: tokens of a sequence.
+    Work is counted in floating-point operations. ``shape``: the model; ``seq_len``: tokens of a sequence. If
+    ``layout.skip`` is set, microbatches skip some stages, but never the first and the last. These two then get less
+    work.
     """
     first, layer, last = shape_of(shape).forward_flops(seq_len)
     speeds = stage_lengths(stages, layout.skip) if layout.skip else None
@@ -74,8 +77,9 @@ def stage_costs(
 ) -> Costs:
     """Return the costs for simulating a table with these ``stages``.
 
-    ``times``: times of one microbatch's passes at each stage; ``kept``: memory that a rank needs to save the
-    activations of one layer for one microbatch; ``move``: time of a transfer from one rank to another.
+    ``times``: times of one microbatch's passes at each stage. ``kept``: memory that a rank needs for the saved
+    activations of one layer and one microbatch. Its unit is the unit of memory in the simulation. ``move``: time of a
+    transfer from one rank to another, in the unit of ``times``.
     """
 
     def size(value: Value) -> float:

@@ -6,17 +6,20 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one microbatch on one rank or stage, in any unit.
+    """Times of one microbatch on one rank or at one stage. All times have the same unit, which the caller chooses.
 
-    Builders of schedules get the times of a rank, which spends ``forward / v`` on each of its ``v`` stages.
+    Where the times are those of a rank with ``v`` stages, as for builders of schedules, each stage takes ``1 / v`` of
+    them.
 
     Attributes:
         ``forward``: time of the forward pass.
-        ``backward_input``, ``backward_weight``: times of the gradient of the input and of those of the weights.
+        ``backward_input``: time to compute the gradient of the input.
+        ``backward_weight``: time to compute the gradients of the weights.
         ``move``: time of a transfer from one rank to the next.
-        ``dispatch``, ``combine``: times to move tokens in forward to experts on other ranks, and results back.
-        ``back``: ratio of the backward times of ``dispatch`` and ``combine`` to their forward times.
-        ``routed``: the experts' share of the computation, from 0 to 1.
+        ``dispatch``: time in which a forward's tokens travel to experts on other ranks.
+        ``combine``: time in which the experts' results travel back in a forward.
+        ``back``: what ``dispatch`` and ``combine`` are multiplied by for the same transfers in backward.
+        ``routed``: share of the computation that the experts do, from 0 to 1.
     """
 
     forward: float = 1.0
@@ -46,8 +49,9 @@ NONE = Times(0.0, 0.0, 0.0)
 class ModelTimes:
     """Times of one microbatch in a whole model, from which a :class:`weft.schedule.kinds.Kind` computes its cost.
 
-    ``stages[s]``: times of stage ``s``. ``embedding`` and ``output``: times of the whole embedding and output layer
-    where these are not in a stage, but cut into ``shares`` equal shares, one per rank.
+    ``stages[s]``: times of stage ``s``. The embedding and the output layer are either parts of stages, and count there,
+    or every rank has an equal share of them. In the second case ``embedding`` and ``output`` are the times of all
+    shares together, and ``shares`` is the number of shares (ranks).
     """
 
     stages: Sequence[Times]

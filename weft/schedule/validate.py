@@ -16,10 +16,13 @@ def validate(
 ) -> Table:
     """Check ``table``, and return it with transfers, gathers, reductions and frees inserted.
 
-    :func:`weft.schedule.lower.lower` inserts these and explains ``zero`` (the ZeRO stage) and ``streamed`` (parameters
-    rest outside of the device's memory). A valid table does the forward and both parts of the backward of every stage
-    on a microbatch's path once, on one rank (in evaluation only the forward); it writes a value before it reads it; and
-    its execution ends with at most ``window`` messages under way between two ranks. Raises :class:`ScheduleError`
+    Three things are checked. On its path, every microbatch has one forward and both parts of one backward per stage,
+    all on one rank (in evaluation only the forward). Every value is written before it is read. The ranks can run the
+    table to its end, without waiting for each other for ever, with at most ``window`` messages under way between two
+    ranks.
+
+    ``zero`` (the ZeRO stage) and ``streamed`` (whether parameters rest outside of the device's memory) decide when
+    parameters are gathered and gradients reduced (:func:`weft.schedule.lower.lower`). Raises :class:`ScheduleError`
     naming the actions at fault.
     """
     _exactly_once(table)
@@ -103,11 +106,12 @@ def _legal_order(name: str, actions: tuple[Action, ...]) -> None:
 
 
 def run_dry(lowered: Table, window: int = WINDOW) -> dict[tuple[int, int], int]:
-    """Execute a table without computing; return the most messages under way for each ordered pair of ranks.
+    """Check that the ranks can run a table to its end, by executing it without computing anything.
 
-    ``lowered``: table with all sends and receives (:func:`weft.schedule.lower.lower`). A send waits while ``window``
-    messages to the same rank are under way. Raises :class:`ScheduleError` for a deadlock, for messages in the wrong
-    order, and for messages that nobody receives.
+    Returns, for each pair of a sending and a receiving rank, the largest number of messages that were under way at
+    once. A send waits while ``window`` messages to the same rank are under way. ``lowered``: table with all sends and
+    receives (:func:`weft.schedule.lower.lower`). Raises :class:`ScheduleError` for a deadlock, for messages in the
+    wrong order, and for messages that nobody receives.
     """
     queues = [deque(actions) for actions in lowered.ranks]
     under_way: dict[tuple[int, int], deque[Value]] = defaultdict(deque)

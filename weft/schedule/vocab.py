@@ -62,19 +62,23 @@ LAST = 4
 
 
 def share_stage(stages: int, rank: int) -> int:
-    """Return the number of the virtual stage that stands for the share of the vocabulary on ``rank``.
+    """Return the stage number under which a schedule's table refers to the share of the vocabulary that ``rank`` holds.
 
-    Virtual stages are numbered after the ``stages`` stages of the model, in the order of ranks.
+    The model's stages have the numbers 0 to ``stages - 1``. The shares follow as virtual stages in the order of ranks,
+    so that the result is ``stages + rank``.
     """
     return stages + rank
 
 
 def output_times(product: float, barriers: int) -> Times:
-    """Return the times of the whole output layer if it runs as the passes S and T, each cut over ranks.
+    """Return the times of the output layer for one microbatch, summed over the ranks that share the layer.
 
-    S computes logits, and T the gradient of the layer's weight. The gradient of the layer's input is computed in S with
-    one barrier, and in T with two. ``product``: time of one of the layer's three matrix products; ``barriers``:
-    synchronisations of the ranks per microbatch, 1 or 2.
+    The layer has three matrix products, which each take ``product``: for the logits, for the gradient of its input, and
+    for the gradient of its weight. A rank runs its share of them in two passes. The first, S, computes logits, and the
+    second, T, the gradient of the weight. The gradient of the input belongs to S if ``barriers`` is 1. It then counts
+    as ``forward`` in the result, and ``backward_input`` is 0. It belongs to T if ``barriers`` is 2.
+
+    ``barriers``: how often all ranks must combine their results for each microbatch, 1 or 2.
     """
     if barriers == 1:
         return Times(2 * product, 0.0, product)
@@ -86,10 +90,13 @@ def with_vocabulary(
 ) -> Table:
     """Add passes over shares of the vocabulary to a table whose stages compute neither embedding nor output layer.
 
-    ``barriers``: synchronisations of the ranks per microbatch, 1 or 2. While the ranks' shares are combined, a rank
-    needs other work; so it may hold one more microbatch at once for each of these synchronisations. ``cost``: time of
-    an action. None: every pass of a stage takes 1, and so does a matrix product with a rank's share of the embedding or
-    output layer.
+    Every rank holds an equal share of the embedding and of the output layer, and runs passes over it for each
+    microbatch. ``barriers``: how often the ranks must combine their results for each microbatch, 1 or 2
+    (:func:`output_times`). Meanwhile a rank works on other microbatches. For this, it may hold ``barriers`` more
+    microbatches at once than in ``table``.
+
+    ``cost``: function that returns the time of an action. With None, every pass of a stage takes 1. A matrix product
+    with a rank's share of the embedding or output layer takes 1, too.
     """
     ranks = len(table.ranks)
     if cost is None:

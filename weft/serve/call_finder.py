@@ -38,12 +38,17 @@ class AnswerEnd(NamedTuple):
 
 
 class CallFinder:
-    """Finds tool calls in an answer whose text comes in pieces. All text from the beginning of the first call on is
-    held back. ``form``: how the model writes calls.
+    """Finds tool calls in an answer whose text comes in pieces.
 
-    ``streams``: the arguments of a call are returned in pieces as they come, from its name on; otherwise a call is
-    returned when it is complete. ``names``: allowed names (None: any); text with another name is no call. ``most``:
-    largest number of calls (None: any).
+    All text from the beginning of the first call on is held back.
+
+    Args:
+        ``form``: how the model writes calls.
+        ``streams``: whether the arguments of a call are returned in pieces as they come, as soon as its name is known.
+            Otherwise a call is returned when it is complete.
+        ``names``: names of the tools that may be called; None: any name. What looks like a call with another name is
+            text.
+        ``most``: largest number of calls; None: any number.
     """
 
     def __init__(

@@ -154,8 +154,9 @@ class ObjectCalls(_Written):
 
 @dataclass(frozen=True)
 class NamedCalls(_Written):
-    """Form of tool calls that are a name and a JSON object of arguments, with texts of the template around both.
-    DeepSeek's calls are of this form.
+    """Form in which a model writes tool calls: a name, then a JSON object of arguments, with fixed texts around both.
+
+    DeepSeek's models write calls in this form.
 
     Attributes:
         ``opening``: text before the first name.

@@ -134,8 +134,9 @@ class _Engine:
 class ClusterSimulation:
     """Simulates how ``engines`` answer ``load``.
 
-    ``dispatch``: chooses the engine for a new request, and for one that leaves an engine of the role ``prefill``.
-    ``link``: speed of the transfers then; None: there is no such engine.
+    ``dispatch``: chooses the engine for a new request. It also chooses the engine that continues a request after an
+    engine of the role ``prefill`` has processed the prompt. ``link``: speed at which the request's cache blocks are
+    then sent; None if no engine has that role.
 
     Raises :class:`WeftError` if no engine of the cluster can take a request.
     """
@@ -381,10 +382,11 @@ def simulate_cluster(
     dispatch: DispatchPolicy = freest,
     link: BlockLink | None = None,
 ) -> list[RequestOutcome]:
-    """Simulate how ``engines`` answer ``load``; return a list of the outcome of each request, in the order of the load.
+    """Simulate how ``engines`` answer ``load``. Returns the outcome of each request, in the order of the load.
 
-    ``dispatch``: chooses the engine for a new request, and for one that leaves an engine of the role ``prefill``.
-    ``link``: speed of the transfers then; None: there is no such engine.
+    ``dispatch``: chooses the engine for a new request. It also chooses the engine that continues a request after an
+    engine of the role ``prefill`` has processed the prompt. ``link``: speed at which the request's cache blocks are
+    then sent; None if no engine has that role.
     """
     played = ClusterSimulation(engines, load, dispatch, link).run()
     return [request.outcome for request in played]

@@ -91,12 +91,14 @@ def check_head(lines: list[bytearray], size: int) -> None:
 
 
 class GuardedProtocol(H11Protocol):
-    """A connection of uvicorn's with time limits. ``most``: largest number of such connections at a time. ``given``,
-    ``more``: arguments of uvicorn's own class.
+    """A connection of uvicorn's with time limits for everything that it waits for.
 
-    The attribute ``waits`` says what the connection waits for: ``head`` or ``body`` of a request, ``rest`` of a body
-    whose request has been answered, ``end``, which is that a refused client closes the connection, or ``idle``, which
-    is a further request. Each has a time limit of its own. While a request is being answered, ``waits`` is "".
+    ``most``: largest number of such connections at a time. ``given``, ``more``: arguments of uvicorn's own class.
+
+    The attribute ``waits`` says what the connection waits for. ``head`` and ``body``: that part of a request. ``rest``:
+    the rest of a body whose request has already been answered. ``end``: that a client whose request was refused closes
+    the connection. ``idle``: a further request. Each of these has its own time limit. While a request is being
+    answered, ``waits`` is "".
     """
 
     def __init__(self, *given: Any, most: int, **more: Any) -> None:

@@ -16,17 +16,17 @@ COLUMNS = ("engine", "state", "writing", "waiting", "blocks", "tokens/s", "lost 
 
 
 class EngineRow(NamedTuple):
-    """An engine at one moment, as the table shows it.
+    """State of an engine at one moment, as one row of the table that shows all engines.
 
     Attributes:
         ``name``: the engine's name; "" for the only engine of a server.
         ``state``: "ready", or "draining" if it takes no new requests.
-        ``running``: answers that it writes.
-        ``waiting``: answers that wait there.
-        ``used``: cache blocks in use.
-        ``blocks``: all its cache blocks.
-        ``tokens``: tokens written so far.
-        ``preemptions``: how often requests have lost their blocks so far.
+        ``running``: number of requests whose answers the engine is writing.
+        ``waiting``: number of requests that wait in the engine.
+        ``used``: number of cache blocks in use.
+        ``blocks``: number of all its cache blocks.
+        ``tokens``: number of tokens that the engine has written so far.
+        ``preemptions``: how often a request of the engine has lost its cache blocks so far.
     """
 
     name: str

@@ -32,10 +32,10 @@ class GateRules:
     """Rules about which requests a server accepts, by the headers ``Host`` and ``Origin``.
 
     Attributes:
-        ``loopback``: whether the server listens on this computer only. It then accepts only this computer's names as
-            ``Host``.
-        ``hosts``: further accepted host names; ``*`` accepts all, ``*.example.com`` all below that name. Without any, a
-            server that is not a loopback server accepts every name.
+        ``loopback``: whether the server listens on this computer only. It then accepts as ``Host`` only the names of
+            this computer, and those in ``hosts``.
+        ``hosts``: further accepted host names. ``*`` accepts all, ``*.example.com`` all below that name. If the list is
+            empty and ``loopback`` is not set, every name is accepted.
         ``origins``: other web sites whose pages may send requests; ``*`` stands for all.
     """
 

@@ -38,10 +38,11 @@ class WeftLM(TemplateLM):
     Args:
         ``pretrained``: a run, a checkpoint, a Hugging Face folder, a GGUF file or an id of the hub.
         ``batch_size``: number of texts that are scored or written together; they are packed into rows without padding.
+        ``max_batch_size``: has no effect; the harness passes it to every model.
+        ``device``: device on which the model is computed; None: the GPU if there is one.
         ``max_length``: largest number of tokens that the model reads.
         ``max_gen_toks``: largest number of tokens that it writes, if a task sets none.
-        ``device``: where it is computed; None: on the GPU if there is one.
-        ``ema``: use the moving averages of the model's parameters.
+        ``ema``: whether the moving averages of the model's parameters are used in their place.
     """
 
     def __init__(

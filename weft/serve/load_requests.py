@@ -33,11 +33,12 @@ class LoadRequest(NamedTuple):
 
 @dataclass
 class RequestOutcome:
-    """Times of one request of a load, in seconds of one clock, and its numbers of tokens.
+    """Times and numbers of tokens of one request of a load. All times are in seconds of the same clock.
 
     Attributes:
         ``began``: when the request was sent.
-        ``times``: when its tokens, or the events of its stream, arrived.
+        ``times``: when each token of the answer arrived. For an answer that comes as a stream of events: when each
+            event arrived that has text.
         ``end``: when its answer was complete.
         ``prompt``: number of tokens of the prompt.
         ``written``: number of tokens of the answer.
@@ -142,15 +143,16 @@ def make_requests(
     prefix: int,
     seed: int,
 ) -> list[LoadRequest]:
-    """Return a list of ``count`` requests of the data set named ``dataset``. Raises :class:`UsageError` for unknown
-    names and missing files.
+    """Return a list of ``count`` requests of the data set named ``dataset``.
+
+    Raises :class:`UsageError` for unknown names and missing files.
 
     Args:
-        ``path``: the file of a data set that is read from one.
-        ``prompt``: mean tokens of a random prompt.
-        ``answer``: mean tokens to generate.
-        ``ratio``: share by which random lengths may differ from these means.
-        ``prefix``: number of ids with which all random prompts begin.
+        ``path``: the file, for a data set that is read from a file; else None.
+        ``prompt``: mean number of tokens of a random prompt.
+        ``answer``: mean number of tokens to generate.
+        ``ratio``: share of the mean by which a random number of tokens may be above or below it.
+        ``prefix``: number of token ids at the beginning that all random prompts have in common.
         ``seed``: seed of the random numbers.
     """
     if dataset == "random":

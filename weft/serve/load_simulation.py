@@ -139,10 +139,13 @@ def measure_load(
     load: Sequence[TimedRequest],
     clock: Callable[[], float] = perf_counter,
 ) -> tuple[list[RequestOutcome], list[tuple[list[float], float]]]:
-    """Run ``load`` on a real engine. Return two lists: the outcome of each request, and for each step a pair of its
-    work and its seconds. A :class:`Curve` can be fitted to the second list.
+    """Run ``load`` on a real engine. Returns the outcome of each request, and the measured time of each step.
 
-    ``clock`` times the steps; with ``time.thread_time``, other programs and threads do not count.
+    The first result is a list of outcomes. The second is a list with a pair for each step: numbers that describe the
+    step's work, and its seconds. A :class:`Curve` can be fitted to the second list.
+
+    ``clock``: function that returns seconds, by which steps are timed; with ``time.thread_time``, other programs and
+    threads do not count.
     """
     numbers: dict[Request, int] = {}
     samples: list[tuple[list[float], float]] = []

@@ -71,12 +71,15 @@ class ModelRule:
 class ChoiceSettings:
     """Settings of the choice of a model for each text.
 
+    The first rule that matches a text decides. Otherwise the text is compared with examples for each model, by the
+    cosine similarity of embeddings.
+
     Attributes:
-        ``rules``: what each model is for; the first one that matches counts.
-        ``general``: name of the model for all other texts; "": the base.
+        ``rules``: rules, each of which names a model and the texts that it is for.
+        ``general``: name of the model for texts for which neither rules nor examples choose one; "": the base.
         ``embedding``: the model that embeds texts; "": the base.
-        ``least``: least cosine similarity of a text to a model's examples for which the model is chosen.
-        ``margin``: by how much this similarity must be above that to any other model's examples.
+        ``least``: least similarity of a text to a model's examples for which that model is chosen.
+        ``margin``: by how much this similarity must be above the similarity to any other model's examples.
     """
 
     rules: tuple[ModelRule, ...]
@@ -87,10 +90,13 @@ class ChoiceSettings:
 
 
 def read_choice_settings(where: Path, folders: Collection[Path] = ()) -> ChoiceSettings:
-    """Return the settings of the choice of a model, from ``where``: a TOML file, or a model that embeds texts.
+    """Return the settings by which a server chooses a model for each text.
 
-    If ``where`` is a model, the examples come from the file ``examples.txt`` in each of the models' ``folders``, one
-    per line. Raises :class:`UsageError` for wrong settings, or if there are no examples.
+    ``where``: either a TOML file with the settings, or a model that embeds texts. ``folders``: folders of the models to
+    choose from. They are needed only in the second case: each model's examples are then read from the file
+    ``examples.txt`` in its folder, one per line.
+
+    Raises :class:`UsageError` for wrong settings, or if there are no examples.
     """
     if where.suffix != ".toml":
         rules = tuple(

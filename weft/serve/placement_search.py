@@ -104,12 +104,13 @@ class ServiceLimits:
 
 @dataclass(frozen=True)
 class PlacedLoad:
-    """How well a placement answers a load.
+    """How well one placement (a set of engines) answers a load, as a simulation shows.
 
     Attributes:
         ``placement``: the engines.
-        ``share``: share of the requests within all limits; 0 if the placement was not simulated.
-        ``goodput``: requests per second within all limits.
+        ``share``: share of the requests that are answered within all limits of latency; 0 if the placement was not
+            simulated.
+        ``goodput``: number of such requests per second.
         ``figures``: latency statistics, as of :func:`latency_statistics`; empty if the placement was not simulated.
         ``reason``: why the placement is good or bad.
     """
@@ -123,14 +124,15 @@ class PlacedLoad:
 
 @dataclass(frozen=True)
 class PlacementSearch:
-    """A search for the engines that serve a load best.
+    """A search for the placement (set of engines) that serves a load best.
 
     Attributes:
-        ``layouts``: ways to run an engine.
-        ``devices``: most devices of all engines together.
+        ``layouts``: ways to run an engine, among which the search chooses.
+        ``devices``: largest number of devices of all engines together.
         ``limits``: latencies that the service is to meet.
-        ``link``: speed of transfers between prefill and decode engines; None: engines answer whole requests only.
-        ``most``: most answers that an engine writes at a time.
+        ``link``: speed of transfers from engines that process prompts (prefill) to engines that continue (decode);
+            None: there are no such pairs, and every engine answers whole requests.
+        ``most``: largest number of answers that an engine writes at a time.
         ``policy``: schedules the steps of an engine.
         ``dispatch``: chooses the engine of each request.
     """
@@ -234,13 +236,16 @@ class PlacementSearch:
 
 @dataclass(frozen=True)
 class LayoutNeeds:
-    """How many engines of a layout a load keeps busy. A placement needs at least as many.
+    """How many engines of one layout a load keeps fully busy, as fractions: 1.5 is more work than one engine can do.
+
+    A placement needs at least as many engines. The numbers are infinite if engines of this layout cannot serve the
+    load.
 
     Attributes:
         ``layout``: the layout.
-        ``prefill``: engines that all prompts keep busy.
-        ``decode``: engines that all further tokens keep busy.
-        ``both``: engines that the whole load keeps busy.
+        ``prefill``: number of engines if they only process prompts.
+        ``decode``: number of engines if they only compute the tokens after the first.
+        ``both``: number of engines if they do both.
         ``reason``: why engines of this layout cannot serve the load, or an empty text.
     """
 
@@ -311,11 +316,14 @@ def _rank(placed: PlacedLoad) -> tuple[float, float]:
 
 
 class PlacementWatch:
-    """Watches whether another placement serves the recent load better, as the load changes with time.
+    """Watches whether another placement (set of engines) serves the recent load better than the one in use.
 
-    ``search``: finds other placements. ``current``: the placement in use. ``margin``: share by which the goodput of
-    another one must be higher. ``windows``: number of looks in a row at which it must be higher, so that a short peak
-    changes nothing.
+    The load changes with time. A placement is better if its goodput, the requests per second within all limits, is
+    clearly higher.
+
+    ``search``: finds and simulates other placements. ``current``: the placement in use. ``margin``: by which share of
+    the present goodput that of another placement must be higher. ``windows``: how many calls of :meth:`look` in a row
+    must find this, so that a short peak changes nothing.
     """
 
     def __init__(

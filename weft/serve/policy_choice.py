@@ -108,13 +108,15 @@ def compare_policies(
     percentiles: Sequence[float],
     limits: Mapping[str, float],
 ) -> list[Candidate]:
-    """Simulate ``load`` with every policy and several token budgets. Return a list of the candidates, best first: by
-    requests per second within all limits, then by the mean time of an answer.
+    """Simulate ``load`` with every scheduling policy and several token budgets. Returns the candidates, best first.
 
-    Of candidates with equal results only the one with the smallest budget is kept.
+    A candidate is a policy with a budget. The best has the most requests per second within all limits. If these are
+    equal, the mean time of an answer decides. Of candidates with equal results only the one with the smallest budget is
+    kept.
 
-    ``build``: makes an engine of a policy and a budget. ``curve``: predicts step times. ``percentiles``: percentiles of
-    each metric to compute. ``limits``: largest milliseconds by metric, for goodput.
+    ``build``: makes an engine from a policy and a token budget. ``curve``: predicts the time of a step.
+    ``percentiles``: percentiles of each metric to compute. ``limits``: for each metric of latency, the largest number
+    of milliseconds within which a request counts.
     """
     candidates: list[Candidate] = []
     for policy, budget in product(compared_policies(), BUDGETS):
@@ -139,14 +141,15 @@ def highest_rate(
     curve: Curve,
     limits: Mapping[str, float],
 ) -> float:
-    """Return the highest rate, in requests per second and to within 3 %, at which nine tenths of the requests of
-    ``load`` meet all ``limits``. Requests keep their order and their relative pauses.
+    """Return the highest rate of requests at which nine tenths of the requests of ``load`` meet all ``limits``.
 
-    ``build``: makes an engine of a policy and a budget. ``best``: policy and budget to simulate. ``curve``: predicts
-    step times. ``limits``: largest milliseconds by metric.
+    The rate is in requests per second, and exact to within 3 %. It is 0 if the limits are missed even when requests
+    come one by one, and infinite if all requests may arrive at once.
 
-    The rate is 0 if the limits are missed even when requests come one by one. It is infinite if all requests may arrive
-    at once.
+    Rates are tried by simulation. The requests of ``load`` keep their order; their arrival times are all multiplied by
+    the same factor. ``build``: makes an engine from a policy and a token budget. ``best``: the policy and budget to
+    simulate. ``curve``: predicts the time of a step. ``limits``: for each metric of latency, the largest number of
+    milliseconds.
     """
     whole = load[-1].time
 

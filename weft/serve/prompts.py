@@ -136,8 +136,11 @@ class Prompts:
         limit: TokenLimit | None = None,
         size: int = 0,
     ) -> ChatPrompt:
-        """Return the prompt of the conversation ``asked``. ``tools``: tools that the model may call. ``size``: bytes of
-        the request, by which it is encoded in the thread of long or of short prompts.
+        """Return the prompt of the conversation ``asked``.
+
+        ``tools``: tools that the model may call. ``limit``: largest number of tokens; None: no limit. ``size``: bytes
+        of the request. Long and short prompts are encoded in different threads, and ``size`` decides which one encodes
+        this prompt.
 
         Raises :class:`TooManyTokens` for a conversation with more tokens than ``limit`` allows, and errors of the chat
         template.

@@ -179,11 +179,14 @@ class Language(NamedTuple):
 
 
 class Modelled(RequestFields):
-    """Base of requests to a model.
+    """Base class of requests to a model.
 
-    ``model``: the model's name; None: the server's only model. ``NAMES``: the client's own names of fields, by the
-    names of fields here. ``PROMPT``: name of the field with the text that the model reads. ``IDLE``: further fields
-    that are accepted, each with the value under which it changes nothing.
+    Attributes:
+        ``model``: the model's name; None: the server's only model.
+        ``NAMES``: dict from the names of fields in this class to the names that clients use for them, where these
+            differ.
+        ``PROMPT``: name of the field with the text that the model reads.
+        ``IDLE``: further fields that a client may send, each with the only value that is accepted. They change nothing.
     """
 
     NAMES: ClassVar[dict[str, str]] = {}

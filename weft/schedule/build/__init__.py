@@ -39,11 +39,12 @@ def build(
     virtual: int | None = None,
     times: Times = EQUAL,
 ) -> Table:
-    """Build the table of actions of the pipeline schedule ``name`` for a step of ``microbatches`` on ``ranks`` ranks.
+    """Build the table of actions of the pipeline schedule ``name`` for one step.
 
-    ``virtual``: stages (chunks) per rank, for schedules that let the caller choose it; None: the schedule's own number.
-    ``times``: times of one microbatch on a rank, by which some schedules decide what fills idle times. Raises
-    :class:`UsageError` for a request that cannot be met.
+    ``ranks``: number of ranks in the pipeline; ``microbatches``: their number in the step. ``virtual``: stages (chunks)
+    per rank, for schedules that let the caller choose; None: the schedule's own number. ``times``: times of one
+    microbatch on a rank. Some schedules need them to decide which action fills an idle time. Raises :class:`UsageError`
+    if the schedule does not exist with these numbers.
     """
     if ranks < 1:
         raise UsageError(

@@ -36,16 +36,23 @@ def list_schedule(
     split: bool = True,
     priority: Policy | Sequence[Policy] = POLICIES,
 ) -> Table:
-    """Return the fastest of the tables that list scheduling builds, one table for each policy of ``priority``.
+    """Build a table by list scheduling for each policy of ``priority``, and return the fastest.
 
-    The table is never slower than one microbatch after the other. ``name``: the schedule's name. ``holders[s]``: ranks
-    that may run stage ``s``. ``paths[m]``: stages of microbatch ``m`` in the order of its forward, each at most once.
-    ``costs``: times of actions and transfers, and sizes of values. ``ranks``: number of ranks. ``split``: whether
-    backward is split into input gradient (I) and weight gradient (W).
+    List scheduling simulates the step and lets every idle rank start the best action that is ready; a policy says what
+    "best" means. The result is never slower than running one microbatch after the other.
 
-    ``limit``: memory of every rank, or a list of each rank's, in units of ``costs.size``; None: unlimited. Saved
-    activations (``saved``) and the inputs of postponed weight gradients (``tape``) must fit in it. Raises
-    :class:`ScheduleError` if a single microbatch needs more memory than the limit.
+    Args:
+        ``name``: the schedule's name.
+        ``holders[s]``: ranks that may run stage ``s``.
+        ``paths[m]``: stages of microbatch ``m`` in the order of its forward, each at most once.
+        ``costs``: times of actions and transfers, and sizes of values.
+        ``ranks``: number of ranks.
+        ``limit``: memory of every rank, or a list with the memory of each, in units of ``costs.size``; None: unlimited.
+            It must hold saved activations (``saved``) and the inputs of postponed weight gradients (``tape``).
+        ``split``: whether backward is split into input gradient (I) and weight gradient (W).
+        ``priority``: one policy or several.
+
+    Raises :class:`ScheduleError` if a single microbatch needs more memory than the limit.
     """
     if limit is None:
         limit = inf

@@ -19,14 +19,14 @@ from weft.schedule.build.trips import EPS, Trips
 class Policy:
     """Rules by which the list scheduler chooses the next action of an idle rank.
 
-    ``alternate``: whether a rank prefers a forward after a backward if both are ready; otherwise it always prefers the
-    backward. ``patience``: a rank that could only run a weight gradient stays idle if the input of a forward or
-    backward arrives within this share of the weight gradient's time.
-
-    ``ahead``: limit of the microbatches that a rank has run forward, but not yet backward, at a stage. The limit is
-    relative to a round trip, in which a microbatch travels from the stage to the last one and back. 1 allows as many
-    microbatches as the rank can run forward and backward in a round trip, as in 1F1B. 2 allows twice as many, which
-    leaves no idle time.
+    Attributes:
+        ``alternate``: whether a rank that has just run a backward prefers a forward if both are ready. Otherwise it
+            always prefers the backward.
+        ``patience``: how long a rank stays idle if it could run only a weight gradient, but expects the input of a
+            forward or backward soon. It waits if the input arrives within this share of the weight gradient's time.
+        ``ahead``: limit of the forwards whose backward has not run yet, on a rank at one stage. It is a multiple of the
+            number of forwards and backwards that fit in a round trip: the time in which a microbatch travels from the
+            stage to the last one and back. 1 is 1F1B; 2 leaves no idle time; infinity is no limit.
     """
 
     alternate: bool = False
@@ -44,12 +44,15 @@ class _Item(NamedTuple):
 
 
 class Listing:
-    """List scheduler: a simulation by the clock in which each idle rank starts the best action that is ready.
+    """List scheduler: simulates a step in time, and lets each idle rank start the best action that is ready.
+
+    An instance serves one call of :meth:`orders` or of :meth:`one_by_one`.
 
     ``name``: the schedule's name in errors; ``holders[s]``: ranks that may run stage ``s``; ``trips``: paths, times and
-    memory of the microbatches; ``policy``: what "best" means. An instance serves one call of :meth:`orders` or of
-    :meth:`one_by_one`. In its methods, position ``i`` of a microbatch's path is the ``i``-th stage that the microbatch
-    passes, and a microbatch is under way from the start of its first forward to the end of its last backward.
+    memory of the microbatches; ``policy``: rules that say which action is best.
+
+    Two terms are used in the methods. Position ``i`` of a microbatch's path is the ``i``-th stage that the microbatch
+    passes. A microbatch is under way from the start of its first forward to the end of its last backward.
     """
 
     def __init__(
@@ -128,10 +131,11 @@ class Listing:
         return self.start(rank, tape, now)
 
     def admits(self, rank: int, a: _Item, capped: bool) -> bool:
-        """Return whether ``rank`` may start the action ``a``: whether the rank's memory has room for what it saves.
+        """Return whether ``rank`` may start the action ``a`` without a lack of memory, now or later.
 
-        A forward may start only if all microbatches under way can still finish after it. ``capped``: whether the
-        policy's limit of forwards ahead of backward must hold too.
+        The rank must have room for what the action saves. After a forward, all microbatches that have begun must still
+        be able to finish. ``capped``: whether the policy's limit of forwards whose backward has not run
+        (:attr:`Policy.ahead`) must hold, too.
         """
         level = self.level[rank] + self.trips.change(a.m, a.i, a.kind)
         if level > self.trips.limits[rank] + EPS:
@@ -149,11 +153,12 @@ class Listing:
         return self.between[self.paths[a.m][a.i]] < ahead - EPS
 
     def safe(self, m: int, where: list[int], step: int) -> bool:
-        """Return whether all microbatches under way can still finish if microbatch ``m`` is at step ``step``.
+        """Return whether the ranks' memory lets all begun microbatches finish.
 
-        They can if they fit in memory one after the other in some order (banker's rule). ``where``: the rank of every
-        position on the path of ``m``; ``step``: how many forwards and backwards of ``m`` have started. All other
-        microbatches count at their present steps.
+        The answer is yes if they can finish one after the other in some order (banker's rule). ``step``: how many
+        passes of microbatch ``m`` are taken as started. A pass is a forward or backward at one stage. ``where``: the
+        rank of every stage on the path of ``m``. For all other microbatches the passes that they have really started
+        count.
         """
         under_way = {n: (n, self.where[n], k) for n, k in self.step.items()}
         return self.trips.safe((under_way | {m: (m, where, step)}).values())
@@ -194,10 +199,11 @@ class Listing:
         return True
 
     def send(self, name: str, m: int, i: int, to: int, kind: str, end: float) -> None:
-        """Send a value of microbatch ``m``, computed at time ``end``, from position ``i`` to ``to`` of its path.
+        """Send a value of microbatch ``m`` from the rank of one stage on its path to the rank of another.
 
-        ``name``: name of the value (``act`` or ``grad``); ``kind``: kind of the action at position ``to`` that becomes
-        ready when the value arrives.
+        ``name``: name of the value, ``act`` (output) or ``grad`` (gradient); ``i``, ``to``: positions of the two stages
+        on the path; ``kind``: kind of the action that becomes ready at ``to`` when the value arrives; ``end``: time at
+        which the value has been computed.
         """
         link = source, target = self.where[m][i], self.where[m][to]
         if source != target:
@@ -209,11 +215,11 @@ class Listing:
         self.ready[target].append(_Item(m, to, kind, end))
 
     def place(self, m: int, first: int | None = None) -> list[int] | None:
-        """Choose a rank for every position on the path of microbatch ``m``.
+        """Choose a rank for every stage that microbatch ``m`` passes. Returns the ranks in the order of its path.
 
-        The microbatch must fit in the memory of the chosen ranks if no other microbatch runs; the result is None if no
-        choice of ranks allows that. Ranks with the least compute time so far are tried first. ``first``: the rank of
-        the first position; None: choose this rank too.
+        Ranks with the least compute time so far are preferred. The microbatch must fit in the memory of the chosen
+        ranks while no other microbatch runs. If no choice allows that, the result is None. ``first``: the rank for the
+        first stage of the path; None: it is chosen, too.
         """
         path = self.paths[m]
 
@@ -247,10 +253,11 @@ class Listing:
         )
 
     def rebind(self, m: int, i: int, end: float) -> None:
-        """Give position ``i`` of the path of microbatch ``m`` to that rank which would end the forward there first.
+        """Choose anew which rank runs the ``i``-th stage on the path of microbatch ``m``.
 
-        Nothing changes if only one rank may run the stage. A rank is passed over if some microbatch under way could
-        then not finish. ``end``: the time at which the forward at position ``i - 1`` ends.
+        It is the rank that would end the stage's forward first. Nothing changes if only one rank may run the stage.
+        Ranks are left aside with which some microbatch that has begun could no longer finish, for lack of memory.
+        ``end``: the time at which the forward of the stage before ends.
         """
         where, before = self.where[m], self.where[m][i - 1]
         value = Value("act", self.paths[m][i - 1], m)

@@ -57,11 +57,11 @@ class Trips:
         return sum(self.time(rank, m, i, kind) for kind in self.kinds)
 
     def rounds_ahead(self, m: int, i: int, where: Sequence[int]) -> float:
-        """Return how many pairs of forward and backward a rank can run while microbatch ``m`` makes a round trip.
+        """Return how many times a rank can run a forward and a backward while microbatch ``m`` makes a round trip.
 
-        The rank is that of position ``i`` on the microbatch's path. The round trip begins with the microbatch's forward
-        there, and ends when its gradient is back from the end of the path. The number is a float, and infinity if a
-        pair takes no time. ``where``: the rank of every position on the path.
+        The round trip begins with the forward of ``m`` at the ``i``-th stage of its path, on the rank of that stage. It
+        leads to the end of the path, and ends when the gradient is back at that rank. The number is a float. It is
+        infinite if a forward and a backward take no time. ``where``: the rank of every stage on the path.
         """
         key = (m, i, *where)
         if key not in self.rounds:
@@ -78,9 +78,10 @@ class Trips:
         return self.rounds[key]
 
     def change(self, m: int, i: int, kind: str) -> float:
-        """Return by how much an action of ``kind`` raises (or, if negative, lowers) the memory in use on its rank.
+        """Return the change of memory in use on a rank when it runs one action; negative if memory is freed.
 
-        The action is that of microbatch ``m`` at position ``i`` of its path; memory is in units of ``costs.size``.
+        The action is of kind ``kind``, and works on microbatch ``m`` at the ``i``-th stage of its path. Memory is in
+        units of ``costs.size``.
         """
         stage = self.paths[m][i]
         saved = self.costs.size(Value("saved", stage, m))
@@ -90,9 +91,11 @@ class Trips:
     def claim(self, m: int, where: Sequence[int], step: int) -> Claim:
         """Return two dicts by rank: the memory that microbatch ``m`` still needs to finish, and what it holds.
 
-        ``where``: the rank of every position on its path; ``step``: how many of its forwards and backwards have
-        started. The input of a postponed weight gradient (its tape) counts only at the moment when it is recorded.
-        After that a rank that needs memory can always run the weight gradient, and so free the tape.
+        ``where``: the rank of every stage on its path, in order; ``step``: how many of its forwards and backwards have
+        started. Memory is in units of ``costs.size``.
+
+        The input of a postponed weight gradient (tape) counts only at the moment when it is stored. Later it is no
+        obstacle: a rank that needs memory can run the weight gradient at any time, which frees the tape.
         """
         key = (m, step, *where)
         if key not in self.claims:
@@ -119,10 +122,11 @@ class Trips:
         return all(need <= free[r] + EPS for r, need in needs.items())
 
     def safe(self, state: Iterable[tuple[int, Sequence[int], int]]) -> bool:
-        """Return whether microbatches under way can be finished in some order, one after the other (banker's rule).
+        """Return whether the ranks' memory lets the microbatches in ``state`` finish one after the other.
 
-        ``state``: ``(m, where, step)`` of each of them: its number, its rank at every position of its path, and the
-        number of its passes that have started.
+        Any order in which they can finish suffices; this is the test of the banker's algorithm. ``state``: for each
+        microbatch that has begun, its number, the rank of every stage on its path, and how many of its forwards and
+        backwards have started.
         """
         if min(self.limits) == inf:
             return True

@@ -17,10 +17,12 @@ def alternate(kinds: list[str], rank: int, ahead: int, microbatches: int) -> Ord
 
 
 def split(rank: int, ahead: int, late: int, microbatches: int) -> Order:
-    """Return the order of one rank whose backward is split: ``ahead`` forwards (F), then I, W and F in turn.
+    """Return the order of actions of one rank in a schedule whose backward is split into I and W.
 
-    I is the gradient of a stage's input, W the gradient of its weights. W of a microbatch runs ``late`` turns after I
-    of the same microbatch. ``rank``: number of the rank, and of the only stage that it holds; ``microbatches``: their
+    F is the forward, I the gradient of a stage's input, and W the gradient of its weights. The rank first runs
+    ``ahead`` forwards, and then I, W and F in turn. The W of a microbatch runs ``late`` turns after its I.
+
+    ``rank``: number of the rank, which is also the number of the only stage that it holds; ``microbatches``: their
     number in a step.
     """
     order = [("F", rank, m) for m in range(min(ahead, microbatches))]

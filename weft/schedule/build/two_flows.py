@@ -11,11 +11,14 @@ from weft.schedule.actions import Entry
 
 
 def two_flows(half: int, near: int, count: int) -> list[Entry]:
-    """Return the order of one rank in DualPipe as ``(kind, flow, number)``; ``number`` counts a flow's microbatches.
+    """Return the order of actions of one rank in DualPipe, in which microbatches enter the pipeline at both ends.
 
-    Flow 0 enters the pipeline at the rank's own end, flow 1 comes from the other half. ``half``: ranks from one end of
-    the pipeline to its middle; ``near``: distance of the rank from its end, in ranks; ``count``: microbatches in each
-    flow, at least ``2 * half``. A backward is B, or I (input gradient) and W (weight gradient) where it is split.
+    Each entry is ``(kind, flow, number)``. Flow 0 are the microbatches that enter at the rank's own end, flow 1 those
+    that come from the other half. ``number`` counts the microbatches of a flow from 0. A backward is one action B, or
+    two: I (input gradient) and W (weight gradient).
+
+    ``half``: number of ranks from one end of the pipeline to its middle; ``near``: distance of this rank from its end,
+    0 for the rank at the end; ``count``: microbatches in each flow, at least ``2 * half``.
     """
     far = half - 1 - near
     steps = [("F", 0)] * (2 * far)  # fill: flow 0 reaches the turn
@@ -33,10 +36,12 @@ def two_flows(half: int, near: int, count: int) -> list[Entry]:
 
 
 def number_microbatches(steps: list[tuple[str, int]]) -> list[Entry]:
-    """Turn each ``(kind, flow)`` of ``steps`` into ``(kind, flow, number)``, where ``number`` is the microbatch.
+    """Add the number of the microbatch to each step of one rank in DualPipe.
 
-    Each flow counts its microbatches from 0. ``("W", -1)`` stands for the oldest postponed weight gradient of any flow.
-    Weight gradients that are still postponed after the last step are added at the end.
+    ``steps``: pairs of a kind of action and a flow. A flow is the microbatches that enter the pipeline at the same end.
+    The result has ``(kind, flow, number)`` for each pair, where each flow numbers its microbatches from 0. ``("W",
+    -1)`` stands for the oldest weight gradient that is still postponed, of either flow. Weight gradients that are still
+    postponed after the last step are added at the end.
     """
     done: Counter[tuple[str, int]] = Counter()
     kept: list[tuple[int, int]] = []

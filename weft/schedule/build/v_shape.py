@@ -19,13 +19,15 @@ PATIENCE = (0.5, 0.75, 1.0)
 
 @dataclass(frozen=True)
 class Pattern:
-    """Building block of a V-shaped schedule: the time slots of F, F', I' and I of one microbatch.
+    """Times of the passes of one microbatch in a V-shaped schedule, counted in slots of equal length.
 
-    F and I (forward, input gradient) are passes of the stage on the way down the ranks. F' and I' are those of the
+    In such a schedule a microbatch passes all ranks down to the last and then up again, so that each rank holds two
+    stages. F and I are the forward and the input gradient of a rank's stage on the way down, F' and I' those of its
     stage on the way up.
 
     Attributes:
-        ``steps``: for F, F', I' and I, the slots from one rank to the next.
+        ``steps``: for each of F, F', I' and I, the number of slots from this pass on one rank to the same pass on the
+            next.
         ``turns``: the slots from the last F to the first F', from the last F' to the first I', and from the last I' to
             the first I.
         ``limit``: how many saved activations a rank may hold at once; those of one microbatch at one stage count 1.
@@ -41,11 +43,13 @@ class Pattern:
 def repeat(
     pattern: Pattern, ranks: int, microbatches: int, times: Times
 ) -> list[Order]:
-    """Return the order of each rank in a schedule where every microbatch follows ``pattern``.
+    """Return the order of actions of each rank in a schedule where every microbatch follows ``pattern``.
 
-    Weight gradients fill the times in which ranks would be idle. These times come from a simulation with ``times``, the
-    times of one microbatch on a rank. A weight gradient fills an idle time only if this is long enough. With unequal
-    times of passes several limits are tried (:data:`PATIENCE`), and the fastest order is returned.
+    Weight gradients run in times in which ranks would be idle, if these times are long enough. The idle times come from
+    a simulation. If passes take unequally long, several answers to "how long is long enough" are tried
+    (:data:`PATIENCE`), and the fastest order is returned.
+
+    ``times``: times of one microbatch on a rank.
     """
     (f0, f1, i1, i0), last = pattern.steps, ranks - 1
     spans = (
@@ -84,12 +88,14 @@ def repeat(
 def fill_holes(
     plan: Sequence[Sequence[Key]], pattern: Pattern, times: Times, patience: float
 ) -> tuple[list[Order], float]:
-    """Insert weight gradients (W) into the idle times of a plan, or earlier where a forward needs their memory.
+    """Insert weight gradients (W) into the idle times of a plan. Returns the order of each rank and the makespan.
+
+    The makespan is the longest time from a rank's first action to the end of its last. A weight gradient also runs when
+    a rank is not idle, if a forward needs the memory that it frees.
 
     ``plan[r]``: forwards and input gradients of rank ``r`` in order; ``pattern``: gives the limit of memory, and says
     whether forwards may move up; ``times``: times of one microbatch on a rank; ``patience``: a rank starts a weight
-    gradient only if its next action is further away than this share of a weight gradient's time. Returns the order of
-    each rank, and the longest time from a rank's first action to the end of its last.
+    gradient only if its next action is further away than this share of a weight gradient's time.
     """
     return _Filling(plan, pattern, times, patience).run()
 

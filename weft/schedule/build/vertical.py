@@ -4,11 +4,11 @@ from weft.schedule.actions import Order
 
 
 def vertical(stages: int, microbatches: int) -> Order:
-    """Return the order of one rank that holds all stages and runs each for all microbatches before the next.
+    """Return the order of actions of one rank that holds all stages and runs them one after the other.
 
-    So every stage's parameters are fetched once for forward and once for backward, for any number of microbatches. The
-    last stage runs each microbatch's backward right after its forward: until then, the loss holds a gradient of the
-    head's weight, which is large.
+    Each stage runs for all microbatches before the next stage begins. So its parameters are fetched only twice in a
+    step: once for forward and once for backward. The last stage runs the backward of a microbatch right after its
+    forward, because the loss holds a large gradient of the head's weight until then.
     """
     ahead = range(stages - 1)
     forward = [("F", s, m) for s in ahead for m in range(microbatches)]
