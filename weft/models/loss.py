@@ -64,11 +64,11 @@ def scale_of(labels: T, counts: T | None, dtype: torch.dtype) -> T:
 
 
 class SummedLoss(torch.autograd.Function):
-    """Base of autograd functions of a loss that is summed over tokens.
+    """Base of autograd functions that return a loss summed over tokens, and compute its gradients already in forward.
 
-    The forward of a subclass computes the gradients of ``hidden`` and ``weight`` and saves them. It sets two
-    attributes: ``ctx.tokens`` is the number of tokens. ``ctx.rows`` lists the tokens for which the saved gradient of
-    ``hidden`` has a row, or is None if it has a row for every token.
+    The forward of a subclass saves the gradients of ``hidden`` and ``weight`` and sets two attributes. ``ctx.tokens``
+    is the number of tokens. ``ctx.rows`` is None if the saved gradient of ``hidden`` has a row for every token.
+    Otherwise it lists the indices of the tokens that have a row; the gradient of all others is 0.
     """
 
     @staticmethod
@@ -161,10 +161,11 @@ def labelled_rows(labels: T) -> T | None:
 
 
 def merge(lse: T, target: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Merge the results of the ranks of ``group`` for their ranges of the vocabulary, for a chunk of tokens.
+    """Merge what the ranks of ``group`` have computed, each for its own range of the vocabulary, for a chunk of tokens.
 
-    ``lse``: log-sum-exp of this rank's logits. ``target``: the label's logit, 0 if another rank has it. Both are
-    ``[chunk, 1]``. Returns the two over the whole vocabulary, in the same shapes.
+    ``lse``: for each token the log-sum-exp of the logits in this rank's range. ``target``: the logit of the token's
+    label, or 0 if the label is in another rank's range. Both are ``[chunk, 1]``. Returns the log-sum-exp and the
+    label's logit over the whole vocabulary, in the same shapes. ``group`` None: this rank has the whole vocabulary.
     """
     if group is None:
         return [lse, target]

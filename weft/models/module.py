@@ -34,10 +34,11 @@ class Module(nn.Module):
         return f"{self.path}.{name}" if self.path else name
 
     def weight(self, name: str, whole: bool = False) -> Logical:
-        """Register the parameter ``name``: this rank's shard of the tensor that the parameter table describes.
+        """Register the parameter ``name`` of this module, on the meta device.
 
-        ``whole``: whether the tensor stays uncut over mesh axes whose ranks compute the same data, such as ``tp``.
-        Statistics that no gradient changes are never cut over them. Returns the description of the whole tensor.
+        Returns the description of the whole tensor. Type and dimensions come from the parameter table. The registered
+        parameter is this rank's shard. ``whole``: whether the shard is not cut over mesh axes whose ranks compute the
+        same data, such as ``tp``. A statistic (a tensor that no gradient changes) is never cut over them.
         """
         row = self.described[self.inside(name)]
         fixed = row.kind == "statistic"

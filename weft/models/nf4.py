@@ -141,8 +141,9 @@ class Quantized(Module):
     def project(self, x: T, own: Callable[[T], T], first: int) -> T:
         """Multiply ``x`` ``[batch, seq, in]`` with this rank's rows of the weight: ``[batch, seq, out]``.
 
-        A rank may hold more rows than it computes. ``own``: cuts the rows to compute out of a tensor of all rows held.
-        ``first``: index of the first of these rows among the rows held.
+        A rank may hold more rows of the weight than it computes. ``own``: function that takes a tensor with a row for
+        each row held, and returns the part of the rows to compute. ``first``: index of the first row to compute among
+        the rows held.
         """
         dense = partial(self._dense, x.dtype, self.first + first)
         stored = (own(self.codes), own(self.scales), self.about)

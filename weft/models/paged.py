@@ -76,11 +76,14 @@ def attending(model: Transformer, attends: Sequence[Attend]) -> Iterator[None]:
 
 @dataclass
 class Reading:
-    """The tokens that one forward pass of generation computes.
+    """The tokens that one forward pass of generation computes, which are the new tokens of several texts.
 
-    ``spans``: the new tokens of each text; ``slots``: index of each new token in the cache, counted over the tokens of
-    all blocks; ``batches``: groups of spans whose attention is computed in one call, as a list for each attention
-    window (in tokens).
+    Attributes:
+        ``spans``: for each text, its new tokens.
+        ``slots``: for each new token, its place in the cache: number of its block times tokens of a block, plus its
+            index in the block.
+        ``batches``: for each size of attention window in tokens, a list of groups of spans. The attention of a group is
+            computed in one call. A size is added when a layer first needs it.
     """
 
     spans: Sequence[Span]
@@ -112,16 +115,17 @@ class SpanKeys(NamedTuple):
 
 
 class Pages:
-    """The cache of one layer, in blocks of ``size`` tokens: a tensor ``[parts, blocks, size, ...]``.
+    """The cache of one layer, a tensor ``[parts, blocks, size, ...]`` whose blocks are assigned to texts.
 
-    Blocks are assigned to texts. ``parts`` counts the tensors kept per token, such as 2 for keys and values.
+    A block has room for ``size`` tokens. ``parts`` is the number of tensors kept per token, such as 2 for keys and
+    values. A text's table lists the numbers of its blocks, in order.
 
     Attributes:
         ``size``: tokens of a block.
         ``reading``: the tokens that the current forward pass computes.
         ``layer``: number of the layer among those of this rank.
-        ``lent``: blocks of texts that lie in the cache of another engine, by the negative numbers that stand for them
-            in the texts' tables.
+        ``lent``: blocks of texts that lie in the cache of another engine. Such a block has a negative number in the
+            text's table, and is found here by that number.
         ``store``: the tensor; None until the first block is needed.
         ``growing``: lock that is held while the tensor is replaced by a larger one.
     """
@@ -172,8 +176,9 @@ class Pages:
 class KeyValuePages(Pages):
     """Cache of softmax attention: each new token attends to itself and to the earlier tokens of its text.
 
-    ``size``: tokens of a block; ``freq``: frequencies of rotary embedding. They are used to rotate queries further
-    where these attend to prefixes of other texts. None: such queries are not rotated.
+    ``size``: tokens of a block. ``freq``: frequencies of rotary embedding. They serve queries that attend to a cached
+    prefix of another text as if it stood at other positions: such queries are rotated further. None: they are not
+    rotated.
     """
 
     def __init__(self, size: int, freq: T | None = None) -> None:

@@ -21,15 +21,16 @@ class PairLoss:
 
     Attributes:
         ``averaged``: whether the value of an answer is the mean over its tokens instead of the sum.
-        ``has_reference``: whether the reference model's value is subtracted from the value.
-        ``scores``: whether the model has a scalar head whose score is the value of an answer.
+        ``has_reference``: whether the value that the reference model gives the answer is subtracted from its value.
+        ``scores``: whether the value of an answer is a score from the model's scalar head, instead of a
+            log-probability.
         ``smooths``: whether the loss uses ``loss.label_smoothing``.
         ``has_margin``: whether the loss uses ``loss.margin``.
-        ``judged``: whether the first answer of each pair is judged as good or bad (a ``margin`` of 1 or -1). The second
-            answer then belongs to another prompt.
+        ``judged``: whether only the first answer of each pair is judged, as good (``margin`` 1) or bad (``margin`` -1).
+            The second answer then belongs to another prompt.
         ``has_point``: whether the loss uses ``point``.
-        ``point``: the mean of :meth:`divergence`, or 0 if that mean is negative. Training sets it before the passes of
-            a step if ``has_point`` is set.
+        ``point``: a number that the loss compares values with: the mean of :meth:`divergence` over the step's pairs, or
+            0 if that mean is negative. If ``has_point`` is set, training sets it before the passes of each step.
     """
 
     averaged: ClassVar[bool] = False

@@ -78,11 +78,11 @@ def pair_losses(
 
 
 def weigh(nll: T, batch: Batch, of: Objective | None, mesh: Mesh) -> tuple[T, T]:
-    """Return this rank's share of a batch's loss, and the loss's derivative by each token's ``nll``.
+    """Return this rank's share of a batch's loss, and the loss's derivative by each element of ``nll``, ``[tokens]``.
 
     ``nll``: negative log-probabilities of the labels of this rank's tokens, ``[tokens]``, equal on all ranks of ``tp``;
     0 where there is no label. ``of``: function that computes the loss of pairs. If it is None or the batch has no
-    pairs, the loss is the weighted sum of ``nll``.
+    pairs, the loss is the weighted sum of ``nll``. The shares of all ranks that have other tokens add up to the loss.
     """
     counts = None if batch.weights is None else batch.weights.flatten()
     scale = scale_of(batch.labels.flatten(), counts, nll.dtype)[:, 0]

@@ -41,18 +41,19 @@ def prefixes(
     routine: str,
     backward: bool = False,
 ) -> dict[int, T]:
-    """Return the state of linear attention before each stretch of tokens that this rank holds, by stretch.
+    """Return the state of linear attention before each stretch of tokens that this rank holds, by stretch number.
 
-    The state before the first stretch is zero. Collective over ``group``, unless one rank has all stretches.
+    The sequence is cut into stretches, numbered in order. A stretch turns the state before it into the state after it:
+    it multiplies the state by its factor in ``through``, and adds its own part in ``states``. The state before the
+    first stretch is zero. Collective over ``group``, unless one rank has all stretches.
 
     Args:
-        ``states``: by stretch of this rank, what the stretch adds to the state, ``[rows, heads, dk, dv]``.
-        ``through``: for every stretch the factor by which it multiplies the state before it, broadcastable to that
-            shape.
+        ``states``: for each stretch of this rank, by number, what it adds: ``[rows, heads, dk, dv]``.
+        ``through``: for every stretch of all ranks, its factor, broadcastable to that shape.
         ``places``: the ranks that hold the stretches.
         ``group``: name of the process group.
         ``routine``: with ``gather`` all ranks gather all states; otherwise each rank passes the state on to the next.
-        ``backward``: whether to run from the last stretch to the first, for gradients.
+        ``backward``: whether to run from the last stretch to the first, for gradients. "Before" then means "after".
     """
     order = range(len(places.owner))[:: -1 if backward else 1]
     if len(set(places.owner)) == 1:

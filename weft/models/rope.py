@@ -57,10 +57,11 @@ def _yarn(freq: T, scaling: RopeScaling, theta: float) -> T:
 
 
 def score_scales(shape: ModelShape) -> tuple[float, float]:
-    """Return two factors by which attention scores are multiplied.
+    """Return two factors by which the products of queries and keys are multiplied to get attention scores.
 
-    The first factor is for all elements of queries and keys. The second is a further factor for rotated elements; it is
-    1 except for YaRN. Outside latent attention all elements are rotated, so that both factors apply to all scores.
+    The first factor applies to the whole product. The second applies in addition to the part of the product that comes
+    from rotated elements; it is 1 except with YaRN. In latent attention only some elements are rotated. In other
+    attention all are, so that both factors apply to the whole product.
     """
     width, scaling = shape.query_dim or shape.score_width, shape.rope_scaling
     if scaling is None or scaling.kind != "yarn":
@@ -81,11 +82,13 @@ def score_scales(shape: ModelShape) -> tuple[float, float]:
 def angles(
     positions: T, freq: T, dtype: torch.dtype, draws: T | None = None
 ) -> tuple[T, ...]:
-    """Return the cosines and sines of rotary embedding, ``[bases, batch, seq, 1, rotated / 2]`` each.
+    """Return the cosines and the sines of rotary embedding, each ``[bases, batch, seq, 1, rotated / 2]``.
 
-    ``positions``: ``[batch, seq]``; ``freq``: from :func:`frequencies`; ``dtype``: type of the result. ``draws``: the
-    tokens' random bits for dropout (:mod:`weft.models.dropout`); if given, they are returned as a third item, because
-    blocks need them too.
+    ``bases`` is 2 if windowed layers rotate with other frequencies than the other layers, else 1. ``rotated`` is the
+    number of elements of a head that are rotated. ``positions``: position of each token in its document,
+    ``[batch, seq]``; ``freq``: from :func:`frequencies`, ``[bases, rotated / 2]``; ``dtype``: result's type, or float32
+    if that is wider. ``draws``: random bits of the tokens for dropout (:mod:`weft.models.dropout`). If given, they are
+    returned unchanged as a third item, so that they reach the blocks with the angles.
     """
     places, bases = positions[..., None, None], freq[:, None, None, None]
     theta = places.to(wide(dtype)) * bases.to(wide(dtype))

@@ -129,10 +129,11 @@ class Loads:
         return self.passes[-1]
 
     def share(self) -> T:
-        """Return this rank's share of the step's counts of routed tokens, in float64.
+        """Return this rank's share of the step's counts of routed tokens, one float64 vector for all layers.
 
-        There is an element for each expert of each layer in turn and, with a capacity, one for the dropped routes of
-        each layer. The sum over all ranks is the count of the step.
+        The vector first has, for each layer with experts, one element per expert: how many tokens were routed to it.
+        With a capacity, one element per layer follows: how many routes were dropped because the expert was full. The
+        sum of the vectors of all ranks is the count of the step.
         """
         with untyped():
             shares = [
@@ -190,9 +191,14 @@ def by_layer(
 class Router(Module):
     """Router of a layer: it chooses the experts of each token, and computes in float32 or wider.
 
-    ``bias`` (statistic): added to the scores by which experts are chosen, but not to the weights of their results;
-    ``load`` (statistic): each expert's fraction of the routes in the last step; ``own``: whether each rank of ``tp``
-    routes only its own tokens. The settings of the router are fields of the model's shape.
+    The settings of the router are fields of the model's shape.
+
+    Attributes:
+        ``table``: weight that computes the score of each expert from a token, ``[experts, embed]``.
+        ``bias``: is added to the scores when experts are chosen. It does not change the weights of the experts'
+            results. It is a statistic: no gradient changes it.
+        ``load``: for each expert, its fraction of all choices of experts in the last step; a statistic too.
+        ``own``: whether each rank of ``tp`` routes only its own tokens.
     """
 
     def __init__(self, shape: ModelShape, mesh: Mesh, layer: int, table: Table) -> None:

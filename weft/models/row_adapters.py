@@ -121,8 +121,9 @@ def laid_out(factors: Iterable[tuple[str, str, T, T]]) -> tuple[Form, T]:
 def own_part(adapter: HostAdapter, model: Transformer) -> HostAdapter:
     """Return the shard of an adapter that belongs to this rank's shard of the model.
 
-    Where a weight is cut by rows, ``b`` and the adapter's output are cut. Where a weight is cut by columns, ``a`` is
-    cut. The outputs of all ranks are then added up, for the adapter as for the weight.
+    The adapter of a weight has the factors ``a`` ``[rank, in]`` and ``b`` ``[out, rank]``. Where the weight is cut by
+    rows, ``b`` is cut in the same way, and each rank has its own part of the output. Where the weight is cut by
+    columns, ``a`` is cut, and the outputs of all ranks are added up, as those of the weight are.
     """
     parts = []
     layers = map(int, model.blocks)

@@ -62,9 +62,12 @@ def windowed(a: int, b: int, window: int) -> list[Segment]:
 def earlier_keys(q0: int, q1: int, k0: int, k1: int, window: int) -> list[Segment]:
     """Return the segments of queries ``q0:q1`` against earlier keys ``k0:k1`` (``k1 <= q0``) of the same document.
 
-    ``window``: the number of tokens that a token sees, itself included; 0: all. With a window there are up to three
-    segments: a rectangle of the first queries, which see all keys; a triangle of queries each of which sees one key
-    less than the one before; and a rectangle of the keys that all queries of the triangle see.
+    ``window``: the number of tokens that a token sees, itself included. For 0 a token sees all, and there is one
+    segment, a rectangle. With a window there are up to three segments:
+
+    - a rectangle of the first queries, which see all keys;
+    - a triangle of the queries after them, each of which sees one key less than the query before;
+    - a rectangle of these same queries and the last keys, which all of them see.
     """
     if not window:
         return [Segment(q0, q1, k0, k1, False)]

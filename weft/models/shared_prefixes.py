@@ -23,10 +23,13 @@ T = torch.Tensor
 class PrefixReaders(NamedTuple):
     """A prefix that several texts share, and the queries that attend to it.
 
-    The prefix is the first ``tokens`` tokens in the cache blocks of ``table``. ``places``: indices of the queries among
-    all queries of the :class:`PrefixGroup`; ``turns``: cosines and sines, ``[queries, 1, rotated / 2]``. Each query is
-    rotated by these further angles, because the prefix counts as standing at other positions than those it was cached
-    at. None: no rotation.
+    Attributes:
+        ``table``: numbers of the cache blocks in which the prefix lies.
+        ``tokens``: number of tokens of the prefix: the first ones in these blocks.
+        ``places``: indices of the queries that attend to the prefix, among all queries of the :class:`PrefixGroup`.
+        ``turns``: cosines and sines, ``[queries, 1, rotated / 2]`` each. Every query is rotated further by these angles
+            before it attends to the prefix. The prefix then counts as standing at other positions than those it was
+            cached at. None: no further rotation.
     """
 
     table: Sequence[int]
@@ -51,9 +54,9 @@ class PrefixGroup(NamedTuple):
 def group_prefixes(spans: Sequence[Span], freq: T | None, like: T) -> PrefixGroup:
     """Group the queries of ``spans`` by the prefixes of other texts that they attend to.
 
-    Each prefix is then read once. ``freq``: frequencies of rotary embedding, by which queries are rotated further if a
-    prefix counts as standing at other positions than those it was cached at; None: no rotation. ``like``: a tensor of
-    the queries' type and device.
+    Each prefix is then read once for all its queries. ``freq``: frequencies of rotary embedding. They give the angles
+    by which queries are rotated further where a prefix counts as standing at other positions than those it was cached
+    at. None: no query is rotated. ``like``: a tensor of the queries' type and device.
     """
     rows = [list(range(span.first, span.last)) for span in spans]
     viewers = defaultdict[tuple[tuple[int, ...], int], list[tuple[int, int]]](list)

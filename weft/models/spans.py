@@ -29,10 +29,11 @@ PADDED, MOST = 1.5, 1024
 
 
 class PrefixTile(NamedTuple):
-    """A prefix of another text that a text attends to: the first ``tokens`` tokens in the cache blocks of ``table``.
+    """A prefix of another text that a text attends to.
 
-    ``turn``: number of positions by which the queries are rotated further when they attend to this prefix. The prefix
-    then counts as standing that many positions earlier than it was cached at.
+    ``table``: numbers of the cache blocks of the other text; ``tokens``: number of tokens of the prefix, the first ones
+    in these blocks. ``turn``: number of positions by which queries are rotated further when they attend to this prefix.
+    The prefix then counts as standing that many positions earlier than it was cached at.
     """
 
     table: Sequence[int]
@@ -122,11 +123,11 @@ def batch_spans(
 def batch_each_query(
     spans: Iterable[Span], size: int, window: int, q: T, group: int
 ) -> Iterator[SpanBatch]:
-    """Group spans by call of attention so that the results do not depend on what else is in the batch.
+    """Group spans so that each group's attention is one call, and no result depends on what else is in the batch.
 
-    Queries that read equally many keys share a call, in which each query attends by itself. ``size``: tokens of a cache
-    block; ``window``: the number of tokens that a token sees, itself included; 0: all. ``q``: a tensor of the queries'
-    type; ``group``: query heads of each key/value head.
+    A group has the queries that read the same number of keys. In the call each query attends by itself. ``size``:
+    tokens of a cache block; ``window``: the number of tokens that a token sees, itself included; 0: all. ``q``: a
+    tensor of the queries' type; ``group``: query heads of each key/value head.
     """
     reaches_by_size: dict[tuple[int, int, int], list[tuple[Span, Reach]]] = defaultdict(
         list
@@ -221,10 +222,11 @@ def own_segments(tokens: int, past: int, window: int) -> list[Segment]:
 
 
 def attend_span(q: T, k: T, v: T, past: int, window: int) -> T:
-    """Compute the attention of a text's last tokens to the text: ``[tokens, heads, width]``.
+    """Compute the attention of the last tokens of a text to the text: ``[tokens, heads, width]``.
 
-    ``q``: their queries, of the same shape; ``k, v``: ``[past + tokens, kv_heads, width]``; the first ``past`` keys
-    belong to earlier tokens. ``window``: the number of tokens that a token sees, itself included; 0: all.
+    Each token attends to itself and to the tokens before it. ``q``: queries of the last tokens, of the same shape.
+    ``k, v``: keys and values of the text, ``[past + tokens, kv_heads, width]``; the first ``past`` of them belong to
+    the earlier tokens. ``window``: the number of tokens that a token sees, itself included; 0: all.
     """
     if len(q) > 1:
         return attend_forward(q, k, v, own_segments(len(q), past, window))[0]

@@ -325,11 +325,16 @@ def _recompute_with(tape: Tape, kept: list[torch._ops.OpOverload]) -> tuple[Any,
 
 
 class Transformer(Module):
-    """A decoder-only model of ``shape``, or the shard and the pipeline stages of it that this rank of ``mesh`` holds.
+    """A decoder-only model of ``shape``, or the part of it that this rank of ``mesh`` holds.
 
-    Parameters are on the meta device until they are filled. ``loss_chunk``: number of tokens whose logits are computed
-    at a time. ``hooks``: functions that passes call. A pipeline rank makes only the blocks with the indices ``layers``,
-    and embedding, final norm or head only if ``ends`` names them; ``pipeline`` then runs these.
+    Parameters are on the meta device until they are filled.
+
+    Args:
+        ``loss_chunk``: number of tokens whose logits are computed at a time.
+        ``layers``: indices of the blocks that this rank makes, in a pipeline; None: all blocks.
+        ``ends``: which of embedding, final norm and output layer (``head``) this rank makes; by default all.
+        ``hooks``: functions that passes call, such as a loss in place of the model's own.
+        ``pipeline``: runs the stages of this rank; None without a pipeline.
     """
 
     def __init__(

@@ -34,10 +34,11 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
 
 
 def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
-    """Return this rank's process group along one axis of the device mesh.
+    """Return the process group of those ranks that differ from this rank only along one axis of the device mesh.
 
     ``ranks``: the mesh, a tensor of world ranks; ``axis``: number of the axis; ``name``: name of the axis, for the
-    descriptions of groups. The call creates all groups along the axis, so all ranks of the mesh must call it.
+    descriptions of groups. The call also creates the other groups along the axis, so all ranks of the mesh must call
+    it.
     """
     own, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
@@ -51,10 +52,11 @@ def group_along(ranks: torch.Tensor, axis: int, name: str) -> dist.ProcessGroup:
 
 
 def enter_group(ranks: Sequence[int], name: str) -> dist.Store:
-    """Replace the default process group by a group of the world ranks ``ranks`` alone.
+    """Replace this process's default process group by a smaller one, of the world ranks ``ranks`` alone.
 
-    All these ranks must call this function. ``name``: a text that no other group has. Returns the key-value store of
-    the old group, which is then the only connection to ranks outside the new group.
+    This rank must be one of ``ranks``. All ranks of the old group must call this function, each with the ranks of its
+    own new group, because the call waits for all of them. ``name``: a text that no other group has. Returns the
+    key-value store of the old group. It is then the only connection to ranks outside the new group.
     """
     # PyTorch has no public way to ask for the store of a group.
     whole, rank, backend = (

@@ -76,12 +76,12 @@ def _inodes() -> set[int]:
 
 
 class HangUp:
-    """Breaks off all waits in process groups, by shutting the groups' connections. Create it before the groups.
+    """Breaks off all waits in process groups, by shutting the connections of the groups. Create it before the groups.
 
-    Every connection that appears in this process afterwards counts as a connection of the groups, because gloo also
-    connects later. Sockets given to :func:`spare` are the exception. Call ``hang_up()`` in any thread. Call ``close()``
-    when no thread waits in any of the groups any more; nothing is shut after that. ``stuck()`` is called in another
-    thread if the main thread keeps waiting although the connections are shut.
+    It cannot tell the groups' connections from others, as gloo also connects later. So it shuts every connection that
+    has appeared in this process since it was created, except sockets given to :func:`spare`. Call ``hang_up()`` in any
+    thread. Call ``close()`` when no thread waits in any of the groups any more; nothing is shut after that. ``stuck``:
+    function that is called in another thread if the main thread keeps waiting although the connections are shut.
     """
 
     def __init__(self, stuck: Callable[[], None] = lambda: None) -> None:

@@ -37,11 +37,12 @@ def peer_lost(
     doing: str = "",
     seconds: float | None = None,
 ) -> PeerLost | None:
-    """Return an error that names the rank because of which a wait has failed; None if that rank cannot be found.
+    """Return an error that names the ranks that made a wait fail; None if they cannot be found.
 
-    ``error``: the error of the wait; ``waits_for``: world rank from which this rank needs something, if it is known;
-    ``doing``: what this rank waited for, in words; ``seconds``: limit of the wait, by default that of the default
-    process group. Takes up to about :data:`PATIENCE_S` seconds.
+    These are ranks that are gone, stopped, or do not answer. ``error``: the error of the wait; ``waits_for``: world
+    rank from which this rank needs something, if it is known; ``doing``: what this rank waited for, in words;
+    ``seconds``: how long the wait could last before it failed, by default the limit of the default process group. The
+    search takes up to about :data:`PATIENCE_S` seconds.
     """
     if watch:
         return PeerLost(watch[-1]() or str(error))

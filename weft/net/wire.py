@@ -201,9 +201,10 @@ class _Records:
 class Session:
     """Keys of one connection, on which both ends have agreed in the handshake.
 
-    A connection is sealed (every record has a tag that only the two ends can make) or encrypted. ``outgoing``: seals or
-    encrypts what is sent; ``incoming``: checks or decrypts what is received; ``hello``: what the dialling end says
-    about itself.
+    What is sent goes in records (pieces of bytes, each with its own check). A sealed connection sends records in clear,
+    each with a tag that only the two ends can make. An encrypted connection encrypts them as well. ``outgoing``: seals
+    or encrypts the records sent; ``incoming``: checks or decrypts the records received; ``hello``: what the end that
+    opened the connection says about itself.
     """
 
     outgoing: _Records

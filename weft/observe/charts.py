@@ -186,11 +186,11 @@ def expert_loads(records: list[Record]) -> list[Record]:
 
 
 def saved_activations(records: list[Record]) -> list[Record]:
-    """Draw the predicted seconds of a pass over the bytes of activations that the blocks save.
+    """Draw the predicted seconds of a pass (y) against the bytes of activations that blocks save for backward (x).
 
-    There is a line for offloading and one for recomputation. Each point of a line is for another number of blocks whose
-    activations are offloaded or recomputed. Returns a list with the chart, which is empty without records.
-    ``records``: the records of kind ``activations``.
+    There is a line for offloading and one for recomputation. A point of a line is for a number of blocks whose
+    activations are offloaded, or recomputed. ``records``: the records of kind ``activations``; the last one is drawn.
+    Returns a list with the chart; it is empty if there are no records.
     """
     if not records:
         return []

@@ -142,10 +142,11 @@ def size(count: float) -> str:
 
 
 def heat_map(saved: Sequence[Record], loaded: Sequence[Record]) -> Record | None:
-    """Draw a heat map of the times of each rank in each stage of saves and loads.
+    """Draw a heat map of the times of saves and loads of checkpoints: a line for each rank, a column for each stage.
 
-    Cells show seconds, and their colour shows the ratio to the median over ranks. ``saved`` and ``loaded``: records of
-    single ranks' saves and loads. Returns None if there are no records.
+    A stage is a part of a save or load. A cell shows a rank's seconds in the stage; its colour shows the ratio to the
+    median over ranks. ``saved`` and ``loaded``: records of single ranks' saves and loads. Returns None if there are
+    none.
     """
     groups = [
         (stage_seconds(saved), SAVE, "save"),

@@ -138,10 +138,11 @@ def digest_trace(trace: Trace, window: int = WINDOW) -> Digest:
 def slow_computers(
     digests: Sequence[Digest], best: Mapping[int, float], shares: Mapping[int, float]
 ) -> list[Verdict]:
-    """Return a verdict on each rank that computes longer than comparable ranks, so that others wait.
+    """Return a verdict on each rank that computes longer than the ranks that do the same work, so that others wait.
 
-    ``digests``: summary of every rank. ``best``: for each rank, the shortest seconds of a step in earlier judgements.
-    ``shares``: for each rank, its amount of work relative to the mean; without an entry the share is 1.
+    ``digests``: summary of every rank's last steps. ``best``: for each rank, the shortest computing time of a step, in
+    seconds, among earlier judgements. ``shares``: for each rank, its amount of work relative to the mean; without an
+    entry the share is 1.
     """
     common = sorted(set.intersection(*(set(d.steps) for d in digests)))
     if len(common) < FEWEST or len(digests) < 2:
@@ -193,12 +194,12 @@ def slow_computers(
 def slow_links(
     matrix: np.ndarray[Any, Any], digests: Sequence[Digest], size: int = PROBE
 ) -> list[Verdict]:
-    """Return a verdict on each slow sender, receiver or link.
+    """Return a verdict on each slow link between two ranks, or on a rank whose links are slow as sender or as receiver.
 
     ``matrix[a, b]``: seconds of a message of ``size`` bytes from rank a to rank b, ``nan`` if not measured.
-    ``digests``: summary of every rank. If there are several machines, the ranks of a machine count as one, because they
-    share its network. Slow messages that do not lengthen a step much are ignored. If many links are slow, and they are
-    not the links of a few senders or receivers, there is no verdict. Such a network just has distant parts.
+    ``digests``: summary of every rank's last steps. If there are several machines, the ranks of a machine count as one,
+    because they share its network. There is no verdict in two cases: if the slow messages do not lengthen a step much;
+    and if many links are slow that have no few senders or receivers in common, as in a network with distant parts.
     """
     machines = [d.machine for d in digests]
     keys: list[Any] = machines if len(set(machines)) > 1 else [d.rank for d in digests]
@@ -342,9 +343,11 @@ def steady_matrix(
 ) -> tuple[np.ndarray[Any, Any], int]:
     """Measure the seconds of a message between each two ranks, and repeat slow ones until they are certain. Collective.
 
-    Returns the matrix ``[sender, receiver]``, and the number of probes. Pairs that are slow while all send are probed
-    again one by one, with messages that take about :data:`LONG` seconds: a slow link takes equally long for every byte
-    and every time, while a late process does not. Pairs that stay uncertain are ``nan``.
+    In the first measurement many pairs send at once. Pairs that are slow in it are measured again, with messages
+    enlarged to take about :data:`LONG` seconds: one pair after another or, if they are many, several at once. A pair
+    that is slow and takes about the same time each time has a slow link. A pair whose times vary is uncertain, as a
+    late process may be the cause. Returns the matrix ``[sender, receiver]``, in which uncertain pairs are ``nan``, and
+    the number of measurements.
     """
     rounds, parts, again = (
         rounds_of(group.size()),
@@ -411,11 +414,11 @@ class DelayWatch:
         self._seen, self._begun, self._sending = 0, time.perf_counter(), 0.0
 
     def look(self) -> bool:
-        """Count a step, and every :data:`EVERY` steps judge all ranks and links. Collective.
+        """Count a step. Every :data:`EVERY` steps, judge all ranks and links. Collective.
 
-        Returns whether the caller is to record the judgement. That is so if a verdict is new or no longer holds.
-        Otherwise the first of every :data:`RECORDED` judgements is to be recorded. After a step without a judgement
-        the result is False.
+        Returns whether the caller is to record the judgement: False after a step without one. A judgement is to be
+        recorded if a verdict is new or no longer holds. If nothing has changed, one of every :data:`RECORDED`
+        judgements is recorded.
         """
         self._seen += 1
         self.news = []

@@ -72,10 +72,10 @@ class TracedGroup(NamedTuple):
 class Trace(NamedTuple):
     """Content of a rank's trace file.
 
-    ``about``: rank, number of the view (``epoch``), process and machine, by name. ``groups``: the process groups that
-    occur. ``places``: the source lines that occur, such as ``weft/train/step.py:164``. ``records``: the recorded events
-    (:data:`RECORD`) in the order of their begin. A record refers to its process group by an index in ``groups``, and to
-    its source line by an index in ``places``.
+    ``about``: a dictionary that tells the rank, the number of its view (``epoch``; a view is a set of ranks), the
+    process and the machine. ``groups``: the process groups that occur. ``places``: the source lines that occur, such as
+    ``weft/train/step.py:164``. ``records``: the recorded events (:data:`RECORD`) in the order of their begin. A record
+    refers to its process group by an index in ``groups``, and to its source line by an index in ``places``.
     """
 
     about: dict[str, Any]

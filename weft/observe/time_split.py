@@ -131,11 +131,11 @@ def claim(step: TraceEvent, *layers: Sequence[TraceEvent]) -> list[float]:
 
 @contextmanager
 def trace(path: Path, steps: int) -> Iterator[Callable[[], bool]]:
-    """Write a Chrome/Perfetto trace of ``steps`` steps to ``path``.
+    """Record a Chrome/Perfetto trace of ``steps`` steps, and write it to ``path``.
 
-    The body of the context calls the yielded function after every step. The function returns True as long as the trace
-    records; until it returns False, :func:`profile_step` must not run. The first step is skipped as warm-up. A run that
-    ends early writes the steps that it has.
+    The body of the context calls the yielded function after every step. It returns True as long as the trace is being
+    recorded, and False from then on; :func:`profile_step` must not run before. The first step is a warm-up and is not
+    recorded. If the run ends early, the steps recorded so far are written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     actions = [

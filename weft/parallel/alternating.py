@@ -111,11 +111,12 @@ class Lane:
 
 
 class Alternating:
-    """Updates units on the host, and meanwhile a ``share`` of the units on ``device`` (Maurya et al. 2024, 2410.21316).
+    """Updates a ``share`` of the units on ``device``, and the others on the host at the same time.
 
-    A unit is a group of parameters that are updated together. The units updated on the device are spread evenly among
-    all; each is copied to the device, updated there and copied back. Host and device give the same bits if their
-    arithmetic does. With a CPU as ``device`` a second thread takes its place.
+    The method is that of Maurya et al. 2024 (2410.21316). A unit is a group of parameters that are updated together.
+    All units rest on the host. Those updated on the device are spread evenly among all; each is copied to the device,
+    updated there and copied back. Host and device give the same bits if their arithmetic does. If ``device`` is a CPU,
+    a second thread takes its place.
 
     ``share``: a number from 0 to 1, or "auto". With "auto" the first calls update half of the units on the device, and
     are timed. A simulation with these times then chooses the number of units on the device. ``report``: called once

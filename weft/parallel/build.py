@@ -214,11 +214,11 @@ def tiers_of(memory: Memory, mesh: Mesh, timeout: float) -> OnDevice:
 
 
 def is_sharded(mesh: Mesh, train: Train, memory: Memory, summed: bool = True) -> bool:
-    """Return whether the state keeps tensors of its own, apart from the parameters with which the model computes.
+    """Return whether the state has tensors of its own, apart from the parameters with which the model computes.
 
-    This is so where the state is cut over ranks, replicated over ``dp``, kept in a wider type than that of compute, or
-    offloaded. With ``summed`` False, replicas over ``dp`` do not count, because something else than the state sums
-    their gradients.
+    This is so in four cases: the state is cut over ranks, it is replicated over ``dp``, it has a wider type than
+    compute, or it is offloaded. ``summed``: whether the state sums gradients over the replicas of ``dp``. If something
+    else sums them, the second case does not count.
     """
     if mesh.device_mesh is None:
         return False

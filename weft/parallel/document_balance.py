@@ -81,10 +81,11 @@ def greedy(
     ``lengths``: tokens of each document; ``capacity``: tokens that a rank can hold in a pass; ``costs``: coefficients
     of documents' times.
 
-    A document gets as many ranks as its memory needs. It gets more if it would otherwise take longer than a limit,
-    which is a share of the ideal time of the step. The ranks of such a document compute one pass together; they are
-    those that are free first. Documents that need one rank fill the time in which ranks wait for such a pass, and then
-    go to the least busy ranks, longest document first. Plans are made for several limits, and the fastest is returned.
+    Plans are made for several limits of a document's time, and the fastest plan is returned. A limit is a share of the
+    ideal time of the step. A document gets as many ranks as its memory needs, and more if it would otherwise take
+    longer than the limit. If it needs several ranks, those that are free first compute one pass together. Some of them
+    may have to wait for that pass. Documents that need one rank fill this waiting time first. The rest of these go to
+    the least busy ranks, longest document first.
     """
     need = _ranks_needed(lengths, capacity, ranks)
     plans = [
@@ -360,13 +361,20 @@ def flexsp(
     buckets: int = 8,
     nodes: int = NODES,
 ) -> Plan:
-    """Plan the group sizes of every micro-batch by mixed-integer programming (FlexSP, Wang et al. 2024, 2412.01523).
+    """Plan micro-batches of documents and, in each, groups of ranks, by integer programming (FlexSP, 2412.01523).
 
-    A group is the ranks that compute the same documents together. ``lengths``: tokens of each document; ``capacity``:
-    tokens that a rank can hold in a pass; ``ranks``: number of ranks; ``costs``: coefficients of documents' times;
-    ``buckets``: the most different lengths that the integer program distinguishes, as others are rounded up; ``nodes``:
-    limit of the program's search tree. Documents, sorted by length, are cut into as few micro-batches as memory allows,
-    or up to two more, whichever is faster. Raises :class:`UsageError` without scipy, whose HiGHS solves the program.
+    A group is the ranks that compute the same documents together (Wang et al. 2024). Documents are sorted by length and
+    cut into micro-batches. Plans are made with the fewest micro-batches that memory allows, with one more and with two
+    more; the fastest plan is returned. Raises :class:`UsageError` without scipy, whose HiGHS solves the program.
+
+    Args:
+        ``lengths``: tokens of each document.
+        ``capacity``: tokens that a rank can hold in a pass.
+        ``ranks``: number of ranks.
+        ``costs``: coefficients of documents' times.
+        ``buckets``: number of different lengths that the integer program distinguishes at most; lengths are rounded up
+            to one of them.
+        ``nodes``: limit of the program's search tree.
     """
     _ranks_needed(lengths, capacity, ranks)
     order = np.argsort(-lengths, kind="stable")

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class HybridAttention:
-    """Attention of a pass that the ranks of a group compute together, as a plan of document lengths says.
+    """Attention whose ranks change from pass to pass, as a plan of document lengths says (``layout.balance``).
 
-    The plan (``layout.balance``) gives each pass a group of ranks. ``group`` (attribute): names these ranks, and is set
-    before each pass by :func:`share_pass`. If it is None, the pass is not planned, and ``static``, the attention of the
-    layout, computes it.
+    The plan gives each pass a group of ranks, which compute it together. ``group`` (attribute): names these ranks;
+    :func:`share_pass` sets it before each pass. If ``group`` is None, the pass is not planned. The attention ``static``
+    computes it, over the ranks that the layout gives.
     """
 
     def __init__(self, mesh: Mesh, static: Attend) -> None:

@@ -40,10 +40,10 @@ def layer_stages(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 def with_turns(table: Table, stages: Sequence[Stage], layout: Layout) -> Table:
     """Cut the schedule ``table`` so that one microbatch computes while tokens of another travel to experts and back.
 
-    Each layer becomes a stage, and each pass of a layer is cut where its tokens set out to experts and where the
-    results set out back. Then parts of the passes of two microbatches alternate, as ``layout.overlap`` says. They do
-    not alternate where ranks would wait for each other in a circle, as with too few microbatches. ``stages``: the
-    stages of ``table``.
+    Each layer becomes a stage. Each pass of a layer is cut at two places: where its tokens are sent to the experts, and
+    where the results are sent back. Then parts of the passes of two microbatches alternate, as ``layout.overlap`` says.
+    If alternating would make ranks wait for each other in a circle, as with too few microbatches, the passes are cut
+    and do not alternate. ``stages``: the stages that ``table`` names, before the cut.
     """
     layers = [len(stage.layers) for stage in stages]
     try:
@@ -109,9 +109,10 @@ def layer_ops(
 ) -> dict[str, Op]:
     """Return, for each kind of action, the function that runs such actions in a schedule cut by :func:`with_turns`.
 
-    ``begin``: function that makes a new :class:`LayerPass` from an action and the values that the action reads; no part
-    of the pass has run then. ``table``: the schedule; ``rank``: the rank whose actions are run. Actions of one pass on
-    the same rank hand the :class:`LayerPass` itself to each other. What goes to other ranks are tensors.
+    ``begin``: function that makes a new :class:`LayerPass` from an action and the values that the action reads, without
+    running any part of the pass. ``table``: the schedule; ``rank``: the rank whose actions are run. An action's result
+    for a later action of the same pass on this rank is the :class:`LayerPass` itself. A result for another rank is a
+    tensor.
     """
     travels = {a.reads[0] for a in table.ranks[rank] if a.kind == SEND}
 

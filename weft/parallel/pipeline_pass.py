@@ -42,8 +42,9 @@ KEPT = 2
 class Turns(NamedTuple):
     """The gathered weights that stay in memory until their stage runs again, as :func:`turns` chooses them.
 
-    ``again``: the gather actions whose weights stay until the next gather of the same stage, each as its Python
-    ``id()``. ``first``: the stages gathered first in the step, whose weights stay until the next step.
+    A gather action brings the whole weights of a stage into memory. ``again``: the gather actions whose weights stay
+    until the next gather of the same stage in the step; each is given by its Python ``id()``. ``first``: the stages
+    that a step gathers first. Their weights stay from the end of a step to the next step.
     """
 
     again: frozenset[int]
@@ -53,10 +54,14 @@ class Turns(NamedTuple):
 def turns(gathers: Sequence[Action], size_of: Callable[[int], int], room: int) -> Turns:
     """Choose which weights stay in memory from one gather to the next gather of the same stage.
 
-    Weights stay if at most one other stage is gathered in between. ``room`` is memory in bytes for some more of them,
-    of which those stay that are needed again soonest. The weights of the stages that a step gathers first stay until
-    the next step. ``gathers``: a rank's gather actions in the order of execution; ``size_of``: function from a stage to
-    the bytes of its weights.
+    A gather action brings the whole weights of a stage into memory. Its weights stay in three cases:
+
+    - At most one other stage is gathered before the same stage is gathered again.
+    - There is room for them in the ``room`` bytes set aside for others. Those that are needed again soonest come first.
+    - The stage is among the first that a step gathers. Its weights stay from the end of a step to the next step.
+
+    ``gathers``: a rank's gather actions in the order of execution; ``size_of``: function from a stage to the bytes of
+    its weights.
     """
     last: dict[int, int] = {}
     waits = []  # how many gathers a stage would stay for, and the gather before them
@@ -140,10 +145,15 @@ class StageInput(NamedTuple):
 class PipelinePass:
     """One execution of the schedule ``table`` on this rank: forward and backward of all microbatches in ``batches``.
 
-    ``here``: this rank's part of the pipeline; ``total``: returns the sum of the weights of the step's labels, and is
-    called when the first loss is due; ``points``: functions that give other values for parameters, with which the
-    microbatches are computed in turn without gradients; ``hooks``: functions called during the passes, such as the
-    loss, in place of those of the model; ``early``: units to update during backward.
+    Args:
+        ``here``: this rank's part of the pipeline.
+        ``table``: the schedule.
+        ``batches``: a batch for each microbatch.
+        ``total``: function that returns the sum of the weights of the step's labels; called when the first loss is due.
+        ``points``: empty for ordinary training. Otherwise the microbatches are computed without gradients, at one point
+            after another. A point is a function that returns the values to use in place of a parameter's own.
+        ``hooks``: functions called during the passes, such as the loss; None: those of the model.
+        ``early``: units to update during backward; None: no unit is.
     """
 
     def __init__(

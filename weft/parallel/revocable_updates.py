@@ -17,8 +17,9 @@ class RevocableUpdates:
     """Optimizer updates of ``units`` that can be undone until :meth:`commit` makes them final (SuperOffload).
 
     Call :meth:`keep` with a unit before it is updated. ``done`` (attribute): the units updated since the last
-    :meth:`commit` or :meth:`undo`. Tensors that rest in a tier get room for a second version there at once, so that a
-    full disk is known before the first update; other tensors of the units are copied in memory.
+    :meth:`commit` or :meth:`undo`. The old version of a tensor is kept beside the new one. For tensors that rest off
+    the device (in a tier), room for the second version is made there at once, so that a full disk is known before the
+    first update. Other tensors of the units are copied in memory.
     """
 
     def __init__(self, state: State, units: Sequence[Unit]) -> None:

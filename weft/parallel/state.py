@@ -157,8 +157,8 @@ class State:
             checkpoints and proofs, call :meth:`settle` first.
         ``failed``: error of an update that may have left some units unchanged; :meth:`settle` raises it again.
 
-    The argument ``go_home`` is a collective function that moves all rows, such as experts, back to the ranks whose
-    boxes contain them, and returns whether any were elsewhere.
+    ``go_home`` (argument): a collective function for rows, such as experts, that have moved to other ranks than the
+    layout gives. It moves them back, and returns whether any had moved.
     """
 
     def __init__(
@@ -266,8 +266,9 @@ class State:
     ) -> None:
         """Postpone the update of every unit until its weights are used next (:meth:`visit`), or until :meth:`settle`.
 
-        ``grads``: function that returns a unit's gradients by name, which are multiplied by ``scale``; ``lr``: learning
-        rate; ``but``: units that are left out. Units for which :meth:`visit` is never called are updated now.
+        ``grads``: function that returns a unit's gradients, by parameter name; ``scale``: factor by which gradients are
+        multiplied; ``lr``: learning rate; ``but``: units that are not updated. Units for which :meth:`visit` is never
+        called are updated in this call.
         """
         self._make_due()
         for unit in self.units:

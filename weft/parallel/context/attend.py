@@ -43,13 +43,22 @@ def across(
     q: T, k: T, v: T, cu_seqlens: T, scheme: str, peers: Sequence[int], index: int, lengths: Sequence[int],
     window: int = 0,
 ) -> T:  # fmt: skip
-    """Return causal attention over the ranks ``peers``, by the context scheme named ``scheme``.
+    """Return causal attention over the ranks ``peers``, by the context scheme named ``scheme``, shaped like ``q``.
 
-    ``q``, ``k``, ``v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of the blocks that this rank owns;
-    ``cu_seqlens``: cumulative document boundaries on all ranks; ``peers``: global ranks in the order of the scheme's
-    table; ``index``: this rank's position among them; ``lengths``: tokens of a row in every block, empty for equal
-    lengths; ``window``: number of tokens that a token sees, 0 for all. The result is shaped like ``q``. If the scheme
-    has an operator, such as a fused kernel, the operator computes it.
+    The sequence is cut into blocks, and each rank owns one or two of them. If the scheme has an operator, such as a
+    fused kernel, the operator computes the attention.
+
+    Args:
+        ``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]``, for the tokens of the blocks that this rank
+            owns.
+        ``cu_seqlens``: boundaries of the documents, from 0, as indices in the flattened whole rows of all ranks'
+            tokens.
+        ``scheme``: name of the scheme.
+        ``peers``: global ranks, in the order in which the scheme's table numbers them.
+        ``index``: this rank's position among ``peers``.
+        ``lengths``: for each block of the sequence, on all ranks, its number of tokens in a row; empty if all are
+            equal.
+        ``window``: number of tokens that a token sees, itself included; 0 for all.
     """
     if operator := find("context", scheme).implementation().operator():
         out: T = operator(q, k, v, cu_seqlens, peers, index, lengths, window)[0]

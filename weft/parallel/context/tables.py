@@ -131,8 +131,9 @@ class TileTable:
     def moves(self) -> tuple[Move, ...]:
         """The transfers of blocks, in an order that is the same on all ranks.
 
-        A rank gets a block from a rank that held it one step before: of several, the nearest preceding one, as in a
-        ring. The block's result is sent straight to the block's owner.
+        A block that a rank needs comes from the owner or from another rank that had it one step before. If several
+        ranks can send it, the nearest one before the receiver does, counted around the ring of ranks. The result for
+        the block is sent straight to the block's owner.
         """
         # who else has a block at a step
         held: dict[tuple[str, int, int], list[int]] = defaultdict(list)

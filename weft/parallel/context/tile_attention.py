@@ -45,11 +45,13 @@ class TilePiece(NamedTuple):
 
 
 class Trip:
-    """A tile table applied to documents, as run by one rank: the pieces of its tiles, and the transfers that they need.
+    """What one rank runs of a tile table for given documents: pieces of tiles, and the transfers that they need.
 
-    ``cu``: cumulative document boundaries in the flattened rows; ``lengths``: tokens of every block in a row;
-    ``peers``: global ranks in the order of the table; ``index``: this rank's position among them; ``window``: number of
-    tokens that a token sees, 0 for all of its document.
+    A tile is a block of queries against a block of keys. ``table``: says which rank computes which tile in which step;
+    ``cu``: boundaries of the documents, from 0, as indices in the flattened whole rows of all ranks' tokens;
+    ``lengths``: for each block of the sequence, its number of tokens in a row; ``peers``: global ranks, in the order in
+    which the table numbers them; ``index``: this rank's position among them; ``window``: number of tokens that a token
+    sees, itself included, 0 for all of its document.
     """
 
     def __init__(
@@ -221,9 +223,13 @@ def tile_pieces(
 ) -> list[TilePiece]:
     """List the kernel calls for query block ``q`` against key block ``k``; the list is empty if no query needs a key.
 
-    ``cu``: cumulative document boundaries; ``lengths``: tokens of every block in a row. A block against itself has one
-    causal segment per document; against an earlier block at most one full segment per row, for the document that spans
-    both. Segments are in coordinates of the two blocks. ``window``: number of tokens that a token sees, 0 for all.
+    ``q`` and ``k`` are indices of blocks of the sequence. ``cu``: boundaries of the documents, from 0, as indices in
+    the flattened whole rows; ``lengths``: for each block, its number of tokens in a row; ``window``: number of tokens
+    that a token sees, itself included, 0 for all.
+
+    A call computes segments (parts of the score matrix), whose coordinates count from the begin of the call's rows and
+    columns. Without a window, a block against itself has one causal segment per document. A block against an earlier
+    block has at most one full segment per row, for the document that spans both blocks.
     """
     starts, row = [0, *accumulate(lengths)], sum(lengths)
     nq, nk, rows = lengths[q], lengths[k], cu[-1] // sum(lengths)
@@ -289,12 +295,21 @@ def trip_of(
     lengths: Sequence[int],
     window: int = 0,
 ) -> Trip:
-    """Return the tile table of a context scheme, applied to documents as this rank runs it.
+    """Return what this rank runs of a context scheme for given documents: pieces of tiles, and transfers of blocks.
 
-    ``q``: queries ``[batch, seq held, heads, head_dim]``, for the numbers of rows and tokens; ``cu_seqlens``:
-    cumulative document boundaries on all ranks; ``scheme``: name of the scheme; ``peers``: global ranks in the order of
-    the table; ``index``: this rank's position among them; ``lengths``: tokens of a row in every block, empty for equal
-    lengths; ``window``: number of tokens that a token sees, 0 for all.
+    A tile is a block of queries against a block of keys. The sequence is cut into blocks, and each rank owns one or two
+    of them.
+
+    Args:
+        ``q``: queries of this rank, ``[batch, seq held, heads, head_dim]``; only the shape matters.
+        ``cu_seqlens``: boundaries of the documents, from 0, as indices in the flattened whole rows of all ranks'
+            tokens.
+        ``scheme``: name of the scheme.
+        ``peers``: global ranks, in the order in which the scheme's table numbers them.
+        ``index``: this rank's position among ``peers``.
+        ``lengths``: for each block of the sequence, on all ranks, its number of tokens in a row; empty if all are
+            equal.
+        ``window``: number of tokens that a token sees, itself included; 0 for all.
     """
     cu, seq = tuple(cu_seqlens.tolist()), q.shape[1]
     return _trip(scheme, cu, tuple(lengths), seq, tuple(peers), index, window)
@@ -307,11 +322,20 @@ def tile_attention(
 ) -> tuple[T, T]:  # fmt: skip
     """Return causal attention over the ranks ``peers``: ``out`` like ``q``, and ``lse`` ``[batch * seq held, heads]``.
 
-    ``lse``: log-sum-exp of the scores. ``q``, ``k``, ``v``: ``[batch, seq held, heads or kv_heads, head_dim]`` of the
-    blocks that this rank owns; ``cu_seqlens``: cumulative document boundaries on all ranks; ``scheme``: name of the
-    context scheme; ``peers``: global ranks in the order of its table; ``index``: this rank's position among them;
-    ``lengths``: tokens of a row in every block, empty for equal lengths; ``window``: number of tokens that a token
-    sees, 0 for all. docs/reference/techniques.md counts the bytes that travel.
+    ``lse`` is the log-sum-exp of each query's scores. The sequence is cut into blocks, and each rank owns one or two of
+    them. docs/reference/techniques.md counts the bytes that travel.
+
+    Args:
+        ``q, k, v``: ``[batch, seq held, heads or kv_heads, head_dim]``, for the tokens of the blocks that this rank
+            owns.
+        ``cu_seqlens``: boundaries of the documents, from 0, as indices in the flattened whole rows of all ranks'
+            tokens.
+        ``scheme``: name of the context scheme.
+        ``peers``: global ranks, in the order in which the scheme's table numbers them.
+        ``index``: this rank's position among ``peers``.
+        ``lengths``: for each block of the sequence, on all ranks, its number of tokens in a row; empty if all are
+            equal.
+        ``window``: number of tokens that a token sees, itself included; 0 for all.
     """
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     qs, ks, vs = trip.cut(q), trip.cut(k), trip.cut(v)
@@ -345,10 +369,18 @@ def tile_attention_backward(
 ) -> TileGradients:  # fmt: skip
     """Return the gradients of queries, keys and values.
 
-    ``grad``: gradient of the attention's output; ``q``, ``k``, ``v``: the inputs of :func:`tile_attention`; ``out`` and
-    ``lse``: its results; ``cu_seqlens``: cumulative document boundaries on all ranks; ``scheme``: name of the context
-    scheme; ``peers``: global ranks in the order of its table; ``index``: this rank's position among them; ``lengths``:
-    tokens of a row in every block, empty for equal lengths; ``window``: number of tokens that a token sees, 0 for all.
+    Args:
+        ``grad``: gradient of the attention's output.
+        ``q, k, v``: the inputs of :func:`tile_attention`.
+        ``out, lse``: its results.
+        ``cu_seqlens``: boundaries of the documents, from 0, as indices in the flattened whole rows of all ranks'
+            tokens.
+        ``scheme``: name of the context scheme.
+        ``peers``: global ranks, in the order in which the scheme's table numbers them.
+        ``index``: this rank's position among ``peers``.
+        ``lengths``: for each block of the sequence, on all ranks, its number of tokens in a row; empty if all are
+            equal.
+        ``window``: number of tokens that a token sees, itself included; 0 for all.
     """
     trip = trip_of(q, cu_seqlens, scheme, peers, index, lengths, window)
     queries = [trip.cut(x) for x in (q, grad, out, lse.unflatten(0, q.shape[:2]))]

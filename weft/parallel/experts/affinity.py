@@ -87,16 +87,21 @@ def place_experts(
     level: float = 0.0,
     starts: int = 4,
 ) -> Owners:
-    """Assign equally many experts to each rank, so that most tokens' experts in adjacent layers share a rank.
+    """Assign equally many experts to each rank, so that a token's experts in adjacent layers often share a rank.
 
-    Returns the rank of every expert, for each layer. ``steps``: counts of tokens' transitions between experts of
-    adjacent layers (:func:`steps_between`); ``loads``: tokens routed to each expert (:func:`loads_of`); ``ranks``:
-    number of ranks.
+    Returns the rank of every expert, for each layer.
 
-    A local search begins at each of ``starts`` random assignments. It goes through the layers back and forth, and swaps
-    two experts of a layer at a time, as long as a swap makes the assignment better. An assignment is good if many
-    transitions stay on a rank. With ``level`` above 0 uneven loads count against it: their variance, relative to the
-    mean load, times ``level``.
+    A local search begins at each of ``starts`` random assignments. It goes through the layers back and forth and swaps
+    two experts of a layer, as long as a swap makes the assignment better. An assignment is better if more transitions
+    stay on a rank. A transition leads from an expert of a token to its expert in the next layer.
+
+    Args:
+        ``steps``: counts of tokens' transitions between experts of adjacent layers (:func:`steps_between`).
+        ``loads``: for each layer, the number of tokens routed to each expert (:func:`loads_of`).
+        ``ranks``: number of ranks.
+        ``level``: weight of even loads. The variance of the ranks' loads, relative to the mean load, counts against an
+            assignment times ``level``. 0: loads do not matter.
+        ``starts``: number of random assignments to begin at.
     """
     total = sum(counts.sum() for counts in steps)
     # What the square of a rank's load costs, in steps.

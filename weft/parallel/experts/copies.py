@@ -36,15 +36,17 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Assignment of a layer's experts to ranks in the passes of a step, with copies on other ranks than the owner.
+    """For the passes of a step, the ranks that compute each expert of a layer: its owner and ranks with a copy of it.
 
-    A slot is a position in a rank's stack of expert weights, numbered over all ranks.
+    A slot is a position in a rank's stack of expert weights; slots are numbered over all ranks.
 
     Attributes:
-        ``copies``: whether a rank has an expert, bool ``[experts, ranks]``.
-        ``slots``: the slot in which the rank has the expert, ``[experts, ranks]``.
-        ``lent``: positions, among this rank's own experts, of those whose weights other ranks get, rank by rank.
-        ``sent``, ``received``: numbers of experts that this rank sends to each rank, and receives from each rank.
+        ``copies``: whether a rank computes an expert, as owner or with a copy: bool ``[experts, ranks]``.
+        ``slots``: the slot in which the rank has the expert, ``[experts, ranks]``; without meaning where it has none.
+        ``lent``: the experts whose weights this rank sends, as positions among its own experts: those sent to rank 0
+            first, then those sent to rank 1, and so on.
+        ``sent``: for each rank, the number of experts that this rank sends to it.
+        ``received``: for each rank, the number of experts that this rank receives from it.
     """
 
     copies: T
@@ -63,14 +65,14 @@ def planner() -> ThreadPoolExecutor:
 class Copies:
     """Copies of a layer's experts that ranks lend each other; each rank has ``spare`` slots for copies.
 
-    A slot is a position in a rank's stack of expert weights. A plan of copies is made as soon as the routing counts of
-    a step are known, and waited for in the layer's next pass. Experts also change their owners now and then, once
-    :func:`let_experts_move` has been called.
+    A slot is a position in a rank's stack of expert weights. When the routing counts of a step are known, a plan of
+    copies is made in another thread. The layer's next pass waits for it. Once :func:`let_experts_move` has been called,
+    experts also change their owners now and then.
 
     Attributes:
         ``ranks``: the ranks that hold the layer's experts.
         ``order``: all experts, those of the first owner first, then those of the second owner, and so on.
-        ``home``: the same list with the owners that the layout gives, before any expert has moved.
+        ``home``: the order at the beginning, with the owners that the layout gives, before any expert has moved.
         ``state``: the experts' parameters on this rank; empty as long as experts may not move.
     """
 
@@ -91,10 +93,11 @@ class Copies:
         return self._plan.result()
 
     def learn_from(self, loads: Sequence[int]) -> None:
-        """Plan the copies of the next step from a moving mean of experts' loads, in which the last step weighs most.
+        """Plan the copies of the next step by the experts' loads, in which the last step counts most.
 
-        ``loads``: tokens routed to each expert in the last step. If it saves more than it costs, experts change their
-        owners before the copies are planned; this change is collective.
+        ``loads``: tokens routed to each expert in the last step. The loads of each earlier step count half as much as
+        those of the step after it. Before the copies are planned, experts may change their owners: if that saves more
+        than it costs, and they have not changed lately. This change is collective.
         """
         self.running = self.running / 2 + np.repeat(loads, self.ranks.pieces)
         self.rested += 1

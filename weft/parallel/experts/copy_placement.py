@@ -25,11 +25,11 @@ def loads_of_ranks(loads: Array, copies: Array) -> Array:
 
 
 def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
-    """Choose the ranks that compute each expert such that ranks have even loads: bool ``[experts, ranks]``.
+    """Choose the ranks that compute each expert so that the ranks' loads are even: bool ``[experts, ranks]``.
 
-    ``loads``: tokens routed to each expert; ``owners``: the rank that owns each expert; ``spare``: number of copies of
-    other ranks' experts that a rank has room for. An owner always has room for its own experts, but a copy may compute
-    an expert in the owner's place. Few copies are preferred, as each costs the transfer of an expert's weights.
+    ``loads``: tokens routed to each expert; ``owners``: the rank that owns each expert; ``spare``: number of other
+    ranks' experts that a rank has room for. An expert is computed by its owner, by ranks with a copy of it, or by both.
+    Few copies are preferred, as each costs the transfer of an expert's weights.
     """
     own = np.eye(ranks, dtype=bool)[owners]
     loads = loads / max(1, loads.sum()) * ranks  # so that a rank has 1 on average
@@ -45,12 +45,13 @@ def with_copies(loads: Array, owners: Array, ranks: int, spare: int) -> Array:
 
 
 def halved(loads: Array, own: Array, spare: int) -> Array:
-    """Return a table of experts' copies, bool ``[experts, ranks]``, with more copies of the experts with large loads.
+    """Give experts with large loads more copies; return the ranks that have each expert, bool ``[experts, ranks]``.
 
-    Copies are added until each has at most half of a rank's mean load, or no rank has room. Each step copies the expert
-    with the largest load per copy to the least loaded rank with room for it (after DeepSeek's EPLB). ``loads``: load of
-    each expert, 1 being a rank's mean load; ``own``: the owner of each expert, bool ``[experts, ranks]``; ``spare``:
-    slots of a rank for copies.
+    At first each expert is on its owner alone. Then the expert with the largest load per copy is copied to the least
+    loaded rank that has room for it (after DeepSeek's EPLB). This is repeated until no copy has more than half of a
+    rank's mean load, or until no rank has room. ``loads``: load of each expert, 1 being a rank's mean load; ``own``:
+    whether a rank owns an expert, bool ``[experts, ranks]``; ``spare``: number of other ranks' experts that a rank has
+    room for.
     """
     copies = own.copy()
     while True:
@@ -63,11 +64,12 @@ def halved(loads: Array, own: Array, spare: int) -> Array:
 
 
 def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
-    """Return a table like ``copies``, bool ``[experts, ranks]``, after changes that make the ranks' loads more even.
+    """Change which ranks have each expert until their loads are even enough; return the new table like ``copies``.
 
-    Each change is of one expert on the most loaded rank: the expert gets another copy, is moved, or leaves the rank if
-    it has other copies. The best change, by the sum of squares of the ranks' loads after it, is made until none lowers
-    this sum. ``loads``: load of each expert, 1 being a rank's mean load; ``own``: the owner of each expert, bool
+    ``copies``: whether a rank has an expert, bool ``[experts, ranks]``. Each change concerns one expert on the most
+    loaded rank: the expert gets a copy on another rank, moves to another rank, or leaves the rank if other ranks have
+    it. The change that makes the sum of squares of the ranks' loads smallest is made, until no change lowers it.
+    ``loads``: load of each expert, 1 being a rank's mean load; ``own``: whether a rank owns an expert, bool
     ``[experts, ranks]``; ``spare``: number of other ranks' experts that a rank has room for.
     """
     copies, unit = copies.copy(), np.eye(copies.shape[1])
@@ -101,11 +103,11 @@ def evened(loads: Array, copies: Array, own: Array, spare: int) -> Array:
 
 
 def swapped(loads: Array, order: Array, sizes: Array) -> Array:
-    """Swap experts between two owners at a time until the owners' loads are even; return the new order of experts.
+    """Swap pairs of experts between owners until the owners' loads are even; return the new order of experts.
 
     An order lists all experts: those of the first rank, then those of the second, and so on. ``order``: the present
-    order; ``loads``: tokens routed to each expert; ``sizes``: number of experts that each rank owns. The part of an
-    expert's load above the ranks' mean load is left out, as only copies of the expert can take that part over.
+    order; ``loads``: tokens routed to each expert; ``sizes``: number of experts that each rank owns. An expert's load
+    counts as at most the mean load of a rank. What it has above that can only be taken over by copies of the expert.
     """
     order, rank_of = order.copy(), np.arange(len(sizes)).repeat(sizes)
     loads = np.minimum(loads / max(1, loads.sum()) * len(sizes), 1)
@@ -134,11 +136,12 @@ def copies_away(copies: Array, order: Array, sizes: Array) -> int:
 
 
 def divided(counts: T, copies: T, rank: int) -> T:
-    """Return how many of the tokens that ``rank`` routes to each expert go to each copy: int64 ``[experts, ranks]``.
+    """Return, for each expert, how many tokens of rank ``rank`` each rank computes: int64 ``[experts, ranks]``.
 
-    ``counts``: tokens that each rank routes to each expert, ``[ranks, experts]``; ``copies``: the ranks that have a
-    copy of each expert, bool ``[experts, ranks]``. The numbers of tokens that the copies of an expert get differ by one
-    at most. Tokens go to a copy on their own rank first, and then to copies with room, rank by rank.
+    An expert has copies on several ranks, which share the tokens of all ranks evenly: their numbers differ by one at
+    most. Tokens go to the copy on their own rank first. Those for which it has no room go to the other copies, rank by
+    rank. ``counts``: tokens that each rank routes to each expert, ``[ranks, experts]``; ``copies``: whether a rank has
+    a copy of an expert, bool ``[experts, ranks]``.
     """
     counts = counts.t()
     total, number = counts.sum(1, keepdim=True), copies.sum(1, keepdim=True)

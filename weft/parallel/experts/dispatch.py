@@ -80,11 +80,11 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class PerMember:
-    """Dispatcher that sends a token only once to each rank, even if the token is routed to several experts of the rank.
+    """Dispatcher that sends a token only once to each rank, even if the token is routed to several experts there.
 
-    ``members``: the ranks of the group, with the experts that each has or passes tokens on to. ``inner``: the
-    dispatcher that brings a token from the receiving rank to its experts. The receiving rank adds up the results of a
-    token before they go back.
+    ``members``: the ranks of the group, with the experts to which each rank leads: those it has, or those of ranks to
+    which it passes tokens on. ``inner``: the dispatcher that brings a token from the receiving rank to the experts. On
+    the way back, the receiving rank adds up the results of a token first, and sends the sum.
     """
 
     members: Members

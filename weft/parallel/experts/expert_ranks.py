@@ -85,11 +85,11 @@ class ExpertRanks(Homes):
         return Choice(weights, self.declared(slots))
 
     def across(self, block: int, joined: int = 1) -> Members:
-        """Return the group with one rank of each block of ``block`` neighbouring ranks.
+        """Return the group that has one rank of each block of ``block`` neighbouring ranks, such as a node.
 
-        A block is a node, for example. Each member of the group has the same position in its block as this rank has in
-        its own. A token for any expert of a block is sent to the member of the group that is in the block. ``joined``:
-        number of neighbouring slots (positions in the ranks' stacks of expert weights) that count as one.
+        All members of the group have the same position in their blocks, this rank among them. A token for any expert of
+        a block is sent to the member that is in that block. ``joined``: number of neighbouring slots (positions in the
+        ranks' stacks of expert weights) that count as one slot in the group.
         """
         start = self.rank // block * block
         first = self.shares[start][0] // joined
@@ -99,11 +99,12 @@ class ExpertRanks(Homes):
         return Members(self.mesh, group, owner, first, last, self.sent)
 
     def within(self, block: int, from_anywhere: bool = False) -> Members:
-        """Return the ranks of this rank's block of ``block`` neighbouring ranks, each with its own slots.
+        """Return the group of ``block`` neighbouring ranks, such as a node, to which this rank belongs.
 
-        A slot is a position in a rank's stack of expert weights. ``from_anywhere``: whether a token for a slot of
-        another block is sent on too, and not dropped. It goes to the rank of this block whose position in the block is
-        that of the slot's owner in the other block.
+        A slot is a position in a rank's stack of expert weights. Tokens for a slot of a rank in the block are sent to
+        that rank. ``from_anywhere``: what happens to tokens for slots of other blocks. False: they are sent to nobody.
+        True: they are sent to the rank that has the same position in this block as the slot's owner has in its own
+        block.
         """
         here = from_anywhere | (self.owner // block == self.rank // block)
         owner = torch.where(here & (self.owner < self.count), self.owner % block, block)

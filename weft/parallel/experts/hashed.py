@@ -23,11 +23,11 @@ T = torch.Tensor
 
 
 class Hashed:
-    """Dispatcher of LSH-MoE (Nie et al. 2024): sends the mean of similar tokens that are routed to the same expert.
+    """Dispatcher of LSH-MoE (Nie et al. 2024): similar tokens for the same expert are sent as one, their mean.
 
-    Tokens with the same hash form a bucket, and the dispatcher ``inner`` sends the bucket's mean; the result for the
-    mean stands for all tokens of the bucket. A token that is alone in its bucket is unchanged. Without gradients all
-    tokens are sent. ``ranks``: the ranks that hold the experts.
+    Tokens with the same expert and the same hash form a bucket. The dispatcher ``inner`` sends the mean of each bucket,
+    and the expert's result for the mean stands for all tokens of the bucket. A token that is alone in its bucket is
+    sent unchanged. Where no gradients are computed, every token is sent. ``ranks``: the ranks that hold the experts.
     """
 
     def __init__(self, ranks: ExpertRanks, inner: Dispatcher) -> None:

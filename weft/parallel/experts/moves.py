@@ -25,15 +25,18 @@ Array = np.ndarray
 def better_order(
     loads: Array, order: Array, sizes: Array, spare: int, cost: float
 ) -> Array:
-    """Return an order of experts, owner by owner, that needs fewer copies; or ``order`` itself if moving does not pay.
+    """Return an order of experts that needs fewer copies, or ``order`` itself if moving the experts does not pay.
 
-    An order lists all experts: those of the first rank, then those of the second, and so on. ``loads``: tokens routed
-    to each expert; ``order``: the present order; ``sizes``: number of experts that each rank owns; ``spare``: number of
-    other ranks' experts that a rank has room for.
+    An order lists all experts: those that the first rank owns, then those of the second, and so on. Moving pays if it
+    costs less than the copies that it saves until experts may move again. Costs are multiples of sending an expert's
+    weights once. A copy costs 2 per step: one for its weights, one for its gradients.
 
-    ``cost``: cost of moving one expert with its optimizer state, as a multiple of sending its weights once. A copy
-    costs 2 per step, for weights and gradients. Moving pays if it costs less than the copies that it saves until
-    experts may move again.
+    Args:
+        ``loads``: tokens routed to each expert.
+        ``order``: the present order.
+        ``sizes``: number of experts that each rank owns.
+        ``spare``: number of other ranks' experts that a rank has room for.
+        ``cost``: cost of moving one expert with its optimizer state.
     """
 
     def copies(order: Array) -> int:
