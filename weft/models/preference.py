@@ -49,9 +49,16 @@ def pair_losses(
 ) -> tuple[T, T]:
     """Return this rank's share of the loss of the pairs in ``batch``, and its derivative by each of ``values``.
 
-    An answer's value is the sum of its tokens' ``values``, each times the token's factor in ``counts``; both are
-    float64. ``documents``: index of each token's document. All three are ``[tokens]``, for the tokens of this rank.
-    ``of``: function that computes the loss of pairs; ``axes``: mesh axes over which the tokens of a row are cut.
+    An answer's value is the sum of its tokens' ``values``, each times the token's factor in ``counts``.
+
+    Args:
+        ``values``: a number for each token of this rank, such as its log-probability: ``[tokens]``, float64.
+        ``counts``: factor of each token, ``[tokens]``, float64.
+        ``documents``: index of the document of each token, ``[tokens]``.
+        ``batch``: the batch with the pairs.
+        ``of``: function that computes the loss of pairs from the answers' values.
+        ``mesh``: the layout over ranks.
+        ``axes``: mesh axes over which the tokens of a row are cut, so that values are summed over their ranks.
     """
     rows = batch.paired
     assert rows is not None

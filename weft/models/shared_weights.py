@@ -198,11 +198,11 @@ def chain_of(model: Transformer) -> list[object]:
 
 
 def check_same_shape(name: str, shape: ModelShape, base: ModelShape) -> None:
-    """Raise :class:`UsageError` if one generation step of a server cannot compute texts of two models together.
+    """Raise :class:`UsageError` if texts of two models cannot be computed together in one generation step of a server.
 
-    ``name`` and ``shape``: the one model; ``base``: shape of the other model. All fields of the shapes must be equal,
-    except those that make no difference once an adapter is merged (:data:`BEGINNING`). A model of a plugin is always
-    refused.
+    They can if all fields of the two shapes are equal. Fields that make no difference once an adapter is merged
+    (:data:`BEGINNING`) may differ. A model of a plugin is always refused. ``name`` and ``shape``: the one model;
+    ``base``: shape of the other model.
     """
     if shape.kind:
         raise UsageError(f"{name} is a plugin's model, which shares no weights; serve it alone")  # fmt: skip

@@ -91,10 +91,10 @@ def batch_spans(
 ) -> list[SpanBatch | Span]:
     """Group the spans whose attention is computed in one call. Returns the groups.
 
-    Spans of at most :data:`SHORT` tokens share a call if they have equally many tokens and about equally many cache
-    blocks; every other span has a call of its own. ``size``: tokens of a cache block; ``window``: the number of tokens
-    that a token sees, itself included; 0: all. ``q``: a tensor of the queries' type; ``group``: query heads of each
-    key/value head.
+    A span is the new tokens of one text. Spans of at most :data:`SHORT` tokens share a call if they have equally many
+    tokens and about equally many cache blocks. Every other span has a call of its own, and is returned as it is.
+    ``size``: tokens of a cache block; ``window``: the number of tokens that a token sees, itself included; 0: all.
+    ``q``: a tensor of the queries' type; ``group``: query heads of each key/value head.
     """
     if is_invariant():
         return [*batch_each_query(spans, size, window, q, group)]

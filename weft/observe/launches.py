@@ -26,12 +26,14 @@ SMALL = 20.0
 class Launches:
     """Kernel launch statistics of one profiler trace, with times in microseconds unless stated otherwise.
 
+    A share is a number from 0 to 1.
+
     Attributes:
         ``name``: name of the trace.
         ``seconds``: seconds from its first event to its last.
         ``kernels``: number of kernels.
-        ``waited``: sum of the times from a kernel's launch to its start (TKLQT).
-        ``floor``: mean time from launch to start, of the tenth of the kernels for which this time is shortest.
+        ``waited``: sum over kernels of the time from the kernel's launch to its start (TKLQT).
+        ``floor``: mean time from launch to start of the tenth of the kernels that start soonest after their launch.
         ``busy``: share of the trace's duration in which a kernel runs.
         ``mean``: mean time of a kernel, or of an operator if there is no device.
         ``between``: share of the trace's duration in which no operator runs on the host.

@@ -279,11 +279,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def rounds_of(size: int) -> list[list[Pair]]:
-    """Return rounds of ``(sender, receiver)`` pairs, for probes among ``size`` ranks.
+    """Return rounds of ``(sender, receiver)`` pairs, for probes of the links among ``size`` ranks.
 
-    The pairs of a round send at the same time, and each rank sends and receives at most once in a round. Up to 16
-    ranks, all pairs occur once; for more ranks, only pairs whose distance is a power of two. Two ranks send to each
-    other in different rounds, as acknowledgements would wait behind the data.
+    The pairs of a round send at the same time. A rank sends at most once and receives at most once in a round. Up to 16
+    ranks, every pair occurs once. With more ranks, only pairs whose distance is a power of two occur. Two ranks never
+    send to each other in the same round, as acknowledgements would wait behind the data.
     """
     rounds = []
     for apart in (

@@ -140,9 +140,10 @@ class Pipeline:
     ) -> T:
         """Run forward and backward of every microbatch; return this rank's share of the step's mean loss.
 
-        Ranks along ``tp`` return the same share; over all other axes the shares add up to the loss. ``batches``: one
-        batch per microbatch; ``total``: returns the sum of the weights of the step's labels, and is called when the
-        first loss is computed; ``early``: units to update during backward.
+        Ranks along ``tp`` return the same share. The shares of ranks that differ along any other axis add up to the
+        loss. ``batches``: a batch for each microbatch; ``total``: function that returns the sum of the weights of the
+        step's labels; it is called when the first loss is computed. ``early``: units to update during backward; None:
+        no unit is.
         """
         passed = self._run(self.table(len(batches)), batches, total, early=early)
         rest = [unit for unit in self.here.units if unit not in passed.summed]

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """What a ZeRO stage (Rajbhandari et al. 2020) keeps whole on every rank between uses.
+    """What a ZeRO stage (Rajbhandari et al. 2020) keeps whole on every rank, instead of only this rank's shard.
 
-    ``parameters``: whether parameters stay whole for a step. They are then gathered once per step, otherwise again in
-    forward and backward of every pass. ``gradients``: whether gradients stay whole for a step. They are then reduced
-    once per step, otherwise after every pass.
+    ``parameters``: whether parameters stay whole for a step. If so, they are gathered once per step; if not, in forward
+    and again in backward of every pass. ``gradients``: whether gradients stay whole for a step. If so, they are reduced
+    once per step; if not, after every pass.
     """
 
     # gather once per step instead of once per forward and backward of every pass

@@ -13,9 +13,9 @@ T = torch.Tensor
 def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[int]]:
     """Return which query heads each rank computes, and which key/value heads these query heads read.
 
-    Both are ranges of indices, flat: ``[start, end, start, end, ...]``, rank by rank. The number of ranks need not
-    divide the numbers of heads: ranges of query heads differ by at most one in length, and a key/value head goes to all
-    ranks that read it.
+    Each of the two lists has the range of heads of every rank, rank by rank: ``[start, end, start, end, ...]``. The
+    number of ranks need not divide the numbers of heads. Ranges of query heads then differ by one in length at most. A
+    key/value head is in the ranges of all ranks that read it.
     """
     own = [part(heads, ranks, rank) for rank in range(ranks)]
     group = heads // kv_heads
@@ -25,10 +25,11 @@ def head_ranges(heads: int, kv_heads: int, ranks: int) -> tuple[list[int], list[
 
 
 def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | None:
-    """Return which of the rank's key/value heads each query head of ``rank`` reads, by index among the rank's own.
+    """Return, for each query head of ``rank``, which of the rank's own key/value heads it reads, by index among these.
 
-    ``heads``, ``kv_heads``: numbers of query and key/value heads on all ``ranks`` ranks together. The result is None
-    where no index is needed: each key/value head of the rank serves equally many query heads, in order.
+    ``heads``, ``kv_heads``: numbers of query and key/value heads on all ranks together; ``ranks``: number of ranks. The
+    result is None if no index is needed, because each key/value head of the rank serves equally many query heads, in
+    order.
     """
     first, last = part(heads, ranks, rank)
     group = heads // kv_heads
@@ -41,13 +42,15 @@ def head_index(heads: int, kv_heads: int, ranks: int, rank: int) -> list[int] | 
 def exchange_heads(
     x: T, group: str, ranges: Sequence[int], index: int, inward: bool
 ) -> T:
-    """Exchange this rank's tokens of all heads for its own heads of all tokens (``inward``), or back, by all-to-all.
+    """Exchange tokens for heads among the ranks of a group by all-to-all (``inward``), or exchange them back.
 
-    Inward ``[batch, seq, heads, head_dim]`` becomes ``[batch, ranks * seq, own heads, head_dim]``. ``group``: name of
-    the process group; ``ranges``: the heads of every rank, flat (:func:`head_ranges`); ``index``: this rank's position
-    in the group. If the ranges of several ranks have a head in common, as with few key/value heads, what these ranks
-    send back for the head (its gradients) is added up. The exchange is a PyTorch operator so that selective
+    Inward, a rank gives its tokens of all heads and gets all tokens of its own heads: ``[batch, seq, heads, head_dim]``
+    becomes ``[batch, ranks * seq, own heads, head_dim]``. The exchange is a PyTorch operator so that selective
     recomputation can keep its result.
+
+    ``group``: name of the process group; ``ranges``: the heads of every rank, flat (:func:`head_ranges`); ``index``:
+    this rank's position in the group. Several ranks may have the same head, as with few key/value heads. On the way
+    back, what these ranks send for the head (its gradients) is added up.
     """
     cuts = list(zip(ranges[::2], ranges[1::2], strict=True))
     batch, seq, _, dim = x.shape

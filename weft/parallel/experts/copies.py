@@ -158,10 +158,11 @@ class Copies:
         )
 
     def slots_of(self, ids: T) -> T:
-        """Return the slot of an expert's copy for each entry of ``ids``, the experts that tokens are routed to.
+        """Return, for each routed token, the slot to send it to: a copy of its expert.
 
-        A slot is a position in a rank's stack of expert weights, numbered over all ranks. The copies of an expert share
-        its tokens of all ranks evenly. Collective.
+        ``ids``: the experts that tokens are routed to; the result has the same shape. A slot is a position in a rank's
+        stack of expert weights, numbered over all ranks. The copies of an expert share its tokens of all ranks evenly.
+        Collective.
         """
         plan, ranks, flat = self.plan, self.ranks, ids.flatten()
         # the last are of choices that are dropped

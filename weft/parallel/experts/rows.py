@@ -72,8 +72,10 @@ def start_exchange(
 ) -> Moving:
     """Start an all-to-all of ``rows`` between ``members``, through which no gradient flows.
 
-    ``sent[i]`` rows go to member ``i``, in order, and ``received[i]`` rows come from it. ``what``: the kind of data, by
-    which bytes are counted. Returns the buffer of received rows, and the work to wait for.
+    The first ``sent[0]`` of ``rows`` go to member 0, the next ``sent[1]`` to member 1, and so on; ``received[i]`` rows
+    come from member ``i``. ``what``: the kind of data under which the sent bytes are counted: ``tokens``, ``copies``
+    (lent weights) or ``moves`` (experts that change their owner). Returns the buffer that received rows arrive in, and
+    the work to wait for before it is read.
     """
     members.note(what, rows, sum(sent) - sent[members.rank])
     return exchanged_rows(rows, sent, received, members.group)
