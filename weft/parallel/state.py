@@ -210,10 +210,11 @@ class State:
             unit.begin_pass(last)
 
     def gradients(self, settled: bool = True) -> dict[str, T]:
-        """Return the gradient of each learning parameter on this rank, by name; zeros where backward left none.
+        """Return this rank's gradient of each parameter that learns, by name; zeros where backward left none.
 
-        Postponed updates are run first. Gradients that rest in a file are waited for, unless ``settled`` is False: then
-        they may not be read yet, as they may still be on their way there.
+        Postponed updates are run first. A gradient that rests in a file may still be on its way there. With ``settled``
+        the call waits for such transfers, so that all results can be read. Without it the call does not wait, and
+        gradients that rest in files may not be read yet.
         """
         self._make_due()
         if settled:
@@ -280,10 +281,11 @@ class State:
                 self.update(unit, grads(unit), lr, scale)
 
     def fetch(self, unit: Unit) -> None:
-        """Start to fetch from tiers the tensors that the next :meth:`visit` of ``unit`` needs.
+        """Start to fetch the tensors that the next :meth:`visit` of ``unit`` needs from the host or from files.
 
-        These are the unit's weights, or all its tensors if :meth:`update_later` has postponed its update. If any
-        updates are postponed, the tensors of the unit that has waited longest for its update are fetched after them.
+        If :meth:`update_later` has postponed the unit's update, these are all tensors of the unit, because the visit
+        runs the update. Otherwise they are the unit's weights alone. The tensors of the unit whose postponed update has
+        waited longest are fetched after them.
         """
         groups = self.tiers.groups
         kinds = groups.get(unit, ()) if unit in self.due else ["weights"]

@@ -30,12 +30,14 @@ SQUARE = 128
 
 
 class Stripes:
-    """The ranks that own each new token of texts whose tokens are dealt out in turn to the ranks of ``group``.
+    """The rank that owns each new token, where the tokens of every text are dealt out in turn to several ranks.
 
-    The token at position ``p`` of a text belongs to rank ``p`` modulo the number of ranks; without a group this rank
-    owns all tokens. A row is one new token in a forward pass of generation. In tensors with the rows of all ranks,
-    those of rank 0 come first, then those of rank 1, and so on. ``spans``: the new tokens of each text, and the number
-    of its past tokens; ``size``: tokens of a cache block, counted over all ranks.
+    The token at position ``p`` of a text belongs to rank ``p`` modulo the number of ranks. A row is one new token in a
+    forward pass of generation. In tensors with the rows of all ranks, those of rank 0 come first, then those of rank 1,
+    and so on.
+
+    ``spans``: the new tokens of each text, and the number of its past tokens. ``size``: tokens of a cache block,
+    counted over all ranks. ``group``: the ranks; None: this rank owns all tokens.
     """
 
     def __init__(
@@ -164,8 +166,9 @@ class StripedKeys(KeyValuePages):
 def attend_behind(q: T, k: T, v: T, past: int, window: int) -> tuple[T, T]:
     """Return causal attention of a text's new tokens to its cached and new tokens, and the log-sum-exp of the scores.
 
-    ``q``: queries of the new tokens, ``[tokens, heads, width]``; ``k`` and ``v`` hold the ``past`` cached tokens, and
-    then the new ones. ``window``: number of tokens that a token sees, 0 for all.
+    ``q``: queries of the new tokens, ``[tokens, heads, width]``. ``k``, ``v``: keys and values of the ``past`` cached
+    tokens, followed by those of the new tokens. ``window``: number of tokens that a token sees, itself included; 0: all
+    up to itself. The attention has the shape of ``q``. The log-sum-exp has a value for each new token and query head.
     """
     end = past + len(q)
     if len(q) > 1:

@@ -63,10 +63,10 @@ class Full(NamedTuple):
 class TableUnit(Unit):
     """A unit (parameters updated together) that a pipeline's schedule gathers before use and reduces after backward.
 
-    Its parameters are whole only between :meth:`gather` and :meth:`release`. Otherwise this rank has only its rows of
-    them, which are the state. They are on the device, on the host or in a file.
+    Each rank keeps some rows of every parameter. These rows are the unit's state, which rests on the device, on the
+    host or in a file. A rank has whole parameters only between :meth:`gather` and :meth:`release`.
 
-    ``named``: the parameters, all frozen or none; ``compute``: data type of the gathered parameters; ``tiers``: where
+    ``named``: the parameters, all frozen or none. ``compute``: data type of the gathered parameters. ``tiers``: where
     tensors rest. The state is float32, or float64 if ``compute`` is. The state of frozen parameters has the type
     ``compute``, as they have no small updates that could get lost.
     """
@@ -167,10 +167,13 @@ class TableUnit(Unit):
             full.data.copy_(pieces.reshape(-1)[:numel].view(shape))
 
     def gather_at(self, points: Sequence[Callable[[Held], torch.Tensor]]) -> None:
-        """Gather the whole parameters at several ``points``, of which :meth:`show` then picks one. Collective.
+        """Gather the whole parameters with several sets of values, called points. Collective.
 
-        A point is a function from a parameter to the values of this rank's rows. Rows that rest in a tier are fetched
-        once for all points, and stay unchanged. A unit that does not learn is the same at all points.
+        Afterwards :meth:`show` picks one of the points. A point is a choice of values for all parameters, such as the
+        weights plus a small random change. Each entry of ``points`` is a function that describes one point. It is
+        called with each parameter, and returns the values of this rank's rows at the point. The stored rows stay
+        unchanged. Rows that rest on the host or in a file are fetched once for all points. A unit that does not learn
+        keeps its own values at all points.
         """
         with self.tiers.at_hand(self, "weights"):
             for values in points if self.learns else ():

@@ -17,10 +17,10 @@ def download(
 ) -> dict[str, int]:
     """Fetch a shared file, or all shared files under a path, from other peers into ``folder``.
 
-    ``peer``: this process as a peer; ``path``: path of the file or of a folder; ``progress``: called with the number of
-    new bytes as blocks arrive. Returns the bytes fetched, by file. Interrupted downloads continue: an incomplete file
-    has the ending ``.part``, and its blocks count only if their hashes are right. Raises :class:`PeerError` if nobody
-    shares the path.
+    Returns the number of bytes fetched for each file. ``peer``: this process as a peer. ``path``: path of the file, or
+    of a folder. ``progress``: called with the number of new bytes as blocks arrive. A download that was interrupted
+    continues: an incomplete file has the ending ``.part``, and its blocks are kept if their hashes are right. Raises
+    :class:`PeerError` if nobody shares the path.
     """
     files = {
         p: s for p, s in peer.files().items() if p == path or p.startswith(f"{path}/")

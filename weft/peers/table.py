@@ -41,8 +41,16 @@ class Entry(NamedTuple):
 class SharedTable:
     """Table of keys and values that all peers write, and merge with the tables of other peers.
 
-    ``writer``: name of this peer in the stamps of its writes. ``clock``: function that returns milliseconds; the clocks
-    of peers may differ and jump. ``entries``: the entry of each key. ``changes``: number of changes so far.
+    Each write gets a stamp: a time, a number and the writer's name. If two tables have different values for a key, the
+    one with the newer stamp stays.
+
+    Attributes:
+        ``entries``: the value and stamp of each key.
+        ``changes``: number of changes so far.
+
+    Args:
+        ``writer``: name of this peer in its stamps.
+        ``clock``: function that returns milliseconds; the clocks of peers may differ and jump.
     """
 
     def __init__(

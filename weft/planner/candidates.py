@@ -224,13 +224,13 @@ def variants(
 ) -> Plan:
     """Return variants of ``plans`` with secondary partitions (ZeRO++ hpZ), and with state away from the device.
 
-    A variation is tried only where it may help. A secondary partition is tried where ZeRO-3 gathers across slow links
-    and memory is left. State is placed away from the device where device memory is not enough.
+    A variation is tried only where it may help. A secondary partition may help where ZeRO-3 gathers across slow links
+    and memory is left. State away from the device may help where device memory is not enough.
 
-    ``fits``: which plans fit in memory. ``cheap``: for the keys "secondary" and "away", which plans might become the
-    fastest if that variation cost no time. Other plans are not varied. ``wanted``: values that the user demands, by
-    field of :class:`Plan`. Demanded variations are tried also where they do not help. ``places``: the places to try
-    for state (host, file), as indices into :data:`weft.recipe.PLACES`.
+    ``fits``: which plans fit in memory. ``cheap``: which plans may be varied, for the keys "secondary" and "away";
+    these are the plans that might become the fastest if the variation cost no time. ``wanted``: values that the user
+    demands, by field of :class:`Plan`. Demanded variations are tried even where they do not help. ``places``: the
+    places to try for state (host, file), as indices into :data:`weft.recipe.PLACES`.
     """
     state = plans.state_ranks
     # A pipeline gathers once a step: there is no second gather to keep inside.
@@ -308,12 +308,12 @@ def _can_rest(way: dict[str, int]) -> bool:
 def nearby(
     state: NDArray[np.float64], tp: NDArray[np.float64], machine: Machine
 ) -> NDArray[np.float64]:
-    """Return for each plan the largest secondary partition (ZeRO++ hpZ) whose ranks are joined by fast links alone.
+    """Return for each plan the size of the largest secondary partition (ZeRO++ hpZ) that has fast links only.
 
-    A secondary partition is a group of ranks that together keep a copy of all parameters. ``state``: number of ranks
-    over which ZeRO cuts the state; the size of a partition divides this number. ``tp``: size of the tensor-parallel
-    axis. The ranks of a partition have numbers that are ``tp`` apart, so fewer of them share fast links if ``tp`` is
-    large. All arrays are ``[plans]``.
+    A secondary partition is a group of ranks that together keep one copy of all parameters. Its size divides ``state``,
+    the number of ranks over which ZeRO cuts the state. ``tp``: size of the tensor-parallel axis. Ranks of a partition
+    have numbers that are ``tp`` apart. Of the ``machine.domain`` devices that fast links join, a partition can
+    therefore use one in ``tp``. ``state``, ``tp`` and the result have one entry per plan.
     """
     pairs = {
         (s, t): max(divisors(int(s), machine.domain // t), default=1)

@@ -176,10 +176,10 @@ class Cost:
 
 
 class AxisLink(NamedTuple):
-    """Links between the ranks along one axis of a layout.
+    """Speed of collectives between the ranks along one axis of a layout.
 
-    ``bandwidth``: bytes per second of each rank. ``ring_latency`` and ``tree_latency``: seconds that a collective in a
-    ring, or in a tree, takes besides the transfer of its bytes.
+    ``bandwidth``: bytes per second that each rank sends. ``ring_latency``: seconds that a collective in a ring takes
+    beside the transfer of its bytes. ``tree_latency``: the same for a collective in a tree.
     """
 
     bandwidth: Num
@@ -192,10 +192,13 @@ def axis_link(
 ) -> AxisLink:
     """Return bandwidth and latency of collectives over ``size`` ranks, whose numbers are ``stride`` apart.
 
-    ``engine``: constants of the training program, such as the share of the nominal bandwidth that it reaches. A fast
-    domain is a group of devices that fast links join. Where a ring leaves a domain, all its members in the domain use
-    their network links at once. The same holds for links between sites. Inside a domain a collective costs a fixed
-    time to start, however many ranks take part.
+    A domain is a group of devices joined by fast links. Inside one domain, the bandwidth is that of a fast link. Across
+    domains, every member in a domain uses its own network link. The bandwidth is then the network's times the number of
+    members in a domain, but never more than that of a fast link. Links between sites are counted in the same way.
+
+    Inside a domain the latency is a fixed time, however many ranks take part. The latency across domains and sites
+    grows with their number in a ring, and with the logarithm of their number in a tree. ``engine``: constants of the
+    training program, such as the share of the nominal bandwidth that it reaches.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     local = np.clip(machine.site // stride, 1, size)
@@ -234,10 +237,11 @@ def gather(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
 
 
 def reduce(size: Num, full: Num, link: AxisLink, times: Num = 1.0) -> Num:
-    """Return the seconds of all-reduces over ``size`` ranks: the bytes of two all-gathers at the latency of a tree.
+    """Return the seconds of all-reduces over ``size`` ranks, joined by ``link``.
 
-    ``full``: bytes of all that is reduced. ``times``: number of collectives into which these bytes are divided. A
-    larger ``times`` moves no more bytes, but adds the latency of each collective. ``link``: the links of the ranks.
+    An all-reduce moves as many bytes as two all-gathers, and has the latency of a tree. ``full``: bytes of all that is
+    reduced. ``times``: number of collectives into which these bytes are divided. A larger ``times`` moves no more
+    bytes, but adds the latency of each collective.
     """
     return (size > 1) * (
         2 * (size - 1) / size * full / link.bandwidth + times * 2 * link.tree_latency
@@ -249,9 +253,10 @@ def exchange(
 ) -> Num:
     """Return the seconds of an all-to-all over ``size`` ranks, whose numbers are ``stride`` apart.
 
-    ``engine``: constants of the training program, such as the share of the nominal bandwidth that it reaches. ``sent``:
-    bytes that each rank holds before the exchange. Bytes that leave the group of devices that fast links join
-    (``machine.domain``) cross the rank's own NIC.
+    Bytes for ranks in the same domain (the ``machine.domain`` devices that fast links join) go over fast links. All
+    other bytes go over the sender's own network link. Both transfers run at once, so the slower one counts, and a
+    latency is added. ``sent``: bytes that each rank holds before the exchange, those for itself included. ``engine``:
+    constants of the training program, such as the share of the nominal bandwidth that it reaches.
     """
     inside = np.clip(machine.domain // stride, 1, size)
     out = sent * (size - inside) / size / (machine.network * engine.network)
@@ -266,12 +271,12 @@ class MicrobatchSeconds:
     """Seconds of one microbatch under a plan, from which the time of a step is computed.
 
     Attributes:
-        ``forward``, ``backward``: compute of one layer.
+        ``forward``, ``backward``: compute of one layer in each pass.
         ``weight``: the part of ``backward`` that computes the gradients of weights.
-        ``again``: recomputation of one layer in backward.
-        ``tp``, ``cp``, ``ep``: exposed communication along each axis in the forward of one layer.
-        ``count``: how often the communication of a forward occurs in a microbatch: 2 (forward and backward), or 3 if
-            backward computes the whole layer again.
+        ``again``: what backward of one layer computes again, as it was not kept.
+        ``tp``, ``cp``, ``ep``: communication along each axis in the forward of one layer, without what compute hides.
+        ``count``: by how much ``tp``, ``cp`` and ``ep`` are multiplied in a microbatch: 2 for forward and backward, or
+            3 if backward computes the whole layer again.
         ``head``: output layer and loss, in forward and backward.
         ``hop``: the transfer from one pipeline stage to the next.
     """
@@ -449,9 +454,9 @@ class Roofline:
 def passes(
     shape: Shape, machine: Machine, plan: Plan, engine: EngineConstants
 ) -> MicrobatchSeconds:
-    """Return the seconds of one microbatch in one layer, in the output layer, and between pipeline stages.
+    """Return the seconds that one microbatch takes in one layer, in the output layer, and between pipeline stages.
 
-    ``shape``: the model; ``machine``: the cluster; ``plan``: the layout, or many of them as arrays. ``engine``:
+    ``shape``: the model. ``machine``: the cluster. ``plan``: the layout, or many of them as arrays. ``engine``:
     constants that say how well the training program uses the machine.
     """
     parts = Roofline(shape, machine, plan, engine)
@@ -524,10 +529,12 @@ def gradients(
 ) -> tuple[Num, Num]:
     """Return ``(communication, optimizer)``: seconds per step of a rank with ``layers`` layers.
 
-    The communication is that of gradients and of sharded parameters, as far as compute does not hide it. The
-    optimizer's seconds are those of the update of the parameters. ``cover``: seconds of the step's compute, which hides
-    the communication of ZeRO-3. ``turn``: seconds of the compute of one microbatch, which hides the communication of
-    other stages of ZeRO. ``copies``: copies of every parameter that a pipeline holds (DualPipe: 2).
+    The communication is that of gradients and of sharded parameters, without the part that compute hides. The
+    optimizer's seconds are those of the update of the parameters.
+
+    ``cover``: seconds of compute in the whole step; with ZeRO-3, compute hides at most so many seconds. ``turn``:
+    seconds of compute in one microbatch; without ZeRO-3, compute hides at most so many. ``copies``: number of copies of
+    every parameter that the pipeline holds: 2 for DualPipe, else 1.
     """
     tp, cp = plan.tp, plan.cp
     replicas = plan.data * cp
@@ -621,8 +628,9 @@ def copies(plan: Plan) -> Num:
 def rest(plan: Plan, engine: EngineConstants, known: Num) -> Num:
     """Return the seconds per step that no formula explains: a constant, and the wait for stragglers.
 
-    ``engine``: has the constant, and the share of time that stragglers cost. ``known``: the seconds that formulas
-    explain. The wait for stragglers is a share of ``known`` that grows with the number of ranks.
+    ``known``: the seconds that formulas explain. The wait for stragglers is a share of ``known``. This share is 0 for
+    up to 8 ranks, and grows with each doubling of the ranks beyond 8. ``engine``: has the constant (``step``) and the
+    growth per doubling (``jitter``).
     """
     return engine.step + engine.jitter * np.log2(np.maximum(plan.world / 8, 1)) * known
 
@@ -635,10 +643,10 @@ def most_layers(shape: Shape, stages: Num) -> Num:
 
 
 def by_work(shape: Shape, plan: Plan) -> tuple[Num, Num]:
-    """Return the numbers of layers in the first and last stage of a pipeline that is cut by work.
+    """Return the numbers of layers in the first and last stage of a pipeline whose stages get equal shares of the work.
 
-    The embedding counts as no work, and the output layer as work in proportion to its weights. A stage ends with the
-    layer that fills its share of the work, as in nanotron.
+    Work is counted in layers. The embedding counts as no work. The output layer counts as its weights divided by the
+    weights of a layer. A stage ends with the layer that fills its share of the work, as in nanotron.
     """
     share = (shape.layers + shape.table / shape.active_weights) / plan.pp
     return np.ceil(share), np.maximum(shape.layers - np.ceil(share * (plan.pp - 1)), 0)
@@ -648,8 +656,8 @@ class StageLayers(NamedTuple):
     """Numbers of layers in the stages of a pipeline.
 
     ``first`` and ``last``: layers of the first and of the last stage. ``most``: layers of the fullest stage between
-    these. ``by_work``: whether the stages are cut so that they take equal time, where the output layer counts too.
-    Otherwise they are cut so that they have equally many layers.
+    these. ``by_work``: how layers are shared out. If true, all stages take equal time, and the output layer is counted
+    as well. If false, all stages have equally many layers.
     """
 
     first: Num

@@ -125,11 +125,11 @@ def _schedule(plan: Any) -> str:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The fastest layout that has another value of one setting than the best layout.
+    """The fastest layout in which one setting has another value than in the best layout.
 
-    ``axis``: name of the setting. ``value``: its other value. ``final``: the fastest layout with this value, None if no
-    layout with it fits. ``gib``: memory in GiB of the fullest rank of ``final``. If ``final`` is None, it is the memory
-    of the layout with this value that needs least.
+    ``axis``: name of the setting. ``value``: its other value. ``final``: the layout; None if no layout with this value
+    fits in memory. ``gib``: memory in GiB of the fullest rank of ``final``. If ``final`` is None, it is the least
+    memory that a layout with this value needs.
     """
 
     axis: str
@@ -141,10 +141,10 @@ class Alternative:
 def best_alternatives(
     searched: SearchResult, finals: Sequence[Final]
 ) -> list[Alternative]:
-    """Return the fastest layout for up to three other values of each setting of ``finals[0]``.
+    """Return the fastest layouts that have another value of one setting than the best layout, ``finals[0]``.
 
-    ``searched``: the result of the search. ``finals``: the simulated layouts, fastest first. The layouts that are
-    returned are simulated as well.
+    For each setting there is one layout for each of up to three other values. ``searched``: the result of the search.
+    ``finals``: the simulated layouts, fastest first. The layouts that are returned are simulated as well.
     """
     first, limit = finals[0], searched.order
     # What the simulator said about a schedule's closed form holds for its other layouts too, by and large.

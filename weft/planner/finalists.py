@@ -74,10 +74,10 @@ class Final:
         ``shape``, ``machine``, ``plan``: the model, the machine and the layout.
         ``cost``: seconds of a step by cause.
         ``ranks``: memory of every pipeline rank; of the fullest rank only, if nothing was simulated.
-        ``closed``: seconds of a step by the closed form, without simulation.
+        ``closed``: seconds of a step as formulas give them, without simulation.
         ``stages``: the pipeline's stages with their layers.
-        ``barriers``: number of synchronisation points between the passes of embedding and output layer, if these are
-            cut over the pipeline; 0 if they are not.
+        ``barriers``: how often all pipeline ranks wait for each other in a microbatch, if embedding and output layer
+            are cut over these ranks; 0 if they are not cut.
         ``simulation``: the simulated schedule of the first microbatches (all, if they are few); None without a
             pipeline.
         ``order``: the layout's axes from the slowest links to the fastest, as ``layout.order``; empty: the usual order.
@@ -144,10 +144,11 @@ class Final:
 def finalists(
     searched: SearchResult, count: int = 10, vocabulary: bool = False
 ) -> list[Final]:
-    """Simulate the fastest ``count`` layouts of a search that fit in memory, and sort them by their simulated times.
+    """Simulate the fastest ``count`` layouts of a search that fit in memory, and return them by simulated time.
 
-    The best layout of every other schedule is simulated too if its time is close. ``vocabulary``: whether the program
-    can cut embedding and output layer over all ranks of a pipeline (Yeung et al. 2024).
+    The fastest comes first. If none of these layouts has a certain pipeline schedule, the best layout with that
+    schedule is simulated too, provided that its time is close. ``vocabulary``: whether the program can cut embedding
+    and output layer over all ranks of a pipeline (Yeung et al. 2024).
     """
     total = np.asarray(searched.cost.total)
     columns = np.stack([getattr(searched.plans, name) for name in FAMILY])
@@ -223,11 +224,11 @@ def refine(
 ) -> Final | None:  # fmt: skip
     """Simulate the pipeline of one ``plan``; return None if the schedule cannot be built or run.
 
-    ``searched``: the search to which the plan belongs. ``closed``: seconds of the step by the closed form.
-    ``barriers``: number of synchronisation points if embedding and output layer are cut over the pipeline, else 0.
-    ``tables``: schedule tables built before, to be reused. ``beside``: the pass that a rank computes during an exchange
-    of experts. Exchanges are then simulated as separate actions of the schedule. With None, the time of an exchange is
-    a part of its layer's time.
+    ``searched``: the search to which the plan belongs. ``closed``: seconds of the step as formulas give them.
+    ``barriers``: how often all pipeline ranks wait for each other in a microbatch, if embedding and output layer are
+    cut over these ranks; else 0. ``tables``: schedule tables built before, to be reused. ``beside``: the pass that a
+    rank computes during an exchange of experts, which is then an action of its own in the schedule. None: the time of
+    an exchange is a part of its layer's time.
     """
     shape, machine, engine = searched.shape, searched.machine, searched.engine
     if plan.pp == 1 and beside is None:

@@ -76,11 +76,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Knob:
-    """An engine constant that is fitted: a preset value times a factor that is found from measured runs.
+    """An engine constant that is fitted: its preset value is multiplied by a factor, which is found from measured runs.
 
-    ``field``: name of the constant in :class:`EngineConstants`. ``sigma``: prior standard deviation of the factor's
-    logarithm. ``key``: text that names the measured runs to which the factor applies, by default all runs. The caller
-    of :func:`fit` computes the argument ``masks`` from it.
+    ``field``: name of the constant in :class:`EngineConstants`. ``sigma``: standard deviation of the factor's logarithm
+    that is assumed before the fit. ``key``: text that names the measured runs to which the factor applies; empty: all
+    runs. :func:`fit` does not read it: its caller computes the argument ``masks`` from it.
     """
 
     field: str
@@ -113,10 +113,11 @@ def measurement_columns(rows: Sequence[Measurement]) -> MeasurementColumns:
 def times_of(
     rows: Sequence[Measurement], knobs: Sequence[Knob], masks: Array | None
 ) -> Callable[[Array], Array]:
-    """Return a function that computes the seconds of each run in ``rows`` from the logarithms of the knobs' factors.
+    """Return a function that predicts the seconds per step of each run in ``rows``, given factors on constants.
 
-    ``knobs``: the constants that are fitted, each by a factor. ``masks``: 1 where a knob applies to a run, else 0,
-    ``[knob, row]``; None if all apply to all. The function takes ``[..., knob]`` and returns ``[..., row]``.
+    The function takes the logarithms of the factors, ``[..., knob]``, and returns seconds, ``[..., row]``. ``knobs``:
+    the engine constants that are multiplied, each by its factor. ``masks``: 1 where a factor applies to a run, else 0,
+    ``[knob, row]``; None: every factor applies to all runs.
     """
     shape, machine, plan, engine = measurement_columns(rows)
     where = np.ones((len(knobs), len(rows))) if masks is None else masks
@@ -131,7 +132,7 @@ def factors(knobs: Sequence[Knob], theta: Array, masks: Array) -> dict[str, Arra
     """Return the factor on each engine constant in each run, ``[..., row]``, by name of the constant.
 
     ``knobs``: the constants that are fitted. ``theta``: logarithms of their factors, ``[..., knob]``. ``masks``: 1
-    where a knob applies to a run, else 0, ``[knob, row]``.
+    where a factor applies to a run, else 0, ``[knob, row]``. Where no factor applies, the result is 1.
     """
     logs: dict[str, Array] = {}
     for i, knob in enumerate(knobs):
@@ -148,11 +149,12 @@ def fit(
     masks: Array | None = None,
     steps: int = 12,
 ) -> Array:
-    """Fit the factors of ``knobs`` to the measured step times of ``rows``, and return their logarithms, ``[knob]``.
+    """Fit the factors on engine constants to measured step times, and return their logarithms, ``[knob]``.
 
-    ``weights``: weight of each run in each fold of a cross-validation, ``[fold, row]``; the result is then ``[fold,
-    knob]``. ``masks``: 1 where a knob applies to a run, else 0, ``[knob, row]``; None if all apply to all. ``steps``:
-    iterations of Gauss-Newton.
+    ``rows``: the measured runs. ``knobs``: the constants, each of which is multiplied by one factor. ``masks``: 1 where
+    a factor applies to a run, else 0, ``[knob, row]``; None: every factor applies to all runs. ``steps``: iterations of
+    Gauss-Newton. ``weights``: weights of the runs for a cross-validation, ``[fold, row]``. Each fold is then fitted by
+    itself, and the result is ``[fold, knob]``.
     """
     times = times_of(rows, knobs, masks)
     target = np.log(np.array([row.seconds for row in rows], dtype=float))
@@ -220,10 +222,11 @@ def predict(
     knobs: Sequence[Knob] = KNOBS,
     masks: Array | None = None,
 ) -> Array:
-    """Predict the seconds per step of each measured run in ``rows`` by the roofline with fitted constants.
+    """Predict the seconds per step of each measured run in ``rows``, ``[..., row]``, with fitted engine constants.
 
-    ``theta``: logarithms of the factors on the constants that ``knobs`` names, ``[..., knob]``. ``masks``: 1 where a
-    factor applies to a run, else 0, ``[knob, row]``; None if all apply to all. The result is ``[..., row]``.
+    ``knobs``: the constants, each of which is multiplied by one factor. ``theta``: logarithms of these factors, ``[...,
+    knob]``. ``masks``: 1 where a factor applies to a run, else 0, ``[knob, row]``; None: every factor applies to all
+    runs.
     """
     return times_of(rows, knobs, masks)(theta)
 
@@ -231,8 +234,8 @@ def predict(
 def constants(rows: Sequence[Measurement]) -> dict[str, float]:
     """Return the GiB of memory that no formula explains, by the training program's name (``framework`` of a run).
 
-    The value is the median over the program's runs in ``rows`` of the measured memory minus that of the formulas, at
-    least 0.
+    For each run in ``rows`` it is the measured memory minus that of the formulas. The median over a program's runs
+    counts; a negative median counts as 0.
     """
     known = [row for row in rows if row.gib]
     if not known:

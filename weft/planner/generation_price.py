@@ -98,9 +98,10 @@ def room(shape: Shape, machine: Machine) -> Num:
 
 
 def together(shape: Shape, machine: Machine, job: Workload) -> Num:
-    """Return how many sequences of ``job`` are in progress at a time, so that their keys and values fit in memory.
+    """Return how many sequences of ``job`` are in progress at a time.
 
-    The cache of a sequence grows with every pass. The mean over its passes counts.
+    There are as many as have room for their keys and values in the host's memory, and no more than the job has prompts.
+    The cache of a sequence grows with every pass, so its mean size over the passes is counted.
     """
     held = job.prompt + (job.new - 1) / 2 + (PAGE - 1) / 2
     return np.minimum(len(job.prompts), np.floor(room(shape, machine) / held))
@@ -109,11 +110,14 @@ def together(shape: Shape, machine: Machine, job: Workload) -> Num:
 def generation_passes(
     shape: Shape, machine: Machine, read: Num, scored: Num, written: Num, attended: Num
 ) -> dict[str, Num]:
-    """Return the seconds that a pass through all layers takes on "link", "device" and "host", by these names.
+    """Return the seconds that a pass through all layers keeps "link", "device" and "host" busy, by these names.
 
-    ``read``: number of prompt tokens in the pass. ``written``: number of new tokens that the pass generates.
-    ``scored``: sum of the squared lengths of the prompts, whose attention runs on the device. ``attended``: number of
-    tokens to which the new tokens attend, summed over the new tokens; this attention runs on the host.
+    The link brings weights that do not fit on the device from the host. The device computes matrix products, and the
+    attention of prompts. The host computes the attention of new tokens.
+
+    ``read``: number of prompt tokens in the pass. ``scored``: sum of the squared lengths of their prompts. ``written``:
+    number of new tokens that the pass generates. ``attended``: number of tokens that a new token attends to, summed
+    over the new tokens.
     """
     inside = 2 * shape.layers * shape.heads * shape.score_dim / machine.peak16
     flops = 2 * shape.active_parameters / (machine.peak * machine.clock)

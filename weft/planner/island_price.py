@@ -140,10 +140,11 @@ def agreement(
     compress: str,
     every: int = 0,
 ) -> AgreementCost:
-    """Return the cost of ``count`` islands, each with the layout ``inside``, that exchange every ``every`` steps.
+    """Return the cost of averaging for ``count`` islands that exchange parameters every ``every`` steps.
 
-    ``compress``: the compressor of the exchange, by its name in a recipe. With ``every = 0``, islands exchange as often
-    as is possible while the exchange takes at most 5 % of the time (:data:`EXPOSED`).
+    ``inside``: the layout of each island. ``compress``: the compressor of the exchange, by its name in a recipe. With
+    ``every = 0``, islands exchange as often as they can without spending more than 5 % of the time (:data:`EXPOSED`) on
+    exchanges.
     """
     assert cluster.between is not None
     # each agrees on a part

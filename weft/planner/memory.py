@@ -63,11 +63,10 @@ def in_flight(plan: Plan, position: Num) -> Num:
 
 
 def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num, Num]:
-    """Return two numbers of bytes for one layer and one microbatch.
+    """Return ``(kept, alive)``: bytes of activations of one layer and one microbatch.
 
-    The first is what the layer keeps for backward, the second is the activations that are alive while the layer is
-    computed. Activations that rest on the host or in files count too; :func:`held_bytes` returns the part that stays on
-    the device.
+    ``kept`` is what the layer keeps for backward, on the device or elsewhere. :func:`held_bytes` returns only the part
+    that stays on the device. ``alive`` is what exists while the layer is computed.
     """
     tokens = plan.micro_batch * plan.seq / plan.cp
     cut = np.where(engine.sequence > 0, plan.tp, 1.0)
@@ -124,9 +123,9 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of a rank with ``layers`` layers and ``tables`` vocabulary tables (embedding, output layer).
 
-    ``activations``: bytes of activations at the peak, of which ``logits`` bytes belong to the loss. If the loss
-    computes the output layer's gradient at once (``engine.table``), the working memory of backward is needed only after
-    the logits are freed.
+    ``activations``: bytes of activations at the peak, of which ``logits`` bytes belong to the loss. The loss may
+    compute the output layer's gradient at once (``engine.table``). The logits are then freed before backward needs its
+    working memory, so that only the larger of the two counts.
     """
     kept, alive = layer_bytes(shape, plan, engine)
     layer = shape.dense_weights / plan.tp

@@ -135,10 +135,10 @@ def own_runs(
 
 
 def calibrated(path: Path, device: str, base: EngineConstants) -> Own:
-    """Apply a calibration to the constants ``base``.
+    """Return the constants ``base`` as a calibration changes them, with a text about it and its error.
 
-    ``path``: a CSV file of measured runs, of which those on ``device`` count, or a file of factors from
-    ``bench/planner/calibrate.py``. Raises :class:`WeftError` if the file has no run on ``device``.
+    ``path``: a CSV file of measured runs, of which those on ``device`` count; or a file of factors on the constants,
+    from ``bench/planner/calibrate.py``. Raises :class:`WeftError` if the file has no run on ``device``.
     """
     if path.suffix == ".csv":
         own = own_runs(path, device, base)

@@ -152,9 +152,9 @@ def layout_reasons(
 
 
 def alternatives_among(finals: Sequence[Final]) -> list[Alternative]:
-    """Return for each other value of a setting the fastest of ``finals`` that has this value.
+    """Return the fastest of ``finals`` for each value of a setting that the best layout, ``finals[0]``, does not have.
 
-    ``finals``: layouts, fastest first. A value is another one if the layout ``finals[0]`` does not have it.
+    ``finals``: layouts, fastest first.
     """
     first, alternatives = finals[0], dict[tuple[str, str], Alternative]()
     for final in finals[1:]:

@@ -41,8 +41,9 @@ WIDE = 4.0
 def exposed_seconds(moved: Num, computed: Num, units: Num) -> Num:
     """Return the seconds of transfers that compute does not hide.
 
-    The first of ``units`` equal transfers is never hidden, and neither is the time by which all transfers together take
-    longer than compute. ``moved``: seconds of all transfers; ``computed``: seconds of compute beside them.
+    They are the sum of two waits. Compute first waits for one of the ``units`` equal transfers. If all transfers
+    together take longer than compute, the rest of their time is waited for as well. ``moved``: seconds of all
+    transfers. ``computed``: seconds of compute beside them.
     """
     return np.maximum(0.0, moved - computed) + moved / units
 

@@ -117,12 +117,14 @@ def walk(
     follow: Sequence[dict[str, torch.Tensor]] = (),
     begun: int = 0,
 ) -> Iterator[tuple[State, StepTrace]]:
-    """Train from step ``begun`` up to ``steps``, and yield the state and the trace of results after each step.
+    """Train from step ``begun`` up to ``steps``, and yield ``(state, trace)`` after each step.
 
-    The trace is the same object each time, and is complete only when the iterator has ended. ``job``: the prepared
-    recipe. ``mesh``: the layout over ranks. ``watch``: a function that is called with the model and its state before
-    the first step. ``follow``: for each step, whole gradients by name, with which parameters are updated in place of
-    the run's own gradients.
+    ``state`` has the parameters. ``trace`` has the results of all steps so far. It is the same object each time, and is
+    complete only when the iterator has ended.
+
+    ``job``: the prepared recipe. ``mesh``: the layout over ranks. ``watch``: a function that is called with the model
+    and its state before the first step. ``follow``: for each step, whole gradients by name, with which parameters are
+    updated in place of the run's own gradients.
 
     If ``layout.skip`` is set, a run on one device skips the same blocks in each microbatch as the pipeline. Raises
     :class:`WeftError` if the data ends before the last step.
@@ -201,14 +203,15 @@ def prove(recipe: Recipe, steps: int) -> Difference | None:
 def compare_with_one_device(
     trace: StepTrace, job: Job, mesh: Mesh
 ) -> Difference | None:
-    """Compare every rank's trace with a run on one device. Collective.
+    """Train the same steps on one device, and compare every rank's trace with the results. Collective.
 
-    ``trace``: the results of this rank. ``job``: the prepared recipe. Returns the differences on the first rank, and
-    None on all others.
+    Returns the differences on the first rank, and None on all others. ``trace``: the results of this rank. ``job``: the
+    prepared recipe.
 
-    One device computes its own gradients in every step, and these are compared. It then updates its parameters with the
-    layout's gradients, so that the parameters at the end compare the optimizers alone. With its own gradients the runs
-    would part: Adam turns the rounding noise of a gradient that should be zero into an update of full size.
+    In every step the device computes gradients of its own, which are compared with the layout's. Then it updates its
+    parameters with the layout's gradients. The final parameters thus differ only if the optimizers differ. If the
+    device used its own gradients, the runs would part: where a gradient should be zero, Adam turns its rounding noise
+    into an update of full size.
     """
     traces = [trace] * mesh.layout.world
     if mesh.layout.world > 1:
@@ -332,12 +335,12 @@ def difference(
     """Compare all ranks' traces with ``reference``, the trace of one device.
 
     ``dtype``: type of the computation, on which the tolerance depends. ``apart``: distance of the two points, if
-    gradients are estimated from losses at two points. Differences are relative to the norm of each tensor.
+    gradients are estimated from losses at two points; else None.
 
-    There is an exception for very small gradients. A gradient that is zero in exact arithmetic consists of rounding
-    noise, so that its relative difference says nothing. If a gradient's norm is below a least slope, differences are
-    therefore relative to the least slope. It is the slope at which the loss changes by no more than its own rounding
-    over the distance ``apart`` or, if that is None, over the norm of the trained parameters.
+    Differences are relative to the norm of each tensor. For a gradient whose norm is below a least slope, they are
+    relative to the least slope instead, because such a gradient may be rounding noise. At the least slope, the loss
+    changes by its own rounding over a certain distance. This distance is ``apart`` or, if that is None, the norm of the
+    trained parameters.
     """
 
     def relative(a: float, b: float) -> float:

@@ -30,9 +30,9 @@ def agree(
     """Change the parameters of all islands as the sync method of ``how`` does after ``step`` (counted from 1).
 
     ``states``: the state of each island, by the island's number. ``how``: the recipe's section ``[sync]``. ``past``: a
-    dictionary in which methods keep values for later steps; every call gets the same one. ``members``: a function that
-    is needed if islands come and go. ``members(number, i)`` returns the islands, ``i`` included, with which island
-    ``i`` averages in exchange ``number``. None: all islands take part in every exchange.
+    dictionary in which methods keep values for later steps; every call gets the same one. ``members``: function that
+    says which islands take part, if islands come and go; ``members(number, i)`` returns the islands with which island
+    ``i`` averages in exchange ``number``, ``i`` included. None: all islands take part in every exchange.
     """
     method: SyncMethod = how.method
     for held in zip(*(state.learning for state in states.values()), strict=True):

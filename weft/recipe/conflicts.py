@@ -72,11 +72,11 @@ class AskedRecipe(AskedStep):
 
     @property
     def narrowest_expert(self) -> int:
-        """The fewest hidden units of one expert that a rank holds, as far as ``ep`` cuts experts; 1 without experts.
+        """The smallest hidden width of an expert's part on a rank, where ``ep`` cuts experts; 1 without experts.
 
-        Where a layer has fewer experts than ``ep``, each expert is cut in ``ep / experts`` pieces, and the pieces by
-        ``tp``. If this does not divide, the number is 0. In all other layers an expert counts with its whole width,
-        even if ``tp`` cuts it.
+        Experts are cut only in layers with fewer experts than ``ep``. Each is then cut in ``ep / experts`` pieces, and
+        the pieces by ``tp``. If ``experts`` does not divide ``ep``, the result is 0. In all other layers an expert
+        counts with its whole width, even if ``tp`` cuts it.
         """
         widths = [self.shape.expert_ffn or 0] if self.shape.mixtures else [1]
         for count in self.shape.mixtures.values():

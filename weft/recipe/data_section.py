@@ -264,8 +264,8 @@ class Data(Section):
         """Return the path of a value in this section as the user wrote it, for error lines.
 
         ``path``: keys and indices that lead to the value in the validated section, such as ``["sources", 0, "field"]``.
-        If the user wrote this key of the only source in ``[data]`` itself, the result is ``["field"]``. ``given``: the
-        user's values of the section.
+        The user may have only one source, and may have written its keys in ``[data]`` itself. The result for this
+        example is then ``["field"]``. ``given``: the user's values of the section.
         """
         if path[:1] != ["sources"] or not isinstance(given, dict):
             return path

@@ -17,9 +17,9 @@ S = TypeVar("S", bound="Section")
 class HostSection(Section):
     """Base of sections that name techniques and also contain the settings of these techniques.
 
-    ``hosts``: for each field that names a technique, the kind of technique. For example, the section ``[optimizer]``
-    with ``kind = "muon"`` is an instance of a class with the section's own fields and those of Muon, which
-    :meth:`with_settings` creates.
+    ``hosts``: for each field of the section that names a technique, the kind of technique. For example, the section
+    ``[optimizer]`` has the field ``kind``, which names an optimizer. With ``kind = "muon"`` the section also has the
+    settings of Muon. :meth:`with_settings` creates the class with the fields of both.
     """
 
     hosts: ClassVar[Mapping[str, str]] = {}

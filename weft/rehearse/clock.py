@@ -25,9 +25,12 @@ from weft.rehearse.worker_links import WorkerLinks
 class Do:
     """An action of a rank's program: ``cpu`` seconds of work on the cores, then ``wait`` seconds that need no core.
 
-    ``kind``: ``work``; ``meet``, a collective among the ranks ``members``; ``post`` or ``take``, the sending and the
-    receiving of a message. ``key`` identifies the collective or message. ``cause``: what the time is spent on, a field
-    of :class:`weft.planner.cost.Cost`.
+    Attributes:
+        ``kind``: ``work`` (no communication), ``meet`` (a collective), ``post`` (the sending of a message) or ``take``
+            (the receiving of a message).
+        ``key``: identifies the collective or the message, and is the same on all ranks that take part.
+        ``members``: the ranks of a collective.
+        ``cause``: what the time is spent on, a field of :class:`weft.planner.cost.Cost`.
     """
 
     kind: str
@@ -42,10 +45,10 @@ class Do:
 class Far:
     """Model of the time that collectives and messages take over links that are much slower than the fastest link.
 
-    The measured curves (:mod:`weft.rehearse.curves`) leave such links out. ``links``: the measured links. ``groups``:
-    for each group of ranks with a collective, all groups that have this collective at the same time and so share slow
-    links, ``[groups, ranks]``. ``workers``: for each rank, the process of the probe whose links the rank is taken to
-    have.
+    The measured curves (:mod:`weft.rehearse.curves`) leave such links out. ``links``: the measured links between the
+    processes of the probe. ``groups``: the groups that communicate at the same time, and so share slow links. Its key
+    is the ranks of one group. Its value has the ranks of all groups that run the same collective at once, one row per
+    group. ``workers``: for each rank, the process of the probe whose links the rank is taken to have.
     """
 
     links: WorkerLinks

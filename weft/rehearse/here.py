@@ -328,8 +328,8 @@ def subject(
 ) -> tuple[Recipe, ModelShape]:
     """Return the recipe to estimate, and the shape of its model without an adapter.
 
-    ``model``: a recipe, or the name of a model. ``tokens``: the number of tokens to train for, by default that of the
-    recipe's steps. ``batch`` and ``seq``: sequences per step and tokens in each, by default the recipe's.
+    ``model``: a recipe, or the name of a model. ``batch``: sequences per step. ``seq``: tokens in each sequence.
+    ``tokens``: the number of tokens to train for. Each of these three is the recipe's if it is None.
     """
     if (file := find_recipe(model)) is not None:
         recipe = load_recipe(file)

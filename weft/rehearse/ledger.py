@@ -63,9 +63,9 @@ class Ledger:
 class AllocationWatch(TorchDispatchMode):
     """Context in which ``ledger`` counts the bytes of every tensor that is created.
 
-    ``inside``: whether temporary tensors inside Weft's own operators count too. Gathering and freeing of sharded
-    parameters resizes storages and creates no tensor. To count it as well, enter the context that the method
-    ``resizes`` returns.
+    ``inside``: whether temporary tensors inside Weft's own operators count too. Sharded parameters are gathered and
+    freed without a new tensor, by a change of their storage's size. Such changes count only inside a second context,
+    which the method ``resizes`` returns.
     """
 
     def __init__(self, ledger: Ledger, inside: bool = False) -> None:

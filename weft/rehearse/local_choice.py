@@ -72,10 +72,10 @@ def shortlist(searched: SearchResult, most: int) -> list[int]:
 
 
 def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ``(ranks, layouts)``: for each number of ranks in ``counts``, the number of layouts to rehearse.
+    """Yield ``(ranks, layouts)`` for each number of ranks in ``counts``: how many layouts to rehearse with it.
 
-    The numbers of layouts add up to about :data:`REHEARSED`. A larger number of ranks gets more of them, because it has
-    more possible layouts.
+    About :data:`REHEARSED` layouts are shared out in proportion to the numbers of ranks, as more ranks have more
+    possible layouts. Each number of ranks gets at least two.
     """
     whole = sum(counts)
     for n in counts:
@@ -105,9 +105,10 @@ def place_ranks(
 ) -> tuple[str, list[int]]:
     """Choose how to place the ranks of ``layout`` on a machine with fast and slow links.
 
-    Returns the order of the layout's axes with which communication takes least time, and for each rank the process of
-    the probe on whose links it communicates. ``rehearsed``: the rehearsed step of each rank. ``links``: the measured
-    links, None if links are alike. Both results are then empty, which stands for the usual order.
+    Returns ``(order, workers)``. ``order``: the order of the layout's axes with which communication takes least time.
+    ``workers``: for each rank, the process of the probe on whose links it communicates. ``rehearsed``: the rehearsed
+    step of each rank. ``links``: the measured links. If it is None, all links are alike, and both results are empty,
+    which stands for the usual order.
     """
     if links is None:
         return "", []
@@ -170,10 +171,12 @@ def at_hand(
 ) -> tuple[SearchResult, list[Final]]:  # fmt: skip
     """Rehearse the best layouts for several numbers of ranks, and compare them.
 
-    Returns the search to which the fastest layout belongs, and the rehearsed layouts that fit in memory, fastest first.
-    If none fits, all rehearsed layouts are returned. ``founds``: a search for each number of ranks. ``local``: the
-    probed machine. ``recipe_of``: function that returns the recipe of a layout. ``rehearse``: function that returns the
-    rehearsals of a recipe's step, one per rank. ``say``: called with lines about progress.
+    Returns two results. The second is the list of rehearsed layouts that fit in memory, fastest first; if none fits, it
+    has all rehearsed layouts. The first is the search to which the first layout of this list belongs.
+
+    ``founds``: a search for each number of ranks. ``local``: the probed machine. ``recipe_of``: function that returns
+    the recipe of a layout. ``rehearse``: function that returns the rehearsals of a recipe's step, one per rank.
+    ``say``: called with lines about progress.
     """
     finals: list[tuple[Final, SearchResult]] = []
     chosen = [
@@ -223,9 +226,9 @@ def correct_by_measured(
     """Return ``finals`` with times corrected by measurements, fastest first.
 
     ``measured``: layouts that ran as trials, with the measured seconds of a step. Such a layout gets its measured
-    seconds. For another layout the predicted seconds are multiplied by a factor, because the speed of a shared machine
-    changes after a probe. The factor is the geometric mean of measured over predicted seconds. The mean is over the
-    trials with the same number of ranks as the layout, or over all trials if there are none.
+    seconds. For every other layout, the predicted seconds are multiplied by a factor, because the speed of a shared
+    machine changes after a probe. The factor is the geometric mean of measured over predicted seconds of trials. Only
+    trials with the layout's number of ranks count, or all trials if there are none of these.
     """
     ran = {id(final): seconds for final, seconds in measured}
     off: dict[float, list[float]] = {}

@@ -76,10 +76,11 @@ def peaks() -> dict[str, float]:
 def collectives(sizes: Iterable[int], turns: int) -> dict[str, Points]:
     """Measure collectives of several ``sizes``, while ranks also compute.
 
-    Returns rows ``[bytes, cpu seconds of a rank, further seconds]`` by collective and group size, such as ``reduce.2``.
-    A collective takes longer than the work of all ranks on the shared cores; the further seconds are the difference.
-    ``sizes``: the sizes to measure, each as bytes of the whole tensor. ``turns``: repetitions of each call. If groups
-    are smaller than the world, all of them run the collective at the same time.
+    Returns rows ``[bytes, cpu seconds, further seconds]`` by collective and group size, such as ``reduce.2``. The cpu
+    seconds are those of one rank in one call. The further seconds are what a call takes beyond the time in which the
+    shared cores do the cpu work of all ranks. ``sizes``: the sizes to measure, each as bytes of the whole tensor.
+    ``turns``: repetitions of each call. If groups are smaller than the world, all of them run the collective at the
+    same time.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     cores = cores_here()
@@ -255,10 +256,17 @@ def _worker(rank: int, threads: int, quick: bool, folder: str) -> None:
 def empty_memory(world: int) -> dict[str, float]:
     """Measure the resident bytes that a rank needs beside its tensors, in a group of ``world`` ranks, by name.
 
-    With one rank, the names are ``plain``, the resident bytes without tensors, and ``per_byte``, the resident bytes per
-    byte of tensors. With more ranks, there are four names. ``sharded`` and ``message`` are the bytes that sharding, and
-    messages between pipeline stages, add. ``peak`` and ``tensors`` are the resident bytes, and the bytes of tensors, at
-    the peak of a step with tensor parallelism.
+    With one rank, the names are:
+
+    ``plain``: resident bytes without tensors.
+    ``per_byte``: resident bytes per byte of tensors.
+
+    With more ranks, the names are:
+
+    ``sharded``: bytes that sharding adds.
+    ``message``: bytes that messages between pipeline stages add.
+    ``peak``: resident bytes at the peak of a step with tensor parallelism.
+    ``tensors``: bytes of tensors at that peak.
     """
     resident: dict[str, float] = {}
     if world == 1:
@@ -300,8 +308,8 @@ def cores_here() -> int:
 def probe_storage(folder: Path, quick: bool) -> dict[str, Any]:
     """Measure the disk of ``folder``, and the link between host and GPU.
 
-    Returns ``disk``, the curves of :func:`disk_curves` with the folder and its free bytes, and ``link``, the curves of
-    :func:`link_curves`. ``quick``: use a smaller file.
+    Returns a dictionary with two keys. ``disk``: the curves of :func:`disk_curves`, with the folder and the free bytes
+    on its disk. ``link``: the curves of :func:`link_curves`. ``quick``: use a smaller file.
     """
     folder = folder.expanduser()
     disk = disk_curves(folder, (32 if quick else 128) << 20, called="--folder")

@@ -54,9 +54,11 @@ class _Counted(Batch):
 def peak_of(recipe: Recipe, shape: ModelShape, rank: int = 0) -> Peak:
     """Run one step of ``rank`` under the recipe's layout on fake tensors, and return the peak of its memory.
 
-    ``shape``: the shape of the model, with its vocabulary. To be quick, the step has at most two replicas along ``dp``,
-    as all replicas hold the same. It has only as many microbatches as fill a pipeline. Raises :class:`UsageError` for a
-    recipe with state that does not rest on the device.
+    ``shape``: the shape of the model, with its vocabulary. Raises :class:`UsageError` for a recipe with state that does
+    not rest on the device.
+
+    The step is shortened where this does not change its peak. It has at most two replicas along ``dp``, as all replicas
+    hold the same. It has only as many microbatches as fill a pipeline.
     """
     for kind, place in recipe.memory.away.items():
         raise UsageError(
@@ -134,7 +136,8 @@ class Checked:
 def check(final: Final, model: PlannedModel) -> Checked:
     """Rehearse the first, second and last pipeline rank of ``final``, and return the memory of the fullest.
 
-    ``model``: the model for which the layout was planned. Without a possible rehearsal the result has the reason.
+    ``model``: the model for which the layout was planned. If the step cannot be rehearsed, the result has only the
+    reason.
     """
     try:
         recipe = build_recipe(recipe_tree(final, model))

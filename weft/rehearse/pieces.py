@@ -53,14 +53,16 @@ class Line(NamedTuple):
 class Piece:
     """Measured time and memory of a part of the model: one block, or the ends.
 
-    The ends are embedding, last norm, and output layer with the loss.
+    The ends are embedding, last norm, and output layer with the loss. A :class:`Line` gives a value for each number of
+    tokens in a pass.
 
     Attributes:
-        ``forward``, ``both``: seconds of forward, and of forward with backward, by tokens of a pass.
-        ``kept``: bytes kept for backward, by tokens.
+        ``forward``: seconds of a forward.
+        ``both``: seconds of a forward and its backward together.
+        ``kept``: bytes kept for backward.
         ``working``: most bytes that are in use while the part runs, without the kept ones and without gradients of
-            weights, by tokens.
-        ``lean``: most bytes that a forward needs if no backward follows, by tokens.
+            weights.
+        ``lean``: most bytes that a forward needs if no backward follows.
         ``update``: seconds of the optimizer.
         ``weights``, ``gradients``, ``slots``: bytes of weights, of their gradients and of optimizer state.
     """

@@ -74,9 +74,9 @@ def every_rank(
 ) -> list[Rehearsal]:
     """Rehearse the step of all ranks, and return a rehearsal per rank.
 
-    ``shape``: the model. ``batches``: returns the batches of a rank's step, given its mesh. Ranks along ``dp``,
-    ``shard`` and ``tp`` do the same work on parts of equal size, so only one of them is run. The rehearsals of the
-    others are copies of its rehearsal. Only the numbers of the ranks that take part in collectives and messages differ.
+    Ranks along ``dp``, ``shard`` and ``tp`` do the same work on parts of equal size, so only one of them is run. The
+    others get copies of its rehearsal, with their own partners in collectives and messages. ``shape``: the model.
+    ``batches``: returns the batches of a rank's step, given its mesh.
     """
     layout = recipe.layout
     rehearsals: dict[tuple[int, ...], Rehearsal] = {}
@@ -116,10 +116,11 @@ def watch(
     batches: Callable[[Mesh], Sequence[Batch]],
     journal: Journal,
 ) -> Rehearsal:
-    """Run steps in the existing process group: first one whose tensors are counted, then several that are timed.
+    """Run steps in the existing process group, and return the events and the memory of this rank in one step.
 
-    ``shape``: the model. ``batches``: returns the batches of a rank's step, given its mesh. ``journal``: records the
-    events. Each piece of work is timed once per step, and its shortest time counts.
+    The first step counts the bytes of tensors. Several more steps are timed. Each piece of work is timed once per step,
+    and its shortest time counts. ``shape``: the model. ``batches``: returns the batches of a rank's step, given its
+    mesh. ``journal``: records the events.
     """
     mesh = Mesh.create(recipe.layout, "cpu")
     model, state = build_for_training(shape, mesh, recipe, lambda *_: torch.zeros(()))

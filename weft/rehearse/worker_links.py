@@ -46,9 +46,10 @@ class WorkerLinks:
     def pairs(self, groups: np.ndarray, chain: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return ``(bandwidth, latency)`` of the links inside each group of workers, ``[groups, links]`` each.
 
-        ``groups``: the workers of each group, one row per group. ``chain``: if true, the links of a group lead from
-        each worker to the next one; if false, they form a ring, which also leads from the last worker to the first. All
-        groups are taken to communicate at once. Groups that cross the same slow link divide its bandwidth.
+        ``groups``: the workers of each group, one row per group. Each worker has a link to the next one in its row.
+        ``chain``: whether the links end at the last worker; otherwise a further link leads from the last worker to the
+        first. All groups are taken to communicate at once. Slow links share their bandwidth: each counts with its part
+        of it.
         """
         ends = np.stack([groups, np.roll(groups, -1, 1)], -1)
         if chain:

@@ -103,9 +103,9 @@ class Agreement:
     def want(self, facts: Message, limit: float, patience: float | None = None) -> None:
         """Ask for the next view. Within ``limit`` seconds ``outcome`` is that view, or the error that prevents it.
 
-        ``facts``: what this member tells all members of the next view, as JSON. ``patience``: used if the present
-        view is broken: after so many seconds, a member that is alive but has not asked for the next view is left out
-        (default: half of ``limit``).
+        ``facts``: what this member tells all members of the next view, as JSON. ``patience``: seconds to wait for
+        members that are alive but have not asked for the next view, if the present view is broken. After that time they
+        are left out. Default: half of ``limit``.
         """
         self._call += 1
         self._facts = json.loads(json.dumps(facts))  # as others will see them
