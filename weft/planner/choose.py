@@ -33,8 +33,8 @@ class ChosenLayout:
 def demands(recipe: Recipe, cluster: Cluster) -> list[Pin]:
     """Return the settings of ``recipe`` that restrict its layout, as demands on fields of a plan (:class:`Pin`).
 
-    Such settings are in ``[train]``, ``[memory]`` and ``[optimizer]``. ``cluster`` tells whether the host's memory is
-    separate from the device's; if not, settings that keep state on the host restrict nothing.
+    Such settings are in ``[train]``, ``[memory]`` and ``[optimizer]``. ``cluster`` tells whether devices have memory of
+    their own. If device and host share one memory, settings that keep state on the host are left out.
     """
     train = recipe.train
     pins = [Pin.parse(f"{name}={getattr(train, name)}") for name in ("micro_batch", "recompute")

@@ -240,8 +240,8 @@ def exchanges(searched: SearchResult, final: Final) -> dict[str, Any]:
     dispatcher that sends least comes first.
     ``dispatch``: name of the dispatcher that the layout uses.
     ``load``: tokens of the busiest rank divided by the mean over ranks.
-    ``beside``: computation during which the exchanges could run, a value of :class:`weft.schedule.exchange.Beside`.
-    ``save``: share of a step that this overlap would save, None where it cannot be simulated.
+    ``beside``: what a rank could compute during an exchange, a value of :class:`weft.schedule.exchange.Beside`.
+    ``save``: share of a step's time that would be saved if it did so; None where this cannot be simulated.
     """
     plan = final.plan
     if plan.ep <= 1:

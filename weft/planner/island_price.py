@@ -92,11 +92,12 @@ def islands_of(
     bits: int,
     pins: Sequence[Pin],
 ) -> Islands | None:
-    """Plan one island per site: the best layout of a site, and the costs of exchanges between sites.
+    """Plan one island per site: the best layout inside a site, and the costs of exchanges between the sites.
 
-    Islands share the ``batch`` of sequences with ``seq`` tokens equally. ``bits``: width of the products' operands.
-    ``pins``: the user's demands on the layout. Returns None if the cluster has only one site, if its devices are no
-    multiple of a site's, if the sites cannot share the batch equally, or if no layout fits a site.
+    A step has ``batch`` sequences of ``seq`` tokens, which the islands share equally. ``bits``: width of the operands
+    of matrix products. ``pins``: the user's demands on the layout. Returns None if the cluster has only one site, if
+    its devices cannot be divided into whole sites, if the sites cannot share the batch equally, or if no layout fits a
+    site.
     """
     site = cluster.site
     if (

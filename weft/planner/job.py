@@ -100,12 +100,19 @@ def read_job(
 ) -> PlanJob:  # fmt: skip
     """Read and check a user's request for a plan.
 
-    ``model``: a built-in name, a recipe or a ``config.json``; a recipe supplies ``batch``, ``seq`` and ``precision``
-    where these are None. ``cluster``: a preset or a cluster file. ``gpus``: number of devices. ``engine``: the class of
-    training program whose constants apply, a key of :data:`ENGINES`. ``pins``: demands on the layout, as texts such as
-    ``tp<=8``. ``hottest``: tokens that are routed to the busiest expert, over the mean of all experts. ``shape_named``:
-    reads the shapes of models that need PyTorch to be read. Raises :class:`UsageError` for a request that cannot be
-    met.
+    Args:
+        ``model``: a built-in name, a recipe or a ``config.json``.
+        ``cluster``: a preset or a cluster file.
+        ``gpus``: number of devices; None: that of the cluster file. A preset has none.
+        ``batch``, ``seq``, ``precision``: sequences of a step, tokens of a sequence, and number format of matrix
+            products. Where they are None, those of the recipe count if ``model`` is one. Otherwise ``batch`` and
+            ``seq`` must be given, and ``precision`` is bf16.
+        ``engine``: the class of training program whose constants apply, a key of :data:`ENGINES`.
+        ``pins``: demands on the layout, as texts such as ``tp<=8``.
+        ``hottest``: tokens that are routed to the busiest expert, divided by the mean over all experts.
+        ``shape_named``: reads the shapes of models that need PyTorch to be read.
+
+    Raises :class:`UsageError` for a request that cannot be met.
     """
     if engine not in ENGINES:
         raise UsageError(

@@ -90,9 +90,10 @@ def with_tiers(
 ) -> Cost:
     """Return ``cost`` plus the seconds that are lost if state and activations rest on the host or in files.
 
-    Where the host updates the parameters, the seconds of the optimizer are replaced by those of the host. ``cost``: the
-    seconds of a step in which everything rests on the device. ``microbatch``: seconds of one microbatch of the plan
-    (:func:`weft.planner.cost.passes`). ``layers``: number of layers of the plan's fullest rank.
+    Where the host updates the parameters, the device's seconds of the optimizer are replaced by those of the host.
+    ``cost``: the seconds of a step in which everything rests on the device. ``plan``: the layout, with the places.
+    ``microbatch``: seconds of one microbatch of the plan (:func:`weft.planner.cost.passes`). ``layers``: number of
+    layers of the plan's fullest rank.
     """
     state, saved, filed = plan.weights > 0, plan.activations > 0, plan.weights == FILE
     m, apart = plan.microbatches, machine.host_memory > 0  # else the device is the host

@@ -149,11 +149,11 @@ def program(
 
 
 def run(programs: Sequence[Sequence[Do]], cores: float, threads: int = 1) -> float:
-    """Return the seconds until all ranks have finished, if busy ranks share ``cores`` cores evenly.
+    """Simulate all ranks together, and return the seconds until all of them have finished.
 
-    ``programs``: the actions of every rank. ``threads``: the threads with which each rank computes. Raises
-    ``ValueError`` if ranks wait for each other in a circle. :mod:`weft.schedule.simulate` cannot express shared cores:
-    there each rank has a device of its own.
+    Busy ranks share ``cores`` cores evenly. ``programs``: the actions of every rank. ``threads``: number of threads
+    with which each rank computes. Raises ``ValueError`` if ranks wait for each other in a circle. In
+    :mod:`weft.schedule.simulate`, by contrast, each rank has a device of its own.
     """
     count = len(programs)
     at, left = [0] * count, [0.0] * count

@@ -343,12 +343,12 @@ def rehearsals(
 ) -> list[Rehearsal]:
     """Rehearse the recipe's step on every rank, with times scaled to the speed that the probe measured.
 
-    The step runs on the recipe's first batch if its data is present, else on artificial rows. Before and after it the
-    step of a small model is timed, which the probe has timed too. The ratio of the probe's time to the present time
-    multiplies all rehearsed work, to correct for the load of the machine at this moment.
+    The step runs on the recipe's first batch if its data is present, else on artificial rows. All rehearsed work is
+    multiplied by a factor, which corrects for the load of the machine at this moment. The factor comes from the step of
+    a small model: its time in the probe, divided by its mean time before and after this rehearsal.
 
-    ``local``: the probed machine. ``paces``: the seconds of the small step by number of threads, as measured after the
-    previous rehearsal; this call updates it.
+    ``local``: the probed machine. ``paces``: the time of the small step, by number of threads, as measured after the
+    previous rehearsal. It serves as the time before this one, and is replaced by the time after this one.
     """
     paces = {} if paces is None else paces
     shape, batches = batches_of(recipe)

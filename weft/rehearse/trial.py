@@ -80,12 +80,13 @@ def run_trials(
 ) -> tuple[list[Final], list[tuple[Final, Measured]]]:
     """Run at least ``count`` of the planned layouts ``finals`` of ``model`` here, and correct the predictions.
 
-    Returns two lists. The first has all of ``finals`` sorted by corrected time, without those that failed. The second
-    has a pair for each trial: the layout with its predicted time, and the measurement. The best layout for every number
-    of ranks is tried first. If by the corrected times a layout comes first that has not run, it is tried as well.
+    Returns two lists. The first has all of ``finals`` with corrected times, fastest first, without layouts that failed.
+    The second has a pair for each trial: the layout with its predicted time, and the measurement.
 
-    ``devices``: number of ranks that this machine can hold. ``say``: called with lines about progress. Raises
-    :class:`WeftError` if no layout ran, and :class:`UsageError` for a layout that needs more ranks.
+    The best layout for every number of ranks is tried first. If a layout that has not run then comes first by the
+    corrected times, it is tried as well. ``devices``: number of ranks that this machine can hold. ``say``: called with
+    lines about progress. Raises :class:`WeftError` if no layout ran, and :class:`UsageError` for a layout that needs
+    more ranks.
     """
     waiting, ranked = to_try(finals, count), list(finals)
     if large := next((final for final in waiting if final.plan.world > devices), None):
