@@ -34,6 +34,8 @@ def move_one(cluster: Cluster, draw: Random) -> None:
         if flights:
             flight = draw.choice(sorted(flights, key=lambda f: f.number))
             others = sorted({*router.links} - {flight.engine})
+            if not others:  # all others are cut off
+                return
             router._move(flight, router.links[draw.choice(others)], after_first=False)
 
 
@@ -61,7 +63,7 @@ def test_moved_again_and_again_the_text_stays() -> None:
 @pytest.mark.slow(3)
 def test_moved_and_killed_the_text_stays() -> None:
     """Engines are cut off while answers move between them."""
-    for case in range(4):
+    for case in range(2):
         draw = Random(case)
         requests = [
             asked(

@@ -252,7 +252,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "count", [len(MISTAKES) + len(BROKEN), pytest.param(1000, marks=pytest.mark.slow)]
+    "count", [len(MISTAKES) + len(BROKEN), pytest.param(1000, marks=pytest.mark.soak)]
 )
 def test_bad_lines_are_each_named_by_file_and_line(tmp_path: Path, count: int) -> None:
     tokenizer = replace(

@@ -128,7 +128,7 @@ def answers_of_one(mixer: str, dtype: str) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mixer", "layout"), [
     *((mixer, layout) for mixer in MIXERS for layout in OF_ALL), *(("experts", layout) for layout in OF_EXPERTS),
 ])  # fmt: skip

@@ -527,7 +527,7 @@ def through(layout: str, mixer: str, frames: list[tuple[dict[str, Any], bytes]])
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mixer", "layout"), [
     *((mixer, layout) for mixer in ("softmax", "latent", "hybrid", "windows")
       for layout in ("tp=2", "tp=3", "cp=2", "cp=3", "pp=2", "tp=2,cp=2", "cp=2,pp=2", "tp=2,pp=2")),

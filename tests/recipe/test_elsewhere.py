@@ -157,11 +157,13 @@ def test_a_wrong_value_deep_in_a_program_names_its_place() -> None:
     for made, said in (
         (
             lambda: Recipe(train=weft.Train(steps=-5)),
-            "Train: steps = -5: it should be greater than or equal to 0 (steps: Number of optimizer steps)",
+            "Train: steps = -5: it should be greater than or equal to 0 (steps: "
+            "Number of optimizer steps, unless data.epochs ends the run earlier)",
         ),
         (
             lambda: Recipe(train={"steps": -5}),
-            "Recipe: train.steps = -5: it should be greater than or equal to 0 (steps: Number of optimizer steps)",
+            "Recipe: train.steps = -5: it should be greater than or equal to 0 (steps: "
+            "Number of optimizer steps, unless data.epochs ends the run earlier)",
         ),
         (
             lambda: Recipe(train=weft.Optimizer()),
