@@ -117,7 +117,11 @@ class EngineLink:
         )
 
     def ledger(self) -> EngineLedger:
-        """Return what is known of the engine for the choice of loans between engines."""
+        """Return the numbers of the engine from which loans of cache blocks are chosen.
+
+        With a loan an engine keeps cache blocks of a text in the memory of another engine. The numbers are, for
+        example, the engine's free cache blocks, and how many texts it writes or lets wait.
+        """
         load = self.beat.load
         free = lendable_blocks(self.blocks) - load.used - load.lent
         return EngineLedger(

@@ -158,7 +158,11 @@ class Request:
         return ()
 
     def take_prompt(self, first: int, rows: T) -> None:
-        """Take the logits ``rows`` ``[tokens, vocab]`` behind token ``first`` of the prompt and those after it."""
+        """Take the logits that the model computed at tokens of the prompt, to score the prompt.
+
+        ``rows``: logits ``[tokens, vocab]``. Row ``i`` belongs to token ``first + i`` of the prompt, and predicts the
+        token after it. By default nothing is done.
+        """
 
     def take(self, rows: T) -> Sequence["Generation"]:
         """Take the logits ``rows`` ``[1 + tokens of branches, vocab]`` behind the text's last token and behind each

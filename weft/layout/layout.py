@@ -56,9 +56,11 @@ class Layout(Section):
         1,
         ge=1,
         description=(
-            "Expert parallel ranks: every group of this many neighbouring ranks of dp, shard "
-            "and cp divides the experts among its members, so that no ranks are added. It "
-            "must divide dp x shard x cp, or that product times tp."
+            "Expert parallel ranks: the existing ranks form groups of this many, and the ranks of "
+            "a group divide the experts among themselves, so that no ranks are added. If ep "
+            "divides dp x shard x cp, a group consists of neighbouring ranks of dp, shard and cp. "
+            "Otherwise ep must be a multiple of tp, and ep / tp must divide that product; a group "
+            "then has the ranks of tp too."
         ),
     )
     island: int = Field(
@@ -180,8 +182,8 @@ class Layout(Section):
         0,
         ge=0,
         description=(
-            "Number of ranks in one machine, for the values 'two-level' and 'per-node' of "
-            "dispatch; 0: not given."
+            "Number of ranks in one machine. The values 'two-level' and 'per-node' of dispatch "
+            "need it if ep is above 1, and are refused without it. Nothing else uses it. 0: unknown."
         ),
     )
     pieces: int = Field(

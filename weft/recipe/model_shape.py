@@ -86,9 +86,10 @@ class RopeScaling(Section):
         0.0,
         ge=0,
         description=(
-            "yarn: m in the denominator of the formula that 'attention_factor' gives; 0: the "
-            "formula is not used. With latent attention all scores are also multiplied by "
-            "g(mscale_all_dim) squared (DeepSeek)."
+            "yarn: second of two numbers from which attention_factor follows if it is 0. It is "
+            "then g(mscale) / g(mscale_all_dim), where g(m) = 0.1 m ln(factor) + 1. If "
+            "mscale_all_dim or mscale is 0, attention_factor is g(1) instead. With latent "
+            "attention all scores are also multiplied by g(mscale_all_dim) squared (DeepSeek)."
         ),
     )
 

@@ -46,7 +46,11 @@ class Event:
 
 
 def processor_seconds() -> float:
-    """Return this process's processor seconds per thread, which other programs hardly lengthen."""
+    """Return the processor seconds of all threads of this process, divided by PyTorch's number of threads.
+
+    Differences of this number tell how long a computation took that kept all these threads busy. Unlike wall-clock
+    time, other programs hardly lengthen it.
+    """
     return time.process_time() / torch.get_num_threads()
 
 

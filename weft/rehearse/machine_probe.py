@@ -44,7 +44,10 @@ MESSAGES = (64, 2**14, 2**17, 2**19, 2**21, 2**23)
 
 
 def time_call(call: Callable[[], Any]) -> float:
-    """Return the median processor seconds per thread of one call of ``call``."""
+    """Return the seconds that a call of ``call`` takes: the median of five calls, after one that is not timed.
+
+    The seconds are processor time of all threads, divided by PyTorch's number of threads.
+    """
     call()
     samples = []
     for _ in range(5):

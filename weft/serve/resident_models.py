@@ -142,9 +142,10 @@ def resident_models(
 ) -> ResidentModels:  # fmt: skip
     """Return the object that reads ``members`` into memory when requests name them.
 
-    ``thread``: the engine that computes the models. ``family``: opens them. ``room``: how many may be in memory.
-    ``bound``: seconds within which a request should begin. ``most``: largest number of requests that wait. Raises
-    :class:`UsageError` if the base alone leaves no room.
+    ``thread``: the engine that computes the models. ``family``: the base model and the function that opens each member.
+    ``members``: the models by name, which share weights with the base. ``room``: how many models, or how many bytes,
+    may be in memory. ``bound``: seconds within which a request should begin. ``most``: largest number of requests that
+    wait. Raises :class:`UsageError` if the base alone takes all of the room.
     """
     limit = room.models if room.nbytes is None else room.nbytes - family.nbytes
     if limit <= 0:

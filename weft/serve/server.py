@@ -72,8 +72,9 @@ class Server:
     Args:
         ``backend``: generates the tokens.
         ``keys``: API keys, one of which each request must have; without any, all requests are accepted.
-        ``tokens``: largest number of tokens of an answer, if a chat request sets none.
-        ``context``: largest number of tokens of a prompt and its answer; None: what the cache holds.
+        ``tokens``: largest number of tokens of an answer to a chat request that sets no number itself.
+        ``context``: largest number of tokens of a prompt and its answer; None: the number of tokens that the cache
+            holds.
     """
 
     def __init__(

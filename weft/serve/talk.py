@@ -30,10 +30,10 @@ def talk(speaker: Speaker, system: str = "") -> None:
     """Hold a conversation in the terminal: read the user's messages line by line, and print the answers as they are
     written. It ends with the input or with ``/quit``.
 
-    ``speaker``: writes the answer to a conversation, piece by piece. ``system``: the system message, or "".
+    ``speaker``: writes the answer to a conversation, piece by piece. ``system``: the system message; "": none.
 
     In a terminal Ctrl-C stops an answer, whose beginning stays in the conversation, and an invalid line is reported and
-    skipped. If the input is a pipe, either of these ends the command.
+    skipped. If the input is a pipe, Ctrl-C or an invalid line ends the command.
     """
     terminal = sys.stdin.isatty()
     said: Messages = []
@@ -205,7 +205,7 @@ def model_speaker(
         ``tokens``: largest number of tokens of an answer.
         ``how``: settings of sampling.
         ``weights``: number format of the weights.
-        ``ema``: use the moving averages of the parameters.
+        ``ema``: whether to use the moving averages of the parameters in place of the parameters.
         ``warn``: called with warnings.
     """
     import torch

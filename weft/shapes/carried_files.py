@@ -39,8 +39,8 @@ def context_length(files: Mapping[str, bytes]) -> int | None:
     """Return the context length that the ``config.json`` among a model's ``files`` states; None if it states none.
 
     A model that Weft has trained from random weights states none: its rotary embedding sets no limit, and the user must
-    judge how well the model works beyond ``data.seq_len``. Where rotary frequencies are scaled by a factor (YaRN,
-    linear), the field ``max_position_embeddings`` may be the length before scaling. The result is the length after it.
+    judge how well the model works beyond ``data.seq_len``. If rotary frequencies are scaled by a factor (YaRN, linear),
+    the result is the length after scaling, also where the field ``max_position_embeddings`` holds the length before it.
     """
     config = carried_config(files)
     length = config.get("max_position_embeddings")
@@ -75,8 +75,8 @@ def files_of_run(
     """Return the files that a run writes beside the weights in its checkpoints.
 
     ``carried``: files of the model that the run starts from; ``own``: files of the run's tokenizer. ``same_tokenizer``:
-    whether the run's tokenizer is the model's; a different one brings its own files, and the ids of its special tokens
-    are written to the configurations.
+    whether the run's tokenizer is the model's. If it is not, the result has the run's tokenizer files in place of the
+    model's, and the configurations get the ids of its special tokens.
     """
     if same_tokenizer:  # ids that no file says yet are all that the tokenizer adds
         return {n: content for n, content in own.items() if n == GENERATION} | {
@@ -113,9 +113,9 @@ def exported_config(
 ) -> dict[str, Any]:
     """Return the ``config.json`` of a model of ``shape`` with weights of ``dtype``.
 
-    ``files``: the model's other files. If they include a ``config.json``, the result is a copy with only those fields
-    changed that training has changed. Otherwise it is made from ``shape``, with the context length ``max_positions`` if
-    one is known.
+    ``files``: the model's other files. If they include a ``config.json``, the result is a copy of it, in which only
+    fields differ that training has changed. Otherwise the result is made from ``shape``. ``max_positions`` is then its
+    context length; None: unknown.
     """
     # which a run that keeps what it was given does not need
     from weft.shapes.config import config_from_shape, shape_from_fields

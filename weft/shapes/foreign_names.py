@@ -172,7 +172,7 @@ def hf_names(name: str, shape: ModelShape | None = None) -> list[str]:
 
 
 def fused_name(name: str) -> tuple[str, int, int] | None:
-    """Return the fused tensor in which some models store the parameter ``name`` of all experts; None if there is none.
+    """Return where some models store the parameter ``name`` of all experts in a fused tensor; None if none does.
 
     A fused tensor holds several parameters, such as gate and up projection. The result is the tensor's name, the index
     of this parameter in the tensor, and the number of parameters in it.

@@ -164,8 +164,9 @@ def learns(name: str, shape: ModelShape, frozen: Sequence[str]) -> bool:
 def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
     """Return the rows of the parameter table of a model.
 
-    ``vocab``: size of the tokenizer, if the model leaves it open. Of a plugin's model the order of computation is not
-    known: each parameter gets a step of its own, and each token counts as multiplied with every matrix once.
+    ``vocab``: size of the tokenizer, if the model leaves it open. The order of computation in a plugin's model is not
+    known. There each parameter gets a step of its own, and each token is assumed to be multiplied with every matrix
+    once.
     """
     if model.kind:
         return _of_plugin(model, model.vocab or vocab)

@@ -98,11 +98,11 @@ class Shape:
         return (self.qk + (self.qk == 0) * self.head_dim + self.head_dim) / 2
 
     def reach(self, seq: Num) -> Num:
-        """Return twice the number of tokens that a token attends to, as the mean over tokens and layers.
+        """Return twice the number of tokens to which a token attends, as the mean over tokens and layers.
 
-        With full causal attention in all layers a token attends to half the sequence on average, so that the result is
-        ``seq``, the tokens of a sequence. A layer of linear attention counts as if a token attended to ``head_dim``
-        tokens.
+        ``seq``: tokens of a sequence. With full causal attention in all layers the result is ``seq``, because a token
+        attends to half the sequence on average. A layer of linear attention counts as if each token attended to
+        ``head_dim`` tokens.
         """
         short = np.minimum(seq, 2 * self.window)
         return (
@@ -166,9 +166,9 @@ class Shape:
     def rows_sent(self, ranks: Num) -> dict[str, Num]:
         """Return the mean number of rows of width ``embed`` sent per token, for each way to dispatch tokens to experts.
 
-        The result is a dict with the keys ``all-to-all``, ``per-rank`` and ``all-gather``. Each number is for the way
-        to the experts in forward; the results' way back and both exchanges of backward send as many rows again. The
-        share ``1 / ranks`` of the rows, which stays on its rank, is counted too.
+        The result is a dict with the keys ``all-to-all``, ``per-rank`` and ``all-gather``. Each number counts one
+        exchange: tokens to experts in forward. Three more exchanges send as many rows each: the results back to the
+        tokens in forward, and two in backward. Rows that stay on their rank, a share of ``1 / ranks``, are counted too.
 
         ``ranks``: the number of ranks over which experts are distributed. A token is taken to be routed to all experts
         with equal probability. With ``per-rank`` and ``all-gather`` the ids and weights that are also sent count as
@@ -199,9 +199,9 @@ class Shape:
     def flops_per_token(self, seq: Num, causal: float = 0.5) -> Num:
         """Return the model flops of forward and backward per token: three times the forward's (Chowdhery et al. 2022).
 
-        ``seq``: tokens of a sequence. ``causal``: the share of the attention scores that counts; 0.5 leaves out the
-        masked half, and 1 counts it too. Recomputation does not count. If only adapters are trained, weights count two
-        times instead of three, as frozen weights have no gradient.
+        ``seq``: tokens of a sequence. ``causal``: the share of the attention scores that counts. 0.5 leaves out the
+        half that causal attention masks, and 1 counts all scores. Recomputation does not count. If only adapters are
+        trained, weights count two times instead of three, as frozen weights have no gradient.
         """
         attention = 4 * self.heads * self.score_dim * self.reach(seq) * causal
         weights = self.layers * self.active_weights + self.table

@@ -10,7 +10,8 @@ class UntrainableShape(ModelShape):
 
     ``why``: the feature that Weft lacks. ``gated``: whether feed-forwards have a gate (three matrices instead of two).
     ``clamped``: whether experts have biases and a clamped gate (GPT-OSS). ``windowed``: for each layer, whether its
-    attention sees only ``window`` tokens; if empty, the fields of :class:`ModelShape` decide that.
+    attention sees only ``window`` tokens. If empty, the fields that the class inherits from :class:`ModelShape` say
+    which layers do.
     """
 
     why: str = ""

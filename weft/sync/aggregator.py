@@ -14,8 +14,10 @@ class Aggregator:
     """Rule that combines the gradients of replicas, some of which may be faulty (``resilience.aggregate``).
 
     It is built with the recipe's section ``[resilience]``. A rule that is a weighted sum implements :meth:`weights`;
-    any other rule implements :meth:`combined`. A rule needs at least ``each * faulty + more`` replicas, where
-    ``faulty`` is how many of them may be faulty.
+    any other rule implements :meth:`combined`.
+
+    ``each``, ``more``: numbers from which the least number of replicas follows. If ``faulty`` replicas may be faulty,
+    the rule needs at least ``each * faulty + more`` replicas.
     """
 
     each: ClassVar[int] = 2
@@ -27,7 +29,7 @@ class Aggregator:
     def combined(
         self, chunks: torch.Tensor, gram: torch.Tensor, faulty: int
     ) -> torch.Tensor:
-        """Return the combined gradient for a chunk of the elements, ``[elements]``.
+        """Return the combination of the replicas' gradients, ``[elements]``, for one chunk of the gradient's elements.
 
         ``chunks``: this chunk of each replica's gradient, ``[replicas, elements]``. ``gram``: inner products of the
         whole gradients, ``[replicas, replicas]``, float64, on the CPU. ``faulty``: how many of these replicas may be

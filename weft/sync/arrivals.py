@@ -31,10 +31,10 @@ BEHIND = 4
 
 
 class Sum(NamedTuple):
-    """Coded sum over some parts of a job: ``vector``, a sum of gradients, and ``numbers``, sums of scalars in float64.
+    """Weighted sum over some parts of a job, as a rank sends it in gradient coding.
 
-    A job is a gradient that is wanted, and its parts are groups of samples. The scalars are the loss and the count of
-    tokens of the same parts.
+    A job is one gradient that is to be computed, and its parts are groups of samples. ``vector``: the sum of the parts'
+    gradients. ``numbers``: the sums of the parts' losses and counts of tokens, in float64.
     """
 
     vector: np.ndarray
@@ -67,7 +67,8 @@ class RoundMessage(NamedTuple):
     """Message of a rank to rank 0 in a round of gradient coding.
 
     ``step``: training step; ``round``: number of the round in the step; ``flag``: whether the sending rank asks to end
-    the run; ``sums``: the rank's coded sums of gradients, by number of the job (a gradient that is wanted).
+    the run; ``sums``: the rank's weighted sums of gradients, by the number of the job. A job is one gradient that is to
+    be computed.
     """
 
     step: int
@@ -125,7 +126,8 @@ class Ended(NamedTuple):
 
 @dataclass
 class Link:
-    """A rank's end of its connection to rank 0, which collects coded gradients.
+    """A rank's end of its connection to rank 0. Rank 0 collects weighted sums of gradients, which ranks send through
+    it.
 
     ``rank``: number of this rank; ``limit``: seconds to wait at most for a message; ``step``: how many training steps
     this rank has taken.
@@ -142,12 +144,14 @@ class Link:
         compute: Callable[[CodedTask, Callable[[], bool]], Sum | None],
         flag: bool,
     ) -> Ended:
-        """Compute and send this rank's coded gradients in all rounds of a training step; return the last message.
+        """Compute and send this rank's weighted sums of gradients in all rounds of a training step.
 
-        ``code``: the gradient code. ``compute(task, over)`` returns the sum that a task asks for; it may call
-        ``over()``, and return None as soon as that returns True, because the round has ended. ``flag``: whether this
-        rank asks to end the run, which the returned message tells all ranks. Raises :class:`PeerLost` if rank 0 is late
-        or gone.
+        Returns the message with which rank 0 ends the last round.
+
+        ``code``: the gradient code. ``compute(task, over)``: function that returns the sum that ``task`` asks for. It
+        may call ``over()``, which returns True once the round has ended, and then return None. ``flag``: whether this
+        rank asks to end the run; the returned message tells all ranks if any rank does. Raises :class:`PeerLost` if
+        rank 0 is late or gone.
         """
         arrived: list[frozenset[int]] = []
         while True:
@@ -358,13 +362,17 @@ class Gathering:
     def duration(
         self, arrived: Sequence[set[int]], left: Iterable[int], first: float
     ) -> float | None:
-        """Return how many seconds the present round may take, counted from its begin.
+        """Return how many seconds the present round may take, counted from its begin; None if the round is over.
 
-        The result is None if the round is over: all its jobs (wanted gradients) are decoded, or all ranks have sent
-        their results. It is infinity before the first result. It is infinity too while a job needs more results of this
-        round, because it could not be decoded even if no rank were late in later rounds. Otherwise late ranks get
-        ``patience`` times ``first`` more, as they are often in time in the next rounds. Raises :class:`PeerLost` if a
-        gradient needs a rank that has left.
+        A job is one gradient that is to be computed in several rounds. The round is over once all jobs that have begun
+        are decoded, or all ranks have sent their results.
+
+        The result is infinity before the first result has come. It is infinity too while a job needs more results of
+        this round, that is, while the job could not be decoded even with all results of later rounds. In all other
+        cases it is ``(1 + patience) * first``. Late ranks are not needed then, and get this time because they are often
+        in time in the next rounds.
+
+        Raises :class:`PeerLost` if a gradient needs a rank that has left.
 
         ``arrived``: for each round, the ranks whose results have come, the present round last. ``left``: the jobs that
         are not decoded yet. ``first``: seconds until the present round's first result, 0 if there is none.

@@ -40,10 +40,10 @@ EXACT = 1e-8
 
 
 class CodedTask(NamedTuple):
-    """Task of a rank in a round of gradient coding: a weighted sum of the gradients of ``parts`` of the job ``job``.
+    """Task of a rank in a round of gradient coding: to compute a weighted sum of gradients.
 
-    A job is a gradient that is wanted, and its parts are groups of samples. ``coefficients``: the weight of each of
-    ``parts``.
+    ``job``: number of the gradient that is to be computed. ``parts``: the groups of samples, within the job, whose
+    gradients are summed. ``coefficients``: the weight of each of ``parts``.
     """
 
     job: int
@@ -62,8 +62,8 @@ class Result(NamedTuple):
 class Code(ABC):
     """Gradient code for the ranks along ``dp``: which gradients each rank computes, and how their sum is decoded.
 
-    ``ranks``: the number of ranks; ``stragglers``: how many of them may be late; ``jobs``: the number of jobs
-    (gradients that are wanted) per step.
+    ``ranks``: the number of ranks; ``stragglers``: how many of them may be late; ``jobs``: the number of jobs per step.
+    A job is one gradient that is to be computed; the step's gradient is the sum over its jobs.
     """
 
     ranks: int
@@ -147,10 +147,11 @@ class GradientCode(Code):
 def coefficients(ranks: int, late: int) -> np.ndarray:
     """Return coefficients ``[ranks, parts]`` of a gradient code that tolerates ``late`` late ranks.
 
-    Any ``ranks - late`` rows can be combined into a row of ones (Tandon et al. 2017). If ``late + 1`` divides the
-    number of ranks, groups of ``late + 1`` ranks compute the same parts with coefficients of 1. Otherwise each rank
-    computes the part with its own number and the next ``late`` parts, and rows are orthogonal to ``late`` random rows
-    that add up to 0.
+    Row ``r`` has the weights with which rank ``r`` sums the gradients of the parts; a part is a group of samples. Any
+    ``ranks - late`` rows can be combined into a row of ones, so that the results of as many ranks give the sum over all
+    parts (Tandon et al. 2017). If ``late + 1`` divides the number of ranks, groups of ``late + 1`` ranks compute the
+    same parts with coefficients of 1. Otherwise each rank computes the part with its own number and the next ``late``
+    parts, and all rows are orthogonal to ``late`` random rows that add up to 0.
     """
     import numpy as np
 

@@ -41,9 +41,11 @@ def ring_sum(
     """Sum ``flat`` over all islands in place by a ring all-reduce, and return it.
 
     ``streams``: connections to the other islands; ``order``: the islands in the order of the ring; ``tag``: the
-    beginning of the messages' tags; ``piece``: elements per message. Each of the n islands sends 2 (n - 1) / n of the
-    elements to its successor: first every chunk goes around the ring and is summed on the way, then its sum goes
-    around. Messages are passed on as they arrive.
+    beginning of the messages' tags; ``piece``: elements per message.
+
+    ``flat`` is divided into one chunk per island. First every chunk goes around the ring and is summed on the way, then
+    its sum goes around. So each of the n islands sends 2 (n - 1) / n of the elements to its successor. Messages are
+    passed on as they arrive.
     """
     count, me = len(order), list(order).index(streams.island)
     if count == 1:
@@ -94,9 +96,9 @@ def compressed_mean(
     ``tag``: the beginning of the messages' tags; ``number``: the number of the exchange, from which random seeds
     follow.
 
-    ``up`` and ``down``: residuals of the directions ``there`` and ``back``: what compression has lost in earlier
-    exchanges. They are added before compression and updated in place, ``down`` only in this island's chunk. None adds
-    nothing, as is right for unbiased compressors.
+    ``up`` and ``down``: residuals, that is, what compression by ``there`` and by ``back`` has lost in earlier
+    exchanges. Each is added to the tensor before compression, and then updated in place. Only this island's chunk of
+    ``down`` is used. None: nothing is added, as is right for unbiased compressors.
     """
     me, every = streams.island, members or range(streams.islands)
     parts = dict(
@@ -149,8 +151,9 @@ def fed_back(
 ) -> Payload:
     """Compress ``x[part]`` plus the residual ``error[part]``, and set this residual to what the compression has lost.
 
-    The residual is compressed by the compressor's contractive form (:attr:`Compressor.for_feedback`). Without
-    ``error``, ``x[part]`` alone is compressed. ``seed``: of the compressor's random choices. Returns the payload.
+    The sum is compressed by :attr:`Compressor.for_feedback`, the form of the compressor whose error is always smaller
+    than its input. If ``error`` is None, ``x[part]`` alone is compressed, by the compressor itself. ``seed``: the seed
+    of the compressor's random choices. Returns the payload.
     """
     if error is None or not x[part].numel():
         return encode_with_feedback(compressor, x[part], seed)[0]
@@ -180,8 +183,8 @@ def decode_payload(
 ) -> T:
     """Decompress the received bytes ``came``, which ``island`` has sent for a tensor of this ``shape`` and ``dtype``.
 
-    ``seed``: of the random choices with which the island has compressed the tensor. Raises :class:`IslandLost` if the
-    number of bytes does not fit the shape.
+    ``compressor``: the compressor that the island used. ``seed``: the seed of the random choices with which it
+    compressed the tensor. Raises :class:`IslandLost` if the number of bytes does not fit the shape.
     """
     specs = compressor.specs(shape, dtype)
     if came.numel() != (size := compressor.nbytes(shape, dtype)):
@@ -217,11 +220,12 @@ def power_mean(
 ) -> Payload:  # fmt: skip
     """Return the payload of the mean of ``x`` over ``members``, compressed by a linear compressor such as PowerSGD.
 
-    With a linear compressor the mean of the islands' payloads is the payload of the mean. So the tensors of the
-    payloads are averaged by ring all-reduces. ``tag``: the beginning of the messages' tags; ``number``: the number of
-    the exchange, which is also the compressor's seed; ``up``: what compression on this island has lost in earlier
-    exchanges, which is added to ``x`` and updated in place. ``warm``: what :meth:`Compressor.warm` returned for the
-    previous exchange, None at first; ``members``: islands that take part, by default all.
+    A payload is one or more small tensors that are sent in place of ``x``. With a linear compressor the mean of the
+    islands' payloads is the payload of the mean. So ring all-reduces average these small tensors. ``tag``: the
+    beginning of the messages' tags; ``number``: the number of the exchange, which is also the compressor's seed;
+    ``up``: the residual, which is what compression on this island has lost in earlier exchanges. It is added to ``x``
+    and updated in place. ``warm``: the tensor from which compression starts, as :meth:`Compressor.warm` returned it for
+    the previous exchange; None in the first exchange. ``members``: islands that take part, by default all.
     """
     turns, every = iter(range(4)), members or range(streams.islands)
 

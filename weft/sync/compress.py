@@ -91,9 +91,10 @@ def encode_with_feedback(
     Karimireddy et al. 2019). With None there is no feedback, and the result's residual is None. Feedback needs a
     contractive compressor: one whose error is smaller than what it compresses.
 
-    ``seed``: of the compressor's random choices. ``warm``: what :meth:`Compressor.warm` returned for the last round.
-    ``average``: for linear compressors, a function that returns the mean of a tensor over all islands. The payload is
-    then that of the mean; the residual is still this island's own.
+    ``seed``: the seed of the compressor's random choices. ``warm``: what :meth:`Compressor.warm` returned for the last
+    round. ``average``: a function that returns the mean of a tensor over all islands, for linear compressors only. With
+    it, the payload is that of the mean over islands, but the residual is this island's own. None: the payload is that
+    of this island's ``x``.
     """
     if residual is None:
         payload = (

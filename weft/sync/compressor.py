@@ -58,9 +58,11 @@ class Compressor:
     What is sent in place of a tensor is its payload: one or more smaller tensors.
 
     Attributes:
-        ``unbiased``: whether the mean of decoded tensors over seeds is the tensor.
-        ``linear``: whether payloads with the same seed can be averaged instead of the tensors (:meth:`agreed`).
-        ``in_rings``: whether islands exchange whole matrices by ring all-reduces.
+        ``unbiased``: whether the decompressed tensor equals the tensor in the mean over seeds.
+        ``linear``: whether the mean of several tensors' payloads, compressed with the same seed, is the payload of
+            their mean.
+        ``in_rings``: whether islands exchange whole matrices by ring all-reduces, instead of each being responsible for
+            a chunk.
         ``words``: names in recipes; by default the compressor's own name.
         ``planned``: the words that ``weft plan`` considers.
         ``adjustable``: whether a setting can differ from tensor to tensor (:meth:`alternatives`).
@@ -108,9 +110,10 @@ class Compressor:
         return sum(prod(size) * kind.itemsize for size, kind in specs)
 
     def error(self, shape: Sequence[int]) -> float:
-        """Return the least known bound ``e`` of the relative squared error: ``E|C(x) - x|^2 <= e |x|^2``, over seeds.
+        """Return a bound ``e`` on the relative squared error of compression, for all tensors ``x`` of this ``shape``.
 
-        It holds for all tensors ``x`` of this ``shape``, where ``C(x)`` is ``x`` compressed and decompressed.
+        The bound means ``E|C(x) - x|^2 <= e |x|^2``. ``C(x)`` is ``x`` compressed and decompressed, and ``E`` is the
+        mean over seeds. The result is the least bound that is known.
         """
         return 0.0
 
@@ -127,7 +130,9 @@ class Compressor:
         """Average ``x`` over all islands in compressed form. Linear compressors only.
 
         Returns the payload of the mean, and the payload of this island's contribution to the mean. ``average(tensor)``
-        returns the mean of a tensor over all islands; ``warm``: the warm start from the previous round.
+        returns the mean of a tensor over all islands; ``warm``: the tensor from which compression starts, as
+        :meth:`warm` returned it in the previous round; None in the first. ``seed``: the seed of the compressor's random
+        choices.
         """
         return [average(x.contiguous())], [x.contiguous()]
 
@@ -142,8 +147,9 @@ class Compressor:
     def warm(self, payload: Payload) -> T | None:
         """Return the warm start for the next round of the tensor with this ``payload``; None if there is none.
 
-        With a warm start, such as PowerSGD's factor, the next round's compression begins where this one ended. In a
-        linear exchange the warm start is the same on all islands.
+        A warm start is a tensor from which the next round's compression begins, in place of random values; for PowerSGD
+        it is one of the two factors. If islands average their payloads (linear compressors), the warm start is the same
+        on all islands.
         """
         return None
 
@@ -167,10 +173,11 @@ class Compressor:
         return [self]
 
     def cut(self, part: slice) -> Compressor:
-        """Return the compressor for the range ``part`` of a flat tensor.
+        """Return a compressor for the elements ``part`` of a flat tensor, where this compressor is for the whole
+        tensor.
 
-        This compressor is for the whole tensor. The result differs from it where tensors that lie end to end are
-        compressed differently.
+        Both are the same unless several tensors, each with a compressor of its own, lie end to end in the flat tensor.
+        The result then has the compressors of those tensors that ``part`` touches.
         """
         return self
 

@@ -83,8 +83,9 @@ def smallest(
 ) -> list[int] | None:
     """Choose an alternative for each tensor, such that the total size is least and the total error is within a budget.
 
-    ``errors`` and ``sizes``: of each alternative of each tensor, ``[tensor][alternative]``; ``budget``: the largest sum
-    of errors. Returns the index of the alternative for each tensor, or None if no choice is within the budget.
+    ``errors[t][a]`` and ``sizes[t][a]``: error and size of tensor ``t`` with its alternative ``a``. ``budget``: the
+    largest total error that is allowed. Returns the index of the alternative for each tensor, or None if no choice is
+    within the budget.
 
     The search goes from tensor to tensor, and drops every partial choice that another one beats in both sums (Nemhauser
     & Ullmann 1969). While at most :data:`KEPT` partial choices remain, the result is optimal. If there are more, some

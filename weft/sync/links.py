@@ -76,9 +76,9 @@ def ring_times(
     islands; those between the same two sites share their bandwidth. ``pieces``: number of messages in which an island's
     chunk travels.
 
-    The result is the longer one of two times: the time in which the slowest link sends all chunks, and the time in
-    which one message, with latency, travels along all ``2 (islands - 1)`` links of its way. It neglects that both
-    overlap only partly at the beginning and the end.
+    An all-reduce takes as long as its slowest link needs to send all chunks, or as long as one message needs for its
+    way around, whichever is longer. The way of a message has ``2 (islands - 1)`` links, each with its latency. The
+    model is slightly too short, because both overlap only partly at the beginning and the end.
     """
     slowest, around = _steps(links, orders, nbytes, pieces)
     return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)

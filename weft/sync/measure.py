@@ -67,7 +67,8 @@ def best_ring(rows: np.ndarray, nbytes: float) -> tuple[list[int], float]:
 
 
 def measured_links(streams: Streams, nbytes: float) -> np.ndarray:
-    """Measure the links from this island to every island: bytes per second and one-way seconds, ``[islands, 2]``.
+    """Measure the links from this island to every island. Returns bytes per second and one-way seconds, ``[islands,
+    2]``.
 
     Links are measured one at a time, island by island, with messages of up to about ``nbytes``. All islands call this.
     """

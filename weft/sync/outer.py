@@ -41,9 +41,10 @@ class OuterSettings(Section):
 class OuterMomentum(SyncMethod):
     """Base of sync methods whose outer update is SGD with Nesterov's momentum (DiLoCo, Douillard et al. 2023).
 
-    The outer update changes the common parameters at the end of a round. In place of a gradient it uses the parameters
-    at the beginning of the round minus those at the end, as a mean over islands (the pseudo-gradient). The slot
-    ``anchor`` holds the common parameters, ``outer`` the momentum.
+    Common parameters are those with which all islands began the round. The outer update changes them at the end of the
+    round. In place of a gradient it uses the mean over islands of a difference: the parameters at the beginning of the
+    round minus those at the end. A slot is a tensor kept for each parameter: ``anchor`` holds the common parameters,
+    ``outer`` the momentum.
     """
 
     slots: tuple[str, ...] = ("anchor", "outer")

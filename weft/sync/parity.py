@@ -29,7 +29,7 @@ def take_majority(
     """Return the version of a set of tensors that most islands hold, and the islands whose version differed.
 
     ``own``: this island's version, by the name of the tensor; ``members``: the islands that compare; ``tag``: the
-    beginning of the messages' tags. In a tie the version of the earlier member counts.
+    beginning of the messages' tags. In a tie the version of the member that comes first in ``members`` counts.
     """
     hashes = from_islands(
         streams, hash_tensors(own.values()), members, f"{tag}/hash", control=True

@@ -42,7 +42,9 @@ class Presence:
         """
 
     def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
-        """Run ``work`` for exchange ``number``; return its result once it has ended on all islands that take part.
+        """Run ``work``, which exchanges tensors with other islands; return its result once it has ended on all of them.
+
+        ``number``: the number of the exchange since the run began.
 
         ``draw(islands)`` chooses, from the islands that are present, those that exchange with this island.
         ``work(islands, tag)`` exchanges with the chosen islands, by messages whose tags begin with ``tag``.

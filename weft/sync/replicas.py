@@ -15,11 +15,16 @@ T = torch.Tensor
 
 @dataclass(frozen=True)
 class Replicas:
-    """The ranks of an island that hold the same state, of which each exchanges a part with other islands.
+    """The ranks of an island that hold copies of the same parameters and optimizer state.
 
-    ``group``: their process group, which takes tensors of ``device``; None for a rank alone; ``index``: this rank's
-    number among the ``count`` ranks. Methods are about flat tensors of ``size`` elements, of which all these ranks have
-    the same copy.
+    Each of these ranks exchanges a part of the copy with other islands. The methods divide a flat tensor of ``size``
+    elements, of which all these ranks have the same copy.
+
+    Attributes:
+        ``group``: process group of these ranks; None if a rank has no others.
+        ``index``: this rank's number among these ranks.
+        ``count``: number of these ranks.
+        ``device``: device of the tensors that ``group`` takes.
     """
 
     group: dist.ProcessGroup | None = None

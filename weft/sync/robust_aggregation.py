@@ -26,12 +26,12 @@ PIECE = 1 << 20
 def aggregated(
     vote: T, rule: Aggregator, faulty: int, group: dist.ProcessGroup
 ) -> tuple[T, list[bool]]:
-    """Combine the gradients of all ranks of ``group`` by ``rule``; return the outcome and whose were used.
+    """Combine the gradients of all ranks of ``group`` by ``rule``; return the combined gradient and whose were used.
 
     ``vote``: this rank's gradient, ``[elements]``; ``faulty``: how many gradients may be faulty. A gradient with an
     element that is not finite is left out, and counts as one of the faulty ones. The second result says for each rank
-    whether its gradient was used. The outcome is the same on all ranks to the last bit. It is not a number if no rank's
-    gradient was finite. Collective.
+    whether its gradient was used. The combined gradient is the same on all ranks to the last bit. Its elements are NaN
+    if no rank's gradient was finite. Collective.
     """
     ranks, size = group.size(), vote.numel()
     padded = vote.new_zeros(ranks * -(-size // ranks))

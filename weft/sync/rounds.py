@@ -10,8 +10,8 @@ from weft.sync.payloads import shared_permutation
 def begins(step: int, fragment: int, how: Sync) -> bool:
     """Return whether a round of the fragment with number ``fragment`` ends after ``step``, and a new one begins.
 
-    A fragment is a part of the model that is exchanged by itself. Steps are counted from 1. ``how``: the recipe's
-    section ``[sync]``.
+    A fragment is a subset of the parameters that islands exchange at a time of its own. A round is the time between two
+    exchanges of the same fragment. Steps are counted from 1. ``how``: the recipe's section ``[sync]``.
     """
     return step > 0 and (step - how.every * fragment // how.fragments) % how.every == 0
 
@@ -28,8 +28,9 @@ def fragment_of(name: str, count: int) -> int:
 def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[int]:
     """Return the islands with which ``island`` exchanges in exchange ``number``, itself included.
 
-    ``among``: the islands that are present; ``how``: the recipe's section ``[sync]``. Random pairs follow from
-    ``number``, so that all islands draw the same pairs.
+    ``among``: the islands that are present; ``how``: the recipe's section ``[sync]``. ``number``: the number of the
+    exchange since the run began. If islands exchange in random pairs, the pairs follow from this number, so that all
+    islands draw the same pairs.
     """
     count, me = len(among), list(among).index(island)
     if how.partner == "ring":
@@ -57,9 +58,9 @@ def partners(island: int, among: Sequence[int], how: Sync, number: int) -> list[
 def shares(island: int, members: Sequence[int], how: Sync) -> list[float]:
     """Return the weights of ``members`` in the mean that ``island``, one of them, computes; the weights add up to 1.
 
-    ``how``: the recipe's section ``[sync]``. In a graph they are Metropolis weights: both ends of an edge give each
-    other the same weight, so that the mean over all islands does not change, however many edges each has (Xiao & Boyd
-    2004).
+    ``how``: the recipe's section ``[sync]``. If islands exchange along the edges of a graph, they are Metropolis
+    weights: both ends of an edge give each other the same weight. The mean of the parameters over all islands then
+    stays the same, even if islands have different numbers of edges (Xiao & Boyd 2004).
     """
     if how.partner != "graph":
         return [1 / len(members)] * len(members)

@@ -28,7 +28,7 @@ class Round(NamedTuple):
 
     Attributes:
         ``ones``: the parameter on every island, by the island's number.
-        ``step``: number of the training step minus ``offset``; a round ends at multiples of ``sync.every``.
+        ``step``: the number of training steps since ``offset``; a round ends where it is a multiple of ``sync.every``.
         ``offset``: the training step from which rounds of this parameter are counted; fragments have different ones.
         ``how``: the recipe's section ``[sync]``.
         ``past``: a list in which a method keeps what it needs in later rounds.
@@ -62,7 +62,8 @@ def step_anchor(replica: One, gradient: T, lr: float, momentum: float) -> None:
     """Update the anchor of ``replica`` along ``gradient`` by PyTorch's SGD, in place.
 
     The anchor is the parameter as all islands had it at the beginning of the round. ``lr``: learning rate;
-    ``momentum``: Nesterov's momentum, 0 for none.
+    ``momentum``: the factor of Nesterov's momentum, 0 for none. The momentum itself is the tensor ``outer`` of
+    ``replica``, and is updated too.
     """
     optimizer = torch.optim.SGD(
         [replica.kept["anchor"].clone()], lr, momentum, nesterov=momentum > 0

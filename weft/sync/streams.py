@@ -52,9 +52,10 @@ class Streams:
     Attributes:
         ``island``, ``islands``: number of this island, and how many there are.
         ``limit``: seconds that a message may take.
-        ``address_of``: function that returns where the other island's rank listens, None while that is not known.
-        ``sent``, ``received``: bytes of messages' tensors.
-        ``around``: all other bytes sent: seals, tags, and messages that are sent as ``control``.
+        ``address_of``: function that returns the address of the rank with the same number in another island, given that
+            island's number; None while it is not known.
+        ``sent``, ``received``: how many bytes of tensors were sent and received so far.
+        ``around``: number of all other bytes sent, such as seals, tags and control messages.
         ``shared``: the store that all islands share, while there is one.
         ``order``: the islands in the order of the ring all-reduce.
         ``epoch``: number of the present epoch.
@@ -272,9 +273,10 @@ class Streams:
 
 
 def own_port(place: int) -> int:
-    """Return the port to listen on: ``WEFT_STREAMS_PORT`` plus ``place``, this rank's number in its island.
+    """Return the port on which this rank listens: ``WEFT_STREAMS_PORT`` plus ``place``, its number in its island.
 
-    It is 0 (any port) if the variable is not set. Raises :class:`UsageError` for a value that is no port.
+    If this environment variable is not set, the result is 0, which stands for any free port. Raises :class:`UsageError`
+    if the value is no port.
     """
     text = os.environ.get("WEFT_STREAMS_PORT", "0")
     if not text.isdecimal() or int(text) + place > 65535:

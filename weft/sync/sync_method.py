@@ -28,8 +28,8 @@ class SyncMethod:
     An island sends a vector at the end of a round, and the mean of all islands' vectors is the round's *answer*.
 
     Attributes:
-        ``slots``: names of the tensors kept with each parameter. ``anchor`` begins as the parameter, all others as
-            zeros.
+        ``slots``: names of the slots: tensors that each island keeps for each parameter. ``anchor`` begins as a copy of
+            the parameter, all others as zeros.
         ``shared``: those slots that are the same on all islands between two rounds. If an island's shared slots are
             found to differ, they are replaced by those of the others.
         ``late``: whether the answer of a round is applied when the next round ends; the first answer is then zeros.
@@ -67,12 +67,15 @@ class SyncMethod:
         """Return the island's next parameters, a flat vector, and change the ``slots`` in place.
 
         ``theta``: the island's present parameters, flat; ``slots``: tensors kept with the parameters, by name;
-        ``answer``: the mean of the vectors that islands sent; ``islands``: how many islands took part.
+        ``answer``: the mean of the vectors that :meth:`sent` returned on the islands that took part; ``islands``: how
+        many these are.
         """
         raise NotImplementedError
 
     def simulate(self, at: Round) -> None:
-        """Change one parameter of all islands as a round does; ``weft verify`` compares the run with the result.
+        """Change one parameter of all simulated islands as the end of a round does.
+
+        ``weft verify`` compares the parameters of a real run with the result.
 
         ``at``: the parameter on all islands. An implementation must be independent of the method's other code, so that
         the comparison finds mistakes in that code.

@@ -27,9 +27,9 @@ class Regroup(Exception):
 class Guard:
     """Opens a run, and fills its state from a checkpoint.
 
-    The training loop calls a guard's methods at every step; here they do nothing. :mod:`weft.resilience` derives guards
-    that keep a run going when ranks are lost. ``out``: the folder to create. ``resume``: the run or checkpoint to
-    continue. ``validations``: the validation losses of the run so far.
+    The training loop calls methods of the guard at every step; in this class those methods do nothing.
+    :mod:`weft.resilience` derives guards that keep a run going when ranks are lost. ``out``: the folder to create.
+    ``resume``: the run or checkpoint to continue. ``validations``: the validation losses of the run so far.
     """
 
     #: Whether the state survives in the ranks' memory when they form new groups, so that no checkpoint is needed.

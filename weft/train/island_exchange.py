@@ -157,8 +157,8 @@ class IslandExchange:
         """Return the mean of ``values`` over the islands ``members``, computed with compressed messages.
 
         The result's ``kept`` holds the compression errors (residuals). ``held``: the fragment's parameters. ``values``:
-        this rank's elements of these parameters, flat. ``here``: the slice of the concatenated parameters that
-        ``values`` is. ``tag``: prefix of the messages' names. ``number``: index of the round.
+        this rank's elements of these parameters, flat. ``here``: where ``values`` lies in the fragment, as a slice of
+        its concatenated parameters. ``tag``: prefix of the messages' tags. ``number``: index of the round.
         """
         left: dict[str, T] = {
             name: flat_values(held, name)[here]
@@ -257,9 +257,9 @@ class IslandExchange:
     ) -> PerTensor:
         """Return a compressor that compresses each parameter's elements in this rank's message separately.
 
-        ``held``: the fragment's parameters. ``wanted``: the message, flat. ``here``: the slice of the concatenated
-        parameters that the message is. ``tag``: prefix of the messages' names. ``number``: index of the round.
-        ``members``: the islands that take part, the first of which chooses the compressors.
+        ``held``: the fragment's parameters. ``wanted``: the message, flat. ``here``: where the message lies in the
+        fragment, as a slice of its concatenated parameters. ``tag``: prefix of the messages' tags. ``number``: index of
+        the round. ``members``: the islands that take part, the first of which chooses the compressors.
         """
         parts: dict[str, T] = {}
         start = 0

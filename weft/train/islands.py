@@ -52,8 +52,8 @@ class Apart(PhaseFiller):
     with the partner islands. ``presence``: which islands take part. ``how``: the recipe's section ``[sync]``.
     ``steps``: the number of steps so far.
 
-    All islands end the run after the same step. For this, a request to end the run is sent to the other islands at the
-    end of a round, and all end with the round after that.
+    All islands end the run after the same step. For this, an island sends a request to end the run to the others at the
+    end of a round. All islands then end with the next round.
     """
 
     def __init__(self, context: StepContext, presence: Presence, how: Sync) -> None:

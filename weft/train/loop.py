@@ -122,7 +122,8 @@ class Loop:
         """Run the evaluations ``names``, save a checkpoint to ``levels``, and record the best validation.
 
         ``names``: ``validation`` or names of tasks. ``levels``: the checkpoint levels (places for checkpoints, each
-        with an interval of its own) that are due. Nothing is saved here if the run ends now, as :meth:`end` saves.
+        with an interval of its own) that are due. If the run ends now, nothing is saved here, because :meth:`end` saves
+        the last checkpoint.
         """
         self.evaluate(names)
         if levels and not self.ending:

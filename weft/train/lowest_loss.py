@@ -49,7 +49,7 @@ class LowestLoss:
         ``best``: the lowest loss and its step; step 0 if there is none yet.
         ``data``: digest of the data that the run validates on.
         ``known``: the best validation stored in the run's folder when the run was opened.
-        ``note``: why ``known`` cannot be compared with; empty if there is nothing to report.
+        ``note``: a line for the user that says why new losses cannot be compared with ``known``; empty if they can.
         ``improved``: whether ``best`` is new since the last call of :meth:`news`.
     """
 

@@ -18,7 +18,7 @@ class Phase(Flag):
     """A phase of a training step. The lower-case name of a phase is the name of the method that fills it.
 
     Attributes:
-        ``GRADIENTS``: passes over the batches leave gradients on this rank.
+        ``GRADIENTS``: forward and backward over the batches leave gradients on this rank.
         ``AGREE``: ranks sum their gradients, and learn loss, norm and whether a rank asks to end the run.
         ``UPDATE``: parameters and optimizer state change.
         ``AFTER``: work between this step and the next, such as an exchange between islands.
@@ -47,9 +47,9 @@ class GradientPhase(Protocol):
     def gradients(self, given: StepInput, agree: AgreePhase) -> torch.Tensor:
         """Run forward and backward over the batches ``given``, and leave the gradients on this rank.
 
-        ``agree``: the object that fills the next phase. Returns this rank's share of the step's mean loss. A technique
-        that fills both phases may return other shares instead, such as the losses at two points of which its ``agree``
-        computes a slope.
+        ``agree``: the object that fills the next phase, which sums over ranks. Returns this rank's share of the step's
+        mean loss. A technique that fills both phases may return other numbers for its own ``agree``, such as the losses
+        at two points from which a slope is computed.
         """
 
 

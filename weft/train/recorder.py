@@ -37,8 +37,8 @@ class Recorder:
     """Records a run: metrics, the display in the terminal, profiles and traces.
 
     Only the main rank writes and prints. The time between :meth:`restart_clock` and :meth:`lap` is attributed to the
-    steps whose results became final in that time. ``job``: the checked recipe with its opened data. ``folder``: the
-    run's folder.
+    steps whose results became final in that time. ``job``: the checked recipe with its opened data. ``mesh``: this
+    rank's position among the ranks of the run. ``folder``: the run's folder.
     """
 
     def __init__(self, job: Job, mesh: Mesh, folder: Path) -> None:

@@ -84,8 +84,8 @@ def log_probabilities(
     """Compute the log-probabilities of both answers of every pair under a reference model. Collective.
 
     ``shape`` and ``values``: shape and parameter values of the reference model. ``steps``: the batches of each step.
-    The result is ``[pairs of the job, 2]``, with 0 for pairs that are not in ``steps``. Raises :class:`WeftError` if a
-    log-probability is not finite.
+    The result is an array ``[pairs, 2]`` for all pairs of the job, with 0 for pairs that are not in ``steps``. Raises
+    :class:`WeftError` if a log-probability is not finite.
     """
     # both answers, and how often they were counted
     table = torch.zeros(_pairs_of(job), 3, dtype=torch.float64)

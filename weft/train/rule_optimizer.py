@@ -165,7 +165,7 @@ def rate_jump(
     """Return a line if the learning rate jumps by more than 1 % where a run is resumed, else an empty string.
 
     ``before`` and ``after``: the optimizer settings before and after ``step``, at which the run resumes. ``planned``:
-    the number of steps that the run was to have before. ``steps``: the number of steps that the run has now.
+    the total number of steps that was set before. ``steps``: the total number that is set now.
     """
     if step >= steps:
         return ""

@@ -91,8 +91,9 @@ def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
 def as_recorded(recipe: Recipe, out: Path | None, resume: str | None) -> Recipe:
     """Return ``recipe`` with the defaults that held when the run to resume was started.
 
-    They differ from today's for runs from before ``data.bos`` existed: such runs had a warm-up of 100 steps, and
-    documents without a BOS token. ``out``: the folder to create. ``resume``: the run or checkpoint to continue.
+    They differ from today's only for runs that began before the setting ``data.bos`` existed. The defaults were then a
+    warm-up of 100 steps, and documents without a BOS token. ``out``: the folder to create. ``resume``: the run or
+    checkpoint to continue.
     """
     if resume is None or (
         recipe.data.bos != "auto" and recipe.optimizer.warmup is not None

@@ -29,8 +29,8 @@ class Scorer:
     ``sums``: float64 ``[texts, 2]``. For each text, the first number is the sum of its labels' log-probabilities, and
     the second is how many of its labels are the likeliest token at their position.
 
-    The argument ``counts`` of a call holds, for each label, the number of its text, counted from 1. (A loss gets the
-    labels' weights there.) :func:`pack_texts` puts these numbers into the rows.
+    A call has the arguments of a loss. Only ``counts`` has another meaning: for each label, the number of its text,
+    counted from 1, in place of the label's weight. :func:`pack_texts` puts these numbers into the rows.
     """
 
     # float64 [texts, 2]: log-probability, and how many tokens are the likeliest
@@ -96,9 +96,9 @@ def scores(
     Arguments:
         ``state``: state of the model, None on one device.
         ``texts``: prompts and continuations as token ids.
-        ``rows``: number of rows of a rank in a forward pass.
+        ``rows``: number of rows that a rank computes in a forward pass.
         ``passes``: number of forward passes of a rank in a step.
-        ``room``: number of tokens in a row; raised to the length of the longest text.
+        ``room``: number of tokens in a row. If the longest text has more, rows are as long as that text.
         ``wanted``: function that is called on every rank before every step. If it returns False on any rank, scoring
             stops and the result is an empty list.
     """

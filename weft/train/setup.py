@@ -256,8 +256,8 @@ def build_for_training(
     """Build the model and its state under ``mesh``, with the optimizer, ready for the first step. Collective.
 
     ``values``: initial parameter values, by default seeded random ones. ``passed``: called after each forward and
-    backward pass with the number of passes done and of all passes. ``report``: called with the number of blocks whose
-    activations are offloaded, and the rates that were measured for this choice.
+    backward pass with the number of passes done and of all passes. ``report``: called with a dict if Weft chooses how
+    many blocks' activations are offloaded: this number, and the measured rates from which it follows.
     """
     memory = recipe.memory
     if (

@@ -164,7 +164,9 @@ def accumulate(
     beyond: Beyond = unchanged,
     early: EarlyUpdates | None = None,
 ) -> torch.Tensor:
-    """Run forward and backward of every pass (gradient accumulation). Returns this rank's share of the mean loss.
+    """Run forward and backward of every pass of a step (gradient accumulation).
+
+    Returns this rank's share of the mean loss.
 
     Arguments:
         ``batches``: this rank's batches, one for each pass.
@@ -229,8 +231,9 @@ def set_reference_point(
 ) -> None:
     """Set the reference point of the model's loss if the loss has one, as KTO does; else do nothing. Collective.
 
-    The point is the mean divergence of the model from the reference model (at least 0), from forward passes over the
-    step's ``batches``. ``beyond``: sums a tensor over the islands that share one update.
+    The reference point is a number with which the loss compares the log ratio of each answer. It is the mean divergence
+    of the model from the reference model, at least 0. It is computed in forward passes over the step's ``batches``.
+    ``beyond``: sums a tensor over the islands that share one update.
     """
     loss = model.hooks.objective
     if not compares_with_a_point(loss):
@@ -250,10 +253,11 @@ def move_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 def sum_over_axis(
     axis: str, grads: dict[str, torch.Tensor], state: State, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Sum over ``axis`` the gradients of parameters that this mesh axis does not cut.
+    """Sum over the mesh axis ``axis`` the gradients of those parameters that are whole on each of its ranks.
 
     With ``tp`` these are, for example, the weights of norms. Each rank along the axis has computed a part of these
-    gradients from its share of the work. There is one all-reduce. Returns ``grads`` with the sums in it.
+    gradients from its share of the work. All are summed in one all-reduce. Returns a dict like ``grads`` with the sums
+    in it.
     """
     names = [h.name for h in state.learning if gradient_types(h.logical)[axis] is P]
     if mesh.size(axis) == 1 or not names:
@@ -550,8 +554,9 @@ def shares_of_sums(
     """Return this rank's shares of a step's sums, from which :func:`step_result` reads the result once they are summed.
 
     The shares are a float64 vector ``[6]``: the mean loss, the squared gradient norm, the number of ranks that ask to
-    stop, real tokens, samples, and the sum of the samples' hashes. With experts the vector is ``[9 + experts]``: three
-    numbers of bytes sent for experts follow, by kind, and then the tokens routed to each expert.
+    stop, real tokens, samples, and the sum of the samples' hashes. With experts the vector is ``[9 + experts]``: after
+    the six numbers come three counts of bytes sent for experts, one per kind, and then the number of tokens routed to
+    each expert.
 
     ``given``: the step's input on this rank. ``loss``, ``square``: this rank's shares of the mean loss and of the
     squared gradient norm.
@@ -685,9 +690,9 @@ def loss_sum(
 def share_of_passes(numbers: torch.Tensor, state: State, mesh: Mesh) -> torch.Tensor:
     """Return this rank's share of ``numbers``, which are sums over its forward passes.
 
-    The shares of all ranks add up to the sums over all data. Of ranks that have computed the same passes, the numbers
-    of only one count. Of the ranks of a pipeline, those of the rank with the last stage count, where losses are
-    computed.
+    The shares of all ranks add up to the sums over all data. Several ranks may have computed the same passes; the
+    numbers of one of them are then its share, and the others' shares are 0. In a pipeline the numbers of the rank with
+    the last stage count, because losses are computed there.
     """
     # gathered copies are kept for a backward that did not come, and parameters may change
     if mesh.size("near"):

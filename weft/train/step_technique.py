@@ -18,8 +18,8 @@ class StepTechnique:
     """Base class of techniques that fill phases of a training step; a technique is built from its recipe settings.
 
     ``fills``: the phases that the technique fills. ``does``: what the technique does, as a clause of an error line;
-    ``{0}`` in it stands for the recipe. ``instead``: what the error line proposes besides leaving the technique out;
-    empty if there is nothing.
+    ``{0}`` in it stands for the recipe. ``instead``: what the error line proposes as another way than to leave the
+    technique out; empty if there is no other.
     """
 
     fills: ClassVar[Phase]

@@ -16,17 +16,16 @@ class StepResult(NamedTuple):
     """The result of a step, summed over all ranks that took it.
 
     Attributes:
-        ``loss``: weighted mean over the step's real tokens.
+        ``loss``: mean loss over the step's real tokens, weighted by the labels' weights.
         ``grad_norm``: global gradient norm before clipping.
         ``tokens``: number of real tokens, without padding.
         ``skipped``: whether the update was left out, because loss or norm was not finite.
         ``stop``: whether some rank asks to end the run.
         ``loads``: number of tokens routed to each expert, layer after layer. If experts have a capacity, the number of
             tokens that each layer dropped follows. Empty without experts.
-        ``sent``: bytes that ranks sent each other for experts, by kind in the order of
-            :data:`weft.models.router.SENT`.
-        ``samples``: number of samples, and sum of their :func:`~weft.data.order.sample_hashes`; None if nobody
-            counts them.
+        ``sent``: bytes that ranks sent each other for experts, by kind in the order of :data:`weft.models.router.SENT`.
+        ``samples``: number of samples, and sum of their :func:`~weft.data.order.sample_hashes`; None if nobody counts
+            them.
         ``undone``: whether updates that were made before the norm was known had to be taken back.
     """
 

@@ -92,9 +92,9 @@ def train_job(
 ) -> Outcome:
     """Train until the recipe's steps or the data end or a signal arrives, and save. Collective.
 
-    ``out``: the folder to create. ``resume``: the run or checkpoint to continue. ``guard``: object that opens the run
-    and is called at every step, by default a :class:`Guard` for ``out`` and ``resume``. A guard that survives the loss
-    of ranks may raise :class:`weft.train.guard.Regroup`.
+    ``out``: the folder to create. ``resume``: the run or checkpoint to continue. ``guard``: object that opens or
+    resumes the run, fills its state from a checkpoint, and is called at every step. None: a :class:`Guard` for ``out``
+    and ``resume``. A guard that survives the loss of ranks may raise :class:`weft.train.guard.Regroup`.
     """
     if mesh.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -114,7 +114,8 @@ def train_job(
 def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
     """Open a run's folders, build and fill its state, and return its loop. Collective.
 
-    ``guard``: object that opens the run. ``stack``: closes what was opened for the loop, when the caller leaves it.
+    ``guard``: opens a new run or resumes one, fills the state from a checkpoint, and is called at every step of the
+    loop. ``stack``: closes what was opened for the loop, when the caller leaves it.
     """
     recipe, lease = job.recipe, stack.enter_context(guard.lease())
     run = open_folders(job, mesh, guard, lease)

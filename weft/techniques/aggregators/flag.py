@@ -27,9 +27,9 @@ FLAG_TURNS, DIFFERENCES = 5, 1.0
 class Flag(Aggregator):
     """Takes the mean of the gradients' directions, projected onto a subspace on which most of them agree.
 
-    The subspace has about half as many dimensions as there are gradients. It has the least sum of distances to the
-    directions and to the differences of each two directions. It is spanned by sums of gradients, so that the gradients'
-    inner products suffice to find it, by iterations.
+    The subspace has about half as many dimensions as there are gradients. Of all such subspaces it has the least sum of
+    distances to the gradients' directions and to the differences of each two directions. It is found by iterations.
+    Because weighted sums of the gradients span it, their inner products suffice for that.
 
     The result has the gradients' median length, unlike in the program of the paper's authors: equal gradients are
     returned unchanged, and a gradient that is scaled up counts no more than the others.

@@ -32,8 +32,9 @@ WHOLE_BURSTS = Rule(
 class SelectiveRepetition(GradientCode):
     """SR-SGC: a gradient code whose ranks compute missing results again later, so that a weaker code suffices.
 
-    A job is the gradient of some samples. In each round a rank computes a result of a new job. If too few results of
-    the job of ``burst`` rounds earlier arrived in time, some ranks compute a result of that job instead.
+    A job is the gradient of some samples. A new job begins in each round. A result is a weighted sum of gradients that
+    a rank computes for a job. If too few results of the job of ``burst`` rounds earlier arrived in time, some ranks
+    compute a result of that job instead.
 
     ``burst``, ``window``, ``ranks_late``: in any ``window`` successive rounds at most ``ranks_late`` different ranks
     may be late, each in at most ``burst`` rounds. From these numbers follows ``stragglers``, the number of late ranks

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class LightSeq(AttentionScheme):
     """Lets idle ranks compute tiles of later ranks, so that causal attention takes ``ranks // 2 + 1`` steps.
 
-    If the number of ranks is even, half of them are idle in the last step.
+    A tile is the attention of one rank's queries to one rank's keys. Causal attention leaves early ranks with fewer
+    tiles than late ranks, so that early ranks would be idle. In a step a rank computes one tile. If the number of ranks
+    is even, half of the ranks are idle in the last step.
     """
 
     def table(self, ranks: int) -> TileTable:

@@ -48,9 +48,10 @@ class KTOSettings(Section):
 class KTO(PairLoss):
     """The loss of single answers that are judged good or bad; the judged answer is the first of each pair.
 
-    The log ratio of an answer is its log-probability minus that under the reference model. It is compared with
-    ``point``, the mean log ratio of the pairs' second answers in a step (at least 0), which belong to other prompts;
-    ``beta`` scales the difference. No gradient flows through ``point``.
+    The log ratio of an answer is its log-probability minus that under the reference model. The loss depends on the log
+    ratio minus a reference point, times ``beta``. The reference point is the mean log ratio of the pairs' second
+    answers in a step, or 0 if that is negative. These second answers belong to other prompts. No gradient flows through
+    the reference point.
     """
 
     smooths = False

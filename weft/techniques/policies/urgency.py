@@ -53,15 +53,15 @@ class _Rank(NamedTuple):
     ),
 )
 class Urgency(SchedulingPolicy):
-    """Schedules new tokens first, then prompts; of both, the most urgent first.
+    """Schedules texts that are being written first, then prompts. Within each of these kinds, the most urgent comes
+    first.
 
     A workflow is a series of requests (stages) with one deadline. The time until the deadline is divided among the
     present and the remaining stages, in proportion to their estimated times. The urgency of a request is its estimated
     time minus the time that its stage has left. The policy estimates times from the requests that it has seen.
 
-    Requests without a deadline, or past it, come after the others of their kind (new tokens or prompts), in the order
-    of arrival. Requests that arrived more than ``patience`` seconds ago come first, so that no request waits without
-    end.
+    Requests without a deadline, or past it, come after the others of their kind, in the order of arrival. Requests that
+    arrived more than ``patience`` seconds ago come first, so that no request waits without end.
     """
 
     example: ClassVar[str] = "urgency:30"

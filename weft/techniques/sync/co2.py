@@ -69,10 +69,10 @@ class CO2Settings(OuterSettings):
     ),
 )
 class CO2(OuterMomentum):
-    """Applies an outer momentum to the islands' mean parameter difference, which arrives one round late.
+    """Applies an outer momentum to the mean, over islands, of how far parameters have moved in a round.
 
-    After each round, islands use the mean difference of the round before. It is divided by the setting ``penalty``
-    because it is late, and each element of the momentum is clipped to the setting ``clip``.
+    This mean arrives one round late: after each round, islands use that of the round before. It is then divided by the
+    setting ``penalty``. Each element of the momentum is clipped to the setting ``clip``.
     """
 
     late = True

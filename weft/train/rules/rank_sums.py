@@ -136,7 +136,7 @@ def like(held: Held, dtype: torch.dtype | None = None) -> Part:
 
 
 def count_update(held: Sequence[Held]) -> int:
-    """Count one more update of the parameters ``held``, and return how many there have been.
+    """Count one more update of the parameters ``held``, and return how many updates there have been, this one included.
 
     The parameters must always be updated together. A rule must also count updates of parameters of which this rank
     holds no rows: the count seeds random directions that must be equal on all ranks.

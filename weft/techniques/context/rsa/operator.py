@@ -25,8 +25,9 @@ class Spot(NamedTuple):
         ``q``: the rectangle's queries, as a slice of the block's flattened queries.
         ``k``: the rectangle's keys, as a slice of the block's flattened keys.
         ``at``: position of the rectangle in the tensor of scores, ``[batch, heads, seq held, seq]``.
-        ``causal``: whether a query sees only some keys of the rectangle: those up to its own position.
-        ``flipped``: whether a query of a causal rectangle sees, instead, the keys from its own position on.
+        ``causal``: whether a query sees only some keys: query ``i`` of the rectangle sees keys 0 to ``i``. Otherwise it
+            sees all keys of the rectangle.
+        ``flipped``: whether query ``i`` of a causal rectangle sees the keys from ``i`` on instead.
     """
 
     q: slice
@@ -121,7 +122,7 @@ def ring_self_attention(
         ``cu_seqlens``: boundaries of the documents in the flattened rows of all ranks.
         ``peers``: global numbers of the ranks, in the order of their blocks.
         ``index``: this rank's position among ``peers``.
-        ``lengths``: number of tokens of a row in every block; empty if all blocks have equally many.
+        ``lengths``: for each rank's block, how many tokens of a row it holds; empty if all blocks have equally many.
         ``window``: number of tokens that a token sees, 0 for all.
     """
     trip, high = (

@@ -117,11 +117,11 @@ class Adaptive:
 
 
 def part_of(choice: Choice, joined: int) -> Choice:
-    """Return ``choice`` with the numbers of joined experts in place of the numbers of their pieces.
+    """Return the routes of ``choice`` to joined experts in place of routes to their pieces.
 
-    An expert that is cut over ranks consists of pieces, and ``choice`` routes a token to all of them. ``joined``:
-    number of neighbouring pieces that are joined to one. The result has one route of a token where ``choice`` has
-    ``joined`` routes.
+    An expert that is cut over ranks consists of pieces, each with a number, and ``choice`` routes a token to all pieces
+    of an expert. ``joined``: number of neighbouring pieces that are joined to one larger piece. Where ``choice`` has
+    ``joined`` routes of a token, the result has one, and its expert number is the number of the larger piece.
     """
     return (
         choice
@@ -134,7 +134,7 @@ def weights_sent(stacks: Sequence[tuple[int, ...]], block: int) -> int:
     """Return how many elements all ranks send, forward and backward, to share expert weights within blocks.
 
     ``stacks``: for each rank, its number of experts, the width of an expert and the width of the model. ``block``:
-    number of ranks in a block. All ranks of a block send messages of the size of the largest.
+    number of ranks in a block. Stacks of different size in a block are padded to the largest, and the padding counts.
     """
     blocks = [stacks[start : start + block] for start in range(0, len(stacks), block)]
     return sum(
@@ -171,8 +171,9 @@ def stacks_of_block(
     """Gather the stacked weights of all experts of a block from this rank's stacks.
 
     ``weights``: this rank's stacks of the matrices gate, up and down. ``parts``: for each rank of the block, its number
-    of experts, the width of an expert and the width of the model. ``joined``: number of pieces of an expert in the
-    block. ``members``: the ranks of the block. In backward each rank gets the sum of all gradients of its own experts.
+    of experts, the width of an expert and the width of the model. ``joined``: number of pieces of an expert that lie in
+    the block if experts are cut over ranks, else 1; these pieces are joined. ``members``: the ranks of the block. In
+    backward each rank gets the sum of all gradients of its own experts.
     """
     experts, hidden, _ = map(max, zip(*parts, strict=True))
     waiting = []

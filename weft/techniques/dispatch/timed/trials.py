@@ -36,6 +36,8 @@ MARGIN = 0.05
 class OptionTimes:
     """Measured times of each option in passes of one size on this rank, and the option that all ranks have chosen.
 
+    An option is one way to bring tokens and experts together.
+
     A *round* of trials is :data:`TRIALS` passes with each option, in turn. ``options``: number of options. ``seconds``:
     the shortest time of each option in this round. ``passes``: number of passes since the round began. ``chosen``:
     index of the chosen option, -1 before the first choice.

@@ -29,7 +29,7 @@ T = torch.Tensor
 
 
 class Voting(PhaseFiller):
-    """Aggregates the replicas' gradients with one vote per replica, whatever its number of tokens.
+    """Combines the replicas' gradients, each with the same weight, however many tokens a replica has.
 
     A replica's gradient is the mean over its own tokens. A replica is left out of the step and of the step's loss if it
     has no tokens or its gradient is not finite. The losses of all other replicas are weighted by tokens.

@@ -38,6 +38,8 @@ T = torch.Tensor
 class InBackward(PhaseFiller):
     """Updates every unit of the state as soon as its last gradient of the step is complete.
 
+    A unit is a group of parameters that are updated together, mostly a block of the model.
+
     The context's ``inspect`` gets the reduced gradients of one unit at a time. A step whose loss is not finite is
     skipped. A gradient that is not finite ends the run with a :class:`WeftError`, because other units have been updated
     by then.

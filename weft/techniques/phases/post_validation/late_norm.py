@@ -81,8 +81,11 @@ class PostValidation(PhaseFiller):
     def agree(self, given: StepInput, shares: T) -> Agreed:
         """Complete the previous step, then reduce the gradients of this step.
 
-        If the previous update was wrong, it is corrected and the passes of this step are run again. Returns this step's
-        gradients, and a function that waits for its result. ``shares``: this rank's share of the mean loss.
+        The previous update was made before its gradient norm was known. It was wrong if its gradients should have been
+        clipped, or the step skipped. In that case it is corrected, and the passes of this step are run again.
+
+        Returns this step's gradients, and a function that waits for this step's result. ``shares``: this rank's share
+        of the mean loss.
         """
         context, loss = self.context, shares
         context.before_update()

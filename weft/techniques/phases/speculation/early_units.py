@@ -36,10 +36,11 @@ def early_units(state: State, memory: Memory, recompute: str) -> list[Unit]:
 
 
 def sizes(unit: Unit, memory: Memory, free: bool) -> Sizes:
-    """Return the bytes that a unit's weights, gradients and moments take in files, over all ranks.
+    """Return how many bytes of a unit's weights, gradients and moments lie in files, over all ranks.
 
-    What is kept in memory counts as 0. The result also says whether the unit has trained parameters and whether it may
-    be updated early. ``memory``: the recipe's section ``[memory]``. ``free``: whether the unit may be updated early.
+    A unit is a group of parameters that are updated together. What is kept in memory counts as 0. The result also says
+    whether any of the unit's parameters is trained, and repeats ``free``. ``memory``: the recipe's section
+    ``[memory]``, which says what lies in files. ``free``: whether the unit may be updated during backward.
     """
     learning = [h for h in unit.held if h.learns]
     moments = [part.tensor for h in learning for part in h.slots.values()]

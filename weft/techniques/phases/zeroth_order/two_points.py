@@ -59,11 +59,12 @@ class ZerothOrder(PhaseFiller):
 
     @torch.no_grad()
     def gradients(self, given: StepInput, agree: AgreePhase) -> T:
-        """Return this rank's shares of the step's sums, float64 ``[3, 2]``.
+        """Return this rank's shares of the step's sums, float64 ``[3, 2]``. No gradients are computed.
 
-        The first row is loss and label weight at the upper point, where parameters are moved along the random
-        direction. The second row is the same at the lower point, where they are moved against it. The third row is the
-        number of tokens and the number of requests to stop.
+        The loss is computed at two points. At the upper one the parameters are moved along a random direction, at the
+        lower one against it. Row 0 has the loss and the labels' weight at the upper point, row 1 those at the lower
+        point. Row 2 has the number of tokens and the number of requests to end the run. The shares of all ranks add up
+        to the sums.
         """
         self.context.before_update()
         stops = own_share(given.stop, self.mesh, **OWN)
