@@ -18,9 +18,9 @@ from weft.models.transformer import Transformer
 class ResidentModels:
     """Lets requests wait until the model that they name is in memory.
 
-    ``thread``: the engine that computes the models. ``openings``: functions that open each model, by its name;
-    requests with other names do not wait. ``residency``: decides which models are in memory. ``most``: the largest
-    number of requests that wait.
+    ``thread``: the engine that computes the models. ``openings``: for each model's name, a function that opens the
+    model. A request that names another model does not wait. ``residency``: decides which models are in memory.
+    ``most``: the largest number of requests that wait; further ones are refused.
     """
 
     def __init__(

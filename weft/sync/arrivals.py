@@ -126,8 +126,7 @@ class Ended(NamedTuple):
 
 @dataclass
 class Link:
-    """A rank's end of its connection to rank 0. Rank 0 collects weighted sums of gradients, which ranks send through
-    it.
+    """A rank's end of its connection to rank 0, to which it sends weighted sums of gradients.
 
     ``rank``: number of this rank; ``limit``: seconds to wait at most for a message; ``step``: how many training steps
     this rank has taken.

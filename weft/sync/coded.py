@@ -151,7 +151,7 @@ def coefficients(ranks: int, late: int) -> np.ndarray:
     ``ranks - late`` rows can be combined into a row of ones, so that the results of as many ranks give the sum over all
     parts (Tandon et al. 2017). If ``late + 1`` divides the number of ranks, groups of ``late + 1`` ranks compute the
     same parts with coefficients of 1. Otherwise each rank computes the part with its own number and the next ``late``
-    parts, and all rows are orthogonal to ``late`` random rows that add up to 0.
+    parts, and all rows are orthogonal to ``late`` random rows. Each of these random rows adds up to 0.
     """
     import numpy as np
 

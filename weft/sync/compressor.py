@@ -59,8 +59,8 @@ class Compressor:
 
     Attributes:
         ``unbiased``: whether the decompressed tensor equals the tensor in the mean over seeds.
-        ``linear``: whether the mean of several tensors' payloads, compressed with the same seed, is the payload of
-            their mean.
+        ``linear``: whether islands can average payloads, made with the same seed, in place of their tensors
+            (:meth:`agreed`).
         ``in_rings``: whether islands exchange whole matrices by ring all-reduces, instead of each being responsible for
             a chunk.
         ``words``: names in recipes; by default the compressor's own name.
@@ -173,8 +173,7 @@ class Compressor:
         return [self]
 
     def cut(self, part: slice) -> Compressor:
-        """Return a compressor for the elements ``part`` of a flat tensor, where this compressor is for the whole
-        tensor.
+        """Return a compressor for the elements ``part`` of a flat tensor. This compressor is for the whole tensor.
 
         Both are the same unless several tensors, each with a compressor of its own, lie end to end in the flat tensor.
         The result then has the compressors of those tensors that ``part`` touches.

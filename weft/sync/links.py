@@ -77,8 +77,8 @@ def ring_times(
     chunk travels.
 
     An all-reduce takes as long as its slowest link needs to send all chunks, or as long as one message needs for its
-    way around, whichever is longer. The way of a message has ``2 (islands - 1)`` links, each with its latency. The
-    model is slightly too short, because both overlap only partly at the beginning and the end.
+    way around the ring, whichever is longer. The way of a message has ``2 (islands - 1)`` links, each with its latency.
+    The model is slightly too short, because both overlap only partly at the beginning and the end.
     """
     slowest, around = _steps(links, orders, nbytes, pieces)
     return 2 * (orders.shape[1] - 1) * np.maximum(slowest, around)

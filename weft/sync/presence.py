@@ -42,7 +42,8 @@ class Presence:
         """
 
     def exchange(self, number: int, draw: Draw, work: Work[R]) -> R:
-        """Run ``work``, which exchanges tensors with other islands; return its result once it has ended on all of them.
+        """Run ``work``, which exchanges tensors with other islands; return its result once all of these have ended
+        theirs.
 
         ``number``: the number of the exchange since the run began.
 

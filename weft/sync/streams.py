@@ -45,9 +45,9 @@ class _Message(NamedTuple):
 class Streams:
     """This rank's connections to the ranks with the same number (``place``) in all other islands.
 
-    Where islands come and go, time is divided into *epochs*, in which the set of islands does not change:
-    :meth:`break_off` ends the exchanges of an epoch, and :meth:`begin` starts the next, which sees no message of an
-    earlier epoch. ``endpoint``: this process's listener; ``secret``: the run's key for seals.
+    Where islands come and go, time is divided into *epochs*. Within an epoch the set of islands does not change.
+    :meth:`break_off` ends the exchanges of an epoch, and :meth:`begin` starts the next one. Messages of an earlier
+    epoch are dropped. ``endpoint``: this process's listener; ``secret``: the run's key for seals.
 
     Attributes:
         ``island``, ``islands``: number of this island, and how many there are.

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def build_step(context: StepContext, recipe: Recipe) -> Step:
     """Compose the training step from the techniques that the recipe asks for.
 
-    The plain step fills the phases that no technique fills. ``context``: the model, state and mesh that the phases work
-    on, and functions that they call. Raises :class:`weft.refusal.Conflict` if two techniques fill the same phase of the
-    step.
+    A step consists of phases, each filled by one object. The plain step fills the phases that no technique fills.
+    ``context``: the model, state and mesh that the phases work on, and functions that they call. Raises
+    :class:`weft.refusal.Conflict` if two techniques fill the same phase of the step.
     """
     asked = AskedRecipe(**dict(recipe))
     filled = [

@@ -103,10 +103,10 @@ class IslandExchange:
         A background thread may call this method. ``f``: index of the fragment. ``number``: index of the exchange, from
         the beginning of the run. ``values``: the fragment's elements, flat. ``step``: the number of steps so far.
 
-        ``shared``: slots (tensors kept for each parameter) that must be equal on all islands, flat by name. If this
-        island's slots differ from those of most islands, the result holds the slots of these other islands. What this
-        island sends is then corrected by the difference between their slot ``anchor`` and its own. The anchor is the
-        parameters at the beginning of the round.
+        ``shared``: slots (tensors kept for each parameter) that must be equal on all islands, flat by name. The slot
+        ``anchor`` holds the parameters at the beginning of the round. If this island's slots differ from those of most
+        islands, the result holds the slots of those islands. Their anchor minus this island's anchor is then also added
+        to what this island sends.
         """
         held, here = self.fragments[f], self.replicas[f].part(values.numel())
         shared = {name: values[here] for name, values in shared.items()}

@@ -206,8 +206,8 @@ class Apart(PhaseFiller):
     def hand_over(self, island: int, tokens: int) -> None:
         """Send this rank's state to the island ``island``, which joins or comes back.
 
-        ``tokens``: number of tokens of the last steps, which the run's progress does not count yet. The new island is
-        told the number of tokens of the whole run: the count of the progress plus ``tokens``.
+        ``tokens``: number of tokens of the latest steps, which the run's progress does not count yet. The other island
+        is told how many tokens the whole run has seen: the number in the progress plus ``tokens``.
         """
         self.keep_answers()
         counts = [

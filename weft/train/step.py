@@ -513,8 +513,9 @@ def update_unless_skipped(
     """Call ``update``, unless the step is skipped because its loss or gradient norm is not finite.
 
     ``given``: the step's input on this rank. ``agreed``: the reduced gradients, and a function that waits for the
-    step's result. ``update``: a function of the gradients by unit, the learning rate and the clipping factor. Returns
-    the step's result, which says whether the update was skipped. The gradients are cleared in both cases.
+    step's result. ``update``: function that changes the parameters; its arguments are the gradients by unit, the
+    learning rate and the factor that scales gradients down. Returns the step's result, which says whether the step was
+    skipped. The gradients are cleared in any case.
     """
     with record_function("weft:optimizer"):
         result = agreed.result()
@@ -534,11 +535,13 @@ def reduced_and_sums(
     loss: torch.Tensor,
     before_sums: Callable[[], None],
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return this rank's reduced gradients by name after all passes, and the step's sums over all ranks.
+    """Reduce the gradients after all passes of a step; return them by name, and the step's sums.
+
+    The gradients are those that this rank holds. The sums are numbers such as loss, gradient norm and tokens, added up
+    over all ranks as :func:`shares_of_sums` lists them.
 
     ``context``: the model, state and mesh of the run. ``given``: the step's input on this rank. ``loss``: this rank's
-    share of the mean loss. ``before_sums``: a function that is called before the one all-reduce of the sums.
-    :func:`shares_of_sums` says what the sums are.
+    share of the mean loss. ``before_sums``: function that is called before the all-reduce of the sums.
     """
     state, mesh = context.state, context.mesh
     with record_function("weft:optimizer"):

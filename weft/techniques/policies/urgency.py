@@ -53,8 +53,7 @@ class _Rank(NamedTuple):
     ),
 )
 class Urgency(SchedulingPolicy):
-    """Schedules texts that are being written first, then prompts. Within each of these kinds, the most urgent comes
-    first.
+    """Schedules new tokens first, then prompts. Of each kind, the most urgent come first.
 
     A workflow is a series of requests (stages) with one deadline. The time until the deadline is divided among the
     present and the remaining stages, in proportion to their estimated times. The urgency of a request is its estimated

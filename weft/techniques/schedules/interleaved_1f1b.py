@@ -28,9 +28,9 @@ class Interleaved(ScheduleBuilder):
     A microbatch passes all ranks once for each chunk, and microbatches go in groups of ``P``. The last group may be
     smaller than ``P``, which Megatron does not allow: its missing microbatches are left out of the order.
 
-    With ``v`` chunks, a step waits for messages between ranks ``2 v P - 2`` times. If messages take time, each rank
-    delays one backward to a moment at which it would otherwise wait. This saves ``P`` of these waits, and the rank
-    holds the activations of one more chunk.
+    With ``v`` chunks, a step waits for messages between ranks ``2 v P - 2`` times. If messages take time, one backward
+    is delayed to a moment at which a rank would otherwise wait. This saves ``P`` of these waits, and the rank holds the
+    activations of one more chunk.
     """
 
     about = "1F1B over v chunks per rank, depth first"

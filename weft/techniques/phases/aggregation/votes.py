@@ -29,7 +29,7 @@ T = torch.Tensor
 
 
 class Voting(PhaseFiller):
-    """Combines the replicas' gradients, each with the same weight, however many tokens a replica has.
+    """Combines the replicas' gradients by a robust rule in which each replica counts once, however many tokens it has.
 
     A replica's gradient is the mean over its own tokens. A replica is left out of the step and of the step's loss if it
     has no tokens or its gradient is not finite. The losses of all other replicas are weighted by tokens.
