@@ -17,7 +17,7 @@ from weft.generate.lookup import Lookup
 from weft.generate.migration import Departure
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY
-from weft.models.borrowed_keys import LenderLost, LentQuery, Partial
+from weft.models.borrowed_keys import LenderLost, LentQuery, LoanPart, Partial
 from weft.net.endpoint import Endpoint
 
 KINDS = ["softmax", "windows", "experts", "latent"]
@@ -248,3 +248,27 @@ def test_loans_over_a_wire() -> None:
     alone.run()
     written = generation.written
     assert len(written) >= 15 and written == expected.written[: len(written)]
+
+
+def test_an_answer_that_nobody_read_is_not_taken_for_the_next() -> None:
+    """A pass that loses one lender leaves the answers of another unread."""
+    model = build("softmax", torch.float64)
+    office = LoanOffice(Engine(model, tokens=400, size=4))
+    size = office.reader.read_blocks([0], 4).shape[1]
+    ends = [Endpoint("127.0.0.1"), Endpoint("127.0.0.1")]
+    open_loans(ends[0], "secret", office)
+    lender = RemoteLender(ends[1].join(LOANS, "secret"), ends[0].address, "far")
+    try:
+        values = torch.randn(size // 8, dtype=torch.float64).view(torch.uint8)
+        loan = lender.take(values[None])
+        queries = [LentQuery(0, 1, 4, [LoanPart(loan, 0, 4)])]
+        shape = (1, model.shape.heads, model.shape.head_dim or 0)
+        first, second = torch.randn(2, *shape, dtype=torch.float64)
+        lender.ask(0, queries, first, 0)
+        out, lse = lender.ask(0, queries, second, 0)()
+        expected = office.attend(0, queries, second, 0)
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    finally:
+        lender.close()
+        for end in ends:
+            end.close()

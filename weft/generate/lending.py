@@ -74,7 +74,9 @@ class Loan(NamedTuple):
 
 
 def check_lending(engine: Engine) -> PagedReader:
-    """Return the reader of ``engine``; raise :class:`UsageError` if its blocks cannot be lent."""
+    """Return the reader of ``engine``, whose cache has memory from now on. Raises :class:`UsageError` if its blocks
+    cannot be lent.
+    """
     reader = engine.reader
     if not isinstance(reader, PagedReader) or reader.alike:
         raise UsageError(
@@ -84,6 +86,8 @@ def check_lending(engine: Engine) -> PagedReader:
         raise UsageError(
             "layers that keep a recurrent state have no keys to lend; leave out lending"
         )
+    if any(pages.store is None for pages in reader.pages):
+        engine.probe()
     return reader
 
 
@@ -102,8 +106,6 @@ class LoanOffice:
     def __init__(self, engine: Engine, reserve: float = RESERVE) -> None:
         self.engine, self.reader = engine, check_lending(engine)
         self.reserve = reserve
-        if any(pages.store is None for pages in self.reader.pages):
-            engine.probe()
         self.loans: dict[int, Loan] = {}
         self._recalled: set[int] = set()
         self._offered: list[int] = []
@@ -291,8 +293,6 @@ class Borrower:
         self.engine, self.reader = engine, check_lending(engine)
         self.lenders = lenders
         self._numbers = count(-1, -1)
-        if any(pages.store is None for pages in self.reader.pages):
-            engine.probe()
         scheduler = engine.scheduler
         scheduler.relief.append(self.relieve)
         scheduler.borrowable, scheduler.lendable = most, self.room

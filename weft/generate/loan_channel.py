@@ -7,6 +7,7 @@ layer, and partial attentions come back. The lender answers both in threads of t
 import secrets
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -87,7 +88,8 @@ def _answer(
         answer["full"] = str(error)
     except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
         answer["error"] = f"{type(error).__name__}: {error}"
-    return answer | {"recalled": office.recalled(borrower)}, back
+    always = {"recalled": office.recalled(borrower), "number": head.get("number")}
+    return answer | always, back
 
 
 def _attend(office: LoanOffice, head: Head, payload: memoryview) -> Partial:
@@ -118,6 +120,7 @@ class RemoteLender:
         self.lost = False
         self.moved = self.sent = 0
         self._recalled: list[int] = []
+        self._numbers = count()
 
     @cached_property
     def _control(self) -> SealedConnection:
@@ -176,6 +179,7 @@ class RemoteLender:
         """
         head = {
             "do": "attend",
+            "number": next(self._numbers),
             "layer": layer,
             "queries": queries,
             "window": window,
@@ -184,7 +188,11 @@ class RemoteLender:
         self._send(lambda: self._queries, head, [tensor_bytes(q.cpu())])
 
         def partial() -> Partial:
-            payload = self._receive(lambda: self._queries).payload
+            answer = self._receive(lambda: self._queries)
+            # a pass that lost another lender has left answers unread
+            while answer.head["number"] != head["number"]:
+                answer = self._receive(lambda: self._queries)
+            payload = answer.payload
             dtype = wide(q.dtype)
             split = q.numel() * dtype.itemsize
             self.moved += q.nbytes + len(payload)
