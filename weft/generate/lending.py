@@ -86,8 +86,7 @@ def check_lending(engine: Engine) -> PagedReader:
         raise UsageError(
             "layers that keep a recurrent state have no keys to lend; leave out lending"
         )
-    if any(pages.store is None for pages in reader.pages):
-        engine.probe()
+    engine.block_form()  # makes the cache's memory, if it has none yet
     return reader
 
 
