@@ -4,39 +4,18 @@ import os
 import platform
 import signal
 import threading
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from uuid import uuid4
 
 import typer
 
-from weft.cli.arguments import (
-    Adapters,
-    Ahead,
-    Budget,
-    CacheFolder,
-    CacheFolderSize,
-    CacheTokens,
-    Draft,
-    EarlyLayer,
-    Ema,
-    HostCache,
-    Invariant,
-    Lend,
-    ModelName,
-    Models,
-    PluginModules,
-    PolicyWord,
-    Requests,
-    SecretFile,
-    Spread,
-    Waiting,
-    Weights,
-    import_plugins,
-    read_address,
-    set_secret,
-)
+from weft.cli.arguments import SecretFile, read_address, set_secret
 from weft.cli.console import warn
+from weft.cli.engine_options import holding_engine
 from weft.errors import UsageError
+
+if TYPE_CHECKING:
+    from weft.generate.open_engine import EngineOptions
 
 _join = "The address of the router: the one that weft serve --cluster has printed."
 _name = "The engine's name for the router and in metrics; by default host and process."
@@ -59,35 +38,17 @@ _model_name = (
 )
 
 
+@holding_engine
 def engine_command(
-    checkpoint: Annotated[str, ModelName],
+    options: "EngineOptions",
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help=_join)],
     name: Annotated[str, typer.Option(help=_name)] = "",
     role: Annotated[str, typer.Option(metavar="prefill|decode", help=_role)] = "",
     secret: SecretFile = None,
     redial: Annotated[float, typer.Option(min=0, help=_redial)] = 60,
     drain: Annotated[float, typer.Option(min=0, help=_drain)] = 30,
-    requests: Requests = 64,
-    waiting: Waiting = 960,
-    budget: Budget = 512,
-    policy: PolicyWord = "exact-fill",
-    cache: CacheTokens = 0,
-    host_cache: HostCache = 0,
-    cache_folder: CacheFolder = None,
-    cache_folder_size: CacheFolderSize = None,
     share: Annotated[float, typer.Option(min=0.01, max=0.95, help=_share)] = 0.4,
-    adapters: Adapters = None,
-    models: Models = None,
     model_name: Annotated[str, typer.Option(help=_model_name)] = "",
-    ema: Ema = False,
-    weights: Weights = "float",
-    invariant: Invariant = False,
-    draft: Draft = "",
-    ahead: Ahead = 0,
-    early_layer: EarlyLayer = 0,
-    plugin: PluginModules = None,
-    layout: Spread = None,
-    lend: Lend = False,
 ) -> int:
     """Run an engine that answers the requests of a router (weft serve --cluster FILE), until the router lets it go."""
     import torch
@@ -98,12 +59,7 @@ def engine_command(
     from weft.cluster.engine_member import EngineMember
     from weft.generate.fingerprint import open_for_reading, weights_fingerprint
     from weft.generate.grammar import Grammars
-    from weft.generate.open_engine import (
-        EngineOptions,
-        adapter_digests,
-        model_digests,
-        open_engine,
-    )
+    from weft.generate.open_engine import adapter_digests, model_digests, open_engine
     from weft.generate.outside_cache import join_memories
     from weft.generate.start import as_rank, launch_ranks
     from weft.net.endpoint import process_endpoint
@@ -114,12 +70,7 @@ def engine_command(
         raise UsageError(f"--role {role} is not possible; give {' or '.join(ROLES)}")
     router = read_address(join, "--join")
     set_secret(secret, "weft engine")
-    import_plugins(plugin)
-    options = EngineOptions(
-        checkpoint, requests, waiting, budget, policy, cache, adapters, models, ema, weights, invariant, draft,
-        ahead, early_layer, tuple(plugin or ()), layout or "", "", host_cache, cache_folder, cache_folder_size, lend,
-    )  # fmt: skip
-    options.check()
+    checkpoint = options.checkpoint
     if (code := launch_ranks(options.spread, checkpoint)) is not None:
         return code
     called = model_name or checkpoint.rstrip("/").split("/")[-1]
@@ -129,24 +80,25 @@ def engine_command(
         if opened is None:
             return 0
         engine, files = opened.engine, opened.files
-        model = open_for_reading(checkpoint, ema)
+        model = open_for_reading(checkpoint, options.ema)
         endpoint = process_endpoint(own_address(router[0]))
-        loans = EngineLoans(engine, endpoint, "") if lend else None
+        loans = EngineLoans(engine, endpoint, "") if options.lend else None
         kept = opened.kept
         memories = join_memories(kept, endpoint, "") if kept else None
         about = EngineAbout(
             name=name or f"{platform.node()}-{os.getpid()}",
             instance=uuid4().hex,
             version=VERSION,
-            fingerprint=weights_fingerprint(model, weights),
+            fingerprint=weights_fingerprint(model, options.weights),
             vocab=engine.model.shape.vocab,
             embed=engine.model.shape.embed,
             cache=opened.cache // engine.reader.size * engine.reader.size,
             block=engine.reader.size,
             most=options.most,
             searches=options.spread.world == 1 and engine.drafter is None,
-            adapters=adapter_digests(adapters, called) | model_digests(models),
-            loans=endpoint.address if lend else (),
+            adapters=adapter_digests(options.adapters, called)
+            | model_digests(options.models),
+            loans=endpoint.address if options.lend else (),
             memory=endpoint.address if memories else (),
             role=role,
         )

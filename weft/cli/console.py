@@ -51,4 +51,5 @@ def plain_console(width: int = 0) -> Console:
 
 def warn(text: str) -> None:
     """Print ``text`` as a line on the error stream, apart from the command's output."""
-    print(f"weft: {text}", file=sys.stderr)
+    # one write, so that lines of processes that share a terminal do not mix
+    sys.stderr.write(f"weft: {text}\n")

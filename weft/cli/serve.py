@@ -12,34 +12,9 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from weft.cli.arguments import (
-    Adapters,
-    Ahead,
-    Budget,
-    CacheFolder,
-    CacheFolderSize,
-    CacheTokens,
-    Draft,
-    EarlyLayer,
-    Ema,
-    HostCache,
-    Invariant,
-    Lend,
-    ModelName,
-    Models,
-    PluginModules,
-    PolicyWord,
-    Requests,
-    SecretFile,
-    Spread,
-    Waiting,
-    Weights,
-    import_plugins,
-    read_address,
-    read_keys,
-    set_secret,
-)
+from weft.cli.arguments import SecretFile, read_address, read_keys, set_secret
 from weft.cli.console import warn
+from weft.cli.engine_options import holding_engine
 from weft.errors import UsageError
 from weft.net.sockets import Socket, listen
 
@@ -101,8 +76,9 @@ _dispatch = (
 )
 
 
+@holding_engine
 def serve_command(
-    checkpoint: Annotated[str, ModelName],
+    options: "EngineOptions",
     host: Annotated[
         str, typer.Option(help="The address to listen on; 0.0.0.0 for all networks.")
     ] = "127.0.0.1",
@@ -117,14 +93,6 @@ def serve_command(
             help="The model's name for clients; by default the model's own name."
         ),
     ] = None,
-    requests: Requests = 64,
-    waiting: Waiting = 960,
-    budget: Budget = 512,
-    policy: PolicyWord = "exact-fill",
-    cache: CacheTokens = 0,
-    host_cache: HostCache = 0,
-    cache_folder: CacheFolder = None,
-    cache_folder_size: CacheFolderSize = None,
     tokens: Annotated[
         int,
         typer.Option(
@@ -134,8 +102,6 @@ def serve_command(
     drain: Annotated[
         int, typer.Option(min=0, help="Seconds for answers to finish after Ctrl-C.")
     ] = 30,
-    adapters: Adapters = None,
-    models: Models = None,
     resident: Annotated[str, typer.Option(metavar="N|BYTES", help=_resident)] = "",
     model_wait: Annotated[float, typer.Option(min=0, help=_model_wait)] = 30,
     router: Annotated[
@@ -150,19 +116,10 @@ def serve_command(
         list[str] | None, typer.Option(metavar="ORIGIN", help=_cors)
     ] = None,
     connections: Annotated[int, typer.Option(min=1, help=_connections)] = 2048,
-    ema: Ema = False,
-    weights: Weights = "float",
-    invariant: Invariant = False,
-    draft: Draft = "",
-    ahead: Ahead = 0,
-    early_layer: EarlyLayer = 0,
-    plugin: PluginModules = None,
-    layout: Spread = None,
     engines: Annotated[int, typer.Option(min=0, metavar="N", help=_engines)] = 0,
     cluster: Annotated[Path | None, typer.Option(metavar="FILE", help=_cluster)] = None,
     dispatch: Annotated[str, typer.Option(metavar="NAME", help=_dispatch)] = "load",
     secret: SecretFile = None,
-    lend: Lend = False,
 ) -> int:
     """Serve a trained model over HTTP as OpenAI's clients ask for it, with metrics and a chat page."""
     import torch
@@ -171,7 +128,7 @@ def serve_command(
     from weft.checkpoint.model_family import model_folders
     from weft.data.chat.chat_template import template_text
     from weft.generate.many_models import Room
-    from weft.generate.open_engine import EngineOptions, open_engine
+    from weft.generate.open_engine import open_engine
     from weft.generate.start import as_rank, launch_ranks, leads
     from weft.shapes.carried_files import context_length
 
@@ -193,13 +150,9 @@ def serve_command(
         ) from None
     keys = read_keys(api_key) if api_key else []
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    import_plugins(plugin)
-    options = EngineOptions(
-        checkpoint, requests, waiting, budget, policy, cache, adapters, models, ema, weights, invariant, draft,
-        ahead, early_layer, tuple(plugin or ()), layout or "", resident, host_cache, cache_folder, cache_folder_size,
-        lend,
-    )  # fmt: skip
-    options.check()
+    if resident:
+        options = replace(options, resident=resident)
+        options.check()
     if dispatch != "load" and (cluster or not engines):
         raise UsageError(
             "--dispatch is for --engines; leave it out"
@@ -209,18 +162,21 @@ def serve_command(
         raise UsageError(
             "--resident is for one engine; leave out --engines and --cluster"
         )
-    if lend and not (engines or cluster):
+    if options.lend and not (engines or cluster):
         raise UsageError(
             "--lend is between engines; give --engines N or --cluster FILE"
         )
     choice = (
-        read_choice_settings(router, model_folders(models, warn) if models else ())
+        read_choice_settings(
+            router, model_folders(options.models, warn) if options.models else ()
+        )
         if router
         else None
     )
     template = chat_template and template_text(chat_template, "--chat-template")
     # mistakes are said before anything is read
     gate_rules(host, allowed_hosts or (), cors or ())
+    checkpoint = options.checkpoint
     name = name or checkpoint.rstrip("/").split("/")[-1]
 
     def front_for(
@@ -285,7 +241,7 @@ def serve_command(
                 opened.resting,
                 Room.parse(resident),
                 model_wait,
-                waiting,
+                options.waiting,
             )
         about = f"a cache of {opened.cache:,} tokens"
         front = front_for(service, opened.files, opened.others, opened_socket, about)

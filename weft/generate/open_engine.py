@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ SHARE = 0.4
 FOLDER_GB = 20.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """Options of the commands that hold an engine, as they are given.
 
@@ -118,30 +118,17 @@ class EngineOptions:
         policy_of(self.policy)
 
     def words(self) -> list[str]:
-        """Return these options as words of a command line."""
-        values = {
-            "checkpoint": self.checkpoint,
-            "requests": self.requests,
-            "waiting": self.waiting,
-            "budget": self.budget,
-            "policy": self.policy,
-            "cache": self.cache,
-            "adapters": self.adapters,
-            "models": self.models,
-            "weights": self.weights,
-            "draft": self.draft,
-            "ahead": self.ahead,
-            "early-layer": self.early_layer,
-            "layout": self.layout,
-            "host-cache": self.host_cache,
-            "cache-folder": self.cache_folder,
-        }
-        words = [f"--{name}={value}" for name, value in values.items() if value]
-        if self.cache_folder_size is not None:
-            words.append(f"--cache-folder-size={self.cache_folder_size}")
-        words += ["--ema"] * self.ema + ["--invariant"] * self.invariant
-        words += ["--lend"] * self.lend
-        return [*words, *(f"--plugin={module}" for module in self.plugins)]
+        """Return these options as words of the command line of ``weft engine``. :attr:`resident` is none of its."""
+        words = []
+        for field in fields(self):
+            name, value = field.name.replace("_", "-"), getattr(self, field.name)
+            if name == "plugins":
+                words += [f"--plugin={module}" for module in value]
+            elif isinstance(value, bool):
+                words += [f"--{name}"] * value
+            elif value not in (None, "") and name != "resident":
+                words.append(f"--{name}={value}")
+        return words
 
 
 class OpenedEngine(NamedTuple):

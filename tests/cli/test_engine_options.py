@@ -1,0 +1,56 @@
+"""Options of an engine: both commands that hold one take the same, and an engine that is started gets them all."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from weft.cli.app import app
+from weft.cli.cluster_engine import engine_command
+from weft.cli.engine_options import read_engine_options
+from weft.cli.serve import serve_command
+from weft.errors import UsageError
+from weft.generate.open_engine import EngineOptions
+
+SHARED = inspect.signature(read_engine_options).parameters
+
+
+def parsed(words: list[str]) -> EngineOptions:
+    """The options that ``weft engine`` reads from these words."""
+    command = typer.main.get_command(app).commands["engine"]  # type: ignore[attr-defined]
+    params = command.make_context("engine", ["--join=h:1", *words]).params
+    return read_engine_options(**{name: params[name] for name in SHARED})
+
+
+def test_an_engine_that_is_started_gets_every_option(tmp_path: Path) -> None:
+    plain = parsed(["--checkpoint=m"])
+    assert parsed(plain.words()) == plain
+    changed = EngineOptions(
+        checkpoint="another", requests=3, waiting=0, budget=7, policy="chunked:5", cache=64,
+        adapters=tmp_path / "a", models=None, ema=True, weights="int8", invariant=False,
+        draft="small", ahead=4, early_layer=1, plugins=("json", "math"), layout="", host_cache=0.5,
+        cache_folder=tmp_path, cache_folder_size=0.0, lend=True,
+    )  # fmt: skip
+    names = [field.name for field in fields(plain)]
+    same = {name for name in names if getattr(plain, name) == getattr(changed, name)}
+    assert same == {"models", "invariant", "layout", "resident"}
+    assert parsed(changed.words()) == changed
+    for alone in ({"invariant": True}, {"layout": "tp=2"}):
+        other = replace(plain, **alone)
+        assert parsed(other.words()) == other
+
+
+def test_both_commands_take_them_all() -> None:
+    for command in (serve_command, engine_command):
+        parameters = inspect.signature(command).parameters
+        assert {name: parameters[name].default for name in SHARED} == {
+            name: parameter.default for name, parameter in SHARED.items()
+        }
+    with pytest.raises(UsageError, match="--invariant is for a model on one rank"):
+        engine_command("m", join="h:1", invariant=True, layout="tp=2")
+    with pytest.raises(UsageError, match="--resident is for --models"):
+        serve_command("m", resident="2")

@@ -1,0 +1,194 @@
+"""The options of the commands that hold an engine, ``weft serve`` and ``weft engine``."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli.arguments import (
+    Ahead,
+    Draft,
+    EarlyLayer,
+    Ema,
+    ModelName,
+    PluginModules,
+    Spread,
+    Weights,
+    import_plugins,
+)
+
+if TYPE_CHECKING:
+    from weft.generate.open_engine import EngineOptions
+
+Requests = Annotated[
+    int,
+    typer.Option(
+        "--requests", min=1, help="Most answers that are written at the same time."
+    ),
+]
+Waiting = Annotated[
+    int,
+    typer.Option(
+        "--waiting",
+        min=0,
+        help="Most answers that may wait; further requests are refused with 429.",
+    ),
+]
+Budget = Annotated[
+    int,
+    typer.Option(
+        "--budget",
+        min=1,
+        help="Most tokens per step; longer prompts are read in pieces.",
+    ),
+]
+_policy = (
+    "Which tokens a step computes first. exact-fill: new tokens, then "
+    "prompts, cut where the budget ends; chunked:N: new tokens and at most N "
+    "of one prompt; prompts-first: prompts, then new tokens; urgency: the "
+    "requests whose workflow has least time left."
+)
+PolicyWord = Annotated[
+    str,
+    typer.Option(
+        "--policy", metavar="exact-fill|chunked:N|prompts-first|urgency", help=_policy
+    ),
+]
+CacheTokens = Annotated[
+    int,
+    typer.Option("--cache", min=0, help="Tokens in the cache; 0: by the free memory."),
+]
+_adapters = (
+    "A folder of adapters in PEFT's format; each is served as a model with "
+    "its folder's name."
+)
+Adapters = Annotated[
+    Path | None, typer.Option("--adapters", metavar="FOLDER", help=_adapters)
+]
+_models = (
+    "A folder of models of the same shape and tokenizer, such as fine-tunes; "
+    "each is served by its folder's name. Weights that are equal are in "
+    "memory once."
+)
+Models = Annotated[
+    Path | None, typer.Option("--models", metavar="FOLDER", help=_models)
+]
+_host_cache = (
+    "Keep cached prefixes in so many GB of each engine's host memory too, for when "
+    "the cache needs their room."
+)
+HostCache = Annotated[
+    float, typer.Option("--host-cache", min=0, metavar="GB", help=_host_cache)
+]
+_cache_folder = (
+    "Keep cached prefixes in files of this folder, which all engines on this machine "
+    "and the next start use too. Who can read the files can learn users' texts."
+)
+CacheFolder = Annotated[
+    Path | None, typer.Option("--cache-folder", metavar="FOLDER", help=_cache_folder)
+]
+_cache_files = (
+    "Most GB of these files, 20 if left out; those read longest ago are removed first."
+)
+CacheFolderSize = Annotated[
+    float | None,
+    typer.Option("--cache-folder-size", min=0, metavar="GB", help=_cache_files),
+]
+_invariant = (
+    "Make log-probabilities independent of other requests, to the last bit; slower."
+)
+Invariant = Annotated[bool, typer.Option("--invariant", help=_invariant)]
+_lend = (
+    "Let engines lend each other blocks of their caches: texts may be longer "
+    "than the cache of one engine."
+)
+Lend = Annotated[bool, typer.Option("--lend", help=_lend)]
+
+
+def read_engine_options(
+    checkpoint: Annotated[str, ModelName],
+    requests: Requests = 64,
+    waiting: Waiting = 960,
+    budget: Budget = 512,
+    policy: PolicyWord = "exact-fill",
+    cache: CacheTokens = 0,
+    host_cache: HostCache = 0,
+    cache_folder: CacheFolder = None,
+    cache_folder_size: CacheFolderSize = None,
+    adapters: Adapters = None,
+    models: Models = None,
+    ema: Ema = False,
+    weights: Weights = "float",
+    invariant: Invariant = False,
+    draft: Draft = "",
+    ahead: Ahead = 0,
+    early_layer: EarlyLayer = 0,
+    plugin: PluginModules = None,
+    layout: Spread = None,
+    lend: Lend = False,
+) -> "EngineOptions":
+    """Return the options of an engine, checked as far as they can be without its model. The modules of ``--plugin`` are
+    imported. The parameters are the options of the command line, which :func:`holding_engine` adds to a command.
+
+    Raises :class:`UsageError` for options that are wrong on their own or conflict.
+    """
+    from weft.generate.open_engine import EngineOptions
+
+    import_plugins(plugin)
+    options = EngineOptions(
+        checkpoint=checkpoint,
+        requests=requests,
+        waiting=waiting,
+        budget=budget,
+        policy=policy,
+        cache=cache,
+        host_cache=host_cache,
+        cache_folder=cache_folder,
+        cache_folder_size=cache_folder_size,
+        adapters=adapters,
+        models=models,
+        ema=ema,
+        weights=weights,
+        invariant=invariant,
+        draft=draft,
+        ahead=ahead,
+        early_layer=early_layer,
+        plugins=tuple(plugin or ()),
+        layout=layout or "",
+        lend=lend,
+    )
+    options.check()
+    return options
+
+
+def holding_engine(command: Callable[..., int]) -> Callable[..., int]:
+    """Add the options of an engine to ``command``, whose first parameter gets their values as one
+    :class:`EngineOptions`.
+
+    The model's name stays the first parameter, and the command's own options come before the others.
+    """
+    shared = inspect.signature(read_engine_options).parameters
+    _, *own = inspect.signature(command).parameters.values()
+    model, *others = shared.values()
+    named = [
+        each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *others)
+    ]
+    signature = inspect.Signature([model, *named], return_annotation=int)
+
+    @functools.wraps(command)
+    def run(*given: Any, **named: Any) -> int:
+        bound = signature.bind(*given, **named)
+        bound.apply_defaults()
+        values = bound.arguments
+        options = read_engine_options(**{name: values.pop(name) for name in shared})
+        return command(options, **values)
+
+    # what Typer reads
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {
+        name: parameter.annotation for name, parameter in signature.parameters.items()
+    }
+    return run
