@@ -35,6 +35,7 @@ from weft.generate.backend import (
 from weft.generate.beam_search import LENGTH_PENALTY, Search
 from weft.generate.embedding import embed
 from weft.generate.engine import Engine
+from weft.generate.request import Written
 from weft.generate.sampling import GREEDY, Sampling
 from weft.net.endpoint import Endpoint
 from weft.net.sockets import listen
@@ -48,6 +49,12 @@ def close(scores: Scores, plain: Scores) -> None:
     for (chosen, likeliest), (other, others) in zip(scores, plain, strict=True):
         assert chosen == pytest.approx(other, abs=1e-4)
         assert likeliest == pytest.approx(others, abs=1e-4)
+
+
+def stuck() -> list[Written]:
+    """The step of an engine that comes to nothing."""
+    time.sleep(0.01)
+    return []
 
 
 def test_answers_are_those_of_one_engine() -> None:
@@ -87,15 +94,18 @@ def test_killed_at_any_token_the_text_goes_on() -> None:
         ]
         plain = [alone(request)[0].written for request in requests]
         with Cluster(2, slow=0.02) as cluster:
-            left = draw.sample(range(1, 50), 3)
+            left = draw.sample(range(1, 45), 3)
 
             def seen(
                 event: TokenEvent, cluster: Cluster = cluster, left: Any = left
             ) -> None:
                 left[:] = [events - 1 for events in left]
                 if 0 in left:
+                    busy = [name for name, link in cluster.router.links.items() if link.flights]  # fmt: skip
+                    killed = next(e for e in cluster.engines if e.member.about.name in busy)  # fmt: skip
                     cluster.engines.append(cluster.add(f"new{len(cluster.said)}"))
-                    cluster.engines.pop(0).kill()
+                    cluster.engines.remove(killed)
+                    killed.kill()
 
             assert asyncio.run(written_by(cluster.router, requests, seen)) == plain
             assert cluster.router.continued
@@ -272,7 +282,7 @@ def test_answers_that_lose_engines_by_accident_do_not_end_together() -> None:
     requests = [asked([i + 1, 7], 6) for i in range(8)]
     plain = [alone(request)[0].written for request in requests]
     with Cluster(1) as cluster:
-        cluster.engines[0].engine.step = lambda: time.sleep(0.01)  # type: ignore[method-assign,assignment,return-value]
+        cluster.engines[0].engine.step = stuck  # type: ignore[method-assign]
 
         async def main() -> list[Any]:
             texts = [
@@ -286,7 +296,7 @@ def test_answers_that_lose_engines_by_accident_do_not_end_together() -> None:
                 await asyncio.sleep(0.3)
                 cluster.engines.append(cluster.add(f"next{i}"))
                 if i < 2:
-                    cluster.engines[-1].engine.step = lambda: time.sleep(0.01)  # type: ignore[method-assign,assignment,return-value]
+                    cluster.engines[-1].engine.step = stuck  # type: ignore[method-assign]
                 await asyncio.to_thread(last.kill)
             return await asyncio.gather(*texts, return_exceptions=True)
 
@@ -295,6 +305,64 @@ def test_answers_that_lose_engines_by_accident_do_not_end_together() -> None:
         assert len(ended) <= 1
         for text, expected in zip(texts, plain, strict=True):
             assert text in ended or text == [expected]
+
+
+@pytest.mark.parametrize("hung", [0.0, 2.0])
+def test_cut_links_speak_against_no_answer(hung: float) -> None:
+    """An engine is cut off again and again before a first token. An answer is blamed only if the engine says that it
+    was busy with something that let none of its threads run.
+    """
+    request = asked([5, 7], 6)
+    plain = alone(request)[0].written
+    with Cluster(1) as cluster:
+        (engine,) = cluster.engines
+        step, goes_on = engine.engine.step, threading.Event()
+        engine.engine.step = lambda: step() if goes_on.is_set() else stuck()  # type: ignore[method-assign]
+
+        async def main() -> list[list[int]]:
+            text = asyncio.create_task(written_by(cluster.router, [request]))
+            for i in range(7):
+                while not any(link.flights for link in cluster.router.links.values()):
+                    if text.done():
+                        return await text
+                    await asyncio.sleep(0.005)
+                engine.member.about = engine.member.about._replace(instance=f"i{i}")
+                (link,) = cluster.router.links.values()
+                link.about = link.about._replace(instance=f"i{i}")
+                engine.member._pulse.note(hung, hung)
+                engine.cut()
+                until(lambda link=link: link not in cluster.router.links.values())
+            goes_on.set()
+            return await text
+
+        if hung:
+            with pytest.raises(WeftError, match="5 engines were lost in a row"):
+                asyncio.run(main())
+        else:
+            assert asyncio.run(main()) == [plain]
+
+
+def test_an_engine_that_hears_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the router says is on its way for ever, while all that the engine says comes."""
+    for module in ("engine_router", "engine_member"):
+        monkeypatch.setattr(f"weft.cluster.{module}.BEAT_S", 0.05)
+    request = asked([5, 6, 7], 50)
+    plain = alone(request)[0].written
+    with Cluster(2, slow=0.02) as cluster:
+        deaf, current = threading.Event(), cluster.engines[0].member._current
+        assert current is not None
+        connection = current.outbox.connection
+        receive = connection.receive
+        connection.receive = lambda **limit: (deaf.wait(60), receive(**limit))[1]  # type: ignore[method-assign]
+        begun = time.monotonic()
+        texts = asyncio.run(written_by(cluster.router, [request] * 2))
+        assert texts == [plain] * 2
+        assert time.monotonic() - begun < 2
+        assert any("it has heard nothing" in line for line in cluster.said)
+        deaf.set()
+        until(lambda: len(cluster.router.links) == 2)
 
 
 def test_a_router_that_starts_again_gets_its_engines_back() -> None:

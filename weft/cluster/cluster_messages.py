@@ -32,7 +32,12 @@ CHANNEL = "cluster"
 #: within two seconds of its last step.
 BEAT_S, SILENT_S = 0.25, 1.5
 
-#: Seconds without any sign of life after which an engine gives its router up: longer, as the router has more to do.
+#: Signs of life of the router that an engine may not have got when it sends its own. An engine that has got fewer hears
+#: nothing, and is given up as well, within two seconds.
+UNHEARD = round(SILENT_S / BEAT_S)
+
+#: Seconds without any sign of life after which an engine gives its router up: longer, as the router has more to do. The
+#: router does not wait for this: it knows from the engine's signs of life what the engine has heard.
 ROUTER_SILENT_S = 6.0
 
 Message = tuple[Head, list[memoryview]]
@@ -59,6 +64,8 @@ class EngineAbout(NamedTuple):
             it keeps none.
         ``role``: "prefill" or "decode", or empty if it does both.
         ``host``, ``port``: where other engines reach it.
+        ``hung``: longest time in seconds, since it last joined, in which the engine computed and its threads could not
+            run (:class:`weft.cluster.pulse.Pulse`).
     """
 
     name: str
@@ -77,6 +84,7 @@ class EngineAbout(NamedTuple):
     role: str = ""
     host: str = ""
     port: int = 0
+    hung: float = 0.0
 
 
 #: The parts that an engine may have in answering: computing prompts, and writing.
@@ -91,6 +99,7 @@ class EngineBeat(NamedTuple):
         ``demand``: cache blocks that the waiting answers will need.
         ``taken``: number of submissions that the engine has received. By it the router knows which answers are counted
             in ``load``.
+        ``heard``: number of the router's last sign of life that has come.
         ``keys``: number of cached tokens that belong to the answers that the engine writes.
         ``longest``: number of cache blocks of its longest answer, as far as they could be moved to a lender.
         ``seconds``: measured parts of the duration of a step, the four fields of :class:`StepSeconds` in their order;
@@ -100,6 +109,7 @@ class EngineBeat(NamedTuple):
     load: EngineLoad
     demand: int
     taken: int
+    heard: int = 0
     keys: int = 0
     longest: int = 0
     seconds: Sequence[float] = ()

@@ -26,6 +26,7 @@ from weft.cluster.cluster_messages import (
 from weft.cluster.engine_loans import EngineLoans, LenderAddress
 from weft.cluster.mover import MOVES, MoveReport, send_away, take_in
 from weft.cluster.outbox import Outbox, ending_of
+from weft.cluster.pulse import Pulse
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import AnswerRequest, Busy, Hypothesis, SearchRequest
 from weft.generate.beam_search import Search
@@ -64,6 +65,7 @@ class RouterWork:
     Attributes:
         ``outbox``: sends to the router.
         ``taken``: how many submissions have been received.
+        ``heard``: number of the router's last sign of life that has come.
         ``counts``: number of tokens that each answer under way has so far, by the answer's number. It includes tokens
             that another engine has written.
         ``generations``: answers under way, by number.
@@ -81,6 +83,7 @@ class RouterWork:
 
     outbox: Outbox
     taken: int = 0
+    heard: int = 0
     counts: dict[int, int] = field(default_factory=dict)
     generations: dict[int, Generation] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
@@ -121,6 +124,7 @@ class EngineMember:
         self._current: RouterWork | None = None
         self._moves: Channel | None = None
         self._draining, self._ended = threading.Event(), threading.Event()
+        self._pulse = Pulse()
 
     def run(
         self, endpoint: Endpoint, router: Address, secret: str, redial: float
@@ -192,6 +196,7 @@ class EngineMember:
     def close(self) -> None:
         """End the engine's thread; :meth:`run` returns or raises."""
         self._ended.set()
+        self._pulse.close()
         if self._current is not None:
             self._current.outbox.close()
         if self.loans is not None:
@@ -209,7 +214,8 @@ class EngineMember:
         hello = {"name": self.about.name}
         connection = channel.dial(router, hello, DIAL_S, ROUTER_SILENT_S)
         try:
-            connection.send({"kind": "about", **self.about._asdict()})
+            about = self.about._replace(hung=self._pulse.take())
+            connection.send({"kind": "about", **about._asdict()})
             answer = connection.receive(limit=DIAL_S).head
         except BaseException:
             connection.close()
@@ -236,7 +242,8 @@ class EngineMember:
             demand = sum(-(-len(request.ids) // size) for request in waiting)
             load, taken = self.thread.load(), current.taken
             lending = self.loans.beat() if self.loans is not None else {}
-            return {"load": load, "demand": demand, "taken": taken, **lending}
+            known = {"taken": taken, "heard": current.heard}
+            return {"load": load, "demand": demand, **known, **lending}
 
         current = self._current = RouterWork(Outbox(connection, beat, BEAT_S))
         current.outbox.start()
@@ -268,7 +275,9 @@ class EngineMember:
     def _take(self, current: RouterWork, kind: str, frame: Frame) -> None:
         """Act on a message of the router."""
         head = frame.head
-        if kind == "submit":
+        if kind == "beat":
+            current.heard = head["number"]
+        elif kind == "submit":
             answer, source = head["answer"], grammar_source(head)
             request = read_submit(frame)
             if source is None:

@@ -19,6 +19,7 @@ from weft.cluster.cluster_messages import (
     BEAT_S,
     CHANNEL,
     SILENT_S,
+    UNHEARD,
     EngineAbout,
     Message,
     TokenMessage,
@@ -40,7 +41,7 @@ from weft.cluster.engine_link import EarlyEvents, EngineLink
 from weft.cluster.engine_loans import lendable_blocks
 from weft.cluster.engine_member import JOINED, REFUSED
 from weft.cluster.engine_times import ClusterTimes
-from weft.cluster.flight import LOSSES, Flight, RemoteCall
+from weft.cluster.flight import FAILED, GONE, GUILTY, Flight, RemoteCall
 from weft.cluster.loan_choice import StepSeconds, choose_loans
 from weft.cluster.outbox import Outbox, ending_of
 from weft.errors import UsageError, WeftError
@@ -77,6 +78,10 @@ UNKNOWN = 2**31
 
 ENDING = "the server ends, and this answer was not at its end; ask again later"
 NO_ENGINE = "no engine is there to answer; ask again later"
+
+
+class EngineFailed(OSError):
+    """Error of an engine whose computation has failed."""
 
 
 @dataclass(frozen=True)
@@ -531,19 +536,22 @@ class EngineRouter:
                 )
                 self._release(self.links[name])
 
-    def _orphan(self, link: EngineLink, lost: bool) -> None:
-        """Have what ``link`` works on wait for another engine. ``lost``: the engine is gone."""
+    def _orphan(self, link: EngineLink, blame: int = 0) -> None:
+        """Have what ``link`` works on wait for another engine. ``blame``: :data:`FAILED` or :data:`GONE` if the engine
+        is lost, as a request may have made it crash.
+        """
         orphans: list[Flight | RemoteCall] = [*link.flights.values()]
         for flight in link.flights.values():
             self._forget_move(flight)
         for orphan in [*orphans, *link.calls.values()]:
             orphan.engine, orphan.since = "", time.monotonic()
-            orphan.losses += lost
-            if orphan.losses < LOSSES or orphan.unproved:
+            if blame:
+                orphan.losses[link.about.instance] = blame
+            if sum(orphan.losses.values()) < GUILTY or orphan.unproved:
                 self._waiting.append(orphan)
                 continue
             error = WeftError(
-                f"{LOSSES} engines were lost in a row with this request; it is not tried again"
+                f"{len(orphan.losses)} engines were lost in a row with this request; it is not tried again"
             )
             if isinstance(orphan, Flight):
                 self._end_flight(orphan, error)
@@ -595,18 +603,20 @@ class EngineRouter:
             return
         if link is None:
             return
-        why = "the connection has ended"
+        why, blame = "the connection has ended", GONE
         try:
             while True:
                 self._take(link, connection.receive(limit=SILENT_S))
         except TimeoutError:
             why = f"no sign of life for {SILENT_S:g} s"
+        except EngineFailed as error:
+            why, blame = str(error), FAILED
         except OSError as error:
             why = ending_of(error)
         except (KeyError, ValueError, TypeError) as error:
             why = f"a message that cannot be read ({error!r})"
         finally:
-            self._lose(link, why)
+            self._lose(link, why, blame)
 
     def _join(
         self, connection: SealedConnection, about: EngineAbout
@@ -627,6 +637,8 @@ class EngineRouter:
             link = EngineLink(about, outbox, headroom=self.headroom)
             self.links[about.name] = link
             self.times.add_engine(about.name)
+            if again and about.hung < SILENT_S:
+                self._acquit(about.instance)
             self.say(f"engine {about.name} has joined{' again' if again else ''}")
             self._tell_lenders()
             self._tell_memories()
@@ -652,8 +664,16 @@ class EngineRouter:
             return f"an engine named {about.name!r} has joined already; give another --name"
         return ""
 
-    def _lose(self, link: EngineLink, why: str) -> None:
-        """Give an engine up: what it works on is continued elsewhere."""
+    def _acquit(self, instance: str) -> None:
+        """Let the loss of an engine speak against no request: it was only cut off or stopped, and has not crashed."""
+        for flight in self._flights.values():
+            flight.losses.pop(instance, None)
+        under_way = [call for link in self.links.values() for call in link.calls.values()]  # fmt: skip
+        for each in [*under_way, *self._waiting]:
+            each.losses.pop(instance, None)
+
+    def _lose(self, link: EngineLink, why: str, blame: int = GONE) -> None:
+        """Give an engine up: what it works on is continued elsewhere. ``blame``: as of :meth:`_orphan`."""
         link.outbox.close()
         with self._lock:
             if self.links.get(link.name) is not link:
@@ -674,7 +694,7 @@ class EngineRouter:
                 f"; {len(link.flights)} answers go on elsewhere" if link.flights else ""
             )
             self.say(f"engine {link.name} is given up: {why}{moved}")
-            self._orphan(link, lost=True)
+            self._orphan(link, blame)
             self._continue_waiting()
 
     def _take(self, link: EngineLink, frame: Frame) -> None:
@@ -685,6 +705,8 @@ class EngineRouter:
                 raise OSError("it was given up")
             if kind == "beat":
                 link.note_beat(read_beat(head))
+                if link.outbox.beats - link.beat.heard > UNHEARD:
+                    raise OSError(f"it has heard nothing for {SILENT_S:g} s")
             elif kind == "tokens":
                 self._take_tokens(link, head)
             elif kind == "taken":
@@ -705,7 +727,7 @@ class EngineRouter:
             elif kind == "drain":
                 self._drain(link, head["move"])
             elif kind == "failed":
-                raise OSError(f"its engine has failed: {head['why']}")
+                raise EngineFailed(f"its engine has failed: {head['why']}")
 
     def _take_tokens(self, link: EngineLink, head: Head) -> None:
         """Pass on the tokens of a step; each is passed on once, in order."""
@@ -740,7 +762,8 @@ class EngineRouter:
         _accept(flight)
         if message.token is not None:
             flight.tokens.append(message.token)
-            flight.losses, link.tokens = 0, link.tokens + 1
+            flight.losses.clear()
+            link.tokens += 1
             self.times.token(link.name, flight, time.monotonic())
             if message.log_probability is not None:
                 flight.log_probabilities.append(message.log_probability)
@@ -779,7 +802,7 @@ class EngineRouter:
         if move and link.busy and self._able():
             numbers = {"answers": [*link.flights], "calls": [*link.calls]}
             link.outbox.put({"kind": "cancel", **numbers})
-            self._orphan(link, lost=False)
+            self._orphan(link)
             self._continue_waiting()
         self._release(link)
 

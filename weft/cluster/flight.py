@@ -9,8 +9,14 @@ from weft.errors import WeftError
 from weft.generate.backend import AnswerRequest
 from weft.net.wire import Frame
 
-#: Engines that a request may lose in a row without a further token. A request that ends every engine must not end all.
-LOSSES = 3
+#: How much a lost engine speaks against the requests that it had: one whose computation has failed, and one of which
+#: nobody knows more than that it is gone.
+FAILED, GONE = 2, 1
+
+#: Sums of these from which on a request is suspected of making engines crash, and at which it is given up if it was the
+#: only suspect of its engine. A request that ends every engine must not end all; faults of links and hosts that hit the
+#: same request by chance must not end it.
+SUSPECT, GUILTY = 2, 5
 
 
 @dataclass(eq=False)
@@ -27,7 +33,8 @@ class Flight:
         ``prompt_scores``: log-probabilities of the prompt's tokens, if they were asked for.
         ``log_probabilities``: those of ``tokens``, if they were asked for.
         ``engine``: name of the engine that writes the answer; empty if it waits for an engine.
-        ``losses``: number of engines that were lost with the answer since its last token.
+        ``losses``: engines that were lost with the answer since its last token, by instance: :data:`FAILED` or
+            :data:`GONE`. An engine that joins anew, as it was only cut off, is taken from them.
         ``alone``: whether the answer was already :attr:`suspected` of making engines crash when its engine got it. As
             an engine gets only one such answer at a time, a crash is then blamed on this answer.
         ``since``: when the answer began to wait for an engine, on the monotonic clock.
@@ -48,7 +55,7 @@ class Flight:
     prompt_scores: list[LogProbability] = field(default_factory=list)
     log_probabilities: list[LogProbability] = field(default_factory=list)
     engine: str = ""
-    losses: int = 0
+    losses: dict[str, int] = field(default_factory=dict)
     alone: bool = False
     since: float = 0.0
     target: str = ""
@@ -68,7 +75,7 @@ class Flight:
         """Whether the answer may be what makes engines crash, as several were lost with it in a row. An engine gets
         only one such answer at a time.
         """
-        return self.losses >= LOSSES - 1
+        return sum(self.losses.values()) >= SUSPECT
 
     @property
     def unproved(self) -> bool:
@@ -101,7 +108,7 @@ class RemoteCall:
         ``message``: function that builds the message to send, for this number.
         ``result``: future of the engine's reply.
         ``engine``: name of the engine that computes it; empty if it waits for an engine.
-        ``losses``: number of engines that were lost while they computed it.
+        ``losses``: engines that were lost while they computed it, as those of a :class:`Flight`.
         ``since``: when it began to wait for an engine, on the monotonic clock.
         ``priority``: when several calls wait, those with a smaller number get an engine first.
         ``unproved``: always False: after too many losses the call fails. (For a :class:`Flight` it may be True, and
@@ -112,7 +119,7 @@ class RemoteCall:
     message: Callable[[int], Message]
     result: "Future[Frame]" = field(default_factory=Future)
     engine: str = ""
-    losses: int = 0
+    losses: dict[str, int] = field(default_factory=dict)
     since: float = 0.0
     priority: int = 0
     unproved: bool = False

@@ -20,8 +20,8 @@ def ending_of(error: OSError) -> str:
 class Outbox:
     """Sends messages over ``connection`` in the order in which they are put, in a thread of its own.
 
-    ``beat`` builds a sign of life, which is sent every ``every`` seconds. If a message cannot be sent, the connection
-    is closed, which wakes whoever reads from it.
+    ``beat`` builds a sign of life, which is sent every ``every`` seconds with its number, from 1 on. If a message
+    cannot be sent, the connection is closed, which wakes whoever reads from it.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Outbox:
         self._queue: deque[Message] = deque()
         self._wake, self._ended = threading.Condition(), False
         self.sent = 0  # bytes
+        self.beats = 0  # signs of life that were sent
         self._thread = threading.Thread(
             target=self._send, name="weft-outbox", daemon=True
         )
@@ -68,6 +69,8 @@ class Outbox:
                 if ended and not ready:
                     break
                 if time.monotonic() >= due:
-                    self.connection.send({"kind": "beat", **self._beat()})
+                    self.beats += 1
+                    number = {"number": self.beats}
+                    self.connection.send({"kind": "beat", **number, **self._beat()})
                     due = time.monotonic() + self._every
         self.connection.close()

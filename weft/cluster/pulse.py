@@ -1,0 +1,42 @@
+"""Whether this process was busy while its threads did not run: then what it computed has held them up."""
+
+import threading
+import time
+
+#: Seconds between two beats of a pulse.
+PULSE_S = 0.2
+
+
+class Pulse:
+    """Notes the longest time for which a thread of this process could not run although the process computed.
+
+    A process that is stopped from outside computes nothing meanwhile, so that its stops do not count.
+    """
+
+    def __init__(self) -> None:
+        self._longest, self._ended = 0.0, threading.Event()
+        self._thread = threading.Thread(
+            target=self._beat, name="weft-pulse", daemon=True
+        )
+        self._thread.start()
+
+    def note(self, seconds: float, computed: float) -> None:
+        """Note ``seconds`` between two beats, in which the process has used the processor for ``computed`` seconds."""
+        if computed > seconds / 2:
+            self._longest = max(self._longest, seconds)
+
+    def take(self) -> float:
+        """Return the longest time in seconds since the last call, and begin anew."""
+        longest, self._longest = self._longest, 0.0
+        return longest
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _beat(self) -> None:
+        then, used = time.monotonic(), time.process_time()
+        while not self._ended.wait(PULSE_S):
+            now, use = time.monotonic(), time.process_time()
+            self.note(now - then - PULSE_S, use - used)
+            then, used = now, use
