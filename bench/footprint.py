@@ -14,6 +14,7 @@ import tempfile
 import tokenize
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import weft
@@ -52,6 +53,7 @@ LAYOUT = {
 }  # fmt: skip
 
 
+@cache
 def tokens(path: Path) -> int:
     """Tokens of a source file, without comments, docstrings and layout."""
     text = path.read_text()
@@ -59,7 +61,7 @@ def tokens(path: Path) -> int:
         node.body[0]
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        and ast.get_docstring(node) is not None
+        and ast.get_docstring(node, clean=False) is not None
     )
     docstrings = {(node.lineno, node.col_offset) for node in documented}
     found = tokenize.generate_tokens(io.StringIO(text).readline)

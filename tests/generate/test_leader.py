@@ -159,7 +159,7 @@ def test_tokens_are_those_of_each_request_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2", "tp=2,cp=2"])
 @pytest.mark.parametrize("mixer", ["softmax", "windows", "experts", "latent", "hybrid"])
 def test_greedy_tokens_in_float32(pool: Any, mixer: str, layout: str) -> None:

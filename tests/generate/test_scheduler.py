@@ -680,7 +680,7 @@ def test_a_fault_of_guesses_is_caught(
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "fault"), [
     ("root_key", lambda version, adapter, tenant, seen=None: root_key(0, adapter, tenant)),
     ("root_key", lambda version, adapter, tenant, seen=None: root_key(version, "", tenant)),

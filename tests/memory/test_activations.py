@@ -310,7 +310,7 @@ SLOW: tuple[Case, ...] = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],

@@ -111,7 +111,7 @@ def check(pool: Any, values: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "case",
     [
@@ -184,7 +184,7 @@ def test_each_option_is_typed(experts: int) -> None:
             )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [
     {"layout": "shard=2,cp=2", "model": "hugging face"},
     {"layout": "tp=3", "model": "deepseek-v3", "recompute": "full"},
@@ -434,7 +434,7 @@ def difference_with_idle_ranks(values: dict[str, Any]) -> Any:
         return difference(values)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "way", ["all-to-all", "per-rank", "all-gather", "two-level", "per-node", "adaptive"]
 )

@@ -110,7 +110,7 @@ def mostly_slow(*quick: str) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "schedule", mostly_slow("gpipe", "1f1b", "interleaved-1f1b", "zb-v", "dualpipe")
@@ -126,7 +126,7 @@ def test_every_schedule(pool: Any, corpus: str, schedule: str, ranks: int) -> No
     check(pool.run(ranks, differences, trees))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", mostly_slow("zb-h1"))
 def test_microbatches_of_different_lengths(
     pool: Any, corpus: str, schedule: str
@@ -140,7 +140,7 @@ def test_microbatches_of_different_lengths(
 WHERE = {True: pytest.mark.slow, False: pytest.mark.soak}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "beside"), [
     pytest.param(schedule, beside, marks=[] if j == 2 and schedule == "v-half" else WHERE[i % 2 == j])
     for i, schedule in enumerate(builders())
@@ -172,7 +172,7 @@ COMPOSED = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [

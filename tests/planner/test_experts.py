@@ -173,7 +173,7 @@ def test_state_of_all_ranks_is_that_of_the_model(shard: int, tp: int, ep: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     [

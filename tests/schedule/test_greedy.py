@@ -170,7 +170,7 @@ def test_the_faster_of_two_holders_runs_more() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("row", PUBLISHED)
 def test_published_bubble_rates(
     row: tuple[int, float, float, float, float, float, float],

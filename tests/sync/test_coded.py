@@ -300,7 +300,7 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[int, ...]], float]] = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[pytest.mark.slow] * (i >= 3)) for i, c in enumerate(CASES)],

@@ -114,7 +114,7 @@ def in_threads(values: dict[str, Any], steps: int) -> Difference:
         return next(one for one in found if one is not None)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("count", "sync"),
     OUTER,

@@ -81,7 +81,7 @@ def name(case: Case) -> str:
     )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case",
     [

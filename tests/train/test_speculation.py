@@ -182,7 +182,7 @@ LAYOUTS: list[tuple[dict[str, int | str], dict[str, str], dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layout", "memory", "change"),
     [
