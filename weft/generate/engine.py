@@ -135,12 +135,13 @@ class Engine:
         ``invariant``: log-probabilities are bitwise equal to those of a pass over the whole text.
         ``ranks``: the model is cut over several ranks, of which this is the first; the others run
             :func:`weft.generate.leader.follow_leader`.
+        ``attention``: name of the attention backend (:mod:`weft.models.attention_backend`); "": the fastest one.
     """
 
     def __init__(
         self, model: Transformer, tokens: int | None = None, budget: int = BUDGET, limit: int = 64,
         policy: Policy = exact_fill, size: int = 0, drafter: Drafter | None = None, invariant: bool = False,
-        ranks: bool = False,
+        ranks: bool = False, attention: str = "",
     ) -> None:  # fmt: skip
         if budget < 1 or limit < 1:
             raise UsageError(
@@ -155,7 +156,9 @@ class Engine:
         )
         size = size or (CHUNK if states else BLOCK)
         self.reader: PagedReader | Leader = (
-            Leader(model, size) if ranks else PagedReader(model, size, invariant)
+            Leader(model, size)
+            if ranks
+            else PagedReader(model, size, invariant, attention)
         )
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = BlockPool(blocks, self.reader.size, states)

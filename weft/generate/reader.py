@@ -18,11 +18,13 @@ from weft.generate.early_exit import EarlyExit, exiting
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
 from weft.models.adapter_shelf import AdapterShelf, LentAdapter
+from weft.models.attention_backend import choose_backend
 from weft.models.borrowed_keys import LentBlocks
 from weft.models.invariant import TILE, invariant
-from weft.models.paged import Reading, attending, layer_pages, slots
+from weft.models.paged import KeyValuePages, Reading, attending, layer_pages, slots
 from weft.models.row_adapters import HostAdapter
 from weft.models.spans import PrefixTile, Span
+from weft.models.staging import staged
 from weft.models.transformer import Transformer
 
 T = torch.Tensor
@@ -170,11 +172,18 @@ class PagedReader:
     """Computes parts of many texts in one forward pass of ``model``. Up to ``depth`` passes may be under way at once.
 
     ``size``: tokens of a cache block. ``alike``: whether logits are bitwise equal however texts are packed.
+    ``attention``: name of the attention backend (:mod:`weft.models.attention_backend`); "": the fastest one.
     """
 
     depth = 1
 
-    def __init__(self, model: Transformer, size: int = 16, alike: bool = False) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        size: int = 16,
+        alike: bool = False,
+        attention: str = "",
+    ) -> None:
         """Create a reader. ``alike``: a token's results do not depend on the rest of the batch
         (:mod:`weft.models.invariant`).
         """
@@ -190,8 +199,11 @@ class PagedReader:
         self.lent: LentBlocks = {}
         # held while the memory of any layer's cache is replaced
         self.growing = Lock()
+        backend = choose_backend(attention, model.mesh.device)
         for each in self.pages:
             each.lent, each.growing = self.lent, self.growing
+            if isinstance(each, KeyValuePages):
+                each.backend = backend
 
     def start(
         self, step: ScheduledStep, early: EarlyExit | None = None
@@ -255,12 +267,8 @@ class PagedReader:
         """
         row, device = pack(parts), self.model.mesh.device
         filled = [0] * (-len(row.ids) % TILE if self.alike else 0)
-        numbers = torch.tensor(
-            [row.ids + filled, row.positions + filled], device=device
-        )
-        reading = Reading(
-            row.spans, torch.tensor(slots(row.spans, self.size), device=device)
-        )
+        numbers = staged([row.ids + filled, row.positions + filled], device)
+        reading = Reading(row.spans, staged(slots(row.spans, self.size), device))
         for pages in self.pages:
             pages.copy(copies)
             pages.reading = reading
@@ -272,7 +280,7 @@ class PagedReader:
             [0, *(span.last for span in row.spans)], dtype=torch.int32
         )
         shelf = self.shelf.adapting(row.spans, row.adapters)
-        only = torch.tensor(row.wanted, dtype=torch.int64, device=device)
+        only = staged(row.wanted, device)
         watched = exiting(self.model, early, only)
         with attending(self.model, self.pages), shelf, invariant(self.alike), watched:
             return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]

@@ -13,13 +13,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from threading import Lock
-from typing import NamedTuple
 
 import torch
 
 from weft.models.attention import Attend, repeat_heads
+from weft.models.attention_backend import (
+    GATHERED,
+    AttentionBackend,
+    BackendPiece,
+    DecodeRows,
+    SpanKeys,
+    read_span,
+)
 from weft.models.borrowed_keys import (
     BorrowingGroup,
     LentBlocks,
@@ -35,15 +41,7 @@ from weft.models.linear_attention import (
 )
 from weft.models.numbers import wide
 from weft.models.shared_prefixes import PrefixGroup, attend_prefixes, group_prefixes
-from weft.models.spans import (
-    Span,
-    SpanBatch,
-    attend_batch,
-    attend_span,
-    batch_spans,
-    rounds,
-    seen_blocks,
-)
+from weft.models.spans import Span, rounds
 from weft.models.transformer import Attention, Block, T, Transformer
 
 #: The least tokens by which the memory of a cache grows, so that it is seldom copied.
@@ -84,11 +82,14 @@ class Reading:
             index in the block.
         ``batches``: for each size of attention window in tokens, a list of groups of spans. The attention of a group is
             computed in one call. A size is added when a layer first needs it.
+        ``rows``: the texts of a step in which each computes one token; None: ``spans`` has the texts. No backend then
+            reads anything on the host.
     """
 
     spans: Sequence[Span]
     slots: T  # [new tokens], where they go among the tokens of all blocks
     batches: dict[int, list["Piece"]] = field(default_factory=dict)
+    rows: DecodeRows | None = None
 
     @cached_property
     def blocks(self) -> int:
@@ -96,22 +97,11 @@ class Reading:
 
         It is one more than the highest block number of any text.
         """
-        return max(max(span.table) for span in self.spans) + 1
+        return max((max(span.table) for span in self.spans), default=-1) + 1
 
 
 #: What one call of attention computes.
-Piece = SpanBatch | Span | PrefixGroup | BorrowingGroup
-
-
-class SpanKeys(NamedTuple):
-    """The keys and values that the new tokens of a text (a span) see, ``[tokens, kv_heads, width]`` each.
-
-    ``before``: the number of the text's first tokens that are left out, because no token of the span sees them.
-    """
-
-    keys: T
-    values: T
-    before: int
+Piece = BackendPiece | PrefixGroup | BorrowingGroup
 
 
 class Pages:
@@ -178,8 +168,10 @@ class KeyValuePages(Pages):
 
     ``size``: tokens of a block. ``freq``: frequencies of rotary embedding. They serve queries that attend to a cached
     prefix of another text as if it stood at other positions: such queries are rotated further. None: they are not
-    rotated.
+    rotated. The attribute ``backend`` says how new tokens attend; what it does not take is gathered.
     """
+
+    backend: AttentionBackend = GATHERED
 
     def __init__(self, size: int, freq: T | None = None) -> None:
         super().__init__(size)
@@ -198,39 +190,35 @@ class KeyValuePages(Pages):
         sees, itself included; 0: all.
         """
         assert self.store is not None
-        out = q.new_zeros(*q.shape[:3], width)  # a row may be filled up
+        takes = self.backend.takes(q, self.store, width)
+        backend = self.backend if takes else GATHERED
+        # a row may be filled up, unless all its tokens are texts'
+        empty = q.new_zeros if self.reading.rows is None else q.new_empty
+        out = empty(*q.shape[:3], width)
         if window not in self.reading.batches:
-            self.reading.batches[window] = self._pieces(q, window)
+            self.reading.batches[window] = self._pieces(backend, q, window)
         for piece in self.reading.batches[window]:
-            if isinstance(piece, SpanBatch):
-                rows: T | slice = piece.rows
-                queries = q[0, rows].view(*piece.shape, *q.shape[2:])
-                attended = attend_batch(queries, *self.gather(piece.blocks), piece)
-                if isinstance(rows, slice):
-                    attended = attended.flatten(0, 1)
-            elif isinstance(piece, PrefixGroup):
-                rows = piece.rows
+            if isinstance(piece, PrefixGroup):
                 attended = attend_prefixes(
-                    q[0, rows], piece, lambda span: self.read(span, 0)[:2]
+                    q[0, piece.rows], piece, lambda span: self.read(span, 0)[:2]
                 )
+                out[0, piece.rows] = attended[..., :width]
             elif isinstance(piece, BorrowingGroup):
-                rows = piece.rows
                 attended = attend_borrowing(
-                    q[0, rows], piece, self.layer, window, self.read
+                    q[0, piece.rows], piece, self.layer, window, self.read
                 )
+                out[0, piece.rows] = attended[..., :width]
             else:
-                rows = slice(piece.first, piece.last)
-                keys, values, before = self.read(piece, window)
-                past = piece.past - before
-                attended = attend_span(q[0, rows], keys, values, past, window)
-            out[0, rows] = attended[..., :width]
+                backend.attend(q[0], self.store, piece, window, out[0])
         return out
 
-    def _pieces(self, q: T, window: int) -> list[Piece]:
-        """Groups for one call each: spans by themselves or in batches, all spans together that see other texts, and all
-        spans together that begin with lent blocks.
+    def _pieces(self, backend: AttentionBackend, q: T, window: int) -> list[Piece]:
+        """Groups for one call each: those of ``backend``, all spans together that see other texts, and all spans
+        together that begin with lent blocks.
         """
         assert self.store is not None
+        if self.reading.rows is not None:
+            return [backend.group_rows(self.reading.rows, self.store, window, q)]
         others = [span for span in self.reading.spans if span.context]
         borrowing = [span for span in self.reading.spans if span.table[0] < 0]
         plain = [
@@ -238,10 +226,9 @@ class KeyValuePages(Pages):
             for span in self.reading.spans
             if not span.context and span.table[0] >= 0
         ]
-        group = q.shape[2] // self.store.shape[3]
         pieces: list[Piece] = []
         if plain:
-            pieces += batch_spans(plain, self.size, window, q, group)
+            pieces += backend.group(plain, self.store, window, q)
         if others:
             pieces.append(group_prefixes(others, self.freq, q))
         if borrowing:
@@ -260,35 +247,13 @@ class KeyValuePages(Pages):
         for kept, each in zip(store, new, strict=True):
             kept.flatten(0, 1).index_copy_(0, slots, each[0, : len(slots)])
 
-    def gather(self, blocks: T) -> tuple[T, T]:
-        """Return the cached keys and values of several texts: ``[texts, tokens, kv_heads, width]`` each.
-
-        ``blocks``: numbers of the blocks of each text, ``[texts, blocks]``.
-        """
-        assert self.store is not None
-        # [texts * blocks, size, kv_heads, width]; one part can be both
-        parts = [part.index_select(0, blocks.flatten()) for part in self.store]
-        gathered = [part.unflatten(0, blocks.shape).flatten(1, 2) for part in parts]
-        return gathered[0], gathered[-1]
-
     def read(self, span: Span, window: int) -> SpanKeys:
         """Return the keys and values that any token of ``span`` sees.
 
         ``window``: the number of tokens that a token sees, itself included; 0: all.
         """
         assert self.store is not None
-        end, (first, last) = (
-            span.past + span.last - span.first,
-            seen_blocks(span, self.size, window),
-        )
-        table = span.table[first:last]
-        # side by side: nothing is copied
-        if all(b - a == 1 for a, b in pairwise(table)):
-            rows = self.store[:, table[0] : table[-1] + 1]
-        else:
-            rows = self.store[:, torch.tensor(table, device=self.store.device)]
-        tokens = rows.flatten(1, 2)[:, : end - first * self.size]
-        return SpanKeys(tokens[0], tokens[-1], first * self.size)
+        return read_span(self.store, span, window)
 
 
 class LatentPages(KeyValuePages):

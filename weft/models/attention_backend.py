@@ -1,0 +1,220 @@
+"""Attention backends: how new tokens attend to the keys and values in blocks of a paged cache.
+
+``gathered`` copies the blocks that a call reads one behind the other, unless they lie so already, and runs PyTorch's
+attention on the copy. It works for everything. ``paged`` reads the blocks where they lie, with a kernel of Triton
+(:mod:`weft.models.paged_kernel`), and declares by :attr:`AttentionBackend.takes` what it can do. What it does not take
+is computed by ``gathered``: latent attention, float64, and passes that no batch may change. Texts that see cached
+tokens of other texts, or blocks of other engines, are not attended to by a backend at all (:mod:`weft.models.paged`).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from weft.errors import UsageError
+from weft.models.invariant import hiding_bias, is_invariant
+from weft.models.query_tiles import FEW_ROWS, TileBatch, tile_spans, tokens_of_tile
+from weft.models.spans import (
+    Span,
+    SpanBatch,
+    attend_batch,
+    attend_span,
+    batch_spans,
+    seen_blocks,
+)
+from weft.models.staging import staged
+
+T = torch.Tensor
+
+#: The widest head whose tiles fit into the shared memory of a multiprocessor.
+WIDEST = 256
+
+
+class DecodeRows(NamedTuple):
+    """The texts of a step in which each computes one token, as tensors on the device. Row ``i`` of the pass is text
+    ``i``.
+
+    ``tables``: cache blocks of each text, int32 ``[texts, blocks]``, padded. ``places``: number of tokens before the
+    new one in its text, int32 ``[texts]``.
+    """
+
+    tables: T
+    places: T
+
+
+#: What one call of a backend computes.
+BackendPiece = SpanBatch | Span | TileBatch
+
+
+class SpanKeys(NamedTuple):
+    """The keys and values that the new tokens of a text (a span) see, ``[tokens, kv_heads, width]`` each.
+
+    ``before``: the number of the text's first tokens that are left out, because no token of the span sees them.
+    """
+
+    keys: T
+    values: T
+    before: int
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """A way to attend to keys and values in cache blocks.
+
+    The cache of a layer is a tensor ``[parts, blocks, size, kv_heads, width]``. A window is the number of tokens that a
+    token sees, itself included; 0: all.
+
+    Attributes:
+        ``name``: the name by which an engine asks for the backend.
+        ``takes``: of a tensor of the queries' type, the cache, and the elements of a value: whether the backend attends
+            to this cache.
+        ``group``: of texts' new tokens, the cache, the window, and a tensor like the queries ``[..., heads, width]``:
+            the pieces of work, one for each call.
+        ``group_rows``: of the texts of a decode step, the cache, the window, and a tensor like the queries: the one
+            piece of work. Nothing is copied from or to the host.
+        ``attend``: of the queries of all new tokens ``[tokens, heads, width]``, the cache, a piece of work, the window,
+            and the results' tensor ``[tokens, heads, value elements]``: writes the piece's results into that tensor.
+    """
+
+    name: str
+    takes: Callable[[T, T, int], bool]
+    group: Callable[[Sequence[Span], T, int, T], Sequence[BackendPiece]]
+    group_rows: Callable[[DecodeRows, T, int, T], BackendPiece]
+    attend: Callable[[T, T, BackendPiece, int, T], None]
+
+
+def gather_blocks(store: T, blocks: T) -> tuple[T, T]:
+    """Return the cached keys and values of several texts: ``[texts, tokens, kv_heads, width]`` each.
+
+    ``store``: the cache of a layer; ``blocks``: numbers of the blocks of each text, ``[texts, blocks]``.
+    """
+    # [texts * blocks, size, kv_heads, width]; one part can be both
+    parts = [part.index_select(0, blocks.flatten()) for part in store]
+    gathered = [part.unflatten(0, blocks.shape).flatten(1, 2) for part in parts]
+    return gathered[0], gathered[-1]
+
+
+def read_span(store: T, span: Span, window: int) -> SpanKeys:
+    """Return the keys and values that any token of ``span`` sees.
+
+    ``store``: the cache of a layer; ``window``: the number of tokens that a token sees, itself included; 0: all.
+    """
+    size = store.shape[2]
+    end = span.past + span.last - span.first
+    first, last = seen_blocks(span, size, window)
+    table = span.table[first:last]
+    # side by side: nothing is copied
+    if all(b - a == 1 for a, b in pairwise(table)):
+        rows = store[:, table[0] : table[-1] + 1]
+    else:
+        rows = store[:, staged(table, store.device)]
+    tokens = rows.flatten(1, 2)[:, : end - first * size]
+    return SpanKeys(tokens[0], tokens[-1], first * size)
+
+
+def _group_gathered(
+    spans: Sequence[Span], store: T, window: int, q: T
+) -> Sequence[BackendPiece]:
+    group = q.shape[-2] // store.shape[3]
+    return batch_spans(spans, store.shape[2], window, q, group)
+
+
+def _rows_gathered(rows: DecodeRows, store: T, window: int, q: T) -> BackendPiece:
+    texts, blocks = rows.tables.shape
+    group = q.shape[-2] // store.shape[3]
+    keys = torch.arange(blocks * store.shape[2], device=q.device)
+    # [texts, 1, 1, keys]
+    bias = hiding_bias(rows.places[:, None], keys[None], window, q)[:, None, None]
+    return SpanBatch(
+        slice(0, texts), (texts, 1), rows.tables, bias.expand(-1, -1, group, -1)
+    )
+
+
+def _attend_gathered(q: T, store: T, piece: BackendPiece, window: int, out: T) -> None:
+    width = out.shape[-1]  # cached values may be padded to more
+    if isinstance(piece, SpanBatch):
+        queries = q[piece.rows].view(*piece.shape, *q.shape[1:])
+        attended = attend_batch(queries, *gather_blocks(store, piece.blocks), piece)
+        if isinstance(piece.rows, slice):
+            attended = attended.flatten(0, 1)
+        out[piece.rows] = attended[..., :width]
+        return
+    assert isinstance(piece, Span)
+    keys, values, before = read_span(store, piece, window)
+    at = slice(piece.first, piece.last)
+    attended = attend_span(q[at], keys, values, piece.past - before, window)
+    out[at] = attended[..., :width]
+
+
+GATHERED = AttentionBackend(
+    "gathered",
+    lambda q, store, width: True,
+    _group_gathered,
+    _rows_gathered,
+    _attend_gathered,
+)
+
+
+def _takes_paged(q: T, store: T, width: int) -> bool:
+    plain = store.shape[0] == 2 and store.shape[-1] == q.shape[-1] == width <= WIDEST
+    types = (torch.bfloat16, torch.float16, torch.float32)
+    alike = q.dtype == store.dtype and q.dtype in types
+    return plain and alike and not is_invariant()
+
+
+def _group_paged(
+    spans: Sequence[Span], store: T, window: int, q: T
+) -> Sequence[BackendPiece]:
+    return tile_spans(spans, window, q.shape[-2] // store.shape[3], q.device)
+
+
+def _rows_paged(rows: DecodeRows, store: T, window: int, q: T) -> BackendPiece:
+    texts, blocks = rows.tables.shape
+    numbers = torch.arange(texts, dtype=torch.int32, device=q.device)
+    most = blocks * store.shape[2]
+    return TileBatch(
+        rows.tables,
+        numbers,
+        torch.ones_like(numbers),
+        rows.places,
+        numbers,
+        tokens_of_tile(FEW_ROWS, q.shape[-2] // store.shape[3]),
+        min(most, window) if window else most,
+    )
+
+
+def _attend_paged(q: T, store: T, piece: BackendPiece, window: int, out: T) -> None:
+    from weft.models.paged_kernel import attend_tiles  # Triton: only where it is used
+
+    assert isinstance(piece, TileBatch)
+    attend_tiles(q, store, piece, window, out)
+
+
+PAGED = AttentionBackend(
+    "paged", _takes_paged, _group_paged, _rows_paged, _attend_paged
+)
+
+
+def has_paged(device: torch.device) -> bool:
+    """Return whether the ``paged`` backend runs on ``device``: on a GPU, or in Triton's interpreter on the CPU."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return find_spec("triton") is not None and (device.type == "cuda" or interpreted)
+
+
+def choose_backend(name: str, device: torch.device) -> AttentionBackend:
+    """Return the backend called ``name``; "": the fastest one on ``device``.
+
+    Raises :class:`UsageError` if there is no such backend, or if it does not run on ``device``.
+    """
+    if name not in ("", GATHERED.name, PAGED.name):
+        raise UsageError(f"there is no attention {name!r}; give gathered or paged")
+    if name == PAGED.name and not has_paged(device):
+        raise UsageError("paged attention needs a GPU and the package triton; leave it out")  # fmt: skip
+    if name:
+        return PAGED if name == PAGED.name else GATHERED
+    return PAGED if device.type == "cuda" and has_paged(device) else GATHERED
