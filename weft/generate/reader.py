@@ -22,9 +22,9 @@ from weft.models.attention_backend import choose_backend
 from weft.models.borrowed_keys import LentBlocks
 from weft.models.invariant import TILE, invariant
 from weft.models.paged import KeyValuePages, Reading, attending, layer_pages, slots
+from weft.models.queued_copy import queued_copy
 from weft.models.row_adapters import HostAdapter
 from weft.models.spans import PrefixTile, Span
-from weft.models.staging import staged
 from weft.models.transformer import Transformer
 
 T = torch.Tensor
@@ -267,8 +267,8 @@ class PagedReader:
         """
         row, device = pack(parts), self.model.mesh.device
         filled = [0] * (-len(row.ids) % TILE if self.alike else 0)
-        numbers = staged([row.ids + filled, row.positions + filled], device)
-        reading = Reading(row.spans, staged(slots(row.spans, self.size), device))
+        numbers = queued_copy([row.ids + filled, row.positions + filled], device)
+        reading = Reading(row.spans, queued_copy(slots(row.spans, self.size), device))
         for pages in self.pages:
             pages.copy(copies)
             pages.reading = reading
@@ -280,7 +280,7 @@ class PagedReader:
             [0, *(span.last for span in row.spans)], dtype=torch.int32
         )
         shelf = self.shelf.adapting(row.spans, row.adapters)
-        only = staged(row.wanted, device)
+        only = queued_copy(row.wanted, device)
         watched = exiting(self.model, early, only)
         with attending(self.model, self.pages), shelf, invariant(self.alike), watched:
             return self.model(numbers[:1], numbers[1:2], documents, only=only)[0]

@@ -19,6 +19,7 @@ import torch
 from weft.errors import UsageError
 from weft.models.invariant import hiding_bias, is_invariant
 from weft.models.query_tiles import FEW_ROWS, TileBatch, tile_spans, tokens_of_tile
+from weft.models.queued_copy import queued_copy
 from weft.models.spans import (
     Span,
     SpanBatch,
@@ -27,7 +28,6 @@ from weft.models.spans import (
     batch_spans,
     seen_blocks,
 )
-from weft.models.staging import staged
 
 T = torch.Tensor
 
@@ -112,7 +112,7 @@ def read_span(store: T, span: Span, window: int) -> SpanKeys:
     if all(b - a == 1 for a, b in pairwise(table)):
         rows = store[:, table[0] : table[-1] + 1]
     else:
-        rows = store[:, staged(table, store.device)]
+        rows = store[:, queued_copy(table, store.device)]
     tokens = rows.flatten(1, 2)[:, : end - first * size]
     return SpanKeys(tokens[0], tokens[-1], first * size)
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from weft.models.queued_copy import queued_copy
 from weft.models.spans import SHORT, Span
-from weft.models.staging import staged
 
 T = torch.Tensor
 
@@ -71,8 +71,14 @@ def _batch(
     width = max(len(span.table) for span in spans)
     tables = [[*span.table, *[0] * (width - len(span.table))] for span in spans]
     columns = [list(column) for column in zip(*tiles, strict=True)]
-    first, counts, places, texts = staged(columns, device, torch.int32)
+    first, counts, places, texts = queued_copy(columns, device, torch.int32)
     keys = min(longest, window + tokens - 1) if window else longest
     return TileBatch(
-        staged(tables, device, torch.int32), first, counts, places, texts, tokens, keys
+        queued_copy(tables, device, torch.int32),
+        first,
+        counts,
+        places,
+        texts,
+        tokens,
+        keys,
     )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-def staged(
+def queued_copy(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Return ``values``, a list or a list of equally long lists of numbers, as a tensor on ``device``.
