@@ -189,6 +189,14 @@ class Cluster:
     def add(self, name: str, **engine: Any) -> InThread:
         return InThread(self.endpoint, name, **self._engine | engine)
 
+    def restart(self) -> None:
+        """Put another router in the place of the router, which ends without a word, as a killed one does."""
+        self.router._closed.set()
+        self.endpoint.close()
+        self.router._channel.close()
+        self.endpoint = Endpoint(*self.endpoint.address)
+        self.router = EngineRouter(self.endpoint, SECRET, MODEL, self.said.append)
+
     def __enter__(self) -> Cluster:
         return self
 
@@ -204,9 +212,10 @@ async def written_by(
     router: EngineRouter,
     requests: Sequence[AnswerRequest],
     seen: Callable[[TokenEvent], None] = lambda event: None,
+    key: str = "",
 ) -> list[list[int]]:
     """The tokens of each answer. ``seen`` is called with every event."""
-    async with router.answers(requests) as answers:
+    async with router.answers(requests, key=key) as answers:
         tokens: list[list[int]] = [[] for _ in answers.generations]
         left = set(range(len(tokens)))
         while left:

@@ -24,6 +24,7 @@ from tests.cluster.inprocess import (
     written_by,
 )
 from weft.cluster.engine_router import EngineRouter
+from weft.cluster.other_router import router_endpoint
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import (
     Busy,
@@ -386,6 +387,32 @@ def test_a_router_that_starts_again_gets_its_engines_back() -> None:
 
         asyncio.run(main())
         assert asyncio.run(written_by(cluster.router, [request] * 2)) == before
+
+
+def test_a_second_router_is_refused_and_names_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft.cluster.other_router.ANSWER_S", 0.3)
+    with Cluster(1, router={"name": "weft serve of tiny, process 7"}) as cluster:
+        host, port = cluster.endpoint.address
+
+        def second(secret: str) -> Endpoint:
+            return router_endpoint(lambda: Endpoint(host, port), (host, port), secret)
+
+        first = r"another router serves .* \(weft serve of tiny, process 7\); end it"
+        with pytest.raises(UsageError, match=first):
+            second(SECRET)
+        with pytest.raises(
+            UsageError, match="a router with another secret or another program"
+        ):
+            second("another")
+        assert [*cluster.router.links] == ["e0"]  # which has not noticed
+        with listen(host) as other:
+            address = other.getsockname()
+            with pytest.raises(
+                UsageError, match=r"has not answered for 0\.3 s; end it"
+            ):
+                router_endpoint(lambda: Endpoint(*address), address, SECRET)
 
 
 def test_a_proxy_before_a_router_that_is_gone_is_no_stranger() -> None:

@@ -302,13 +302,15 @@ def _routed(
     from weft.cluster.dispatch_policy import dispatch_policy
     from weft.cluster.engine_processes import EngineProcesses
     from weft.cluster.engine_router import EngineRouter, RouterModel
+    from weft.cluster.other_router import router_endpoint, router_name
     from weft.generate.fingerprint import open_for_reading, weights_fingerprint
     from weft.generate.open_engine import SHARE, adapter_digests, model_digests
     from weft.net.endpoint import process_endpoint
 
     model = open_for_reading(options.checkpoint, options.ema)
     digests = adapter_digests(options.adapters, name) | model_digests(options.models)
-    endpoint = process_endpoint(*read_address(settings.listen, "cluster.listen"))
+    listen = read_address(settings.listen, "cluster.listen")
+    endpoint = router_endpoint(lambda: process_endpoint(*listen), listen, "")
     address = "{}:{}".format(*endpoint.address)
     processes = None
     if settings.engines:
@@ -334,6 +336,7 @@ def _routed(
             limits.patience,
             limits.headroom,
             limits.balance,
+            router_name(name),
         )
         about = f"engines that join at {address}"
         if processes is not None:

@@ -1,8 +1,8 @@
 """What a router and its engines say to each other: frames of a head in JSON and, for prompts and vectors, raw numbers.
 
 The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``move``, ``lenders``, ``lend``, ``memories``,
-``beat``, ``leave`` and ``end``; an engine sends ``about`` when it connects, then ``taken``, ``refused``, ``tokens``,
-``result``, ``moved``, ``beat``, ``drain`` and ``failed``.
+``beat``, ``leave`` and ``end``; an engine sends ``about`` when it connects, then ``kept``, ``taken``, ``refused``,
+``tokens``, ``result``, ``moved``, ``beat``, ``drain`` and ``failed``.
 """
 
 import time
@@ -135,17 +135,22 @@ class TokenMessage(NamedTuple):
 
 
 def submit_message(
-    answer: int, request: AnswerRequest, written: Sequence[int]
+    answer: int,
+    request: AnswerRequest,
+    written: Sequence[int],
+    keys: Sequence[str] = (),
 ) -> Message:
     """Return the message that submits ``request``.
 
     ``answer``: number of the request's first answer; its other answers have the numbers after it. ``written``: tokens
-    of the answer that clients have got already. The engine continues the answer behind them.
+    of the answer that clients have got already. The engine continues the answer behind them. ``keys``: for each answer
+    the key by which the engine keeps it when the router is gone, "" if it does not; none: it keeps no answer.
     """
     grammar, workflow = request.grammar, request.workflow
     head = {
         "kind": "submit",
         "answer": answer,
+        "keys": [*keys],
         "prompt": len(request.ids),
         "most": request.most,
         "how": sampling_values(request.how),

@@ -44,6 +44,7 @@ class EngineLink:
         ``prefixes``: keys of the cache blocks that the engine probably holds, the oldest first.
         ``incoming``: events of the answers that are moving to this engine, by the answers' numbers here. They wait
             until the engine that an answer leaves has confirmed the move.
+        ``kept``: keys of answers that the engine has kept for clients of a router that is gone.
         ``draining``: whether the engine takes no new requests.
         ``released``: whether the engine may end, as it has nothing left to do.
         ``tokens``: number of tokens that the engine has written.
@@ -63,6 +64,7 @@ class EngineLink:
     recent: deque[tuple[int, int]] = field(default_factory=deque)
     prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     incoming: dict[int, "EarlyEvents"] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
     draining: bool = False
     released: bool = False
     tokens: int = 0
@@ -152,7 +154,9 @@ class EngineLink:
             flight.engine = self.name
             self.flights[flight.number] = flight
         self.remember(request, request.written)
-        self.outbox.put(*submit_message(number, request, request.written))
+        keys = [flight.key for flight in flights]
+        self.kept -= {*keys}
+        self.outbox.put(*submit_message(number, request, request.written, keys))
 
     def start_call(self, call: RemoteCall) -> None:
         """Send the engine the beam search or embedding ``call``."""

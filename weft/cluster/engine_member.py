@@ -3,9 +3,9 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from weft.cluster.cluster_messages import (
     unpacked_ids,
 )
 from weft.cluster.engine_loans import EngineLoans, LenderAddress
+from weft.cluster.kept_answers import KeptAnswers
 from weft.cluster.mover import MOVES, MoveReport, send_away, take_in
 from weft.cluster.outbox import Outbox, ending_of
 from weft.cluster.pulse import Pulse
@@ -69,6 +70,7 @@ class RouterWork:
         ``counts``: number of tokens that each answer under way has so far, by the answer's number. It includes tokens
             that another engine has written.
         ``generations``: answers under way, by number.
+        ``keys``: keys by which answers under way are kept when the router is gone, by number.
         ``fresh``: numbers of the answers under way of which the router has got no event yet.
         ``searches``: beam searches under way, by number.
         ``preparing``: numbers of answers whose grammar is being compiled.
@@ -86,6 +88,7 @@ class RouterWork:
     heard: int = 0
     counts: dict[int, int] = field(default_factory=dict)
     generations: dict[int, Generation] = field(default_factory=dict)
+    keys: dict[int, str] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     searches: dict[int, Search] = field(default_factory=dict)
     preparing: set[int] = field(default_factory=set)
@@ -119,6 +122,7 @@ class EngineMember:
         self.about, self.say, self._grammars = about, say, grammars
         self.engine, self.loans, self.memories = engine, loans, memories
         self.thread = EngineThread(engine, about.most, self._flush)
+        self.kept = KeptAnswers(self.thread)
         self._compiler = ThreadPoolExecutor(1, "weft-grammar")
         self._compiled: Grammars | None = None
         self._current: RouterWork | None = None
@@ -132,8 +136,9 @@ class EngineMember:
         """Join the router at the address ``router`` and answer its requests, until it lets this engine go.
         ``endpoint``: where other engines reach this one. ``secret``: known to router and engines.
 
-        When the connection ends, all requests are cancelled, and their blocks stay in the cache. The engine then tries
-        to join anew for ``redial`` seconds, at least once. Raises :class:`WeftError` if the router refuses this engine
+        When the connection ends, requests with a key go on, and are kept for a new router that asks for them again. All
+        others are cancelled, and their blocks stay in the cache. The engine then tries to join anew for ``redial``
+        seconds, at least once. Raises :class:`WeftError` if the router refuses this engine
         or cannot be reached, or if the engine has failed.
         """
         channel = endpoint.join(CHANNEL, secret)
@@ -226,6 +231,7 @@ class EngineMember:
                 f"{router[0]}:{router[1]} does not take this engine: {answer['why']}"
             )
         if answer["again"]:
+            self._call(self.kept.drop_all)  # the same router has them go on elsewhere
             self.say(f"it was given up: {answer['again']}; joins anew")
         self.say(f"joined {router[0]}:{router[1]} as {self.about.name}")
         return connection
@@ -247,6 +253,7 @@ class EngineMember:
 
         current = self._current = RouterWork(Outbox(connection, beat, BEAT_S))
         current.outbox.start()
+        self._call(partial(self._show_kept, current))
         if self._draining.is_set():
             self.drain()
         try:
@@ -281,10 +288,12 @@ class EngineMember:
             answer, source = head["answer"], grammar_source(head)
             request = read_submit(frame)
             if source is None:
-                self._call(partial(self._begin, current, answer, request))
+                self._call(partial(self._begin, current, answer, request, head["keys"]))
             else:
                 current.preparing |= {*range(answer, answer + request.answers)}
-                self._compiler.submit(self._prepare, current, answer, request, source)
+                self._compiler.submit(
+                    self._prepare, current, answer, request, head["keys"], source
+                )
         elif kind == "cancel":
             self._call(partial(self._cancel, current, head["answers"], head["calls"]))
         elif kind == "move":
@@ -313,6 +322,7 @@ class EngineMember:
         current: RouterWork,
         answer: int,
         request: AnswerRequest,
+        keys: Sequence[str],
         source: GrammarSource,
     ) -> None:
         """Compile the grammar of a request, then begin the request. Called in a thread of its own."""
@@ -322,7 +332,7 @@ class EngineMember:
             self._refuse(current, answer, request.answers, error)
             return
         request = request._replace(grammar=grammar)
-        self._call(partial(self._begin, current, answer, request))
+        self._call(partial(self._begin, current, answer, request, keys))
 
     def _refuse(
         self, current: RouterWork, answer: int, answers: int, error: Exception
@@ -348,7 +358,7 @@ class EngineMember:
             self.thread,
             self._moves,
             (head["host"], head["port"]),
-            {"number": head["number"], "instance": head["instance"]},
+            {name: head[name] for name in ("number", "instance", "key")},
             generation,
             partial(self._note, current, answer),
             head["after_first"],
@@ -359,6 +369,7 @@ class EngineMember:
         def forget() -> None:
             current.generations.pop(answer, None)
             current.counts.pop(answer, None)
+            current.keys.pop(answer, None)
             current.fresh.discard(answer)
             self._report_move(current, answer, report)
 
@@ -380,7 +391,8 @@ class EngineMember:
             nonlocal landed
             if current is None or hello.get("instance") != self.about.instance:
                 raise WeftError("this engine has joined anew; it takes nothing in")
-            action = partial(self._land, current, hello["number"], arrival, frame)
+            number, key = hello["number"], hello["key"]
+            action = partial(self._land, current, number, key, arrival, frame)
             landed = self.thread.call(action).result(ARRIVAL_S)
             return landed
 
@@ -398,7 +410,12 @@ class EngineMember:
     # Called in the engine's thread.
 
     def _land(
-        self, current: RouterWork, number: int, arrival: Arrival, frame: MoveFrame
+        self,
+        current: RouterWork,
+        number: int,
+        key: str,
+        arrival: Arrival,
+        frame: MoveFrame,
     ) -> bool:
         """Take a frame of a request that comes; return whether the request goes on here from now on."""
         if current.over or number in current.unwelcome:
@@ -411,18 +428,59 @@ class EngineMember:
         if generation is None:
             return False
         current.generations[number] = generation
+        current.keys[number] = key
         current.counts[number] = len(generation.written)
         if not generation.written:
             current.fresh.add(number)
         self.thread.tells[generation] = partial(self._note, current, number)
         return True
 
-    def _begin(self, current: RouterWork, answer: int, request: AnswerRequest) -> None:
-        numbers = range(answer, answer + request.answers)
-        current.preparing -= {*numbers}
+    def _begin(
+        self,
+        current: RouterWork,
+        answer: int,
+        request: AnswerRequest,
+        keys: Sequence[str],
+    ) -> None:
+        current.preparing -= {*range(answer, answer + request.answers)}
         current.taken += 1
         if current.over:
             return
+        if not {*keys} & {*self.kept.keys}:
+            return self._begin_anew(current, answer, request, keys)
+        for index, key in enumerate(keys):
+            how = replace(request.how, seed=request.how.seed + index)
+            alone = request._replace(answers=1, how=how)
+            if not self._resume(current, answer + index, alone, key):
+                self._begin_anew(current, answer + index, alone, [key])
+
+    def _resume(
+        self, current: RouterWork, answer: int, request: AnswerRequest, key: str
+    ) -> bool:
+        """Go on with an answer that was kept while the router was gone; return False if there is none."""
+        taken = self.kept.take(key, answer, request)
+        if taken is None:
+            return False
+        generation, messages = taken
+        current.outbox.put({"kind": "taken", "answer": answer, "answers": 1})
+        scores = [score_values(said) for said in generation.prompt_scores]
+        current.begun.append([answer, generation.hits, scores])
+        current.tokens += map(token_values, messages)
+        if not generation.finished:
+            current.generations[answer], current.keys[answer] = generation, key
+            current.counts[answer] = len(generation.written)
+            self.thread.tells[generation] = partial(self._note, current, answer)
+        return True
+
+    def _begin_anew(
+        self,
+        current: RouterWork,
+        answer: int,
+        request: AnswerRequest,
+        keys: Sequence[str],
+    ) -> None:
+        numbers = range(answer, answer + request.answers)
+        self.kept.make_room(request.answers)
         generations = list[Generation]()
 
         def tell_of(index: int) -> Callable[[Written | None], None]:
@@ -436,6 +494,7 @@ class EngineMember:
             return
         current.generations |= dict(zip(numbers, generations, strict=True))
         current.fresh |= {*numbers}
+        current.keys |= dict(zip(numbers, keys, strict=False))
         current.counts |= dict.fromkeys(numbers, len(request.written))
         current.outbox.put(
             {"kind": "taken", "answer": answer, "answers": request.answers}
@@ -452,6 +511,7 @@ class EngineMember:
                 current.cancelled.add(answer)
             elif generation := current.generations.pop(answer, None):
                 del current.counts[answer]
+                current.keys.pop(answer, None)
                 self.thread.end([generation])
             else:
                 current.unwelcome.append(answer)
@@ -508,7 +568,15 @@ class EngineMember:
         current.outbox.put({"kind": "result", "call": call, **values}, payload)
 
     def _stop(self, current: RouterWork) -> None:
+        """Keep the requests of a router that is gone which have a key, and cancel the others."""
+        for answer, key in current.keys.items():
+            if key and not self._ended.is_set():
+                self.kept.keep(key, current.generations.pop(answer))
         self._cancel(current, [*current.generations], [*current.searches])
+
+    def _show_kept(self, current: RouterWork) -> None:
+        if keys := self.kept.keys:
+            current.outbox.put({"kind": "kept", "keys": keys})
 
     def _note(self, current: RouterWork, answer: int, written: Written | None) -> None:
         """Note the result of a step for the answer, to be sent at the end of the step."""
@@ -527,8 +595,10 @@ class EngineMember:
         current.counts[answer] += written.token is not None
         if written.finished:
             del current.generations[answer], current.counts[answer]
+            current.keys.pop(answer, None)
 
     def _flush(self) -> None:
+        self.kept.make_room(0)
         if self.loans is not None:
             self.loans.note_step(self.thread.seconds)
         current = self._current

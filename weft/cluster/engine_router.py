@@ -42,7 +42,9 @@ from weft.cluster.engine_loans import lendable_blocks
 from weft.cluster.engine_member import JOINED, REFUSED
 from weft.cluster.engine_times import ClusterTimes
 from weft.cluster.flight import FAILED, GONE, GUILTY, Flight, RemoteCall
+from weft.cluster.kept_answers import kept_key
 from weft.cluster.loan_choice import StepSeconds, choose_loans
+from weft.cluster.other_router import ROUTER, WHO
 from weft.cluster.outbox import Outbox, ending_of
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import (
@@ -104,7 +106,8 @@ class EngineRouter:
     ``model``: the model that every engine must have; an engine with another one is refused. ``policy`` chooses the
     engine for each request. ``say`` prints a line. ``patience``: seconds that an answer waits for an engine when it has
     lost its own. ``headroom``: share of a cache that counts as used while its engine has urgent answers. ``balances``:
-    whether answers move to other engines to balance memory.
+    whether answers move to other engines to balance memory. ``name``: what another router that is started for the same
+    engines says of this one.
     """
 
     def __init__(
@@ -117,7 +120,9 @@ class EngineRouter:
         patience: float = 60.0,
         headroom: float = 0.1,
         balances: bool = True,
+        name: str = "",
     ) -> None:
+        self.name = name
         self.endpoint, self.model, self.say = endpoint, model, say
         self.policy, self.patience = policy, patience
         self.links: dict[str, EngineLink] = {}
@@ -164,14 +169,14 @@ class EngineRouter:
 
     @asynccontextmanager
     async def answers(
-        self, requests: Sequence[AnswerRequest], session: str = ""
+        self, requests: Sequence[AnswerRequest], session: str = "", key: str = ""
     ) -> AsyncIterator["RoutedAnswers"]:
         if self._cut:
             raise ServerEnding("the server ends; ask again later")
         answers = RoutedAnswers(self, asyncio.get_running_loop())
         self._open.add(answers)
         try:
-            self._begin(answers, requests, session)
+            self._begin(answers, requests, session, key)
             for flight in answers.generations:
                 await asyncio.wrap_future(flight.accepted)
             yield answers
@@ -239,12 +244,15 @@ class EngineRouter:
             return [link for link in self.links.values() if not link.draining]
 
     def _begin(
-        self, answers: "RoutedAnswers", requests: Sequence[AnswerRequest], session: str
+        self,
+        answers: "RoutedAnswers",
+        requests: Sequence[AnswerRequest],
+        session: str,
+        key: str,
     ) -> None:
         """Submit all requests. Raises :class:`NoEngine`, :class:`Busy` and :class:`UsageError`."""
         with self._lock:
             for request in requests:
-                link = self._choose(request, session)
                 flights = [
                     Flight(
                         next(self._numbers),
@@ -257,12 +265,27 @@ class EngineRouter:
                     )
                     for i in range(request.answers)
                 ]
+                for flight in flights if key else ():
+                    flight.key = kept_key(f"{key} {flight.index}", flight.request)
+                link = self._keeper(request, flights) or self._choose(request, session)
                 answers.generations += flights
                 for flight in flights:
                     self._flights[flight.number] = flight
                     self._owners[flight] = answers
                 if flights:
                     self._submit(link, request, flights)
+
+    def _keeper(
+        self, request: AnswerRequest, flights: Sequence[Flight]
+    ) -> EngineLink | None:
+        """Return the engine that has kept one of ``flights`` while no router was there, or None."""
+        keys, tokens = {flight.key for flight in flights}, len(request.ids) + request.most - 1  # fmt: skip
+        keepers = (
+            link
+            for link in self._able()
+            if link.kept & keys and link.takes(request.adapter, tokens, request.answers)
+        )
+        return next(keepers, None)
 
     def _choose(
         self, request: AnswerRequest, session: str, suspected: bool = False
@@ -385,6 +408,7 @@ class EngineRouter:
                 "host": about.host,
                 "port": about.port,
                 "after_first": after_first,
+                "key": flight.key,
             }
         )
 
@@ -595,10 +619,14 @@ class EngineRouter:
         """Take in the engine that has dialled, and read what it sends until it is lost."""
         try:
             frame = connection.receive(limit=ABOUT_S)
+            if frame.head["kind"] == WHO:
+                connection.send({"kind": ROUTER, "said": self.name})
+                connection.close()
+                return
             head = {key: value for key, value in frame.head.items() if key != "kind"}
             about = EngineAbout(**head)
             link = self._join(connection, about)
-        except (OSError, TypeError, ValueError):
+        except (OSError, KeyError, TypeError, ValueError):
             connection.close()
             return
         if link is None:
@@ -707,6 +735,8 @@ class EngineRouter:
                 link.note_beat(read_beat(head))
                 if link.outbox.beats - link.beat.heard > UNHEARD:
                     raise OSError(f"it has heard nothing for {SILENT_S:g} s")
+            elif kind == "kept":
+                link.kept |= {*head["keys"]}
             elif kind == "tokens":
                 self._take_tokens(link, head)
             elif kind == "taken":

@@ -28,6 +28,7 @@ class Flight:
         ``request``: what was asked for, with the seed of this answer.
         ``index``: the answer's index among those that were asked for together.
         ``session``: name of the conversation or user that the answer belongs to.
+        ``key``: key by which an engine keeps the answer when the router is gone; "": it does not.
         ``tokens``: tokens that were passed on to the client.
         ``hits``: tokens of the prompt that were in the cache of the engine that began the answer.
         ``prompt_scores``: log-probabilities of the prompt's tokens, if they were asked for.
@@ -50,6 +51,7 @@ class Flight:
     request: AnswerRequest
     index: int
     session: str
+    key: str = ""
     tokens: list[int] = field(default_factory=list)
     hits: int = 0
     prompt_scores: list[LogProbability] = field(default_factory=list)

@@ -213,11 +213,12 @@ class Backend(Protocol):
         """Why no request can be answered any more, or None."""
 
     def answers(
-        self, requests: Sequence[AnswerRequest], session: str = ""
+        self, requests: Sequence[AnswerRequest], session: str = "", key: str = ""
     ) -> AbstractAsyncContextManager[AnswerEvents]:
         """Return a context in which ``requests`` are answered; at its end unfinished answers are cancelled.
         ``session``: name of a conversation or user, by which an engine that knows its earlier requests can be chosen;
-        "": none.
+        "": none. ``key``: text that a client has chosen for ``requests``. When it asks for the same with the same key
+        after a router was lost, the engine that has gone on with the answers hands them over. "": none.
 
         Raises :class:`Busy`, :class:`ServerEnding`, and the errors of :meth:`Engine.submit` for any of the requests.
         """

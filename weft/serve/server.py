@@ -1,7 +1,9 @@
 """``weft serve``: a model over HTTP, with the interfaces of OpenAI and Anthropic."""
 
 import asyncio
+import hashlib
 import hmac
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -566,6 +568,9 @@ class Server:
             if isinstance(asked, CompletionRequest)
             else asked.NAMES.get("messages", "messages")
         )
+        key = request.headers.get("idempotency-key", "")
+        if key and asked.seed is None:
+            asked.seed = seed_for_key(key, tenant)
         stage, now = asked.workflow, time.monotonic()
         workflow = None if stage is None else stage.begun(now)
         requests = [
@@ -596,7 +601,7 @@ class Server:
             prompts if echo else (),
         )
         return await answering.respond(
-            request, self.backend.answers(requests, session_of(request, asked)), n
+            request, self.backend.answers(requests, session_of(request, asked), key), n
         )
 
 
@@ -605,6 +610,14 @@ def session_of(request: Request, asked: SamplingRequest) -> str:
     ``x-session-id`` of ``request``, or else in the body ``asked``.
     """
     return request.headers.get("x-session-id", "") or asked.session
+
+
+def seed_for_key(key: str, tenant: str) -> int:
+    """Return the seed of a request that sets none and whose client has chosen ``key``: the same when the request comes
+    again. ``tenant``: whose request it is.
+    """
+    said = json.dumps([key, tenant]).encode()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest()) >> 1
 
 
 def refused_for(asked: Modelled, field: str, why: str) -> Refusal:

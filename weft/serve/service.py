@@ -60,7 +60,7 @@ class Service:
 
     @asynccontextmanager
     async def answers(
-        self, requests: Sequence[AnswerRequest], session: str = ""
+        self, requests: Sequence[AnswerRequest], session: str = "", key: str = ""
     ) -> AsyncIterator["Answers"]:
         if self._cut:
             raise ServerEnding("the server ends; ask again later")

@@ -1,0 +1,119 @@
+"""Answers that an engine goes on with while its router is gone, for clients that ask for them again."""
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+
+from weft.cluster.cluster_messages import LogProbability, TokenMessage, submit_message
+from weft.generate.backend import AnswerRequest
+from weft.generate.engine_thread import EngineThread
+from weft.generate.request import Generation, Written
+
+#: Seconds for which an answer is kept.
+KEEP_S = 60.0
+
+
+def kept_key(key: str, request: AnswerRequest) -> str:
+    """Return the key by which an engine keeps the answer to ``request``: a hash of ``key``, which the client has
+    chosen, and of all on which the answer depends. So nobody gets an answer to something else, or of another user.
+    """
+    head, (ids,) = submit_message(0, request, ())
+    asked = {name: head[name] for name in head if name not in ("workflow", "keys")}  # fmt: skip
+    hashed = hashlib.blake2b(ids, digest_size=16)
+    hashed.update(json.dumps([key, asked], sort_keys=True).encode())
+    return hashed.hexdigest()
+
+
+@dataclass
+class _Kept:
+    """An answer that is kept. ``since``: when that began, on the monotonic clock; ``end``: the result of the step that
+    has ended it, or None.
+    """
+
+    generation: Generation
+    since: float
+    end: Written | None = None
+
+
+class KeptAnswers:
+    """Lets the engine of ``thread`` go on with answers of a router that is gone, for :data:`KEEP_S` seconds each. All
+    is called in the engine's thread.
+    """
+
+    def __init__(self, thread: EngineThread) -> None:
+        self.thread = thread
+        self._kept: dict[str, _Kept] = {}
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of the answers, the oldest first."""
+        return [*self._kept]
+
+    def keep(self, key: str, generation: Generation) -> None:
+        """Go on with ``generation`` under ``key``, by which :meth:`take` finds it, unless it has left this engine."""
+        self._drop(key)
+        if generation not in self.thread.tells:
+            return
+        kept = self._kept[key] = _Kept(generation, time.monotonic())
+
+        def note(written: Written | None) -> None:
+            if written is None:
+                self._kept.pop(key, None)
+            elif written.finished:
+                kept.end = written
+
+        self.thread.tells[generation] = note
+
+    def take(
+        self, key: str, answer: int, request: AnswerRequest
+    ) -> tuple[Generation, list[TokenMessage]] | None:
+        """Return the answer to ``request`` that is kept under ``key``, and messages of its tokens behind those that the
+        request counts as written. Return None if there is none, or none of which everything is known.
+
+        ``answer``: number of the answer in the messages.
+        """
+        kept = self._kept.pop(key, None)
+        if kept is None:
+            return None
+        generation, end, begun = kept.generation, kept.end, len(request.written)
+        if end is None and generation not in self.thread.tells:
+            return None  # it has moved to another engine meanwhile
+        tokens = generation.written
+        scores: list[LogProbability | None] = [*generation.log_probabilities]
+        known = tokens[:begun] == [*request.written]
+        if request.top is None:
+            scores = [None] * len(tokens)
+        if request.scored:
+            known &= len(generation.prompt_scores) == generation.prompt - 1
+        failed = end is not None and end.finished == "error"
+        if failed or not known or len(scores) != len(tokens):
+            self.thread.end([generation])
+            return None
+        messages = [
+            TokenMessage(answer, place, tokens[place], scores[place], "")
+            for place in range(begun, len(tokens))
+        ]
+        if end is not None and end.token is not None and messages:
+            messages[-1] = messages[-1]._replace(finished=end.finished)
+        elif end is not None:
+            messages.append(TokenMessage(answer, len(tokens), None, None, end.finished))
+        return generation, messages
+
+    def make_room(self, answers: int) -> None:
+        """Drop what is kept for too long, and so many more, the oldest first, that ``answers`` more can begin."""
+        now = time.monotonic()
+        for key, kept in [*self._kept.items()]:
+            full = len(self.thread.tells) + answers > self.thread.most
+            if now - kept.since > KEEP_S or (full and kept.end is None):
+                self._drop(key)
+
+    def drop_all(self) -> None:
+        """Drop all answers, as they go on elsewhere."""
+        for key in self.keys:
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None and kept.generation in self.thread.tells:
+            self.thread.end([kept.generation])
