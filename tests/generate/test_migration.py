@@ -302,6 +302,27 @@ def test_siblings_move_each_by_itself() -> None:
         assert [one.written for one in family] == [one.written for one in expected]
 
 
+def test_a_sibling_that_is_refused_is_started_once() -> None:
+    """While another request still reads the prompt for it, and when that one has read it meanwhile."""
+    model, how = model_of("softmax"), Sampling(0.9, seed=5)
+    for steps in (0, 6):
+        source = Engine(model, size=SIZE, budget=8)
+        family = source.submit(PROMPTS[1], NEW, how, n=3)
+        source.step()
+        departure = Departure(source, family[1])
+        departure.leave()
+        for _ in range(steps):
+            source.step()
+        departure.stay()
+        source.run()
+        for seed, each in enumerate(family, how.seed):
+            alone = Engine(model)
+            (single,) = alone.submit(PROMPTS[1], NEW, replace(how, seed=seed))
+            alone.run()
+            assert each.written == single.written
+        assert not source.scheduler.running and not source.scheduler.pool.owners
+
+
 def test_texts_with_a_form_move_with_the_source_of_their_grammar() -> None:
     pytest.importorskip("llguidance")
     from tests.generate.test_grammar import VOCAB

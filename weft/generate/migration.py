@@ -140,8 +140,15 @@ class Departure:
         """Go on with the request here, as the last frame was refused or lost; the rest of its tokens is computed
         again.
         """
-        self.request.finished = ""
-        self.engine.scheduler.add(self.request)
+        request, scheduler = self.request, self.engine.scheduler
+        request.finished = ""
+        others = (*scheduler.running, *scheduler.waiting)
+        # whoever reads the prompt for it, too, starts it
+        if not any(
+            isinstance(other, Generation) and request in other.siblings
+            for other in others
+        ):
+            scheduler.add(request)
 
     @property
     def _outdated(self) -> bool:
