@@ -733,12 +733,11 @@ def test_reasoning_is_kept_in_one_sample(
         reasoned(("", "one"), ("", "two")),
     ]  # fmt: skip
     talks += [[{"role": "system", "content": "s"}, *talk] for talk in talks]
+    keeping_all = ChatEncoder(ChatTemplate(keeps, tokenizer), learn)
+    in_one = ChatEncoder(ChatTemplate(family.template, tokenizer), learn, "keep")
     for messages in talks:
         talk = conversation(messages)
-        kept = ChatEncoder(
-            ChatTemplate(family.template, tokenizer), learn, "keep"
-        ).encode(talk)
-        wanted = ChatEncoder(ChatTemplate(keeps, tokenizer), learn).encode(talk)
+        kept, wanted = in_one.encode(talk), keeping_all.encode(talk)
         assert kept.text == wanted.text
         for one, other in zip(kept[1:5], wanted[1:5], strict=True):
             assert one.tolist() == other.tolist()

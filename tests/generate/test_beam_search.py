@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import cache
 from typing import Any
@@ -37,12 +36,19 @@ def log_probabilities(model: Transformer, prompt: list[int], ids: list[int]) -> 
 def every_text(
     model: Transformer, prompt: list[int], count: int, stops: set[int], allowed: range
 ) -> dict[Any, float]:
-    """Every text of up to ``count`` tokens, with its log-probability."""
-    found = {}
-    for length in range(1, count + 1):
-        for ids in itertools.product(allowed, repeat=length):
-            if not stops & {*ids[:-1]} and (ids[-1] in stops or length == count):
-                found[ids] = log_probabilities(model, prompt, list(ids))
+    """Every text of up to ``count`` tokens, with its log-probability; a pass for each that is not at its end."""
+    found = dict[Any, float]()
+
+    def go_on(ids: tuple[int, ...], before: float) -> None:
+        row = rows_of(model, [*prompt, *ids])[-1].tolist()
+        for token in allowed:
+            text, p = (*ids, token), before + row[token]
+            if token in stops or len(text) == count:
+                found[text] = p
+            else:
+                go_on(text, p)
+
+    go_on((), 0.0)
     return found
 
 

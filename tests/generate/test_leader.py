@@ -469,6 +469,7 @@ def guessed(engine: Engine) -> tuple[list[list[int]], int]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2"])
 def test_guesses_change_nothing(pool: Any, layout: str) -> None:
     ((expected, fewer),) = under("", "softmax", "float64", ("as it is",), guessed)

@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", [
     {"layout": "tp=2,shard=2", "model": "v3"},
     {"layout": "cp=2", "model": "wide values", "recompute": "selective"},

@@ -222,7 +222,7 @@ def check_cut(pool: Any, world: int, cases: list[tuple[Any, ...]]) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_every_table_equals_one_device(pool: Any, world: int) -> None:
     @settings(
-        max_examples=8,
+        max_examples=5,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         derandomize=True,

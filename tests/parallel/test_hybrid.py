@@ -113,7 +113,7 @@ SLOW: list[Case] = [
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id=name(c)) for c in QUICK]

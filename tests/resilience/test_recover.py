@@ -174,8 +174,15 @@ def check(
 
 
 @pytest.mark.slow
-def test_every_pair_of_layouts(pool: Any, tmp_path: Path) -> None:
-    check(pool, write_corpus(tmp_path), CASES)
+@pytest.mark.parametrize(
+    "cases",
+    [CASES[1::2], pytest.param(CASES, marks=pytest.mark.soak)],
+    ids=["some", "all"],
+)
+def test_every_pair_of_layouts(
+    pool: Any, tmp_path: Path, cases: list[tuple[str, tuple[int, ...], str]]
+) -> None:
+    check(pool, write_corpus(tmp_path), cases)
 
 
 def leave(

@@ -122,6 +122,7 @@ def test_ratio_0_is_the_full_pipeline() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("wan", [1e9, 0.5e9])
 def test_a_quarter_skipped_is_a_third_faster(wan: float, split: bool) -> None:
