@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hosts import Host
 from step import machine
 
 from weft.data.tokenizer import load_tokenizer
@@ -247,6 +248,17 @@ class Proxy:
                 both[way].write_eof()
 
 
+def export_tiny(folder: Path) -> None:
+    """Write the model of random weights to ``folder``/tiny, if it is not there."""
+    folder.mkdir(exist_ok=True)
+    if (folder / "tiny").exists():
+        return
+    model = parallelize(SHAPE, Mesh.single(), Train(seed=2))[0]
+    files = replace(load_tokenizer("bytes"), chat_template=TEMPLATE).files()
+    weights = {p.name: p.local for p in resident_state(model, model.mesh).held}
+    export(weights, SHAPE, folder / "tiny", files=files)
+
+
 def free_port() -> int:
     with listen("127.0.0.1", 0) as sock:
         port: int = sock.getsockname()[1]
@@ -259,14 +271,24 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.all: list[tuple[str, subprocess.Popen[bytes]]] = []
+        self.expected: set[tuple[str, int]] = set()
 
-    def start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, *words: str, at: Host | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start ``weft`` with these words, if need be ``at`` another host."""
         log = (self.folder / f"{name}.log").open("ab")
         command = [sys.executable, "-m", "weft", *words]
+        if at is not None:
+            command = at.command(command)
         environment = os.environ | {"WEFT_SECRET": "of the faults"}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self.all.append((name, process))
         return process
+
+    def expect(self, name: str, code: int) -> None:
+        """Take it for right that ``name`` ends with this exit code."""
+        self.expected.add((name, code))
 
     def close(self) -> list[str]:
         """End all, first by SIGINT; return what those did that did not end as they should."""
@@ -282,7 +304,7 @@ class Processes:
                 process.kill()
                 wrong.append(f"{name} does not end")
                 continue
-            if code not in (0, -signal.SIGKILL):
+            if code not in (0, -signal.SIGKILL) and (name, code) not in self.expected:
                 wrong.append(f"{name} ends with {code}")
         for log in self.folder.glob("*.log"):
             if "Traceback" in log.read_text(errors="replace"):
@@ -290,8 +312,8 @@ class Processes:
         return wrong
 
 
-async def scraped(port: int) -> dict[str, dict[str, float]]:
-    """Numbers of /metrics by engine; none if nobody answers."""
+async def metrics_text(port: int) -> str:
+    """What /metrics says; "" if nobody answers."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(
@@ -300,7 +322,19 @@ async def scraped(port: int) -> dict[str, dict[str, float]]:
         text = (await asyncio.wait_for(reader.read(-1), 20)).decode()
         writer.close()
     except (OSError, TimeoutError):
-        return {}
+        return ""
+    return text
+
+
+async def metrics(port: int) -> dict[str, float]:
+    """The counters of /metrics of all engines together."""
+    text = await metrics_text(port)
+    return {name: float(value) for name, value in re.findall(r"(?m)^weft_(\w+)_total (\S+)$", text)}  # fmt: skip
+
+
+async def scraped(port: int) -> dict[str, dict[str, float]]:
+    """Numbers of /metrics by engine; none if nobody answers."""
+    text = await metrics_text(port)
     engines: dict[str, dict[str, float]] = {}
     for name, engine, value in re.findall(r'weft_(\w+)\{engine="([^"]+)"\} (\S+)', text):  # fmt: skip
         engines.setdefault(engine, {})[name] = float(value)
@@ -403,7 +437,7 @@ class Trial:
     """A service under so many seeded faults, with clients. ``expected``: texts and ends by case."""
 
     def __init__(
-        self, service: Service, seed: int, expected: list[Stream], clients: int
+        self, service: Any, seed: int, expected: list[Stream], clients: int
     ) -> None:
         self.service, self.expected, self.clients = service, expected, clients
         self.rng, self.seed = random.Random(seed), seed
@@ -416,7 +450,7 @@ class Trial:
         self.router_kills: list[float] = []
 
     async def run(self, faults: int) -> None:
-        clients = [asyncio.create_task(self._client(i)) for i in range(self.clients)]
+        clients = [asyncio.create_task(self.client(i)) for i in range(self.clients)]
         await asyncio.sleep(3)
         # a router takes long to start: its turn comes half as often
         kinds = [*KINDS[self.service.kind] * 2]
@@ -456,7 +490,7 @@ class Trial:
             if code:
                 self.wrong.append(f"{name} was drained and ended with {code}")
 
-    async def _client(self, number: int) -> None:
+    async def client(self, number: int) -> None:
         rng = random.Random(1000 * self.seed + number)
         while not self.ended:
             await self._ask(rng)
@@ -702,14 +736,9 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="a folder for model and logs")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    model = parallelize(SHAPE, Mesh.single(), Train(seed=2))[0]
-    files = replace(load_tokenizer("bytes"), chat_template=TEMPLATE).files()
-    weights = {p.name: p.local for p in resident_state(model, model.mesh).held}
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.keep or Path(temporary)
-        folder.mkdir(exist_ok=True)
-        if not (folder / "tiny").exists():
-            export(weights, SHAPE, folder / "tiny", files=files)
+        export_tiny(folder)
         expected = read_expected(folder) or asyncio.run(undisturbed(folder))
         write_expected(folder, expected)
         print(f"{len(expected)} cases, {sum(len(s.times) for s in expected)} chunks", flush=True)  # fmt: skip

@@ -228,6 +228,25 @@ def test_when_one_rank_ends_with_an_error_after_ctrl_c_the_others_do_not_have_a_
     assert_gone(wait_for(tmp_path, "pid-*", 2))
 
 
+@pytest.mark.parametrize(
+    ("own", "grace", "code"), [(0, 30.0, 0), (0, None, 143), (3, 30.0, 143)]
+)
+def test_a_signal_is_the_usual_end_of_what_serves(
+    tmp_path: Path, own: int, grace: float | None, code: int
+) -> None:
+    """The exit code says whether all ranks have ended well, where ``grace`` is given."""
+    ends = f'trap "exit $((RANK * {own}))" TERM; echo $$ > {tmp_path}/pid-$RANK; while :; do sleep 0.05; done'
+
+    def stop() -> None:
+        wait_for(tmp_path, "pid-*", 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert launch([], 2, ["/bin/sh", "-c", ends], grace=grace) == code
+    thread.join()
+
+
 def test_ctrl_c_waits_until_a_rank_has_started() -> None:
     """Python would print a traceback if it came while the interpreter starts."""
     words = [sys.executable, "-m", "weft", "recipes"]

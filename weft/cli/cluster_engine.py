@@ -17,6 +17,9 @@ from weft.errors import UsageError
 if TYPE_CHECKING:
     from weft.generate.open_engine import EngineOptions
 
+#: Seconds that the ranks of an engine get to end once its answers have.
+LEAVE_S = 30.0
+
 _join = "The address of the router: the one that weft serve --cluster has printed."
 _name = "The engine's name for the router and in metrics; by default host and process."
 _role = (
@@ -56,14 +59,14 @@ def engine_command(
     from weft.checkpoint.model import tokenizer_of
     from weft.cluster.cluster_messages import ROLES, EngineAbout
     from weft.cluster.engine_loans import EngineLoans
-    from weft.cluster.engine_member import EngineMember
+    from weft.cluster.engine_member import EngineMember, unreached
     from weft.generate.fingerprint import open_for_reading, weights_fingerprint
     from weft.generate.grammar import Grammars
     from weft.generate.open_engine import adapter_digests, model_digests, open_engine
     from weft.generate.outside_cache import join_memories
-    from weft.generate.start import as_rank, launch_ranks
+    from weft.generate.start import as_engine, launch_ranks
     from weft.net.endpoint import process_endpoint
-    from weft.net.sockets import own_address
+    from weft.net.sockets import await_host, own_address
     from weft.version import VERSION
 
     if role and role not in ROLES:
@@ -71,17 +74,22 @@ def engine_command(
     router = read_address(join, "--join")
     set_secret(secret, "weft engine")
     checkpoint = options.checkpoint
-    if (code := launch_ranks(options.spread, checkpoint)) is not None:
+    if (code := launch_ranks(options.spread, checkpoint, drain + LEAVE_S)) is not None:
         return code
     called = model_name or checkpoint.rstrip("/").split("/")[-1]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with as_rank(options.spread, device) as device:
+    with as_engine(options.spread, device) as device:
+        # before the ranks of this engine meet, as others than they must reach it too
+        try:
+            await_host(router[0], redial)
+        except OSError as error:
+            raise unreached(join, error) from None
+        endpoint = process_endpoint(own_address(router[0]))
         opened = open_engine(options, device, called, warn, share)
         if opened is None:
             return 0
         engine, files = opened.engine, opened.files
         model = open_for_reading(checkpoint, options.ema)
-        endpoint = process_endpoint(own_address(router[0]))
         loans = EngineLoans(engine, endpoint, "") if options.lend else None
         kept = opened.kept
         memories = join_memories(kept, endpoint, "") if kept else None
@@ -125,7 +133,7 @@ def engine_command(
         finally:
             timer.cancel()
             member.close()
+            engine.close()  # over the endpoint, if it has ranks
             endpoint.close()
-            engine.close()
         warn(f"engine {about.name} ends")
     return 0

@@ -16,7 +16,7 @@ from weft.cli.arguments import SecretFile, read_address, read_keys, set_secret
 from weft.cli.console import warn
 from weft.cli.engine_options import holding_engine
 from weft.errors import UsageError
-from weft.net.sockets import Socket, listen
+from weft.net.sockets import Socket, listen, own_address
 
 if TYPE_CHECKING:
     import uvicorn
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from weft.generate.backend import Backend
     from weft.generate.open_engine import EngineOptions
     from weft.serve.service import Service
+
+#: Addresses that stand for all of this host's, and an address outside of every private network (RFC 5737).
+EVERYWHERE, OUTSIDE = ("0.0.0.0", "::"), "192.0.2.1"
 
 _hosts = (
     "A name by which clients reach this server, or *.example.com, or *; may "
@@ -311,12 +314,16 @@ def _routed(
     digests = adapter_digests(options.adapters, name) | model_digests(options.models)
     listen = read_address(settings.listen, "cluster.listen")
     endpoint = router_endpoint(lambda: process_endpoint(*listen), listen, "")
-    address = "{}:{}".format(*endpoint.address)
+    host, port = endpoint.address
+    if host in EVERYWHERE and not (outside := own_address(OUTSIDE)).startswith("127."):
+        host = outside  # by which other hosts reach this one
+    address = f"{host}:{port}"
     processes = None
     if settings.engines:
         words = [*options.words(), f"--model-name={name}"]
         roles = settings.parts()
-        processes = EngineProcesses(roles, address, words, SHARE, warn)
+        ranks, gpus = options.spread.world, _gpus()
+        processes = EngineProcesses(roles, address, words, SHARE, warn, ranks, gpus)
     router = None
     try:
         expected = RouterModel(
@@ -351,6 +358,16 @@ def _routed(
         if processes is not None:
             processes.close(joined)
         endpoint.close()
+
+
+def _gpus() -> list[str]:
+    """Return the names of the GPUs of this host that this process may use."""
+    import torch
+
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return (names or [str(index) for index in range(count)])[:count]
 
 
 def _end_with(service: "Service", front: "uvicorn.Server") -> None:

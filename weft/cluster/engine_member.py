@@ -146,7 +146,7 @@ class EngineMember:
         self.about = self.about._replace(host=host, port=port)
         self._moves = endpoint.open(MOVES, secret, self._arrive)
         place, deadline = f"{router[0]}:{router[1]}", _after(redial)
-        mute, joined = 0, False
+        mute, joined, waits = 0, False, False
         while not self._ended.is_set():
             try:
                 connection = self._dial(channel, router)
@@ -161,13 +161,15 @@ class EngineMember:
                         "give both the same WEFT_SECRET or --secret"
                     ) from None
                 if late:
-                    raise WeftError(
-                        f"the router at {place} cannot be reached: {error.strerror or error}; "
-                        "start it, or name another with --join"
-                    ) from None
+                    raise unreached(place, error) from None
+                if not waits:
+                    self.say(
+                        f"{place} does not answer: {_cause(error)}; tried for {redial:g} s"
+                    )
+                waits = True
                 self._ended.wait(AGAIN_S)
                 continue
-            mute, joined = 0, True
+            mute, joined, waits = 0, True, False
             try:
                 if self._serve(connection, redial):
                     return
@@ -616,6 +618,17 @@ class EngineMember:
             }
             current.outbox.put(message)
             current.tokens, current.begun, current.failures = [], [], []
+
+
+def unreached(place: str, error: OSError) -> WeftError:
+    """Return the error of an engine that cannot reach its router at ``place``, because of ``error``."""
+    return WeftError(
+        f"the router at {place} cannot be reached: {_cause(error)}; start it, or name another with --join"
+    )
+
+
+def _cause(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _after(seconds: float) -> float:

@@ -19,7 +19,8 @@ class EngineProcesses:
 
     ``roles``: "prefill", "decode", or "" for an engine that does both. ``words``: further options of the command.
     ``share``: fraction of the free memory that all engines together use. Each engine gets an equal part of it, and an
-    equal part of the processor's cores. ``say`` prints a line.
+    equal part of the processor's cores. ``say`` prints a line. ``ranks``: processes of each engine. ``gpus``: names of
+    this host's GPUs, as ``CUDA_VISIBLE_DEVICES`` has them, which are dealt to the ranks of the engines in turn.
 
     Once all have joined, a process that ends by a fault is started again. The processes inherit the variable
     ``WEFT_SECRET``.
@@ -32,17 +33,26 @@ class EngineProcesses:
         words: Sequence[str],
         share: float,
         say: Callable[[str], None],
+        ranks: int = 1,
+        gpus: Sequence[str] = (),
     ) -> None:
         self.say = say
-        threads = max(1, (os.cpu_count() or 1) // len(roles))
+        threads = max(1, (os.cpu_count() or 1) // (len(roles) * ranks))
         self._environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
-        own = ["--redial=0", f"--share={share / len(roles)}"]
+        devices = gpus_of_engines(len(roles), ranks, gpus)
+        # engines that share their memory: all of this host's, or those of a GPU
+        beside = -(-len(roles) * ranks // len(gpus)) if gpus else len(roles)
+        own = ["--redial=0", f"--share={share / beside}"]
         command = [sys.executable, "-m", "weft", "engine", f"--join={address}"]
         kinds = [role or "engine" for role in roles]
         names = [f"{kind}-{kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]
         self._commands = {
             name: [*command, f"--name={name}", f"--role={role}", *own, *words]
             for name, role in zip(names, roles, strict=True)
+        }
+        self._devices = {
+            name: {"CUDA_VISIBLE_DEVICES": visible}
+            for name, visible in zip(names, devices, strict=False)
         }
         self._ended = threading.Event()
         self._running = {name: self._start(name) for name in self._commands}
@@ -54,7 +64,7 @@ class EngineProcesses:
         # signals for the server are for the server alone, which lets its answers end
         return subprocess.Popen(
             self._commands[name],
-            env=self._environment,
+            env=self._environment | self._devices.get(name, {}),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
             start_new_session=True,
@@ -104,3 +114,16 @@ class EngineProcesses:
                 if process.poll() is None:
                     process.kill()
                 process.wait()
+
+
+def gpus_of_engines(engines: int, ranks: int, gpus: Sequence[str]) -> list[str]:
+    """Return for each engine the GPUs of its ranks, separated by commas: the next ones in turn. Empty without ``gpus``,
+    which are the names of all.
+    """
+    if not gpus:
+        return []
+    each = range(min(ranks, len(gpus)))
+    return [
+        ",".join(gpus[(engine * ranks + rank) % len(gpus)] for rank in each)
+        for engine in range(engines)
+    ]

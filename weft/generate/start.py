@@ -1,5 +1,6 @@
 """Starts the ranks that generate, joins them, and separates the scheduling rank from the others."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,17 @@ from weft.generate.leader import check_layout
 from weft.layout.layout import Layout
 from weft.run.forked import GENERATING
 from weft.run.launch import launch
-from weft.run.rank_processes import in_ranks, own_device, rank_process
+from weft.run.rank_processes import (
+    backend_of,
+    in_ranks,
+    own_device,
+    rank_process,
+    settle_in,
+    threads_per_rank,
+)
 
+#: The variable of a rank that Weft itself has started, which torchrun's and Slurm's have not.
+LAUNCHED = "WEFT_LAUNCHED"
 #: Seconds that ranks wait for each other.
 WAIT_S = 600
 
@@ -20,9 +30,13 @@ WAIT_S = 600
 STOPPED_S = 10
 
 
-def launch_ranks(layout: Layout, checkpoint: str) -> int | None:
+def launch_ranks(
+    layout: Layout, checkpoint: str, grace: float | None = None
+) -> int | None:
     """Start this command on all ranks of ``layout`` and return the exit code. Return None in a process that is a rank
     itself, or if the layout has one rank.
+
+    ``grace``: seconds that the ranks get to end after a signal, if that is the usual way to end the command.
 
     Raises :class:`UsageError` for a layout under which the model of ``checkpoint`` cannot generate.
     """
@@ -30,7 +44,9 @@ def launch_ranks(layout: Layout, checkpoint: str) -> int | None:
     if layout.world == 1 or in_ranks():
         return None
     check_layout(layout, open_pretrained(checkpoint).shape)
-    return launch(sys.argv[1:], layout.world, patience=STOPPED_S, shared=GENERATING)
+    return launch(
+        sys.argv[1:], layout.world, patience=STOPPED_S, shared=GENERATING, grace=grace
+    )
 
 
 @contextmanager
@@ -43,8 +59,32 @@ def as_rank(layout: Layout, device: str) -> Iterator[str]:
     if layout.world == 1:
         yield device
         return
-    with rank_process(device, WAIT_S):
+    with rank_process(device, WAIT_S, _threads()):
         yield own_device(device)
+
+
+@contextmanager
+def as_engine(layout: Layout, device: str) -> Iterator[str]:
+    """Return a context in which this process is an engine or one of its ranks, as :func:`as_rank` does.
+
+    With a layout of one rank, each process that torchrun or Slurm has started is an engine of its own, with its own GPU
+    and an equal share of the host's cores.
+    """
+    with as_rank(layout, device) as own:
+        if layout.world == 1 and in_ranks():
+            settle_in(device, _threads())
+            _, index = backend_of(device)
+            own = device if index is None else str(index)
+        yield own
+
+
+def _threads() -> int:
+    """Return the number of threads of this process: 0 for an equal share of the cores, or what a launcher that has
+    given each engine a share of them allows.
+    """
+    share = threads_per_rank(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    allowed = os.environ.get("OMP_NUM_THREADS", "") if LAUNCHED in os.environ else ""
+    return min(share, int(allowed)) if allowed.isdecimal() and int(allowed) else share
 
 
 def leads() -> bool:

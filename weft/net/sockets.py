@@ -2,8 +2,11 @@
 
 import os
 import socket
+import time
 from contextlib import suppress
 
+#: Seconds between two attempts to look up the name of a host.
+NAME_S = 0.5
 #: What others name in annotations, and the kind of an address for datagrams.
 Socket = socket.socket
 DATAGRAM = socket.SOCK_DGRAM
@@ -55,6 +58,21 @@ def end_connection(connection: socket.socket) -> None:
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
+
+
+def await_host(host: str, seconds: float) -> None:
+    """Wait until the name ``host`` is known, for at most so many ``seconds``. Names of a cluster's services may come
+    after the processes that ask for them. Raises OSError if it is not known then.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(NAME_S)
 
 
 def own_address(peer: str = "") -> str:

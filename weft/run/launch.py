@@ -68,7 +68,7 @@ os.execv(command[0], command)
 
 def launch(
     argv: list[str], ranks: int, command: list[str] | None = None, threads: int = 0, survive: bool = False,
-    patience: float = math.inf, shared: Sequence[str] = (),
+    patience: float = math.inf, shared: Sequence[str] = (), grace: float | None = None,
 ) -> int:  # fmt: skip
     """Run ``weft *argv`` as several processes of this machine. Prints why they failed, and returns the exit code.
 
@@ -83,6 +83,8 @@ def launch(
         ``patience``: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
         ``shared``: names of modules that this process imports before it forks the ranks from itself. If it is empty,
             each rank is started as a new process.
+        ``grace``: seconds that ranks get to end after a signal, if a signal is the usual way to end this command. The
+            exit code then is 0 if all ranks have ended well. None: :data:`GRACE_S`, and 128 + the signal's number.
     """
     ended = run_ranks(
         command or [sys.executable, "-m", "weft", *argv],
@@ -91,6 +93,7 @@ def launch(
         survive,
         patience,
         partial(fork_ranks, argv, ranks, shared) if shared and not command else list,
+        grace,
     )
     if ended.cause is not None:
         show(ended.cause)
@@ -118,6 +121,7 @@ def run_ranks(
     survive: bool = False,
     patience: float = math.inf,
     fork: Callable[[], list[ForkedRank]] = list,
+    grace: float | None = None,
 ) -> RanksEnded:
     """Run ``command`` as several processes of this machine (the ranks), and return how they have ended.
 
@@ -133,6 +137,7 @@ def run_ranks(
         ``patience``: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
         ``fork``: function that returns forked processes to be the ranks. If it returns none, each rank is a new process
             that runs ``command``.
+        ``grace``: as for :func:`launch`.
     """
     import torch.distributed as dist
 
@@ -199,12 +204,14 @@ def run_ranks(
                     }
                 failed |= {rank: Exit(1, time.time()) for rank in stuck}
             if received or failed or time.monotonic() - running > patience:
-                stopped = _end(started, received)
+                stopped = _end(started, received, GRACE_S if grace is None else grace)
         finally:
             _kill(started)
         cause = _cause(Path(folder), failed, stopped, before)
         unsaid = _unsaid(Path(folder), started) if received else ""
     code = 128 + received[0] if received else int(bool(failed or stopped))
+    if grace is not None and all(process.returncode == 0 for process in started):
+        code = 0
     if code == 0 or cause is None or (code > 128 and cause.grade > Grade.UNEXPECTED):
         return RanksEnded(code, unsaid=unsaid)
     return RanksEnded(code if code > 128 else cause.exit_code, cause)
@@ -300,11 +307,13 @@ def _living(started: Sequence[Process]) -> list[Process]:
     return [process for process in started if process.poll() is None]
 
 
-def _end(started: Sequence[Process], received: Sequence[int]) -> dict[int, float]:
+def _end(
+    started: Sequence[Process], received: Sequence[int], grace: float
+) -> dict[int, float]:
     """End the remaining ranks; return those that were found stopped after another rank's failure, and when.
 
-    They have :data:`END_S` seconds. If all are asked to stop they have :data:`GRACE_S`, or :data:`AFTER_FAILURE_S` once
-    one has not ended well. Stopped ranks are continued, so that they can end.
+    They have :data:`END_S` seconds. If all are asked to stop they have ``grace`` seconds, or :data:`AFTER_FAILURE_S`
+    once one has not ended well. Stopped ranks are continued, so that they can end.
     """
     stopped = dict[int, float]()
     for process in _living(started):
@@ -316,7 +325,7 @@ def _end(started: Sequence[Process], received: Sequence[int]) -> dict[int, float
                 # before others miss it because it was killed
                 stopped[started.index(process)] = time.time()
                 process.kill()
-    until, failed = time.monotonic() + (GRACE_S if received else END_S), False
+    until, failed = time.monotonic() + (grace if received else END_S), False
     while (living := _living(started)) and time.monotonic() < until:
         psutil.wait_procs(living, LOOK_S)
         if not failed and any(process.poll() for process in started):

@@ -1,0 +1,44 @@
+"""How processes that generate start: their threads, and processes of torchrun that are engines of their own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from weft.generate import start
+from weft.layout.layout import Layout
+
+
+def test_ranks_of_an_engine_keep_to_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv(start.LAUNCHED, raising=False)
+    assert start._threads() == 8  # torchrun says 1 to everybody
+    monkeypatch.setenv(start.LAUNCHED, "1")
+    assert start._threads() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "12")
+    assert start._threads() == 8
+
+
+def test_processes_of_torchrun_are_engines_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has its own device and an equal share of the cores, and meets nobody."""
+    settled = list[tuple[str, int]]()
+    monkeypatch.setattr(start, "settle_in", lambda *how: settled.append(how))
+    monkeypatch.setattr(
+        start, "backend_of", lambda device: ("nccl", torch.device(device, 1))
+    )
+    monkeypatch.setattr(start, "_threads", lambda: 4)
+    with start.as_engine(Layout(), "cuda") as device:
+        assert (device, settled) == ("cuda", [])  # started by hand
+    for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with start.as_engine(Layout(), "cuda") as device:
+        assert (device, settled) == ("cuda:1", [("cuda", 4)])
+    assert not torch.distributed.is_initialized()
