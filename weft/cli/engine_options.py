@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,6 +109,20 @@ _lend = (
 Lend = Annotated[bool, typer.Option("--lend", help=_lend)]
 
 
+class OnOff(StrEnum):
+    """Values of an option that is on or off."""
+
+    on = "on"
+    off = "off"
+
+
+_graphs = (
+    "on: on a GPU, steps in which each answer grows by one token are recorded as CUDA "
+    "graphs at the start, and launched as a whole; off: kernel by kernel."
+)
+CudaGraphs = Annotated[OnOff, typer.Option("--cuda-graphs", help=_graphs)]
+
+
 def read_engine_options(
     checkpoint: Annotated[str, ModelName],
     requests: Requests = 64,
@@ -129,6 +144,7 @@ def read_engine_options(
     plugin: PluginModules = None,
     layout: Spread = None,
     lend: Lend = False,
+    cuda_graphs: CudaGraphs = OnOff.on,
 ) -> "EngineOptions":
     """Return the options of an engine, checked as far as they can be without its model. The modules of ``--plugin`` are
     imported. The parameters are the options of the command line, which :func:`holding_engine` adds to a command.
@@ -159,6 +175,7 @@ def read_engine_options(
         plugins=tuple(plugin or ()),
         layout=layout or "",
         lend=lend,
+        cuda_graphs=cuda_graphs.value,
     )
     options.check()
     return options

@@ -245,7 +245,13 @@ def generate_command(
         budget = CHUNK * spread.cp if spread.cp > 1 else BUDGET
         drafter = drafter_for(draft, model, warn, ahead, early_layer)
         with closing(
-            Engine(model, budget=budget, drafter=drafter, ranks=spread.world > 1)
+            Engine(
+                model,
+                budget=budget,
+                drafter=drafter,
+                ranks=spread.world > 1,
+                graphs=True,
+            )
         ) as engine:
             clock = [time.perf_counter()]
             if options.asked:

@@ -136,12 +136,15 @@ class Engine:
         ``ranks``: the model is cut over several ranks, of which this is the first; the others run
             :func:`weft.generate.leader.follow_leader`.
         ``attention``: name of the attention backend (:mod:`weft.models.attention_backend`); "": the fastest one.
+        ``graphs``: whether steps in which each text computes one token are recorded as CUDA graphs, if the model and
+            its device permit it (:mod:`weft.generate.decode_step`).
     """
 
     def __init__(
         self, model: Transformer, tokens: int | None = None, budget: int = BUDGET, limit: int = 64,
         policy: Policy = exact_fill, size: int = 0, drafter: Drafter | None = None, invariant: bool = False,
         ranks: bool = False, attention: str = "",
+        graphs: bool = False,
     ) -> None:  # fmt: skip
         if budget < 1 or limit < 1:
             raise UsageError(
@@ -162,6 +165,10 @@ class Engine:
         )
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = BlockPool(blocks, self.reader.size, states)
+        if graphs and isinstance(self.reader, PagedReader):
+            self.reader.record_graphs()
+            if tokens is not None:
+                self.reader.reserve(blocks)
         self.model, self.drafter, self.scheduler = (
             model,
             drafter,
@@ -286,7 +293,18 @@ class Engine:
         )
         if block:
             self.scheduler.pool.blocks = max(1, memory // block)
+            if isinstance(self.reader, PagedReader):
+                self.reader.reserve(self.scheduler.pool.blocks)
         return self.scheduler.pool.blocks * self.reader.size
+
+    @torch.inference_mode()
+    def record_steps(self) -> None:
+        """Record the CUDA graphs of steps with up to as many requests as a step may have, if graphs are used, so that
+        no request waits for them.
+        """
+        if isinstance(self.reader, PagedReader) and self.reader.decoding is not None:
+            self.probe()
+            self.reader.decoding.record_all(self.scheduler.limit)
 
     def cancel(self, generation: Generation) -> None:
         """Cancel the request ``generation``, whether it is waiting, running or finished."""

@@ -54,6 +54,7 @@ class EngineOptions:
         ``cache_folder``: folder in whose files cache blocks are kept, or None.
         ``cache_folder_size``: most GB of these files; None: :data:`FOLDER_GB`.
         ``lend``: whether engines lend each other blocks of their caches.
+        ``cuda_graphs``: "on" or "off": whether decode steps are recorded as CUDA graphs, where this is possible.
     """
 
     checkpoint: str
@@ -77,6 +78,7 @@ class EngineOptions:
     cache_folder: Path | None = None
     cache_folder_size: float | None = None
     lend: bool = False
+    cuda_graphs: str = "on"
 
     @property
     def spread(self) -> Layout:
@@ -190,6 +192,7 @@ def open_engine(
         ),
         invariant=options.invariant,
         ranks=spread.world > 1,
+        graphs=options.cuda_graphs == "on",
     )
     members = dict[str, FamilyMember]()
     if family and options.models:
@@ -211,6 +214,7 @@ def open_engine(
     keeps = options.host_cache or options.cache_folder
     kept = keep_opened(engine, options, warn) if keeps else None
     resting = members if options.resident else {}
+    engine.record_steps()
     return OpenedEngine(engine, files, cache, others, family, resting, kept)
 
 

@@ -14,6 +14,13 @@ import torch
 
 from weft.generate.block_contents import LayerPart, layer_parts, read_pages, write_pages
 from weft.generate.chains import ChainPass
+from weft.generate.decode_step import (
+    DecodeSteps,
+    GraphRecorder,
+    Recorder,
+    decode_obstacle,
+    decode_requests,
+)
 from weft.generate.early_exit import EarlyExit, exiting
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
@@ -173,9 +180,12 @@ class PagedReader:
 
     ``size``: tokens of a cache block. ``alike``: whether logits are bitwise equal however texts are packed.
     ``attention``: name of the attention backend (:mod:`weft.models.attention_backend`); "": the fastest one.
+
+    The attribute ``decoding`` computes decode steps from recorded passes; None: every pass is launched anew.
     """
 
     depth = 1
+    decoding: DecodeSteps | None = None
 
     def __init__(
         self,
@@ -212,10 +222,58 @@ class PagedReader:
 
         ``early``: the early exit that the pass makes, unless it has texts of several models.
         """
+        if self.decoding is not None and early is None:
+            requests = decode_requests(step)
+            if requests and self.pages[0].store is not None:
+                self.change_blocks(step.copies, step.loads)
+                decoded = self.decoding.run(requests)
+                return lambda: decoded
         # a plugin's model cannot remember: it reads all again
         parts = parts_of(step, bool(self.model.shape.kind))
         logits = self.read(parts, step.copies, step.loads, early)
         return lambda: logits
+
+    def record_decoding(self, record: Recorder) -> str:
+        """Compute decode steps from recorded passes from now on. Return why the model does not permit this; "" if it
+        does.
+
+        ``record``: prepares a pass for being repeated.
+        """
+        why = "invariant passes" if self.alike else ""
+        why = why or decode_obstacle(self.model, self.pages)
+        if not why:
+            self.decoding = DecodeSteps(self.model, self.pages, record)
+        return why
+
+    def record_graphs(self) -> str:
+        """Record decode steps as CUDA graphs from now on. Return why this is not possible; "" if it is."""
+        if self.model.mesh.device.type != "cuda":
+            return "no GPU"
+        return self.record_decoding(GraphRecorder())
+
+    @torch.inference_mode()
+    def reserve(self, blocks: int) -> None:
+        """Let the cache have room for ``blocks`` blocks at once if decode steps are recorded, as these are recorded
+        again when the cache gets other memory.
+        """
+        if self.decoding is None:
+            return
+        for pages in self.pages:
+            pages.reserved = blocks + 1
+            if pages.store is not None:
+                pages.room(blocks)
+
+    def change_blocks(
+        self, copies: Sequence[tuple[int, int]], loads: Sequence[tuple[str, list[int]]]
+    ) -> None:
+        """Copy cache blocks, and load adapters into others.
+
+        ``copies``: pairs of cache blocks (from, to); ``loads``: pairs of an adapter's name and its blocks.
+        """
+        for pages in self.pages:
+            pages.copy(copies)
+        for load in loads:
+            self.shelf.load(*load)
 
     def add_adapter(self, name: str, adapter: HostAdapter) -> int:
         """Register ``adapter`` under ``name`` for later requests. Return the number of cache blocks that it needs."""
@@ -270,10 +328,8 @@ class PagedReader:
         numbers = queued_copy([row.ids + filled, row.positions + filled], device)
         reading = Reading(row.spans, queued_copy(slots(row.spans, self.size), device))
         for pages in self.pages:
-            pages.copy(copies)
             pages.reading = reading
-        for load in loads:
-            self.shelf.load(*load)
+        self.change_blocks(copies, loads)
         if any(lent and lent.name in self.others for lent in row.adapters):
             return self._read_chains(row, numbers)
         documents = torch.tensor(

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from weft.generate.sampling import Sampling
 from weft.generate.token_counts import TokenCounts
 from weft.models.numbers import wide
+from weft.models.queued_copy import queued_copy
 
 T = torch.Tensor
 
@@ -77,6 +78,8 @@ def choose_tokens(logits: T, texts: Sequence[TextState]) -> list[int]:
     kinds: dict[bool, list[int]] = defaultdict(list)
     for row, text in enumerate(texts):
         kinds[text.how.temperature == 0].append(row)
+    if not kinds[False]:
+        return likeliest_tokens(logits, texts).tolist()
     chosen = torch.empty(len(texts), dtype=torch.int64, device=logits.device)
     for greedy, rows in kinds.items():
         states, at = [texts[row] for row in rows], index_of(rows, logits.device)
@@ -120,7 +123,7 @@ def portions(rows: Sequence[int], device: torch.device) -> Iterator[Sequence[int
 
 def index_of(rows: Sequence[int], device: torch.device) -> T:
     """Return the numbers ``rows`` as a tensor on ``device``."""
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return queued_copy(rows, device)
 
 
 def logit_rows(logits: T, rows: Sequence[int]) -> T:

@@ -117,6 +117,8 @@ class Pages:
         ``lent``: blocks of texts that lie in the cache of another engine. Such a block has a negative number in the
             text's table, and is found here by that number.
         ``store``: the tensor; None until the first block is needed.
+        ``spare``: number of blocks behind the texts' blocks that the tensor always has, for tokens of no text.
+        ``reserved``: the fewest blocks that the tensor gets.
         ``growing``: lock that is held while the tensor is replaced by a larger one.
     """
 
@@ -128,6 +130,7 @@ class Pages:
         self.lent: LentBlocks = {}
         self.growing = Lock()  # held while the memory of the cache is replaced
         self.store: T | None = None
+        self.spare = self.reserved = 0
 
     def copy(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Copy blocks of the cache.
@@ -150,14 +153,18 @@ class Pages:
         The first call allocates the tensor. It needs ``like``, a tensor of the cache's type; ``parts``, the number of
         tensors kept per token, such as 2 for keys and values; and ``shape``, that of a block.
         """
+        blocks += self.spare
         if self.store is None:
             assert like is not None
-            self.store = like.new_zeros(parts, blocks + ROOM // self.size, *shape)
+            count = max(blocks + ROOM // self.size, self.reserved)
+            self.store = like.new_zeros(parts, count, *shape)
         elif (held := self.store.shape[1]) < blocks:
             parts, _, *shape = self.store.shape
-            spare = max(ROOM // self.size, held // 8)
+            # recorded passes are recorded anew, so that the memory seldom grows
+            more = held if self.spare else held // 8
+            count = max(blocks + max(ROOM // self.size, more), self.reserved)
             with self.growing:
-                grown = self.store.new_zeros(parts, blocks + spare, *shape)
+                grown = self.store.new_zeros(parts, count, *shape)
                 grown[:, :held] = self.store
                 self.store = grown
         return self.store

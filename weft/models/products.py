@@ -1,4 +1,4 @@
-"""Weights for generation only: packed once for the CPU's kernels, or quantised to eight or four bits.
+"""Weights for generation only: joined, and on the CPU packed once for its kernels, or quantised to eight or four bits.
 
 A model with such weights (:func:`read_only`) can only generate, because its parameters are gone. Weights that multiply
 the same input become one product, and adapters are merged into them.
@@ -42,7 +42,8 @@ class Packed(nn.Module):
         quick = weight.dtype == torch.float32 or (
             weight.dtype == torch.bfloat16 and mkldnn._is_mkldnn_bf16_supported()
         )
-        self.packed = ONEDNN and has_usual_sizes(weight) and quick
+        on_cpu = ONEDNN and weight.device.type == "cpu"
+        self.packed = on_cpu and has_usual_sizes(weight) and quick
         if self.packed:
             self.weight = mkldnn._reorder_linear_weight(self.weight, None)
 
@@ -228,8 +229,8 @@ def read_only(
 
     ``word``: ``float``, ``int8`` or ``int4``; ``forming``: function that converts one weight (:data:`Forming`). The
     converted weights are those of attention, dense feed-forwards and the output layer; the embedding stays. Weights
-    that have been converted before stay as they are. Returns 0 if nothing is converted, as on a GPU. Raises
-    :class:`UsageError` if the model or the device does not support the form.
+    that have been converted before stay as they are. Returns 0 if nothing is converted. Raises :class:`UsageError` if
+    the model or the device does not support the form.
     """
     if word not in FORMS:
         raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")
@@ -239,7 +240,7 @@ def read_only(
         raise UsageError(
             f"weights in {word} are for dense models with plain attention on the CPU; leave them as they are"
         )
-    if model.mesh.device.type != "cpu" or model.shape.kind:
+    if model.mesh.device.type not in ("cpu", "cuda") or model.shape.kind:
         return 0
     size = 0
     for module in model.modules():
