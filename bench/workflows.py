@@ -23,6 +23,7 @@ from weft.cluster.dispatch_policy import DispatchPolicy, freest
 from weft.generate.block_pool import BlockPool
 from weft.generate.policies import policy_of
 from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.generate.step_work import work_of
 from weft.generate.workflow import Workflow
 from weft.planner.machine import load_cluster
 from weft.planner.planned_model import load_model
@@ -32,7 +33,6 @@ from weft.serve.cluster_simulation import (
     SimulatedEngine,
     simulate_cluster,
 )
-from weft.serve.load_simulation import work_of
 from weft.techniques.dispatch_policies.balanced import ByWorkload
 
 RESULTS = Path(__file__).parent / "results" / "workflows.json"

@@ -98,6 +98,7 @@ KINDS: dict[str, TechniqueKind] = {
     "schedule": TechniqueKind("pipeline schedule", "layout.schedule", (), "schedules"),
     "policy": TechniqueKind("scheduling policy", "--policy", (), "policies", ("exact-fill",)),
     "dispatch-policy": TechniqueKind("dispatch policy", "--dispatch", (), "dispatch_policies", ("load",)),
+    "quota": TechniqueKind("quota controller", "--quota", (), "quotas"),
     "format": TechniqueKind("source format", "--from", (), "formats", ("weft",)),
     "drafter": TechniqueKind("drafter", "--draft", (), "drafters"),
     "context": TechniqueKind("attention scheme", "layout.context", (), "context", ("ulysses",)),

@@ -13,6 +13,7 @@ from weft.errors import WeftError
 from weft.generate.block_pool import BlockPool
 from weft.generate.policies import policy_of
 from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.generate.step_work import work_of
 from weft.generate.workflow import Workflow
 from weft.serve.cluster_simulation import (
     NOTICED,
@@ -23,7 +24,7 @@ from weft.serve.cluster_simulation import (
     SimulatedEngine,
     simulate_cluster,
 )
-from weft.serve.load_simulation import TimedRequest, simulate_load, work_of
+from weft.serve.load_simulation import TimedRequest, simulate_load
 from weft.techniques.dispatch_policies.balanced import ByWorkload
 
 SIZE = 4

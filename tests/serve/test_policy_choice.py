@@ -17,9 +17,10 @@ from weft.cli.bench import _show_candidates
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.engine import Engine
 from weft.generate.policies import compared_policies, policy_of
+from weft.generate.step_work import work_of
 from weft.models.hugging_face import export
 from weft.serve.load_requests import LoadRequest
-from weft.serve.load_simulation import Curve, TimedRequest, play_load, work_of
+from weft.serve.load_simulation import Curve, TimedRequest, play_load
 from weft.serve.policy_choice import (
     BUDGETS,
     SHARE,

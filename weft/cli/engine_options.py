@@ -108,6 +108,19 @@ _lend = (
 )
 Lend = Annotated[bool, typer.Option("--lend", help=_lend)]
 
+_phases = (
+    "one: each step reads prompts and writes. split: a second process reads "
+    "prompts while this one writes, with the same weights and cache in shared "
+    "memory; on Linux, without a GPU."
+)
+Phases = Annotated[str, typer.Option("--phases", metavar="one|split", help=_phases)]
+_quota = (
+    "With --phases split: the share of the cores that prompts may use while "
+    "other texts are written, from 0.1 to 0.9, or what chooses it while the "
+    "server runs."
+)
+QuotaWord = Annotated[str, typer.Option("--quota", metavar="NUMBER|NAME", help=_quota)]
+
 
 class OnOff(StrEnum):
     """Values of an option that is on or off."""
@@ -145,6 +158,8 @@ def read_engine_options(
     layout: Spread = None,
     lend: Lend = False,
     cuda_graphs: CudaGraphs = OnOff.on,
+    phases: Phases = "one",
+    quota: QuotaWord = "",
 ) -> "EngineOptions":
     """Return the options of an engine, checked as far as they can be without its model. The modules of ``--plugin`` are
     imported. The parameters are the options of the command line, which :func:`holding_engine` adds to a command.
@@ -176,6 +191,8 @@ def read_engine_options(
         layout=layout or "",
         lend=lend,
         cuda_graphs=cuda_graphs.value,
+        phases=phases,
+        quota=quota,
     )
     options.check()
     return options

@@ -121,12 +121,12 @@ def _priced(model: str, cluster: str, gpus: int | None) -> KnownLayouts:
 
     from weft.checkpoint.weights import shape_named
     from weft.errors import UsageError
+    from weft.generate.step_work import work_of
     from weft.planner.machine import load_cluster
     from weft.planner.planned_model import load_model
     from weft.planner.serving_price import EnginePrice
     from weft.recipe.shipped import find_recipe
     from weft.serve.cluster_simulation import BlockLink
-    from weft.serve.load_simulation import work_of
     from weft.serve.placement_search import EngineLayout
 
     machines = load_cluster(cluster, gpus)

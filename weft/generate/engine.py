@@ -122,6 +122,16 @@ class KeptBlocks(Protocol):
         """Store the full blocks that are not stored yet, and close the place where they are kept."""
 
 
+class StepTaker(Protocol):
+    """Interface of whoever takes an engine's steps in its place, such as in two processes."""
+
+    def step(self) -> list[Written]:
+        """Do as :meth:`Engine.step`."""
+
+    def close(self) -> None:
+        """End what takes part in the steps."""
+
+
 class Engine:
     """Generates tokens for many requests with ``model``.
 
@@ -178,6 +188,7 @@ class Engine:
         # what lends blocks of this engine's texts to other engines, and what holds blocks of theirs
         self.loans: list[LoanParty] = []
         self.outside: KeptBlocks | None = None  # beyond this engine's cache
+        self.phases: StepTaker | None = None  # takes the steps in two processes
         # hashes of adapters by their names
         self.adapter_digests = {"": b""}
 
@@ -351,11 +362,15 @@ class Engine:
         """Launch forward passes until as many are under way as is possible at once. Then wait for the oldest pass, and
         return a list of the tokens that it has given.
         """
+        return self.step_alone() if self.phases is None else self.phases.step()
+
+    def step_alone(self) -> list[Written]:
+        """Do as :meth:`step`, with all passes in this process."""
         while len(self.sent) < self.reader.depth and self._send():
             pass
         if not self.sent and self.scheduler.waiting:
             sleep(LOOK_S)  # nothing can begin until blocks come back
-        return self._receive(self.sent.popleft()) if self.sent else []
+        return self.receive(self.sent.popleft()) if self.sent else []
 
     def settle(self) -> None:
         """Do what is due for loans of cache blocks between two steps."""
@@ -364,6 +379,21 @@ class Engine:
 
     def _send(self) -> bool:
         """Launch the next forward pass; return whether there was anything to compute."""
+        self.prepare()
+        step = self.scheduler.plan(self.reader.depth)
+        if step.work:
+            try:
+                self.sent.append(self.launch(step))
+            except LenderLost as lost:
+                self._take_back(step)
+                for party in self.loans:
+                    party.give_up(lost.lender)
+        elif self.outside is not None and not self.sent:
+            self.outside.pause()
+        return bool(step.work)
+
+    def prepare(self) -> None:
+        """Do what is due before a step is planned: loans, blocks outside the cache, and guesses."""
         scheduler = self.scheduler
         self.settle()
         if self.outside is not None:
@@ -371,33 +401,27 @@ class Engine:
         if self.drafter is not None:
             others = (r for r in scheduler.running if r not in scheduler.due)
             self.drafter.propose([text for r in others for text in r.guessable])
-        step = scheduler.plan(self.reader.depth)
-        if step.work:
-            step = step._replace(work=dict(sorted(step.work.items(), key=kinship)))
-            rows = [
-                wanted_rows(request, tokens) for request, tokens in step.work.items()
-            ]
-            try:
-                logits = self.reader.start(step, early_exit(self.drafter, rows))
-            except LenderLost as lost:
-                self._take_back(step)
-                for party in self.loans:
-                    party.give_up(lost.lender)
-                return True
-            self.sent.append(LaunchedPass(set_out(scheduler, step), rows, logits))
-        elif self.outside is not None and not self.sent:
-            self.outside.pause()
-        return bool(step.work)
+
+    def launch(self, step: ScheduledStep) -> LaunchedPass:
+        """Launch the planned ``step``, and return it. Raises :class:`LenderLost`."""
+        step = step._replace(work=dict(sorted(step.work.items(), key=kinship)))
+        rows = self.rows_of(step)
+        logits = self.reader.start(step, early_exit(self.drafter, rows))
+        return LaunchedPass(set_out(self.scheduler, step), rows, logits)
+
+    def rows_of(self, step: ScheduledStep) -> list[WantedRows]:
+        """Return which rows of logits the requests of ``step`` need, in their order."""
+        return [wanted_rows(request, tokens) for request, tokens in step.work.items()]
 
     def _take_back(self, step: ScheduledStep) -> None:
         """Forget that ``step``, which has failed, was planned. Its tokens are computed in later steps."""
         for request in step.work:
             branches.release(self.scheduler.pool, request)
 
-    def _receive(self, launched: LaunchedPass) -> list[Written]:
+    def receive(self, launched: LaunchedPass) -> list[Written]:
         """Choose tokens from a pass's logits; return them, those of a text in order."""
-        self.scheduler.advance(launched.drawn)
         logits, at, texts = launched.logits(), 0, list[SampledText]()
+        self.scheduler.advance(launched.drawn)
         for request, first, prompt, drawn in launched.rows:
             begin, at = at + prompt, at + prompt + drawn
             if prompt:
@@ -438,7 +462,11 @@ class Engine:
             pass
 
     def close(self) -> None:
-        """End the other ranks, if there are any, and store the cache blocks that are to outlive the engine."""
+        """End the other ranks and processes, if there are any, and store the cache blocks that are to outlive the
+        engine.
+        """
+        if self.phases is not None:
+            self.phases.close()
         if self.outside is not None:
             self.outside.close()
         self.reader.close()

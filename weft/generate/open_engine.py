@@ -11,6 +11,7 @@ from weft.checkpoint.convert.peft import is_adapter, read_adapter
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.checkpoint.model_family import FamilyMember, ModelFamily, model_folders
 from weft.errors import UsageError
+from weft.generate.core_share import own_cores
 from weft.generate.drafter import check_ahead, drafter_for
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.fingerprint import open_for_reading, weights_fingerprint
@@ -18,12 +19,18 @@ from weft.generate.leader import follow_leader, mesh_of_rank
 from weft.generate.many_models import Room, add_models, members_of
 from weft.generate.outside_cache import OutsideCache, keep_blocks
 from weft.generate.policies import policy_of
+from weft.generate.prefill_process import PrefillProcess
+from weft.generate.quotas import FixedQuota, quota_of
+from weft.generate.shared_model import SharedModel, share_model
+from weft.generate.split_phases import SplitPhases
 from weft.generate.start import leads
 from weft.layout.layout import Layout
 from weft.models.products import read_only
 
 #: The share of the free memory that the cache may fill.
 SHARE = 0.4
+#: In how many processes an engine computes: prompts and writing in one, or each in its own.
+PHASES = ("one", "split")
 #: GB of the files in which cache blocks are kept, if nothing else is said.
 FOLDER_GB = 20.0
 
@@ -55,6 +62,8 @@ class EngineOptions:
         ``cache_folder_size``: most GB of these files; None: :data:`FOLDER_GB`.
         ``lend``: whether engines lend each other blocks of their caches.
         ``cuda_graphs``: "on" or "off": whether decode steps are recorded as CUDA graphs, where this is possible.
+        ``phases``: "split" if a second process reads prompts, else "one".
+        ``quota``: word of the quota of the process that reads prompts; "": half of the cores.
     """
 
     checkpoint: str
@@ -79,6 +88,8 @@ class EngineOptions:
     cache_folder_size: float | None = None
     lend: bool = False
     cuda_graphs: str = "on"
+    phases: str = "one"
+    quota: str = ""
 
     @property
     def spread(self) -> Layout:
@@ -116,8 +127,30 @@ class EngineOptions:
             raise UsageError(
                 "--cache-folder-size is about a folder; give --cache-folder FOLDER too"
             )
+        self._check_phases()
         check_ahead(self.draft, self.ahead, self.early_layer, self.spread.world)
         policy_of(self.policy)
+
+    def _check_phases(self) -> None:
+        if self.phases not in PHASES:
+            raise UsageError(
+                f"--phases cannot be {self.phases!r}; give {' or '.join(PHASES)}"
+            )
+        if self.phases != "split":
+            if self.quota:
+                raise UsageError("--quota is for --phases split; give both, or neither")
+            return
+        if self.quota:
+            quota_of(self.quota)
+        refused = {
+            "--layout": self.spread.world > 1, "--invariant": self.invariant, "--adapters": self.adapters,
+            "--models": self.models, "--lend": self.lend, "--weights": self.weights != "float",
+        }  # fmt: skip
+        for option, given in refused.items():
+            if given:
+                raise UsageError(
+                    f"--phases split is for one model in its own precision on one rank; leave out {option}"
+                )
 
     def words(self) -> list[str]:
         """Return these options as words of the command line of ``weft engine``. :attr:`resident` is none of its."""
@@ -177,6 +210,7 @@ def open_engine(
     check_prompt(model, [0])
     family = ModelFamily(model, options.weights) if options.models else None
     model = family.base if family else model
+    shared = share_model(model) if options.phases == "split" else None
     read_only(model, options.weights)
     if not leads():
         follow_leader(model)
@@ -213,9 +247,31 @@ def open_engine(
         others += add_adapters(engine, options.adapters, name)
     keeps = options.host_cache or options.cache_folder
     kept = keep_opened(engine, options, warn) if keeps else None
+    if shared is not None:
+        split_engine(engine, shared, options.quota, warn)
     resting = members if options.resident else {}
     engine.record_steps()
     return OpenedEngine(engine, files, cache, others, family, resting, kept)
+
+
+def split_engine(
+    engine: Engine, shared: SharedModel, quota: str, warn: Callable[[str], None]
+) -> SplitPhases:
+    """Let a second process read the prompts of ``engine``, and wait until it is ready. ``shared``: the engine's model.
+    ``quota``: word of the quota, or "". ``warn`` prints a line.
+
+    Raises :class:`WeftError` if the process cannot be started.
+    """
+    cores = own_cores()
+    process = PrefillProcess(engine, shared, cores, warn)
+    controller = quota_of(quota) if quota else FixedQuota(0.5)
+    phases = SplitPhases(engine, process, controller, cores)
+    try:
+        process.await_ready()
+    except BaseException:
+        process.close()
+        raise
+    return phases
 
 
 def keep_opened(

@@ -323,7 +323,19 @@ class PagedReader:
         name and the blocks into which it is loaded before the pass. ``early``: where the pass shows early logits,
         unless it has texts of several models.
         """
-        row, device = pack(parts), self.model.mesh.device
+        return self.read_row(pack(parts), copies, loads, early)
+
+    def read_row(
+        self,
+        row: PackedRow,
+        copies: Sequence[tuple[int, int]] = (),
+        loads: Sequence[tuple[str, list[int]]] = (),
+        early: EarlyExit | None = None,
+    ) -> T:
+        """Run a forward pass over ``row`` and return the logits ``[wanted rows, vocab]``. The other arguments are those
+        of :meth:`read`.
+        """
+        device = self.model.mesh.device
         filled = [0] * (-len(row.ids) % TILE if self.alike else 0)
         numbers = queued_copy([row.ids + filled, row.positions + filled], device)
         reading = Reading(row.spans, queued_copy(slots(row.spans, self.size), device))

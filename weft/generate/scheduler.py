@@ -78,6 +78,8 @@ class Scheduler:
         self.adapter_keys: dict[str, list[bytes]] = {"": []}
         self._loads: list[tuple[str, list[int]]] = []
         self.outside: OutsideBlocks | None = None
+        # passes run beside each other, so that no request loses its blocks while it is due
+        self.beside = False
         self.preemptions = 0  # times that a request gave its blocks back
         # called in turn before a request is preempted; each returns whether it has freed a block
         self.relief: list[Callable[[], bool]] = []
@@ -190,13 +192,13 @@ class Scheduler:
         for request in list(self.running):
             self.add(request)
 
-    def plan(self, depth: int = 1) -> ScheduledStep:
+    def plan(self, depth: int = 1, policy: Policy | None = None) -> ScheduledStep:
         """Plan the next step and take cache blocks for it. Return the step.
 
         Several steps can be under way at once: launched, but their tokens not known yet. A request is in only one of
         them. ``depth``: number of steps that may be under way; each may have at most the ``depth``-th part of the
-        requests. The returned step is empty only if no request is left, or if all that are left wait for the token of a
-        step under way.
+        requests. ``policy``: shares the budget in place of the scheduler's own. The returned step is empty only if no
+        request is left, or if all that are left wait for a step under way.
         """
         step, left, full = ScheduledStep({}, []), self.budget, False
         most = -(-min(self.limit, len(self.running) + len(self.waiting)) // depth)
@@ -204,7 +206,7 @@ class Scheduler:
             tuple(r for r in some if r not in self.due)
             for some in (self.running, self.waiting)
         )
-        for request, tokens in self.policy(running, waiting, self.budget):
+        for request, tokens in (policy or self.policy)(running, waiting, self.budget):
             if len(step.work) == most:
                 break
             if not request.ready:
@@ -230,12 +232,13 @@ class Scheduler:
                 if self.borrowable and (room := self._room(request)):
                     tokens = min(tokens, room)
                     continue
-                full, last = (
-                    True,
-                    max(
-                        (r for r in self.running if not r.pinned), key=lambda r: r.turn
-                    ),
+                full = True
+                last = max(
+                    (r for r in self.running if not r.pinned), key=lambda r: r.turn
                 )
+                if self.beside and last in self.due:
+                    tokens = 0  # the request waits until that one's pass has ended
+                    break
                 left += step.work.pop(last, 0) + sum(len(b.path) for b in last.branches)
                 lost = {
                     *last.table,
@@ -247,7 +250,7 @@ class Scheduler:
                 self.preemptions += 1
                 last.least_blocks = len(last.table) + 1 if last is request else 0
                 self.requeue(last)
-            if request.runs:
+            if request.runs and tokens:
                 step.work[request] = tokens
                 left -= tokens
                 if tokens == request.wanted:

@@ -34,16 +34,19 @@ TILE_OUT, EXACT = 256, 1024
 
 
 class Packed(nn.Module):
-    """A weight ``[out, in]`` in its own precision, stored in the order that oneDNN's kernel reads."""
+    """A weight ``[out, in]`` in its own precision, stored in the order that oneDNN's kernel reads.
 
-    def __init__(self, weight: T) -> None:
+    ``pack``: whether it is; if not, the weight itself is used, where it lies.
+    """
+
+    def __init__(self, weight: T, pack: bool = True) -> None:
         super().__init__()
         self.nbytes, self.weight = weight.nbytes, weight.contiguous()
         quick = weight.dtype == torch.float32 or (
             weight.dtype == torch.bfloat16 and mkldnn._is_mkldnn_bf16_supported()
         )
         on_cpu = ONEDNN and weight.device.type == "cpu"
-        self.packed = on_cpu and has_usual_sizes(weight) and quick
+        self.packed = pack and on_cpu and has_usual_sizes(weight) and quick
         if self.packed:
             self.weight = mkldnn._reorder_linear_weight(self.weight, None)
 

@@ -14,9 +14,11 @@ import numpy as np
 from scipy.optimize import nnls
 
 from weft.generate.engine import Engine
+from weft.generate.policies import Policy
 from weft.generate.request import Request
 from weft.generate.sampling import GREEDY
 from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.generate.step_work import work_of
 from weft.serve.load_requests import RequestOutcome
 
 
@@ -28,25 +30,6 @@ class TimedRequest(NamedTuple):
     time: float
     prompt: Sequence[int]
     tokens: int
-
-
-def work_of(step: ScheduledStep) -> list[float]:
-    """Return a list of six numbers on which the time of ``step`` depends linearly: 1, tokens, requests, rows of logits,
-    keys that are read, and products of queries and keys.
-    """
-    ends = [
-        (tokens, request.computed + tokens) for request, tokens in step.work.items()
-    ]
-    rows = sum(tokens == request.wanted for request, tokens in step.work.items())
-    tokens = sum(n for n, _ in ends)
-    return [
-        1.0,
-        tokens,
-        len(ends),
-        rows,
-        sum(end for _, end in ends),
-        sum(n * (end - n / 2) for n, end in ends),
-    ]
 
 
 class Curve:
@@ -152,8 +135,8 @@ def measure_load(
     work: list[list[float]] = []
     plan = engine.scheduler.plan
 
-    def planning(depth: int = 1) -> ScheduledStep:
-        planned = plan(depth)
+    def planning(depth: int = 1, policy: Policy | None = None) -> ScheduledStep:
+        planned = plan(depth, policy)
         work.append(work_of(planned))  # before it is done
         return planned
 

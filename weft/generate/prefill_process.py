@@ -1,0 +1,319 @@
+"""A second process that reads prompts, with the same weights and the same cache blocks as the engine's own process.
+
+Both lie in memory that the processes share, so that a prompt's blocks are where decode needs them, and nothing is
+copied when it goes on there (semi-PD, Hong et al. 2025, 2504.19867). The engine's process alone hands out blocks. It
+sends what is to be computed as JSON; the logits come back in shared memory.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import prod
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+
+from weft.errors import WeftError
+from weft.generate.core_share import CoreShare, Pacer, apply_share
+from weft.generate.engine import Engine
+from weft.generate.reader import PackedRow, PagedReader
+from weft.generate.shared_arena import SharedArena, aligned_bytes
+from weft.generate.shared_model import SharedModel, attach_model
+
+T = torch.Tensor
+
+#: Seconds in which the process must start, and without a sign of life in a pass until it is killed.
+START_S, SILENT_S = 120.0, 10.0
+#: Times that the process may end before it is ready, until it is not started again.
+TRIES = 3
+
+#: What the phases know of each other, as numbers in shared memory: the quota of prefill, whether decode has work, and
+#: a number that grows while prefill computes.
+QUOTA, WRITING, BEAT = range(3)
+CONTROLS = 3
+
+
+class RunningProcess(Protocol):
+    """A process that was started; :class:`subprocess.Popen` is such an object."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+
+    def kill(self) -> None:
+        """End the process at once."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process has ended; return its exit code."""
+
+
+#: Starts the process with its end of a pipe and the file descriptors of both arenas.
+Starter = Callable[[Connection, int, int], RunningProcess]
+
+
+class PrefillLost(WeftError):
+    """Error of a pass that will not end, as the process that computes it is gone."""
+
+
+def start_interpreter(pipe: Connection, weights: int, cache: int) -> RunningProcess:
+    """Start the process as an interpreter of its own. See :data:`Starter`."""
+    handles = pipe.fileno(), weights, cache
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from weft.generate.prefill_process import run_prefill; run_prefill(*map(int, sys.argv[1:]))",
+        *map(str, handles),
+    ]
+    # in a session of its own: Ctrl-C is for the server, whose answers end first
+    return subprocess.Popen(
+        command,
+        pass_fds=handles,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,
+    )
+
+
+class PrefillProcess:
+    """The engine's end of a process that reads prompts.
+
+    ``engine``: its cache moves into shared memory. ``shared``: its model. ``cores``: numbers of the processor's cores
+    that both phases share. ``start``: starts the process. ``say`` prints a line.
+
+    Attributes:
+        ``ready``: whether a pass can be begun or is under way.
+        ``moved``: bytes of cache blocks that were copied between the processes so far, which are none.
+    """
+
+    moved = 0
+
+    def __init__(
+        self,
+        engine: Engine,
+        shared: SharedModel,
+        cores: Sequence[int],
+        say: Callable[[str], None],
+        start: Starter = start_interpreter,
+    ) -> None:
+        self._shared, self._start, self._say = shared, start, say
+        self._cores, self._size = list(cores), engine.reader.size
+        self._arena = share_cache(engine)
+        self._control, self._logits = self._arena["control"], self._arena["logits"]
+        self._process: RunningProcess | None = None
+        self._failures = 0
+        self.ready = False
+        self.restart()
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process, or None if there is none."""
+        return getattr(self._process, "pid", None)
+
+    def restart(self) -> None:
+        """Start the process; :meth:`look` notices when it is ready."""
+        self._pipe, theirs = Pipe()
+        self._control[WRITING] = 0.0
+        try:
+            self._process = self._start(
+                theirs, self._shared.arena.handle, self._arena.handle
+            )
+        finally:
+            theirs.close()
+        self._deadline = time.monotonic() + START_S
+        about = self._shared.about | {
+            "weights": self._shared.arena.form,
+            "weight_bytes": self._shared.arena.size,
+            "cache": self._arena.form,
+            "cache_bytes": self._arena.size,
+            "size": self._size,
+            "cores": self._cores,
+        }
+        # a process that has ended already is noticed by the next look
+        with suppress(OSError):
+            self._pipe.send_bytes(json.dumps(about).encode())
+
+    def set_quota(self, quota: float, writing: bool) -> None:
+        """Tell the process the quota of prefill, and whether decode has work so that it counts."""
+        self._control[QUOTA], self._control[WRITING] = quota, float(writing)
+
+    def look(self) -> None:
+        """Notice a process that is ready or has ended, and start one again that has. Does not wait."""
+        if self._process is None or self.ready:
+            return
+        try:
+            if self._pipe.poll():
+                self._pipe.recv_bytes()
+                self.ready, self._failures = True, 0
+            elif time.monotonic() > self._deadline:
+                raise PrefillLost(f"it was not ready within {START_S:g} s")
+        except (OSError, EOFError, PrefillLost) as error:
+            self._failures += 1
+            self._bury(error)
+
+    def await_ready(self) -> None:
+        """Wait until the process is ready. Raises :class:`WeftError` if it cannot be started."""
+        while not self.ready:
+            if self._process is None:
+                raise WeftError(
+                    "the process that reads prompts does not start; its own lines say why, or leave out --phases"
+                )
+            self._pipe.poll(0.1)
+            self.look()
+
+    def begin(self, row: PackedRow) -> None:
+        """Let the process compute ``row``. Raises :class:`PrefillLost`."""
+        try:
+            self._pipe.send_bytes(json.dumps(row).encode())
+        except OSError as error:
+            self._bury(error)
+            raise PrefillLost("the process that reads prompts has ended") from None
+        self._watched = float(self._control[BEAT]), time.monotonic()
+
+    def has_ended(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for the end of the pass under way; return whether it has ended, one way or another."""
+        try:
+            if self._pipe.poll(seconds):
+                return True
+        except OSError:
+            return True
+        beat, since = self._watched
+        now = time.monotonic()
+        if float(self._control[BEAT]) != beat:
+            self._watched = float(self._control[BEAT]), now
+        return now - since > SILENT_S
+
+    def logits(self, rows: int) -> T:
+        """Return the ``rows`` rows of logits of the pass that has ended.
+
+        Raises :class:`PrefillLost` if the process is gone; it is started again.
+        """
+        try:
+            if not self._pipe.poll():
+                raise PrefillLost(f"no sign of life for {SILENT_S:g} s")
+            self._pipe.recv_bytes()
+        except (OSError, EOFError, PrefillLost) as error:
+            self._bury(error)
+            raise PrefillLost("the process that reads prompts is gone") from None
+        return self._logits[:rows].clone()  # the next pass overwrites them
+
+    def close(self) -> None:
+        """End the process."""
+        self.ready = False
+        self._pipe.close()
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(5)
+
+    def _bury(self, error: Exception) -> None:
+        """Make sure that the process is gone, so that it writes to no block any more; then start it again."""
+        self.ready = False
+        self._pipe.close()
+        assert self._process is not None
+        self._process.kill()
+        code = self._process.wait(5)
+        why = str(error) if isinstance(error, PrefillLost) else f"exit code {code}"
+        self._process = None
+        if self._failures >= TRIES:
+            self._say(
+                f"the process that reads prompts has failed {TRIES} times ({why}); one process does all from now on"
+            )
+            return
+        self._say(f"the process that reads prompts has ended ({why}); it is started again")  # fmt: skip
+        self.restart()
+
+
+def share_cache(engine: Engine) -> SharedArena:
+    """Move the cache of ``engine`` into an arena, with room for all its blocks. The arena also has a tensor ``logits``
+    for the logits of a step, and ``control`` for the numbers that the phases know of each other.
+    """
+    engine.block_form()  # the layers' caches exist from now on
+    scheduler, dtype = engine.scheduler, engine.model.norm.scale.dtype
+    blocks, logits = scheduler.pool.blocks, (scheduler.budget, engine.model.shape.vocab)
+    stores = [pages.store for pages in engine.reader.pages if pages.store is not None]
+    sizes = [store[:, 0].nbytes * blocks for store in stores]
+    sizes += [prod(logits) * dtype.itemsize, CONTROLS * 8]
+    arena = SharedArena(sum(map(aligned_bytes, sizes)))
+    for number, (pages, store) in enumerate(
+        zip(engine.reader.pages, stores, strict=True)
+    ):
+        parts, held, *rest = store.shape
+        pages.store = arena.room(f"layer {number}", (parts, blocks, *rest), store.dtype)
+        held = min(blocks, held)
+        pages.store[:, :held] = store[:, :held]
+    arena.room("logits", logits, dtype)
+    arena.room("control", (CONTROLS,), torch.float64)
+    return arena
+
+
+def run_prefill(pipe: int, weights: int, cache: int) -> None:
+    """Read prompts for the engine's process until it ends. The arguments are inherited file descriptors: of the pipe,
+    and of the arenas of weights and cache.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve_prefill(Connection(pipe), weights, cache, apply_share)
+    # the interpreter's own end takes long, and nothing is left to do
+    os._exit(0)
+
+
+class _Beats:
+    """What a pass does before each layer: give a sign of life, and keep to the quota."""
+
+    def __init__(
+        self, control: T, cores: Sequence[int], apply: Callable[[CoreShare], None]
+    ) -> None:
+        self.control = control
+        self.pacer = Pacer(cores, self, last=False, apply=apply, rest=self.rest)
+
+    def present_share(self) -> float:
+        return float(self.control[QUOTA]) if self.control[WRITING] else 1.0
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self.control[BEAT] += 1
+
+    def __call__(self, *arguments: Any) -> None:
+        self.control[BEAT] += 1
+        self.pacer.pace()
+
+
+@torch.inference_mode()
+def serve_prefill(
+    pipe: Connection,
+    weights: int,
+    cache: int,
+    apply: Callable[[CoreShare], None],
+    watch: Callable[[], None] = lambda: None,
+) -> None:
+    """Compute the rows that come through ``pipe``, until it ends. ``weights``, ``cache``: file descriptors of both
+    arenas. ``apply``: lets threads and cores follow a share. ``watch`` is called before each layer.
+    """
+    with suppress(EOFError, OSError):
+        about = json.loads(pipe.recv_bytes())
+        arena = SharedArena(about["weight_bytes"], weights, about["weights"])
+        model = attach_model(SharedModel(about, arena))
+        blocks = SharedArena(about["cache_bytes"], cache, about["cache"])
+        reader = PagedReader(model, about["size"])
+        for number, pages in enumerate(reader.pages):
+            pages.store = blocks[f"layer {number}"]
+        logits, control = blocks["logits"], blocks["control"]
+        beats = _Beats(control, about["cores"], apply)
+        for block in model.blocks.values():
+            block.register_forward_pre_hook(lambda *_: watch())
+            block.register_forward_pre_hook(beats)
+        pipe.send_bytes(b"ready")
+        while True:
+            row = PackedRow.of(json.loads(pipe.recv_bytes()))
+            beats.pacer.begin()
+            computed = reader.read_row(row)
+            logits[: len(computed)] = computed
+            pipe.send_bytes(b"done")

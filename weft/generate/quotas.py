@@ -1,0 +1,133 @@
+"""Quotas: how two phases share a device, while one process reads prompts (prefill) and another writes (decode).
+
+A quota is the share of the device that prefill may use while decode has work too. Decode has the rest. A phase without
+the other one has all of it. A number is a fixed quota and the core's own; the controllers are techniques, which choose
+the quota anew as the load changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+
+from weft.errors import UsageError
+from weft.registry import declared, find, names
+
+if TYPE_CHECKING:
+    from weft.generate.policies import Order
+
+#: Least and largest quota that a controller may choose, so that neither phase ever stands still.
+LEAST, LARGEST = 0.1, 0.9
+
+Phase = Literal["prefill", "decode"]
+
+
+class PhaseView(NamedTuple):
+    """What a quota controller knows about both phases at one moment.
+
+    Attributes:
+        ``now``: seconds of a clock.
+        ``quota``: the present quota.
+        ``prompts``: tokens that are still to be read of each request without a token.
+        ``oldest``: seconds that the first of these requests has waited.
+        ``texts``: requests that are being written.
+        ``keys``: tokens of these requests in the cache.
+        ``usage``: share of the cache's blocks that requests own.
+    """
+
+    now: float
+    quota: float
+    prompts: Sequence[int]
+    oldest: float
+    texts: int
+    keys: int
+    usage: float
+
+
+class PassTime(NamedTuple):
+    """A forward pass that has ended.
+
+    ``work``: its six numbers, as :func:`weft.generate.step_work.work_of` returns them. ``seconds``: what it took.
+    ``share``: the part of the device that its phase might use. ``beside``: whether the other phase had work too.
+    """
+
+    phase: Phase
+    work: Sequence[float]
+    seconds: float
+    share: float
+    beside: bool
+
+
+class QuotaController:
+    """Chooses the quota of prefill again and again. ``weft serve --quota NAME`` or ``--quota NAME:ARGUMENT`` selects
+    it.
+
+    ``example``: a word NAME:ARGUMENT for an argument that can be given. ``initial``: the quota before the first choice.
+    """
+
+    example: ClassVar[str] = ""
+    initial: float = 0.5
+
+    @classmethod
+    def of_argument(cls, argument: str | None) -> Self | None:
+        """Build the controller from ``argument``, the text after the colon; None: there is no colon. Return None if the
+        argument is not valid.
+        """
+        return cls() if argument is None else None
+
+    def order(self, prompts: Order) -> Order:
+        """Return the requests ``prompts`` in the order in which prefill reads them, by default the order given."""
+        return prompts
+
+    def note_first(self, now: float, seconds: float) -> None:
+        """Note that a request has got its first token at the time ``now``, ``seconds`` after it came."""
+
+    def note_gap(self, now: float, seconds: float) -> None:
+        """Note that a request has got a further token at the time ``now``, ``seconds`` after the one before."""
+
+    def note_pass(self, ended: PassTime) -> None:
+        """Note that a forward pass has ended."""
+
+    def choose(self, view: PhaseView) -> float:
+        """Return the quota from now on, from :data:`LEAST` to :data:`LARGEST`. Called whenever a pass ends."""
+        raise NotImplementedError
+
+
+class FixedQuota(QuotaController):
+    """Always chooses the same ``quota``."""
+
+    def __init__(self, quota: float) -> None:
+        self.initial = quota
+
+    def choose(self, view: PhaseView) -> float:
+        return self.initial
+
+
+def quota_of(word: str) -> QuotaController:
+    """Return the controller that ``word`` names: a number such as ``0.5`` for a fixed quota, or a technique such as
+    ``semi-pd:0.5,0.05``. Raises :class:`UsageError` for a word that names none.
+    """
+    name, colon, argument = word.partition(":")
+    if name in names("quota"):
+        registered: Any = find("quota", name).implementation
+        controller: QuotaController | None = registered.of_argument(argument if colon else None)  # fmt: skip
+        if controller is not None:
+            return controller
+    fixed = as_quota(word)
+    if fixed is not None:
+        return FixedQuota(fixed)
+    every = {t.name: t.implementation.example for t in declared("quota")}
+    examples = [example for example in every.values() if example]
+    instance = f", for instance {', '.join(examples)}" if examples else ""
+    raise UsageError(
+        f"--quota cannot be {word!r}; give {', '.join(every)}{instance}, or a number from {LEAST} to {LARGEST}"
+    )
+
+
+def as_quota(word: str) -> float | None:
+    """Return the number ``word`` if it can be a quota, else None."""
+    try:
+        number = float(word)
+    except ValueError:
+        return None
+    return number if LEAST <= number <= LARGEST else None
