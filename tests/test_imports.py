@@ -200,6 +200,7 @@ BESIDE_NET = {
     "checkpoint/convert/shards.py": {"pickle"},
     "prove/pool.py": {"pickle", "multiprocessing.connection"},
     "checkpoint/writer.py": {"multiprocessing.connection"},
+    "generate/prefill_process.py": {"multiprocessing.connection"},
 }
 
 
