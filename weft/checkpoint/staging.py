@@ -20,6 +20,7 @@ from weft.checkpoint.boxes import replica_share, volume
 from weft.layout.dims import Box, extents
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.memory.nameless_file import nameless_file, reserve
+from weft.memory.pinned import pin, unpin
 
 if TYPE_CHECKING:
     from weft.checkpoint.write_task import Report, WriteTask
@@ -105,11 +106,7 @@ class WriterProcess:
         if folder is None:
             self._bytes.zero_()
         if pinned:  # a GPU copies straight into it
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(
-                    self._bytes.data_ptr(), self.size, 0
-                )
-            )
+            pin(self._bytes)
         self._pipe, theirs = Pipe()
         handles = theirs.fileno(), self._file.fileno()
         # A fresh interpreter that runs nothing else: multiprocessing's spawn would run the main program again.
@@ -159,9 +156,7 @@ class WriterProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
         if self._bytes.is_pinned():
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-            )
+            unpin(self._bytes.data_ptr())
         del self._bytes
         self.memory.close()
         self._file.close()

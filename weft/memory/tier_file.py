@@ -25,6 +25,7 @@ import torch
 
 from weft.memory.heap import give_heap_back
 from weft.memory.nameless_file import TierError, nameless_file, reserve
+from weft.memory.pinned import PinnedPages, pin
 from weft.memory.transfer_threads import Threads
 
 T = torch.Tensor
@@ -68,7 +69,7 @@ def page_buffer(size: int, pinned: bool = False) -> T:
         else {}
     )
     try:
-        memory = mmap.mmap(-1, max(PAGE, size), **private)
+        memory = PinnedPages(-1, max(PAGE, size), **private)
     except OSError as error:
         raise TierError(
             f"no memory for a buffer of {size:,} bytes: {error.strerror or error}"
@@ -79,17 +80,8 @@ def page_buffer(size: int, pinned: bool = False) -> T:
             memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     if pinned:
-        try:
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(
-                    buffer.data_ptr(), buffer.numel(), 0
-                )
-            )
-        except RuntimeError as error:
-            # Copies through other memory would go on, at a third of the speed, without a word.
-            raise TierError(
-                f"{size:,} bytes of the host's memory cannot be pinned for copies: {error}"
-            ) from None
+        pin(buffer)
+        memory.pinned_at = buffer.data_ptr()
     return buffer[:size]
 
 

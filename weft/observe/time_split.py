@@ -1,6 +1,7 @@
 """Where the time of one step goes: compute, exposed communication, data, optimizer."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,18 +65,24 @@ def profile_step(fn: Callable[[], T]) -> tuple[T, TimeSplit]:
     # The raw events: profiler.events() builds a tree that nobody reads, at twenty times the cost.
     raw = profiler.profiler.kineto_results.events()
     events = [
-        (
-            e.name(),
-            e.start_ns() / 1e9,
-            e.end_ns() / 1e9,
-            e.start_thread_id(),
-            e.activity_type(),
-        )
+        (e.name(), e.start_ns() / 1e9, e.end_ns() / 1e9, e.start_thread_id(), _kind(e))
         for e in raw
     ]
     # The profiler's table of actions refers to itself, so that the raw events would stay until a full collection.
     profiler.profiler, profiler.action_map = None, {}
     return result, split_events([TraceEvent(*event) for event in events])
+
+
+def _kind(event: Any) -> str:
+    """Return the profiler's name of the type of a raw event, which PyTorch says since 2.13."""
+    if hasattr(event, "activity_type"):
+        return str(event.activity_type())
+    if event.device_type() == torch.autograd.DeviceType.CPU:
+        return "user_annotation" if event.is_user_annotation() else "cpu_op"
+    if event.is_user_annotation():
+        return "gpu_user_annotation"
+    moves = event.name().startswith(("Memcpy", "Memset"))
+    return "gpu_memcpy" if moves else "kernel"
 
 
 def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
@@ -163,6 +170,8 @@ def quiet_profile(**options: Any) -> profile:
     """Return a ``torch.profiler`` profile that hides the two lines that its library writes to stderr."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     devices = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []
+    # one cycle alone is recorded
+    warnings.filterwarnings("ignore", ".*Profiler clears events", UserWarning)
     return profile(activities=[ProfilerActivity.CPU, *devices], **options)
 
 
