@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,12 @@ class HostedService:
         return [links[0]["stats64"]["tx"]["bytes"] for links in said]
 
 
+def longest_gap(stream: Stream, at: float) -> float:
+    """The longest time without anything new in a stream from the time ``at`` on."""
+    times = [at, *(each for each in stream.times if each > at)]
+    return max((after - before for before, after in pairwise(times)), default=0.0)
+
+
 class Show:
     """What is tried with a service while clients read. ``rows``: one for each, with its times and bytes."""
 
@@ -133,7 +140,7 @@ class Show:
         return await metrics(self.service.port)
 
     async def step(self, what: str, act: Callable[[], Any]) -> dict[str, Any]:
-        """Do ``act``; note how long readers wait for what comes next, and what has travelled."""
+        """Do ``act``; note the longest time in which each reader got nothing, and what has travelled."""
         reading, at = [*self.trial.active], time.monotonic()
         before, sent = await self.counts(), self.service.sent()
         extra = await act() or {}
@@ -142,13 +149,13 @@ class Show:
             if not late:
                 break
             await asyncio.sleep(0.1)
-        waits = sorted(t - at for s in reading if (t := next((t for t in s.times if t > at), 0)))  # fmt: skip
+        waits = sorted(longest_gap(stream, at) for stream in reading)
         now = await self.counts()
         moved = {name: now[name] - before[name] for name in now if name.startswith(("answers_", "moved_"))}  # fmt: skip
         row = {
             "what": what, "seconds": round(time.monotonic() - at, 2), "streams": len(waits),
-            "median_wait_s": round(waits[len(waits) // 2], 3) if waits else None,
-            "longest_wait_s": round(waits[-1], 3) if waits else None,
+            "median_gap_s": round(waits[len(waits) // 2], 3) if waits else None,
+            "longest_gap_s": round(waits[-1], 3) if waits else None,
             **moved, **extra,
             "sent_bytes": [b - a for a, b in zip(sent, self.service.sent(), strict=True)],
         }  # fmt: skip

@@ -78,6 +78,7 @@ class InThread:
         lend: bool = False,
         memory: int = 0,
         vocab: int = VOCAB,
+        joined: Callable[[bool], None] = lambda joined: None,
         **engine: Any,
     ) -> None:
         self.engine = Engine(build(vocab), **{"tokens": 4096, "size": 4} | engine)
@@ -114,6 +115,7 @@ class InThread:
             grammars,
             self.loans,
             self.memories,
+            joined,
         )
         self._run = (router.address, secret, redial)
         self.thread = threading.Thread(target=self._work, daemon=True)

@@ -4,6 +4,7 @@ import os
 import platform
 import signal
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from uuid import uuid4
 
@@ -35,6 +36,9 @@ _drain = (
     "engines go on with them."
 )
 _share = "Part of the free memory for the cache, if --cache gives no tokens."
+_joined_file = (
+    "A file that exists while the engine has joined a router: for readiness probes."
+)
 _model_name = (
     "The model's name for clients, which no adapter may have; by default the "
     "model's own name."
@@ -52,6 +56,9 @@ def engine_command(
     drain: Annotated[float, typer.Option(min=0, help=_drain)] = 30,
     share: Annotated[float, typer.Option(min=0.01, max=0.95, help=_share)] = 0.4,
     model_name: Annotated[str, typer.Option(help=_model_name)] = "",
+    joined_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=_joined_file)
+    ] = None,
 ) -> int:
     """Run an engine that answers the requests of a router (weft serve --cluster FILE), until the router lets it go."""
     import torch
@@ -72,6 +79,8 @@ def engine_command(
     if role and role not in ROLES:
         raise UsageError(f"--role {role} is not possible; give {' or '.join(ROLES)}")
     router = read_address(join, "--join")
+    if joined_file is not None:
+        _mark(joined_file, False)
     set_secret(secret, "weft engine")
     checkpoint = options.checkpoint
     if (code := launch_ranks(options.spread, checkpoint, drain + LEAVE_S)) is not None:
@@ -114,7 +123,13 @@ def engine_command(
         def grammars() -> Grammars:
             return Grammars(tokenizer_of(files, checkpoint), about.vocab)
 
-        member = EngineMember(engine, about, warn, grammars, loans, memories)
+        def note_joined(joined: bool) -> None:
+            if joined_file is not None:
+                _mark(joined_file, joined)
+
+        member = EngineMember(
+            engine, about, warn, grammars, loans, memories, note_joined
+        )
 
         def ask_to_end(number: int, frame: object) -> None:
             """Drain at the first signal, and leave at once at a second one."""
@@ -137,3 +152,13 @@ def engine_command(
             endpoint.close()
         warn(f"engine {about.name} ends")
     return 0
+
+
+def _mark(file: Path, joined: bool) -> None:
+    """Make ``file`` exist or not. Raises :class:`UsageError` if that is not possible."""
+    try:
+        file.touch() if joined else file.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--joined-file {file} cannot be written: {error.strerror}; name another file"
+        ) from None

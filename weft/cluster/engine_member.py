@@ -107,7 +107,7 @@ class EngineMember:
     ``about``: what the router learns of the engine. ``say`` prints a line. ``grammars`` builds the compiler of
     grammars; None: requests with a grammar are refused. ``loans``: lends cache blocks to other engines and borrows from
     them; None: the engine does neither. ``memories``: reads blocks from other engines' host memory; None: the engine
-    does not.
+    does not. ``joined``: called with True when the engine has joined a router, and with False when it is with none.
     """
 
     def __init__(
@@ -118,9 +118,11 @@ class EngineMember:
         grammars: Callable[[], Grammars] | None = None,
         loans: EngineLoans | None = None,
         memories: PeerBlocks | None = None,
+        joined: Callable[[bool], None] = lambda joined: None,
     ) -> None:
         self.about, self.say, self._grammars = about, say, grammars
         self.engine, self.loans, self.memories = engine, loans, memories
+        self._note_joined = joined
         self.thread = EngineThread(engine, about.most, self._flush)
         self.kept = KeptAnswers(self.thread)
         self._compiler = ThreadPoolExecutor(1, "weft-grammar")
@@ -258,6 +260,7 @@ class EngineMember:
         self._call(partial(self._show_kept, current))
         if self._draining.is_set():
             self.drain()
+        self._note_joined(True)
         try:
             while True:
                 try:
@@ -277,6 +280,7 @@ class EngineMember:
         finally:
             current.over = True
             self._current = None
+            self._note_joined(False)
             current.outbox.close()
             if not self.thread.ended:
                 self.thread.call(partial(self._stop, current))
