@@ -32,6 +32,7 @@ from weft.checkpoint.model_family import FamilyMember, ModelFamily
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
+from weft.memory.heap import give_heap_back
 from weft.models.hugging_face import export
 from weft.models.products import read_only
 from weft.models.shared_weights import part_of
@@ -84,17 +85,19 @@ def opened(path: Path) -> Transformer:
 
 
 def memory(paths: list[Path]) -> dict[str, Any]:
-    """Bytes of weights, and of the process, with the base alone and with all fine-tunes."""
-    process = psutil.Process()
+    """Bytes of weights, and of the process, with the base alone and with all fine-tunes.
+
+    The process's are counted twice: all that is resident (rss), and without the share of others in what it maps (pss).
+    """
     gc.collect()
-    at_first = process.memory_info().rss
+    at_first = resident()
     family = ModelFamily(opened_plain(paths[0]))
     gc.collect()
-    base = process.memory_info().rss - at_first
+    base = resident()
     members = [family.member(path, None) for path in paths[1:]]
     models = [family.open(member) for member in members]
     gc.collect()
-    every = process.memory_info().rss - at_first
+    every = resident()
     share = statistics.mean(member.own for member in members) / family.nbytes
     return {
         "fine-tunes": len(models),
@@ -103,8 +106,18 @@ def memory(paths: list[Path]) -> dict[str, Any]:
         "ratio": family.shared.nbytes / family.nbytes,
         "share that differs": share,
         "allowed ratio": 1 + len(models) * share,
-        "process ratio": every / base,
+        **{
+            f"process ratio, {kind}": (every[kind] - first) / (base[kind] - first)
+            for kind, first in at_first.items()
+        },
     }
+
+
+def resident() -> dict[str, int]:
+    """Bytes of this process in memory, without what its heap keeps for later."""
+    give_heap_back()
+    about = psutil.Process().memory_full_info()
+    return {"rss": about.rss, "pss": about.pss}
 
 
 def opened_plain(path: Path) -> Transformer:

@@ -81,6 +81,8 @@ def test_each_name_has_its_own_weights(folder: Path) -> None:
     folders = model_folders(folder, said.append)
     members = members_of(family, folders, BYTES, {"tiny"}, said.append)
     add_models(server.engine, family, members.values())
+    gc.collect()
+    assert str(folder) not in Path("/proc/self/maps").read_text(), "a file stays mapped"
     names = [*members]
     assert names == ["kind-0", "kind-1", "lora"]
     assert said == [f"{folder / 'notes'} holds no model, and is left out"]

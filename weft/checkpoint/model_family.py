@@ -15,6 +15,7 @@ from weft.checkpoint.weights import Pretrained, open_pretrained
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import UsageError, WeftError
 from weft.layout.dims import Box, Logical, slices
+from weft.memory.heap import give_heap_back
 from weft.models.adapters import base_of, merged_parameters
 from weft.models.shared_weights import Digests, SharedWeights, check_same_shape
 from weft.models.transformer import Transformer
@@ -37,7 +38,6 @@ class FamilyMember:
         ``own``: bytes of the model's weights that differ from those of the base model. Before the model has been opened
             this is not known, and the field is the size of the whole base model.
         ``stamps``: names, sizes and times of the files when the weights were last read.
-        ``pretrained``: the opened model files, from which weights are read; None until they are opened.
     """
 
     name: str
@@ -46,7 +46,6 @@ class FamilyMember:
     digests: Digests | None = field(default=None, repr=False)
     own: int = 0
     stamps: Stamps = ()
-    pretrained: Pretrained | None = field(default=None, repr=False)
 
 
 class ModelFamily:
@@ -99,17 +98,19 @@ class ModelFamily:
         """
         stamps, known = stamps_of(member.where), member.digests
         unchanged = known is not None and stamps == member.stamps
-        if member.pretrained is None or not unchanged:
-            member.pretrained = open_pretrained(member.where)
+        # its files are mapped into memory until it is dropped
+        pretrained = open_pretrained(member.where)
         living = {} if known is None else self.shared.living(known)
         model = self._empty(living)
         try:
-            values = self._values(member.where, member.pretrained)
+            values = self._values(member.where, pretrained)
             fill = self.shared.fill
             member.digests = fill(model, values, known, living, unchanged)
         except WeftError as error:
             raise WeftError(f"{member.where}: {error}") from None
         member.stamps = stamps
+        if known is None:  # all weights were read, and most were not kept
+            give_heap_back()
         # weights in fewer bits are smaller than those that are read
         share = self.nbytes / sum(self.sizes.values())
         apart = [n for n, d in member.digests.items() if d != self.digests[n]]
@@ -120,7 +121,14 @@ class ModelFamily:
         if pretrained.values is None or pretrained.shape.adapter is not None:
             model = open_model(where, str(self.mesh.device), lambda line: None).model
             return values_in(merged_parameters(model))
-        return pretrained.values
+        values, dtype = pretrained.values, self.dtype
+
+        def own(name: str, logical: Logical, box: Box) -> torch.Tensor:
+            read = values(name, logical, box)
+            # a tensor of a file keeps the whole file in memory
+            return read.clone() if read.dtype == dtype else read
+
+        return own
 
     def _empty(self, without: Collection[str] = ()) -> Transformer:
         """Return a model of the family's shape without memory for weights, and without the blocks ``without``."""
