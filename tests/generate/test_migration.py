@@ -358,39 +358,44 @@ def test_texts_with_a_form_move_with_the_source_of_their_grammar() -> None:
         assert one.finished == single.finished
 
 
-def test_it_stops_for_one_block_at_most_whatever_its_length() -> None:
-    """The last frame, head and payload, beside those of the rounds, for texts of 100 to 1,600 tokens."""
-    model, last, whole = model_of("softmax", torch.float32), [], []
-    for length in (100, 400, 1600):
-        source, target = (
-            Engine(model, size=16, budget=4096),
-            Engine(model, size=16, budget=4096),
-        )
-        (one,) = source.submit(
-            [i % 31 for i in range(length)], 60, Sampling(seed=1), top=1
-        )
-        for _ in range(5):
+@pytest.mark.parametrize(
+    "lengths",
+    [(100, 1600), pytest.param((100, 1000, 5000, 20_000), marks=pytest.mark.soak)],
+)
+def test_it_stops_for_one_block_at_most_whatever_its_length(
+    lengths: tuple[int, ...],
+) -> None:
+    """The last frame, head and payload, beside those of the rounds; all bytes by the formula, for each length."""
+    model, last, whole, size = model_of("softmax", torch.float32), [], [], 16
+    shape, given = model.shape, {"size": size, "budget": 4096}
+    for length in lengths:
+        source, target = Engine(model, **given), Engine(model, **given)
+        prompt = [i % 31 for i in range(length)]
+        (one,) = source.submit(prompt, 60, Sampling(seed=1), top=1)
+        while len(one.written) < 5:
             source.step()
         departure, arrival, sizes = Departure(source, one), Arrival(target), []
         while (frame := departure.round()) is not None:
             sizes.append(sum(map(len, frame.payload)))
             arrival.take(over_the_wire(frame))
             source.step()
-        written = len(one.written)
+        written, tokens = len(one.written), one.computed
         frame = departure.leave()
         last.append((sum(map(len, frame.payload)), len(json.dumps(frame.head))))
-        whole.append(sum(sizes))
+        whole.append(sum(sizes) + last[-1][0])
+        per_token = 2 * shape.layers * shape.kv_heads * (shape.head_dim or 0) * 4
+        assert whole[-1] == per_token * tokens and tokens == length + written - 1
         moved = arrival.take(over_the_wire(frame))
         assert moved is not None
         target.run()
         alone = Engine(model, budget=4096)
-        (single,) = alone.submit(one.ids[:length], 60, Sampling(seed=1))
+        (single,) = alone.submit(prompt, 60, Sampling(seed=1))
         alone.run()
         assert moved.written == single.written and 0 < written < 60
-    block = bytes_of(target.block_form(), 16)
+    block = bytes_of(target.block_form(), size)
     assert all(payload < block for payload, _ in last)
     assert max(head for _, head in last) < min(head for _, head in last) + 200
-    assert whole[2] > 10 * whole[0]
+    assert whole[-1] > 10 * whole[0]
 
 
 def test_rounds_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
