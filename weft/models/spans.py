@@ -17,6 +17,7 @@ from weft.models.invariant import (
     is_invariant,
     reaches,
 )
+from weft.models.queued_copy import queued_copy
 from weft.models.segments import earlier_keys, windowed
 
 T = torch.Tensor
@@ -148,7 +149,7 @@ def batch_each_query(
             for s, r in alike
         ]
         bias = torch.cat([bias_of(reach, window, group, q) for _, reach in alike])
-        blocks = torch.tensor(tables, device=q.device)
+        blocks = queued_copy(tables, q.device)
         keys = slice(low - first * size, high - first * size)
         shape = len(rows), len(rows[0])
         yield SpanBatch(packed_rows(rows, q), shape, blocks, bias, keys)
@@ -164,14 +165,14 @@ def _batch(
         for s, (a, b) in zip(spans, seen, strict=True)
     ]
     rows = [[*range(span.first, span.last)] for span in spans]
-    past = torch.tensor([[span.past] for span in spans], device=q.device)
-    before = torch.tensor([[first * size] for first, _ in seen], device=q.device)
+    past = queued_copy([[span.past] for span in spans], q.device)
+    before = queued_copy([[first * size] for first, _ in seen], q.device)
     # [texts, tokens, 1]
     at = (past + torch.arange(len(rows[0]), device=q.device))[:, :, None]
     # [texts, 1, keys]
     keys = (before + torch.arange(width * size, device=q.device))[:, None]
     bias = hiding_bias(at, keys, window, q).repeat_interleave(group, 1)[:, None]
-    blocks = torch.tensor(tables, device=q.device)
+    blocks = queued_copy(tables, q.device)
     return SpanBatch(packed_rows(rows, q), (len(rows), len(rows[0])), blocks, bias)
 
 
@@ -184,7 +185,7 @@ def packed_rows(rows: Sequence[Sequence[int]], like: T) -> T | slice:
     first, count = places[0], len(places)
     if places == [*range(first, first + count)]:
         return slice(first, first + count)
-    return torch.tensor(rows, device=like.device)
+    return queued_copy(rows, like.device)
 
 
 def attend_batch(q: T, k: T, v: T, batch: SpanBatch) -> T:
