@@ -79,9 +79,11 @@ class InThread:
         memory: int = 0,
         vocab: int = VOCAB,
         joined: Callable[[bool], None] = lambda joined: None,
+        model: Transformer | None = None,
         **engine: Any,
     ) -> None:
-        self.engine = Engine(build(vocab), **{"tokens": 4096, "size": 4} | engine)
+        model = model or build(vocab)
+        self.engine = Engine(model, **{"tokens": 4096, "size": 4} | engine)
         self.endpoint = Endpoint("127.0.0.1")
         self.loans = EngineLoans(self.engine, self.endpoint, SECRET) if lend else None
         self.memories = None
