@@ -5,6 +5,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from weft.errors import UsageError, WeftError
 
@@ -13,6 +14,13 @@ ANSWER_S = 5.0
 
 #: Columns of the table.
 COLUMNS = ("engine", "state", "writing", "waiting", "blocks", "tokens/s", "lost blocks")
+
+
+#: Columns that a narrow terminal does without, those that are missed least first.
+SPARED = ("lost blocks", "blocks", "tokens/s", "state")
+
+#: Fewest characters of an engine's name, and those between two columns.
+NAME, GAP = 12, 2
 
 
 class EngineRow(NamedTuple):
@@ -52,15 +60,25 @@ def read_engines(url: str) -> Snapshot:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    if not url.startswith(("http://", "https://")):
+    try:
+        known = urlsplit(url)
+        right = known.scheme in ("http", "https") and known.hostname and known.port != 0
+    except ValueError:  # a port that is none, half an IPv6 address
+        right = False
+    if not right:
         raise UsageError(f"{url} is no address; give one such as http://127.0.0.1:8000")
     place = url.rstrip("/").removesuffix("/v1")
     try:
         with urllib.request.urlopen(f"{place}/metrics", timeout=ANSWER_S) as answer:
             text = answer.read().decode()
-    except (OSError, urllib.error.URLError, ValueError) as error:
+    except urllib.error.HTTPError as error:
+        raise UsageError(
+            f"{url} is no server of weft serve (HTTP {error.code}); give its address"
+        ) from None
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "reason", error)
         raise WeftError(
-            f"{url} does not answer: {getattr(error, 'reason', error)}; is the server there?"
+            f"{url} does not answer: {getattr(cause, 'strerror', None) or cause}; is the server there?"
         ) from None
     values: dict[str, dict[str, float]] = {}
     try:
@@ -133,3 +151,47 @@ def table_rows(now: Snapshot, before: Snapshot | None) -> list[Sequence[str]]:
             )
         )
     return cells
+
+
+class FittedTable(NamedTuple):
+    """A table that fits a terminal. ``columns``: the names of its columns; ``rows``: their cells."""
+
+    columns: list[str]
+    rows: list[list[str]]
+
+
+def fitted_table(
+    now: Snapshot, before: Snapshot | None, width: int, height: int
+) -> FittedTable:
+    """Return the table of :func:`table_rows` as it fits ``width`` characters and ``height`` lines.
+
+    In a low terminal, engines that write and let wait least make way, and a row says how many do. In a narrow one
+    columns make way, in the order of :data:`SPARED`, and long names are cut in their middle.
+    """
+    rows, lines = table_rows(now, before), max(1, height - 2)
+    left_out = len(rows) - lines
+    if left_out > 0 and len(now.engines) > 1:
+        busy = sorted(now.engines, key=lambda row: -(row.running + row.waiting))
+        kept = {row.name for row in busy[: max(0, lines - 2)]}
+        others = f"... {len(now.engines) - len(kept)} others"
+        shown = [row for row in rows[:-1] if row[0] in kept]
+        rows = [*shown, (others, *[""] * (len(COLUMNS) - 1)), rows[-1]]
+    spared = [*SPARED]
+    columns = [*COLUMNS]
+    while True:
+        places = [COLUMNS.index(name) for name in columns]
+        widths = [max(len(row[i]) for row in (COLUMNS, *rows)) for i in places]
+        left = width - sum(widths[1:]) - GAP * len(columns)
+        if left >= min(widths[0], NAME) or not spared:
+            break
+        columns.remove(spared.pop(0))
+    cells = [[row[i] for i in places] for row in rows]
+    return FittedTable(columns, [[_cut(each[0], left), *each[1:]] for each in cells])
+
+
+def _cut(name: str, width: int) -> str:
+    """Return ``name``, without its middle if it has more than ``width`` characters."""
+    if len(name) <= width:
+        return name
+    half = max(1, width - 1) // 2
+    return f"{name[: max(1, width - 1 - half)]}…{name[-half:]}"
