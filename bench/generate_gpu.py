@@ -33,10 +33,11 @@ from weft.generate.engine import Engine
 from weft.generate.reader import PagedReader
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
-from weft.models.attention_backend import GATHERED, PAGED, DecodeRows, has_paged
+from weft.models.attention_backend import GATHERED, PAGED, DecodeRows
 from weft.models.products import read_only
 from weft.models.spans import Span
 from weft.models.transformer import Transformer
+from weft.models.triton_use import runs_triton
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 
@@ -165,7 +166,7 @@ def engine_of(
 ) -> Engine:
     """An engine of a side. On a CPU recorded steps are computed again instead of replayed."""
     graphs, attention = SIDES[side]
-    if device == "cpu" and not attention and has_paged(torch.device("cpu")):
+    if device == "cpu" and not attention and runs_triton(torch.device("cpu")):
         attention = "paged"
     engine = Engine(model, tokens, 8192, limit, attention=attention, graphs=graphs)
     if graphs and device == "cpu":
@@ -517,7 +518,7 @@ def main() -> None:
             report.say("no triton: attention is gathered")
         report.figures["about"] = about
         report.say(str(about))
-    if has_paged(torch.device(device)):
+    if runs_triton(torch.device(device)):
         with report.part("the kernel against float64"):
             kernel_errors(report, device)
     with report.part("the same tokens in float32"):
@@ -531,7 +532,7 @@ def main() -> None:
                 step_shares(report, shape, device)
             with report.part("whether the host waits within a pass"):
                 host_waits(report, shape, device)
-            if has_paged(torch.device(device)):
+            if runs_triton(torch.device(device)):
                 with report.part("decode attention of one layer"):
                     kernel_speed(report, device)
     report.say(f"failed: {report.figures['failed'] or 'nothing'}")

@@ -7,10 +7,8 @@ is computed by ``gathered``: latent attention, float64, and passes that no batch
 tokens of other texts, or blocks of other engines, are not attended to by a backend at all (:mod:`weft.models.paged`).
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,6 +26,7 @@ from weft.models.spans import (
     batch_spans,
     seen_blocks,
 )
+from weft.models.triton_use import TYPES, runs_triton
 
 T = torch.Tensor
 
@@ -162,8 +161,7 @@ GATHERED = AttentionBackend(
 
 def _takes_paged(q: T, store: T, width: int) -> bool:
     plain = store.shape[0] == 2 and store.shape[-1] == q.shape[-1] == width <= WIDEST
-    types = (torch.bfloat16, torch.float16, torch.float32)
-    alike = q.dtype == store.dtype and q.dtype in types
+    alike = q.dtype == store.dtype and q.dtype in TYPES
     return plain and alike and not is_invariant()
 
 
@@ -200,12 +198,6 @@ PAGED = AttentionBackend(
 )
 
 
-def has_paged(device: torch.device) -> bool:
-    """Return whether the ``paged`` backend runs on ``device``: on a GPU, or in Triton's interpreter on the CPU."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return find_spec("triton") is not None and (device.type == "cuda" or interpreted)
-
-
 def choose_backend(name: str, device: torch.device) -> AttentionBackend:
     """Return the backend called ``name``; "": the fastest one on ``device``.
 
@@ -213,8 +205,8 @@ def choose_backend(name: str, device: torch.device) -> AttentionBackend:
     """
     if name not in ("", GATHERED.name, PAGED.name):
         raise UsageError(f"there is no attention {name!r}; give gathered or paged")
-    if name == PAGED.name and not has_paged(device):
+    if name == PAGED.name and not runs_triton(device):
         raise UsageError("paged attention needs a GPU and the package triton; leave it out")  # fmt: skip
     if name:
         return PAGED if name == PAGED.name else GATHERED
-    return PAGED if device.type == "cuda" and has_paged(device) else GATHERED
+    return PAGED if device.type == "cuda" and runs_triton(device) else GATHERED

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.mesh import Mesh
 from weft.models.projections import Projections
+from weft.models.triton_use import fuses
 from weft.recipe import ModelShape
 from weft.shapes.parameters import Table
 
@@ -54,6 +55,10 @@ class FeedForward(Projections):
         The output is the sum of the parts over the ranks of ``tp``.
         """
         gate, up = self.project(whole, "gate", "up")  # [batch, seq, ffn/tp]
+        if fuses(gate) and self.activate is F.silu and gate.shape[0] == 1:
+            from weft.models.pointwise_kernels import silu_times
+
+            return self.project(silu_times(gate, up), "down")[0]
         return self.project(self.activate(gate) * up, "down")[0]
 
     def forward(self, x: T, seen: object = None, early: object = None) -> T:

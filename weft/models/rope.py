@@ -7,6 +7,7 @@ from spmd_types import rules
 
 from weft.models.fused import own_gradients_pay
 from weft.models.numbers import wide
+from weft.models.triton_use import fuses
 from weft.recipe import ModelShape, RopeScaling
 
 T = torch.Tensor
@@ -104,6 +105,10 @@ def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:
     if own_gradients_pay(x) and x.dtype == cos.dtype:
         turn = _turned if torch.is_inference_mode_enabled() else _Rotate.apply
         return turn(x, cos, sin, interleaved)
+    if fuses(x) and x.shape[0] == 1 and x.stride(-1) == 1:
+        from weft.models.pointwise_kernels import rotate_heads
+
+        return rotate_heads(x, cos, sin, interleaved)
     a, b = pairs(x, interleaved)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
