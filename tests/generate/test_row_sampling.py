@@ -13,6 +13,7 @@ from weft.generate.row_sampling import (
     TextState,
     choose_tokens,
     draw_rows,
+    portions,
     row_log_probabilities,
     shaped_logits,
     top_values,
@@ -153,3 +154,10 @@ def test_counts_grow_as_a_text_does() -> None:
     ids, counts = grown.tensors()
     expected = {i: written.count(i) for i in {*prompt, *written}}
     assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == expected
+
+
+def test_no_rows_have_no_portions_on_any_device() -> None:
+    # on a GPU all rows are one portion, and every greedy step without penalties has none
+    for device in ("cpu", "cuda"):
+        assert list(portions([], torch.device(device))) == []
+        assert next(portions([3, 1], torch.device(device)))[0] == 3

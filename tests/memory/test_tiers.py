@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tests.cases import recipe, write_corpus
 from weft.checkpoint.staging import WriterProcess
 from weft.layout.mesh import Mesh
-from weft.memory import tier_file
+from weft.memory import pinned, tier_file
 from weft.memory.nameless_file import TierError
 from weft.memory.resting import RestingGroup, Tiers
 from weft.memory.tier_file import (
@@ -671,3 +671,19 @@ def test_a_disk_that_fails_is_named_and_nothing_is_half_updated(
         # nobody, a checkpoint least of all, sees what may be half an update
         with pytest.raises(TierError):
             seen[0].tensors()
+
+
+def test_pinned_memory_is_registered_as_long_as_it_is_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered: set[int] = set()
+    monkeypatch.setattr(
+        tier_file, "pin", lambda buffer: registered.add(buffer.data_ptr())
+    )
+    monkeypatch.setattr(pinned, "unpin", registered.remove)
+    buffer = tier_file.page_buffer(100, pinned=True)
+    part = buffer[:10]
+    del buffer
+    assert part.data_ptr() in registered
+    del part
+    assert not registered

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.models import gpu_attention
 from weft.models.attention import attend_backward, attend_forward, attention
 from weft.models.segments import Segment, document_segments
 
@@ -210,3 +211,25 @@ def test_the_operator_is_described_for_compilation() -> None:
         rtol=1e-4,
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_products_for_gpus_equal_attention(causal: bool) -> None:
+    # what a GPU computes in float64; its kernels of 16 bits are compared with it in bench/gpu_attention.py
+    drawn = torch.Generator().manual_seed(3)
+    q, k, v, grad = (
+        torch.randn(2, heads, 10, 8, dtype=torch.float64, generator=drawn)
+        for heads in (6, 2, 2, 6)
+    )
+    for x in (q, k, v):
+        x.requires_grad_()
+    right = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, enable_gqa=True
+    )
+    right.backward(grad)
+    with torch.no_grad():
+        out, lse = gpu_attention.attend_rectangle(q, k, v, causal)
+        grads = gpu_attention.rectangle_gradients(grad, q, k, v, out, lse, causal)
+    torch.testing.assert_close(out, right.detach(), rtol=1e-12, atol=1e-12)
+    for ours, x in zip(grads, (q, k, v), strict=True):
+        torch.testing.assert_close(ours, x.grad, rtol=1e-12, atol=1e-12)

@@ -6,6 +6,7 @@ import gc
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from tests.measured import until_true
 from weft.observe.time_split import (
     TimeSplit,
     TraceEvent,
+    _kind,
     profile_step,
     split_events,
     trace,
@@ -209,3 +211,26 @@ def test_profiled_steps_leave_no_memory_behind() -> None:
         if enabled:
             gc.enable()
     assert resident[-1] - resident[39] < 4, "MB in 80 profiled steps"
+
+
+def test_kinds_of_events_without_their_types() -> None:
+    # PyTorch 2.11 and 2.12 do not say the type of an event
+    kinds = torch.autograd.DeviceType
+
+    def event(device: object, note: bool, name: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            device_type=lambda: device,
+            is_user_annotation=lambda: note,
+            name=lambda: name,
+        )
+
+    assert [
+        _kind(event(*fields))
+        for fields in (
+            (kinds.CPU, False, "aten::mm"),
+            (kinds.CPU, True, "weft:step"),
+            (kinds.CUDA, True, "weft:optimizer"),
+            (kinds.CUDA, False, "Memcpy DtoH"),
+            (kinds.CUDA, False, "ncclDevKernel"),
+        )
+    ] == ["cpu_op", "user_annotation", "gpu_user_annotation", "gpu_memcpy", "kernel"]

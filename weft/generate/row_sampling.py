@@ -116,7 +116,7 @@ def portions(rows: Sequence[int], device: torch.device) -> Iterator[Sequence[int
     """Yield ``rows`` in successive parts, each of which is processed at once on ``device``. The parts are small on a
     CPU, so that they fit in its cache.
     """
-    most = ROWS_IN_CACHE if device.type == "cpu" else len(rows)
+    most = ROWS_IN_CACHE if device.type == "cpu" else max(1, len(rows))
     for first in range(0, len(rows), most):
         yield rows[first : first + most]
 

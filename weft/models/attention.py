@@ -5,16 +5,19 @@ over several ranks (:mod:`weft.parallel.context`) runs both through the same ker
 :func:`join`.
 
 The kernels are aten's flash attention operators: private names, but the only ones that return the log-sum-exp and
-accept a global one in backward. Their traps on the CPU (rows without keys give lse = 0, empty blocks kill the process)
-cannot occur here: a segment is never empty, and a causal one has equal query and key ranges.
+accept a global one in backward; those of GPUs are in :mod:`weft.models.gpu_attention`. Their traps on the CPU (rows
+without keys give lse = 0, empty blocks kill the process) cannot occur here: a segment is never empty, and a causal one
+has equal query and key ranges.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.library import CustomOpDef
 
+from weft.models import gpu_attention
+from weft.models.gpu_attention import QkvGradients
 from weft.models.invariant import attend_documents, is_invariant
 from weft.models.numbers import wide
 from weft.models.segments import Segment, cut, document_segments, uniform
@@ -30,14 +33,6 @@ BACKWARD_SCHEMA = (
 )
 
 
-class QkvGradients(NamedTuple):
-    """Gradients of queries, keys and values, each of the shape of its tensor."""
-
-    q: T
-    k: T
-    v: T
-
-
 def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
     """Compute attention for the rectangles ``segments`` of the attention matrix.
 
@@ -45,7 +40,7 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
     heads]``. Queries that are in no segment have zeros in ``out`` and -inf as log-sum-exp.
     """
     if _varlen(q, segments):
-        return _varlen_forward(q, k, v, segments)
+        return gpu_attention.forward_documents(q, k, v, _bounds(segments))
     k, v, q, pieces = _pieces(segments, k, v, q)
     if len(pieces) == 1 and pieces[0].q1 - pieces[0].q0 == q.shape[1]:
         cols = (slice(None), slice(pieces[0].k0, pieces[0].k1))
@@ -93,7 +88,8 @@ def attend_backward(
     in ``segments``.
     """
     if _varlen(q, segments):
-        return _varlen_backward(grad, q, k, v, out, lse, segments)
+        bounds = _bounds(segments)
+        return gpu_attention.backward_documents(grad, q, k, v, out, lse, bounds)
     k, v, q, grad, out, lse, pieces = _pieces(segments, k, v, q, grad, out, lse)
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     for s in pieces:
@@ -108,10 +104,15 @@ def attend_backward(
 
 def _varlen(q: T, segments: list[Segment]) -> bool:
     """Return whether one call of a GPU kernel can take all segments."""
-    if not q.is_cuda or q.dtype in (torch.float32, torch.float64):
+    if not q.is_cuda or gpu_attention.is_wide(q):
         return False
     plain = all(s.causal and not s.flipped for s in segments)
     return plain and not uniform(segments, len(q), len(q))
+
+
+def _bounds(segments: list[Segment]) -> list[int]:
+    """Return the first token of each segment, and the end of the last."""
+    return [segments[0].q0, *(s.q1 for s in segments)]
 
 
 def _pieces(segments: list[Segment], k: T, v: T, q: T, *others: T) -> tuple[Any, ...]:
@@ -145,80 +146,30 @@ def _forward(q: T, k: T, v: T, s: Segment) -> tuple[T, T]:
     """Return ``[batch, seq, heads, head_dim]`` each, of ``s`` only; returns out alike and lse ``[batch, seq,
     heads]``.
     """
-    q, k, v = _flipped(s, q, k, v)
-    causal = s.causal
-    # the CPU's kernel lets query heads share key/value heads
-    group = q.shape[2] // k.shape[2] if q.is_cuda else 1
-    q, k, v = _heads_first(q, repeat_heads(k, group), repeat_heads(v, group))
-    if not q.is_cuda:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal
-        )
-    elif q.dtype in (torch.float32, torch.float64):
-        scores = _scores(q, k, causal)
-        lse = scores.logsumexp(-1)
-        out = (scores - lse[..., None]).exp() @ v
+    q, k, v = _heads_first(*_flipped(s, q, k, v))
+    if q.is_cuda:
+        out, lse = gpu_attention.attend_rectangle(q, k, v, s.causal)
     else:
-        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+        # query heads may share key/value heads
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, s.causal
+        )
     out, lse = _flipped(s, out.transpose(1, 2), lse.transpose(1, 2))
     return out, lse
 
 
 def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, s: Segment) -> list[T]:
-    grad, q, k, v, out, lse = _flipped(s, grad, q, k, v, out, lse)
-    causal = s.causal
-    kv_heads, group = k.shape[2], q.shape[2] // k.shape[2] if q.is_cuda else 1
-    grad, q, k, v, out, lse = _heads_first(
-        grad, q, repeat_heads(k, group), repeat_heads(v, group), out, lse
-    )
-    if not q.is_cuda:
-        dtype = q.dtype
+    grad, q, k, v, out, lse = _heads_first(*_flipped(s, grad, q, k, v, out, lse))
+    kv_heads, dtype = k.shape[1], q.dtype
+    if q.is_cuda:
+        grads = gpu_attention.rectangle_gradients(grad, q, k, v, out, lse, s.causal)
+    else:
         grad, q, k, v, out = widened(grad, q, k, v, out)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal
+            grad, q, k, v, out, lse, 0.0, s.causal
         )
-        grads = [each.to(dtype) for each in grads]
-    elif q.dtype in (torch.float32, torch.float64):
-        p = (_scores(q, k, causal) - lse[..., None]).exp()
-        d_p = grad @ v.mT - (grad * out).sum(-1, keepdim=True)
-        ds = p * d_p * q.shape[-1] ** -0.5
-        grads = (ds @ k, ds.mT @ q, p.mT @ grad)
-    else:
-        lengths = (None, None, q.shape[2], k.shape[2])
-        # dropout state: there is no dropout
-        zero = torch.zeros((), dtype=torch.uint64, device=q.device)
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, zero, zero
-        )
-    dq, dk, dv = _heads_first(*grads)
+    dq, dk, dv = _heads_first(*(each.to(dtype) for each in grads))
     return _flipped(s, dq, fold_heads(dk, kv_heads), fold_heads(dv, kv_heads))
-
-
-def _varlen_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
-    cu, longest = _cu(segments, q.device)
-    out, lse = aten._flash_attention_forward(
-        q, k, v, cu, cu, longest, longest, 0.0, True, False
-    )[:2]
-    return out, lse.transpose(0, 1)
-
-
-def _varlen_backward(
-    grad: T, q: T, k: T, v: T, out: T, lse: T, segments: list[Segment]
-) -> QkvGradients:
-    cu, longest = _cu(segments, q.device)
-    zero = torch.zeros((), dtype=torch.uint64, device=q.device)
-    lse = lse.transpose(0, 1).contiguous()
-    lengths = (cu, cu, longest, longest)
-    grads = aten._flash_attention_backward(
-        grad, q, k, v, out, lse, *lengths, 0.0, True, zero, zero
-    )
-    return QkvGradients(*grads)
-
-
-def _cu(segments: list[Segment], device: torch.device) -> tuple[T, int]:
-    bounds = [segments[0].q0, *(s.q1 for s in segments)]
-    cu = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
-    return cu, max(s.q1 - s.q0 for s in segments)
 
 
 def repeat_heads(x: T, group: int) -> T:
@@ -234,14 +185,6 @@ def fold_heads(grad: T, kv_heads: int) -> T:
     if grad.shape[2] == kv_heads:
         return grad
     return grad.unflatten(2, (kv_heads, -1)).sum(3)
-
-
-def _scores(q: T, k: T, causal: bool) -> T:
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    if causal:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(ahead, -torch.inf)
-    return scores
 
 
 @torch.library.custom_op("weft::attention", mutates_args=())

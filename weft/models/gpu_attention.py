@@ -1,0 +1,146 @@
+"""The attention kernels of a GPU for one rectangle of the attention matrix, and for whole documents in one call.
+
+In 16 bits they are cuDNN's where the device has them (from Hopper on: 0.64 of flash attention's time forward and
+backward on an H100, 8,192 tokens, heads of 64), else flash attention's (Dao 2023, 2307.08691). Both let query heads
+share key/value heads. In float32 and float64 attention is computed by products with all scores, for proofs.
+``torch.backends.cuda.enable_cudnn_sdp(False)`` turns cuDNN's off.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+aten = torch.ops.aten
+T = torch.Tensor
+
+
+class QkvGradients(NamedTuple):
+    """Gradients of queries, keys and values, each of the shape of its tensor."""
+
+    q: T
+    k: T
+    v: T
+
+
+def attend_rectangle(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
+    """Return attention's output ``[batch, heads, seq, head_dim]`` and its log-sum-exps ``[batch, heads, seq]``.
+
+    ``q``: ``[batch, heads, seq, head_dim]``; ``k, v``: ``[batch, kv_heads, keys, head_dim]``; ``causal``: whether a
+    query sees no later key, for equal numbers of queries and keys.
+    """
+    if is_wide(q):
+        k, v = _repeated(q, k), _repeated(q, v)
+        scores = _scores(q, k, causal)
+        lse = scores.logsumexp(-1)
+        return (scores - lse[..., None]).exp() @ v, lse
+    if takes_cudnn(q):
+        out, lse = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal
+        )[:2]
+        return out, lse.view(q.shape[:3])
+    out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    return out, lse
+
+
+def rectangle_gradients(
+    grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool
+) -> QkvGradients:
+    """Return the gradients of ``q``, ``k`` and ``v``, each of the shape of its tensor.
+
+    ``grad``: the gradient of ``out``; ``out`` and ``lse``: results for all keys of the queries, of which ``k`` may be
+    some. The other arguments are those of :func:`attend_rectangle`.
+    """
+    if is_wide(q):
+        wide_k, wide_v = _repeated(q, k), _repeated(q, v)
+        p = (_scores(q, wide_k, causal) - lse[..., None]).exp()
+        d_p = grad @ wide_v.mT - (grad * out).sum(-1, keepdim=True)
+        ds = p * d_p * q.shape[-1] ** -0.5
+        return QkvGradients(ds @ wide_k, _folded(ds.mT @ q, k), _folded(p.mT @ grad, v))
+    lengths = None, None, q.shape[2], k.shape[2]
+    # the state of dropout, of which there is none
+    if takes_cudnn(q):
+        zero = torch.zeros((), dtype=torch.int64, device=q.device)
+        given = grad, q, k, v, out, lse.contiguous().unsqueeze(-1), zero, zero, None
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            *given, *lengths, 0.0, causal
+        )
+    else:
+        zero = torch.zeros((), dtype=torch.uint64, device=q.device)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, zero, zero
+        )
+    return QkvGradients(dq, dk, dv)
+
+
+def forward_documents(q: T, k: T, v: T, bounds: Sequence[int]) -> tuple[T, T]:
+    """Compute causal attention within documents of different lengths in one call of flash attention.
+
+    ``q, k, v``: ``[tokens, heads or kv_heads, head_dim]`` in 16 bits; ``bounds``: index of each document's first token,
+    and at the end the number of tokens. Returns the output like ``q`` and the log-sum-exps ``[tokens, heads]``.
+    """
+    cu, longest = _cumulative(bounds, q.device)
+    out, lse = aten._flash_attention_forward(
+        q, k, v, cu, cu, longest, longest, 0.0, True, False
+    )[:2]
+    return out, lse.transpose(0, 1)
+
+
+def backward_documents(
+    grad: T, q: T, k: T, v: T, out: T, lse: T, bounds: Sequence[int]
+) -> QkvGradients:
+    """Return the gradients of ``q``, ``k`` and ``v`` of :func:`forward_documents`, whose results ``out`` and ``lse``
+    are. ``grad``: the gradient of ``out``.
+    """
+    cu, longest = _cumulative(bounds, q.device)
+    zero = torch.zeros((), dtype=torch.uint64, device=q.device)
+    lse = lse.transpose(0, 1).contiguous()
+    lengths = (cu, cu, longest, longest)
+    dq, dk, dv = aten._flash_attention_backward(
+        grad, q, k, v, out, lse, *lengths, 0.0, True, zero, zero
+    )
+    return QkvGradients(dq, dk, dv)
+
+
+def is_wide(q: T) -> bool:
+    """Return whether ``q`` has a type that the kernels of a GPU do not take: float32 or float64."""
+    return q.dtype in (torch.float32, torch.float64)
+
+
+def takes_cudnn(q: T) -> bool:
+    """Return whether attention of ``q`` ``[batch, heads, seq, head_dim]`` is computed by cuDNN."""
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 128 and q.shape[2] >= 128
+    return fits and torch.backends.cuda.cudnn_sdp_enabled() and _has_cudnn(q.device)
+
+
+@cache
+def _has_cudnn(device: torch.device) -> bool:
+    """Return whether the device is of Hopper's generation or later, and PyTorch has cuDNN."""
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    return hopper and torch.backends.cudnn.is_available()
+
+
+def _repeated(q: T, x: T) -> T:
+    """Repeat the key/value heads of ``x`` so that every query head of ``q`` has its own."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _folded(grad: T, x: T) -> T:
+    """Sum the gradients ``[batch, heads, keys, head_dim]`` of the query heads that share a key/value head of ``x``."""
+    return grad.unflatten(1, (x.shape[1], -1)).sum(2)
+
+
+def _scores(q: T, k: T, causal: bool) -> T:
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(ahead, -torch.inf)
+    return scores
+
+
+def _cumulative(bounds: Sequence[int], device: torch.device) -> tuple[T, int]:
+    cu = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
+    lengths = (after - before for before, after in pairwise(bounds))
+    return cu, max(lengths)
