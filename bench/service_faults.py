@@ -3,9 +3,10 @@
 A tiny model of random weights, float32. Its service is (``processes``) ``weft serve --engines 3``, or (``cluster``)
 ``weft serve --cluster FILE`` with engines that join through proxies of this program, which can stop, cut and half-close
 what passes. Clients ask for greedy and sampled texts, several at once, with a form, with tools, and some hang up in the
-middle. What is expected is what a service of one engine writes when it has nothing else to do.
+middle. A client whose connection is cut, as the router is killed, asks again with the same Idempotency-Key. What is
+expected is what a service of one engine writes when it has nothing else to do: each stream to its end, each token once.
 
-    python bench/service_faults.py [--faults 25] [--seeds 2] [--clients 50] [--json bench/results/service_faults.json]
+    python bench/service_faults.py [--faults 40] [--seeds 2] [--clients 50] [--json bench/results/service_faults.json]
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +52,20 @@ TEMPLATE = (
 )
 
 #: Kinds of faults by service: a process is killed or stopped for some seconds; what passes between engine and router is
-#: cut, stopped (both ways, or one) or half-closed; an engine drains while another joins; the router is killed and
-#: started again.
+#: cut, stopped (both ways, or one) or half-closed; an engine drains while another joins; the router is stopped, or
+#: killed and started again; clients are cut off.
 KINDS = {
-    "processes": ("kill", "freeze"),
-    "cluster": ("kill", "freeze", "cut", "stall", "stall up", "stall down", "half-close", "drain and join", "router"),
+    "processes": ("kill", "freeze", "freeze router"),
+    "cluster": ("kill", "freeze", "cut", "stall", "stall up", "stall down", "half-close", "drain and join",
+                "freeze router", "kill router", "cut clients"),
 }  # fmt: skip
 
-#: Seconds without a byte after which a stream counts as hanging, and between two faults at most.
-HANGS_S, GAP_S = 120.0, 1.5
+#: Those that take long to recover from: their turn comes half as often.
+LONG = ("kill router", "freeze router")
+
+#: Seconds without a byte after which a stream counts as hanging, where each core has one process to run, and between
+#: two faults at most.
+HANGS_S, GAP_S = 60.0, 1.5
 
 
 # --- what clients ask for ---
@@ -101,6 +108,11 @@ def cases() -> list[tuple[str, dict[str, Any]]]:
     return asked
 
 
+def patience() -> float:
+    """Seconds after which a stream counts as hanging: the more, the more processes share a core."""
+    return HANGS_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 class Unanswered(Exception):
     """Error of a request that was refused. ``status``: of HTTP."""
 
@@ -110,25 +122,29 @@ class Unanswered(Exception):
 
 
 async def events(
-    port: int, path: str, body: dict[str, Any]
-) -> AsyncIterator[dict[str, Any] | None]:
-    """The chunks of a stream; None for its end. Raises OSError and EOFError when the connection ends before."""
+    port: int, path: str, body: dict[str, Any], key: str = "", writers: set[asyncio.StreamWriter] | None = None
+) -> AsyncIterator[dict[str, Any] | None]:  # fmt: skip
+    """The chunks of a stream; None for its end. Raises OSError and EOFError when the connection ends before. ``key``:
+    for the header Idempotency-Key; ``writers``: has the connection while it lasts.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
+    writers = set() if writers is None else writers
+    writers.add(writer)
     try:
         text = json.dumps(body | {"model": "tiny", "stream": True}).encode()
         writer.write(
             f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(text)}\r\n\r\n".encode()
+            f"idempotency-key: {key}\r\ncontent-length: {len(text)}\r\n\r\n".encode()
             + text
         )
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), HANGS_S)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), patience())
         status = int(head.split()[1])
         if status != 200:
             raise Unanswered(status, (await reader.read(2000)).decode())
         buffer = b""
         while True:
-            size = int(await asyncio.wait_for(reader.readline(), HANGS_S) or "x", 16)
-            piece = await asyncio.wait_for(reader.readexactly(size + 2), HANGS_S)
+            size = int(await asyncio.wait_for(reader.readline(), patience()) or "x", 16)
+            piece = await asyncio.wait_for(reader.readexactly(size + 2), patience())
             if not size:
                 return
             *whole, buffer = (buffer + piece[:-2]).split(b"\n\n")
@@ -138,6 +154,7 @@ async def events(
     except ValueError as error:
         raise EOFError("the connection has ended") from error
     finally:
+        writers.discard(writer)
         writer.close()
 
 
@@ -177,6 +194,13 @@ class Stream:
     def begins(self, other: Stream) -> bool:
         """Whether each text is the beginning of the other's."""
         return all(other.texts[at].startswith(t) for at, t in self.texts.items())
+
+    def extends(self, other: Stream) -> bool:
+        """Whether each text begins with the other's, as far as this one goes."""
+        return all(
+            text.startswith(other.texts.get(at, "")[: len(text)])
+            for at, text in self.texts.items()
+        )
 
     def difference(self, other: Stream) -> str:
         """Say in what this stream differs from ``other``."""
@@ -219,9 +243,10 @@ class Proxy:
                 await asyncio.sleep(0.1)
         both = {"up": to_router, "down": writer}
         self.writers.append(both)
-        await asyncio.gather(
-            self._pass(reader, to_router, "up"), self._pass(above, writer, "down")
-        )
+        with suppress(asyncio.CancelledError):  # the program ends
+            await asyncio.gather(
+                self._pass(reader, to_router, "up"), self._pass(above, writer, "down")
+            )
         self.writers.remove(both)
 
     async def _pass(
@@ -299,12 +324,13 @@ class Processes:
                 process.send_signal(signal.SIGINT)
         for name, process in self.all:
             try:
-                code = process.wait(40)
+                code = process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 wrong.append(f"{name} does not end")
                 continue
-            if code not in (0, -signal.SIGKILL) and (name, code) not in self.expected:
+            clean = (0, -signal.SIGKILL, 128 + signal.SIGINT)  # the last as it starts
+            if code not in clean and (name, code) not in self.expected:
                 wrong.append(f"{name} ends with {code}")
         for log in self.folder.glob("*.log"):
             if "Traceback" in log.read_text(errors="replace"):
@@ -447,18 +473,21 @@ class Trial:
         self.ended = False
         self.tasks: set[asyncio.Task[None]] = set()
         self.rows: list[dict[str, Any]] = []
-        self.router_kills: list[float] = []
         self.asked: Sequence[int] = range(
             len(expected)
         )  # the cases that clients ask for
+        self.harms: list[float] = []  # to clients' connections
+        self.writers: set[asyncio.StreamWriter] = set()
+        self.lines: list[tuple[float, str]] = []  # of the router, with their times
+        self.loads: list[float] = []
 
     async def run(self, faults: int) -> None:
         clients = [asyncio.create_task(self.client(i)) for i in range(self.clients)]
+        watching = asyncio.create_task(self.watch())
         await asyncio.sleep(3)
-        # a router takes long to start: its turn comes half as often
         kinds = [*KINDS[self.service.kind] * 2]
-        if "router" in kinds:
-            kinds.remove("router")
+        for kind in {*LONG} & {*kinds}:
+            kinds.remove(kind)
         order = (kinds * (faults // len(kinds) + 1))[:faults]
         self.rng.shuffle(order)
         for kind in order:
@@ -466,7 +495,7 @@ class Trial:
         await asyncio.gather(*self.tasks)
         self.ended = True
         late = 0
-        for client in asyncio.as_completed(clients, timeout=240):
+        for client in asyncio.as_completed(clients, timeout=2 * patience()):
             try:
                 await client
             except TimeoutError:
@@ -481,6 +510,7 @@ class Trial:
                 row[name] for row in engines.values() for name in names
             )
 
+        watching.cancel()
         if not await until(empty, 30):
             self.wrong.append(
                 f"engines are not empty: {await scraped(self.service.port)}"
@@ -493,53 +523,87 @@ class Trial:
             if code:
                 self.wrong.append(f"{name} was drained and ended with {code}")
 
+    async def watch(self) -> None:
+        """Note what the router says, and the load of the machine."""
+        log = (self.service.folder / f"{self.service.kind}-router.log").open()
+        log.seek(0, os.SEEK_END)
+        for looks in count():
+            for line in log:
+                self.lines.append((time.monotonic(), line))
+            if looks % 250 == 0:
+                self.loads.append(os.getloadavg()[0])
+            await asyncio.sleep(0.02)
+
     async def client(self, number: int) -> None:
         rng = random.Random(1000 * self.seed + number)
-        while not self.ended:
-            await self._ask(rng)
+        for i in count():
+            if self.ended:
+                break
+            await self._ask(rng, f"{self.seed}-{number}-{i}")
 
-    async def _ask(self, rng: random.Random) -> None:
+    async def _ask(self, rng: random.Random, key: str) -> None:
+        """Ask for a text until it is there, also if the connection is cut."""
         case = rng.choice(self.asked)
         leaves = rng.randrange(5, 100) if rng.random() < 0.15 else 0
-        stream, begun = Stream(case), time.monotonic()
-        path, body = cases()[case]
+        begun, before = time.monotonic(), Stream(case)
+        self.counts["asked"] += 1
+        while time.monotonic() < begun + patience():
+            stream = Stream(case)
+            end = await self._read(stream, key, leaves)
+            if not stream.extends(before):
+                self.wrong.append(f"case {case} differs when asked again: {stream.difference(before)}")  # fmt: skip
+            if end == "refused":  # while no engine or router is there
+                await asyncio.sleep(0.3)
+            elif end == "cut":
+                self.counts["asked again after a cut"] += 1
+                before = stream
+                await asyncio.sleep(0.3)
+            else:
+                self.counts[end] += 1
+                self.counts["complete after a cut"] += bool(before.times) and end == "complete"  # fmt: skip
+                return
+        self.wrong.append(f"case {case} was not answered for {patience():.0f} s")
+
+    async def _read(self, stream: Stream, key: str, leaves: int) -> str:
+        """Read a stream, and return how it has ended: complete, hung up, refused, cut or wrong."""
+        path, body = cases()[stream.case]
         self.active.add(stream)
+        asked = time.monotonic()
         try:
-            async for event in events(self.service.port, path, body):
+            async for event in events(self.service.port, path, body, key, self.writers):
                 stream.note(event)
                 if leaves and len(stream.times) > leaves:
                     break
         except Unanswered as error:
-            self.counts[f"refused {error.status}"] += 1
             if error.status != 503:
-                self.wrong.append(f"case {case}: {error.status} {error}")
-            await asyncio.sleep(0.3)
-            return
+                self.wrong.append(f"case {stream.case}: {error.status} {error}")
+            return "refused"
+        except ConnectionRefusedError:
+            return "refused"
         except TimeoutError:
-            self.wrong.append(f"case {case} hangs after {len(stream.times)} chunks")
-            return
+            self.wrong.append(f"case {stream.case} hangs after {len(stream.times)} chunks")  # fmt: skip
+            return "wrong"
         except (OSError, EOFError) as error:
             self._check(stream, whole=False)
-            if any(begun - 60 < at for at in self.router_kills):
-                self.counts["ended with the router"] += 1
-                await asyncio.sleep(0.3)
-            else:
-                self.wrong.append(f"case {case} is cut: {error!r}")
-            return
+            if not any(at > asked - 1 for at in self.harms):
+                self.wrong.append(f"case {stream.case} is cut: {error!r}")
+            return "cut"
         finally:
             self.active.discard(stream)
         hung_up = bool(leaves) and not stream.done
-        self._check(stream, whole=not hung_up)
-        self.counts["hung up" if hung_up else "complete"] += 1
+        whole = self._check(stream, whole=not hung_up)
+        return "wrong" if not whole else "hung up" if hung_up else "complete"
 
-    def _check(self, stream: Stream, whole: bool) -> None:
+    def _check(self, stream: Stream, whole: bool) -> bool:
         expected, about = self.expected[stream.case], f"case {stream.case}"
+        wrong = len(self.wrong)
         if stream.error:
             self.wrong.append(f"{about}: {stream.error}")
         elif whole and not stream.equals(expected):
             self.wrong.append(f"{about}: {stream.difference(expected)}")
         elif not stream.begins(expected):
             self.wrong.append(f"{about}, cut: {stream.difference(expected)}")
+        return len(self.wrong) == wrong
 
     async def _fault(self, kind: str) -> None:
         service, rng = self.service, self.rng
@@ -580,11 +644,18 @@ class Trial:
             service.drained.append((name, service.engines.pop(name)))
             os.kill(pid, signal.SIGTERM)
             self.tasks.add(asyncio.create_task(service.add_engine()))
-        elif kind == "router":
-            self.router_kills.append(time.monotonic())
+        elif kind == "kill router":
+            self.harms.append(time.monotonic())
             service.router.kill()
             service.router.wait()
             service.start_router()
+        elif kind == "freeze router":
+            pid = service.router.pid
+            self.tasks.add(asyncio.create_task(service.freeze(pid, seconds)))
+        elif kind == "cut clients":
+            self.harms.append(time.monotonic())
+            for writer in self.rng.sample([*self.writers], len(self.writers) // 2):
+                writer.transport.abort()
 
     async def _measure(
         self, kind: str, name: str, seconds: float, at: float, reading: list[Stream], lost: int
@@ -597,24 +668,30 @@ class Trial:
             after = [next((t for t in s.times if t > at), None) for s in reading]
             return sorted((t - at for t in after if t is not None), reverse=True)
 
-        if kind == "router":
+        if kind == "kill router":
             while not any(s.times and s.times[0] > at and s not in reading for s in self.active):  # fmt: skip
                 await asyncio.sleep(0.05)
             first = min(s.times[0] for s in self.active if s.times and s.times[0] > at)
             affected = [first - at]
         else:
-            deadline = at + HANGS_S
+            deadline = at + patience()
             while time.monotonic() < deadline and any(
                 s in self.active and not (s.times and s.times[-1] > at) for s in reading
             ):
                 await asyncio.sleep(0.05)
             affected = waits()[:lost]
+        if kind.endswith("router"):
+            name = "router"
+        said = {"cut clients": "", "drain and join": f"engine {name} drains"}
+        sign = said.get(kind, f"engine {name} is given up")
+        noticed = [t - at for t, line in self.lines if sign and sign in line and at <= t < at + 10]  # fmt: skip
         self.rows.append(
             {
                 "kind": kind,
                 "engine": name,
                 "seconds": seconds,
                 "answers": lost,
+                "noticed_s": round(noticed[0], 3) if noticed else None,
                 "waits_s": [round(wait, 3) for wait in affected],
             }
         )
@@ -668,29 +745,40 @@ async def trial(
         "service": kind,
         "seed": seed,
         "streams": attempt.counts,
+        "load": [round(value, 1) for value in attempt.loads],
         "wrong": attempt.wrong,
         "faults": attempt.rows,
     }
 
 
-def summary(trials: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Seconds until the next token of the streams that a fault touched, by kind of fault."""
-    by_kind: dict[str, list[float]] = {}
-    faults: Counter[str] = Counter()
-    for each in trials:
-        for row in each["faults"]:
-            faults[row["kind"]] += 1
-            by_kind.setdefault(row["kind"], []).extend(row["waits_s"])
+def summary(trials: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Seconds until the router has noticed a fault, and until the next token of the streams that it touched, by kind of
+    fault. Faults that were over before anybody had to notice them, as short stops are, count in the second alone.
+    """
+    rows = [row for each in trials for row in each["faults"]]
+    kinds = sorted({row["kind"] for row in rows})
+    of = {kind: [row for row in rows if row["kind"] == kind] for kind in kinds}
     return {
         kind: {
-            "faults": faults[kind],
-            "streams": len(waits),
-            "median_s": round(statistics.median(waits), 2),
-            "p90_s": round(sorted(waits)[int(0.9 * len(waits))], 2),
-            "max_s": max(waits),
+            "faults": len(of[kind]),
+            "streams": sum(len(row["waits_s"]) for row in of[kind]),
+            "noticed": spread([row["noticed_s"] for row in of[kind] if row["noticed_s"] is not None]),
+            "until_next_token": spread([wait for row in of[kind] for wait in row["waits_s"]]),
         }
-        for kind, waits in sorted(by_kind.items())
-        if waits
+        for kind in kinds
+    }  # fmt: skip
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Number, median, 99th percentile and maximum."""
+    if not seconds:
+        return {"count": 0}
+    ordered = sorted(seconds)
+    return {
+        "count": len(ordered),
+        "median_s": round(statistics.median(ordered), 2),
+        "p99_s": round(ordered[int(0.99 * len(ordered))], 2),
+        "max_s": round(ordered[-1], 2),
     }
 
 
@@ -714,13 +802,15 @@ def write_expected(folder: Path, expected: list[Stream]) -> None:
 
 def report(trials: list[dict[str, Any]], given: argparse.Namespace) -> None:
     """Print figures of the trials so far, and write them to the file."""
+    loads = [value for each in trials for value in each["load"]]
     result = {
         "machine": machine(),
         "clients": given.clients,
         "faults": sum(len(each["faults"]) for each in trials),
-        "complete": sum(each["streams"]["complete"] for each in trials),
+        "load": {"mean": round(statistics.mean(loads), 1), "most": max(loads)},
+        "streams": sum((each["streams"] for each in trials), Counter()),
         "wrong": sum(len(each["wrong"]) for each in trials),
-        "until_next_token": summary(trials),
+        "by_kind": summary(trials),
         "trials": trials,
     }
     if given.json:
@@ -732,7 +822,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", type=int, default=25, help="of each trial")
+    parser.add_argument("--faults", type=int, default=40, help="of each trial")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--services", nargs="*", default=[*KINDS])

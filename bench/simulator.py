@@ -20,12 +20,13 @@ import torch
 
 from weft.generate.engine import Engine
 from weft.generate.policies import Policy, exact_fill, policy_of
+from weft.generate.step_curve import Curve
 from weft.layout.mesh import Mesh
 from weft.models.products import read_only
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 from weft.serve.load_requests import RequestOutcome
-from weft.serve.load_simulation import Curve, TimedRequest, measure_load, simulate_load
+from weft.serve.load_simulation import TimedRequest, measure_load, simulate_load
 
 SHAPE = ModelShape(
     vocab=49152, layers=30, embed=576, heads=9, kv_heads=3, ffn=1536, tied=True

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.serve import serve_command
+from weft.cli.serve import _role_watch, serve_command
+from weft.cluster.cluster_settings import ClusterSettings, read_cluster
 from weft.cluster.engine_processes import EngineProcesses, gpus_of_engines
 from weft.errors import UsageError
+from weft.serve.placement_search import ServiceLimits
 
 
 def test_engines_that_have_not_joined_are_killed_at_once(
@@ -66,3 +68,24 @@ def test_engines_share_the_memory_of_their_device(
     seen = sorted(line.split()[-1] for line in text)
     if gpus:
         assert seen == sorted((gpus * 2)[:2])
+
+
+@pytest.mark.parametrize(
+    ("roles", "said"),
+    [("{ ttft = 0.5 }", "give both or neither"), ("{ prefill = 3 }", "has 3 engines")],
+)
+def test_roles_that_cannot_be_are_refused(
+    tmp_path: Path, roles: str, said: str
+) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(f"[cluster]\nengines = 2\nroles = {roles}\n")
+    with pytest.raises(UsageError, match=said):
+        read_cluster(file).parts()
+
+
+def test_limits_of_latency_let_roles_follow_the_load(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("[cluster]\nroles = { ttft = 0.5, tpot = 0.05 }\n")
+    watch = _role_watch(read_cluster(file))
+    assert watch is not None and watch.limits == ServiceLimits(0.5, 0.05)  # type: ignore[attr-defined]
+    assert _role_watch(ClusterSettings(engines=2)) is None

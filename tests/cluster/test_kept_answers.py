@@ -76,7 +76,7 @@ def test_answers_go_on_while_the_router_is_gone(scored: bool) -> None:
 def test_an_answer_that_ended_meanwhile_is_handed_over_whole() -> None:
     request = asked([1, 2], 10)
     plain = alone(request)[0].written
-    with Cluster(1) as cluster:
+    with Cluster(1, slow=0.05) as cluster:
         kept = cluster.engines[0].member.kept
         asyncio.run(leave_router(cluster, [request], KEY, 2))
         until(lambda: kept.keys and not writing(cluster))

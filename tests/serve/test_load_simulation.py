@@ -12,13 +12,13 @@ from weft.generate.block_pool import BlockPool
 from weft.generate.engine import Engine
 from weft.generate.policies import exact_fill, policy_of
 from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.generate.step_curve import Curve
+from weft.generate.step_work import work_of
 from weft.serve.load_simulation import (
-    Curve,
     TimedRequest,
     measure_load,
     play_load,
     simulate_load,
-    work_of,
 )
 
 

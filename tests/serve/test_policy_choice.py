@@ -17,10 +17,11 @@ from weft.cli.bench import _show_candidates
 from weft.data.tokenizer import load_tokenizer
 from weft.generate.engine import Engine
 from weft.generate.policies import compared_policies, policy_of
+from weft.generate.step_curve import Curve
 from weft.generate.step_work import work_of
 from weft.models.hugging_face import export
 from weft.serve.load_requests import LoadRequest
-from weft.serve.load_simulation import Curve, TimedRequest, play_load
+from weft.serve.load_simulation import TimedRequest, play_load
 from weft.serve.policy_choice import (
     BUDGETS,
     SHARE,

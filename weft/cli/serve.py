@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from weft.cluster.cluster_settings import ClusterSettings
     from weft.cluster.engine_router import EngineRouter
+    from weft.cluster.role_counts import RoleChooser
     from weft.generate.backend import Backend
     from weft.generate.open_engine import EngineOptions
     from weft.serve.service import Service
@@ -344,6 +345,7 @@ def _routed(
             limits.headroom,
             limits.balance,
             router_name(name),
+            roles=_role_watch(settings),
         )
         about = f"engines that join at {address}"
         if processes is not None:
@@ -368,6 +370,17 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in visible.split(",") if name.strip()]
     return (names or [str(index) for index in range(count)])[:count]
+
+
+def _role_watch(settings: "ClusterSettings") -> "RoleChooser | None":
+    """Return what chooses the engines' roles anew, or None if they stay as they are."""
+    from weft.serve.placement_search import ServiceLimits
+    from weft.serve.role_watch import RoleWatch
+
+    roles = settings.roles
+    if roles.ttft is None or roles.tpot is None:
+        return None
+    return RoleWatch(ServiceLimits(roles.ttft, roles.tpot))
 
 
 def _end_with(service: "Service", front: "uvicorn.Server") -> None:

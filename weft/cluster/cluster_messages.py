@@ -100,6 +100,8 @@ class EngineBeat(NamedTuple):
         ``taken``: number of submissions that the engine has received. By it the router knows which answers are counted
             in ``load``.
         ``heard``: number of the router's last sign of life that has come.
+        ``rates``: seconds of a step for one of each of the numbers of :func:`weft.generate.step_work.work_of`; none
+            until there are measurements.
         ``keys``: number of cached tokens that belong to the answers that the engine writes.
         ``longest``: number of cache blocks of its longest answer, as far as they could be moved to a lender.
         ``seconds``: measured parts of the duration of a step, the four fields of :class:`StepSeconds` in their order;
@@ -110,6 +112,7 @@ class EngineBeat(NamedTuple):
     demand: int
     taken: int
     heard: int = 0
+    rates: Sequence[float] = ()
     keys: int = 0
     longest: int = 0
     seconds: Sequence[float] = ()

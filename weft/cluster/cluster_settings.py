@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from weft.errors import UsageError
 from weft.recipe.toml import read_toml
@@ -40,6 +40,23 @@ class ClusterRoles(Section):
     decode: NonNegativeInt = Field(
         0, description="Engines that go on with answers that others have begun."
     )
+    ttft: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Seconds to the first token that the service is to keep. With tpot, the roles of all engines are chosen "
+            "anew as the load drifts."
+        ),
+    )
+    tpot: PositiveFloat | None = Field(
+        None,
+        description="Seconds per further token that the service is to keep, as a mean of an answer; with ttft.",
+    )
+
+    @model_validator(mode="after")
+    def _have_both_limits(self) -> "ClusterRoles":
+        if (self.ttft is None) != (self.tpot is None):
+            raise ValueError("ttft and tpot go together; give both or neither")
+        return self
 
 
 class ClusterSettings(Section):

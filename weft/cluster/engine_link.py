@@ -8,7 +8,7 @@ from typing import Any
 from weft.cluster.cluster_messages import EngineAbout, EngineBeat, submit_message
 from weft.cluster.dispatch_policy import EngineView
 from weft.cluster.engine_loans import lendable_blocks
-from weft.cluster.flight import Flight, RemoteCall
+from weft.cluster.flight import SUSPECTS, Flight, RemoteCall
 from weft.cluster.loan_choice import EngineLedger
 from weft.cluster.outbox import Outbox
 from weft.generate.backend import AnswerRequest, EngineLoad
@@ -44,6 +44,7 @@ class EngineLink:
         ``prefixes``: keys of the cache blocks that the engine probably holds, the oldest first.
         ``incoming``: events of the answers that are moving to this engine, by the answers' numbers here. They wait
             until the engine that an answer leaves has confirmed the move.
+        ``role``: the engine's present part, as in ``about`` until the router chooses another one.
         ``kept``: keys of answers that the engine has kept for clients of a router that is gone.
         ``draining``: whether the engine takes no new requests.
         ``released``: whether the engine may end, as it has nothing left to do.
@@ -64,12 +65,16 @@ class EngineLink:
     recent: deque[tuple[int, int]] = field(default_factory=deque)
     prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     incoming: dict[int, "EarlyEvents"] = field(default_factory=dict)
+    role: str = ""
     kept: set[str] = field(default_factory=set)
     draining: bool = False
     released: bool = False
     tokens: int = 0
     borrowable: int = 0
     headroom: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.role = self.role or self.about.role
 
     @property
     def name(self) -> str:
@@ -138,10 +143,16 @@ class EngineLink:
             load.borrowed > 0,
         )
 
-    @property
-    def suspects(self) -> bool:
-        """Whether the engine has an answer that may be what makes engines crash."""
-        return any(flight.suspected for flight in self.flights.values())
+    def tries(self, flight: Flight) -> bool:
+        """Return whether the engine can take ``flight`` although it may be what makes engines crash. Of those that may
+        be, it takes :data:`SUSPECTS` at a time; one that most probably is gets it when there is no other.
+        """
+        if not flight.suspected:
+            return True
+        suspects = [each for each in self.flights.values() if each.suspected]
+        if flight.accused:
+            return not suspects
+        return len(suspects) < SUSPECTS and not any(each.accused for each in suspects)
 
     def submit(
         self, number: int, request: AnswerRequest, flights: Sequence[Flight]

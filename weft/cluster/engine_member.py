@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ from weft.generate.engine_thread import EngineThread, RunningSearch
 from weft.generate.grammar import Grammar, Grammars, GrammarSource, Kind
 from weft.generate.migration import Arrival, MoveFrame
 from weft.generate.request import Generation, Written
+from weft.generate.step_curve import StepWatch
 from weft.net.endpoint import Address, Channel, Endpoint
 from weft.net.wire import Frame, Head, SealedConnection, WireBroken, WireForged
 
@@ -125,6 +127,7 @@ class EngineMember:
         self._note_joined = joined
         self.thread = EngineThread(engine, about.most, self._flush)
         self.kept = KeptAnswers(self.thread)
+        self._steps = engine.watch = StepWatch()
         self._compiler = ThreadPoolExecutor(1, "weft-grammar")
         self._compiled: Grammars | None = None
         self._current: RouterWork | None = None
@@ -252,7 +255,7 @@ class EngineMember:
             demand = sum(-(-len(request.ids) // size) for request in waiting)
             load, taken = self.thread.load(), current.taken
             lending = self.loans.beat() if self.loans is not None else {}
-            known = {"taken": taken, "heard": current.heard}
+            known = {"taken": taken, "heard": current.heard, "rates": self._steps.rates}  # fmt: skip
             return {"load": load, "demand": demand, **known, **lending}
 
         current = self._current = RouterWork(Outbox(connection, beat, BEAT_S))
@@ -354,7 +357,8 @@ class EngineMember:
         while answer in current.preparing and not current.over:
             time.sleep(PREPARED_S)
         generation = None
-        if not self.thread.ended:  # behind its submission, which may still wait
+        with suppress(WeftError):  # the engine ends
+            # behind its submission, which may still wait
             looked = self.thread.call(partial(current.generations.get, answer))
             generation = looked.result(ARRIVAL_S)
         if generation is None:
@@ -605,6 +609,7 @@ class EngineMember:
 
     def _flush(self) -> None:
         self.kept.make_room(0)
+        self._steps.end(self.thread.seconds)
         if self.loans is not None:
             self.loans.note_step(self.thread.seconds)
         current = self._current

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
@@ -41,11 +42,18 @@ from weft.cluster.engine_link import EarlyEvents, EngineLink
 from weft.cluster.engine_loans import lendable_blocks
 from weft.cluster.engine_member import JOINED, REFUSED
 from weft.cluster.engine_times import ClusterTimes
-from weft.cluster.flight import FAILED, GONE, GUILTY, Flight, RemoteCall
+from weft.cluster.flight import FAILED, GONE, GUILTY, Flight, RemoteCall, blame_of
 from weft.cluster.kept_answers import kept_key
 from weft.cluster.loan_choice import StepSeconds, choose_loans
 from weft.cluster.other_router import ROUTER, WHO
 from weft.cluster.outbox import Outbox, ending_of
+from weft.cluster.role_counts import (
+    CHOICE_S,
+    RecentRequests,
+    RoleChooser,
+    RoleCounts,
+    RoleQuestion,
+)
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import (
     AnswerRequest,
@@ -71,6 +79,9 @@ LOANS_S = 1.0
 
 #: Seconds between two looks at how full engines are, and in which an answer that has moved does not move again.
 BALANCE_S, REST_S = 0.5, 2.0
+
+#: Numbers that stand for the roles in metrics, and seconds that a move counts before the first one is measured.
+ROLE_NUMBERS, UNMEASURED_S = {"": 0, "prefill": 1, "decode": 2}, 0.01
 
 #: Seconds between two lines about the same stranger.
 STRANGER_S = 60.0
@@ -107,7 +118,7 @@ class EngineRouter:
     engine for each request. ``say`` prints a line. ``patience``: seconds that an answer waits for an engine when it has
     lost its own. ``headroom``: share of a cache that counts as used while its engine has urgent answers. ``balances``:
     whether answers move to other engines to balance memory. ``name``: what another router that is started for the same
-    engines says of this one.
+    engines says of this one. ``roles`` chooses the engines' roles anew as the load drifts; None: they stay as they are.
     """
 
     def __init__(
@@ -121,8 +132,9 @@ class EngineRouter:
         headroom: float = 0.1,
         balances: bool = True,
         name: str = "",
+        roles: RoleChooser | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.recent, self.roles_chosen = name, RecentRequests(), 0
         self.endpoint, self.model, self.say = endpoint, model, say
         self.policy, self.patience = policy, patience
         self.links: dict[str, EngineLink] = {}
@@ -146,6 +158,9 @@ class EngineRouter:
             target=self._watch, name="weft-router", daemon=True
         )
         self._watcher.start()
+        if roles is not None:
+            chooser = partial(self._watch_roles, roles)
+            threading.Thread(target=chooser, name="weft-roles", daemon=True).start()
 
     # What HTTP needs, in the event loop.
 
@@ -198,7 +213,9 @@ class EngineRouter:
     def loads(self) -> Mapping[str, EngineLoad]:
         with self._lock:
             return {
-                name: link.beat.load._replace(draining=int(link.draining))
+                name: link.beat.load._replace(
+                    draining=int(link.draining), role=ROLE_NUMBERS[link.role]
+                )
                 for name, link in sorted(self.links.items())
             }
 
@@ -206,6 +223,7 @@ class EngineRouter:
         return {
             "answers_continued": self.continued,
             "answers_moved": self.moved,
+            "roles_chosen": self.roles_chosen,
             "moved_bytes": self.moved_bytes,
             "moved_stall_milliseconds": round(1000 * self.stalled),
         }
@@ -270,6 +288,7 @@ class EngineRouter:
                 link = self._keeper(request, flights) or self._choose(request, session)
                 answers.generations += flights
                 for flight in flights:
+                    self.recent.note(flight, time.monotonic())
                     self._flights[flight.number] = flight
                     self._owners[flight] = answers
                 if flights:
@@ -288,11 +307,12 @@ class EngineRouter:
         return next(keepers, None)
 
     def _choose(
-        self, request: AnswerRequest, session: str, suspected: bool = False
+        self, request: AnswerRequest, session: str, flight: Flight | None = None
     ) -> EngineLink:
-        """Return the engine for ``request``; for one that is ``suspected``, an engine without another such answer.
-        Raises :class:`NoEngine` if there is none, :class:`Busy` if all have too
-        many answers, and :class:`UsageError` if none can ever answer it.
+        """Return the engine for ``request``, which belongs to ``flight`` if it was begun elsewhere.
+
+        Raises :class:`NoEngine` if there is none, :class:`Busy` if all have too many answers, and :class:`UsageError`
+        if none can ever answer it.
         """
         able = self._able()
         if not able:
@@ -302,7 +322,7 @@ class EngineRouter:
             link
             for link in able
             if link.takes(request.adapter, tokens, request.answers)
-            and not (suspected and link.suspects)
+            and (flight is None or link.tries(flight))
         ]
         if not fitting:
             if request.adapter and not any(
@@ -323,7 +343,7 @@ class EngineRouter:
             raise Busy(
                 f"{written} answers are being written and no more are taken on; try again later"
             )
-        if first := [link for link in fitting if link.about.role != "decode"]:
+        if first := [link for link in fitting if link.role != "decode"]:
             fitting = first  # those that write only take what others have begun
         length = len(request.ids) + len(request.written)
         about = DispatchRequest(length, session, request.priority)
@@ -364,7 +384,7 @@ class EngineRouter:
         for flight in flights:
             self.times.begin(link.name, flight, stage, length, time.monotonic())
         link.submit(flights[0].number, request, flights)
-        if link.about.role == "prefill":
+        if link.role == "prefill":
             for flight in flights:
                 self._move_on(flight)
 
@@ -385,7 +405,7 @@ class EngineRouter:
             link
             for link in self._able()
             if link.name != flight.engine
-            and link.about.role in roles
+            and link.role in roles
             and link.takes(request.adapter, tokens, 1)
         ]
         if not fitting:
@@ -460,10 +480,59 @@ class EngineRouter:
                     return
                 self._move(flight, target, after_first=False)
 
+    def role_question(self) -> RoleQuestion | None:
+        """Return what is known for a choice of roles, or None if no engine has measured its steps yet."""
+        with self._lock:
+            able = self._able()
+            rates = [link.beat.rates for link in able if link.beat.rates]
+            if not rates:
+                return None
+            roles = [link.role for link in able]
+            return RoleQuestion(
+                self.recent.all(),
+                len(able),
+                RoleCounts(roles.count("prefill"), roles.count("decode")),
+                np.mean(rates, 0).tolist(),
+                min(link.about.cache for link in able),
+                self.stalled / self.moved if self.moved else UNMEASURED_S,
+            )
+
+    def set_roles(self, counts: RoleCounts) -> None:
+        """Give as many engines each role as ``counts`` says. Engines keep their roles as far as possible; else those
+        with the fewest answers change. Answers of engines that only compute prompts from now on move to others.
+        """
+        with self._lock:
+            able = sorted(self._able(), key=lambda link: (len(link.flights), link.name))
+            before = Counter(link.role for link in able)
+            was = RoleCounts(before["prefill"], before["decode"]).said(len(able))
+            free = list(able)
+            chosen: dict[str, str] = {}
+            for role, count in (("prefill", counts.prefill), ("decode", counts.decode)):
+                free.sort(key=lambda link: link.role != role)
+                chosen |= {link.name: role for link in free[:count]}
+                free = free[count:]
+            for link in able:
+                link.role = chosen.get(link.name, "")
+            self.roles_chosen += 1
+            now = counts.said(len(able))
+            self.say(f"roles of engines: {now}, as the recent load needs; were {was}")
+            for link in able:
+                if link.role == "prefill":
+                    for flight in [*link.flights.values()]:
+                        if not flight.target:
+                            self._move_on(flight)
+
+    def _watch_roles(self, choose: RoleChooser) -> None:
+        """Ask now and then whether other roles would serve the recent load better, and take them."""
+        while not self._closed.wait(CHOICE_S):
+            asked = self.role_question()
+            if asked is not None and (counts := choose(asked)) is not None:
+                self.set_roles(counts)
+
     def _balance(self) -> None:
         """Move an answer from an engine with little free memory to one with much, if there are such."""
         now, nothing = time.monotonic(), asked_nothing()
-        writing = [link for link in self._able() if link.about.role != "prefill"]
+        writing = [link for link in self._able() if link.role != "prefill"]
         answers = {
             link.name: [
                 MovableAnswer(
@@ -571,7 +640,7 @@ class EngineRouter:
             orphan.engine, orphan.since = "", time.monotonic()
             if blame:
                 orphan.losses[link.about.instance] = blame
-            if sum(orphan.losses.values()) < GUILTY or orphan.unproved:
+            if blame_of(orphan.losses) < GUILTY or orphan.unproved:
                 self._waiting.append(orphan)
                 continue
             error = WeftError(
@@ -593,14 +662,14 @@ class EngineRouter:
                 continue
             request = each.continued()
             try:
-                link = self._choose(request, each.session, each.suspected)
+                link = self._choose(request, each.session, each)
             except (NoEngine, Busy):
                 self._waiting.append(each)
                 continue
             except UsageError as error:  # the engines that are left are too small
                 self._end_flight(each, error)
                 continue
-            each.alone = each.suspected
+            each.alone = each.accused
             self.continued += 1
             self._submit(link, request, [each])
 
@@ -671,10 +740,10 @@ class EngineRouter:
             self._tell_lenders()
             self._tell_memories()
             self._continue_waiting()
-            if about.role != "prefill":  # somebody may wait for one that writes
+            if link.role != "prefill":  # somebody may wait for one that writes
                 for other in self._able():
                     for flight in [*other.flights.values()]:
-                        if other.about.role == "prefill" and not flight.target:
+                        if other.role == "prefill" and not flight.target:
                             self._move_on(flight)
         return link
 

@@ -1,6 +1,6 @@
 """What a router keeps of each answer, so that any engine can continue it from the tokens that were passed on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -13,10 +13,19 @@ from weft.net.wire import Frame
 #: nobody knows more than that it is gone.
 FAILED, GONE = 2, 1
 
-#: Sums of these from which on a request is suspected of making engines crash, and at which it is given up if it was the
-#: only suspect of its engine. A request that ends every engine must not end all; faults of links and hosts that hit the
-#: same request by chance must not end it.
-SUSPECT, GUILTY = 2, 5
+#: Sums of these from which on a request is suspected of making engines crash, from which on it is the only suspect of
+#: its engine, and at which it is then given up. A request that ends every engine must not end all; faults of links and
+#: hosts that hit the same request by chance must not end it.
+SUSPECT, ACCUSED, GUILTY = 2, 4, 5
+
+#: Suspects that an engine has at a time. With fewer, the many requests of engines that were lost together would wait
+#: for one another; with more, those that are innocent would soon be accused.
+SUSPECTS = 8
+
+
+def blame_of(losses: Mapping[str, int]) -> int:
+    """Return how much ``losses`` of engines speak against a request that all of them had."""
+    return sum(losses.values())
 
 
 @dataclass(eq=False)
@@ -36,8 +45,8 @@ class Flight:
         ``engine``: name of the engine that writes the answer; empty if it waits for an engine.
         ``losses``: engines that were lost with the answer since its last token, by instance: :data:`FAILED` or
             :data:`GONE`. An engine that joins anew, as it was only cut off, is taken from them.
-        ``alone``: whether the answer was already :attr:`suspected` of making engines crash when its engine got it. As
-            an engine gets only one such answer at a time, a crash is then blamed on this answer.
+        ``alone``: whether the answer was already :attr:`accused` of making engines crash when its engine got it. As the
+            engine has no other suspect then, a crash is blamed on this answer.
         ``since``: when the answer began to wait for an engine, on the monotonic clock.
         ``target``: name of the engine to which the answer is moving, or empty.
         ``target_number``: the answer's number at that engine.
@@ -74,10 +83,13 @@ class Flight:
 
     @property
     def suspected(self) -> bool:
-        """Whether the answer may be what makes engines crash, as several were lost with it in a row. An engine gets
-        only one such answer at a time.
-        """
-        return sum(self.losses.values()) >= SUSPECT
+        """Whether the answer may be what makes engines crash, as several were lost with it in a row."""
+        return blame_of(self.losses) >= SUSPECT
+
+    @property
+    def accused(self) -> bool:
+        """Whether the answer probably is what makes engines crash."""
+        return blame_of(self.losses) >= ACCUSED
 
     @property
     def unproved(self) -> bool:

@@ -142,6 +142,7 @@ class EngineLoad(NamedTuple):
         ``draining``: 1 if the engine takes no new requests, else 0.
         ``borrowed``: cache blocks of other engines that hold tokens of this engine's requests.
         ``lent``: cache blocks of this engine that hold tokens of other engines' requests.
+        ``role``: 1 if the engine only computes prompts, 2 if it only goes on with answers that others have begun; or 0.
     """
 
     running: int
@@ -153,12 +154,14 @@ class EngineLoad(NamedTuple):
     draining: int = 0
     borrowed: int = 0
     lent: int = 0
+    role: int = 0
 
 
 #: Names of what a backend may count, with what is said of each.
 COUNTS = {
     "answers_continued": "Answers that another engine has gone on with from the tokens passed on.",
     "answers_moved": "Answers that have moved to another engine with their cache blocks.",
+    "roles_chosen": "Times that the engines' roles were chosen anew, as the load has drifted.",
     "moved_bytes": "Bytes of cache blocks that moved with them.",
     "moved_stall_milliseconds": "Milliseconds in which answers that moved were at no engine.",
 }

@@ -31,6 +31,7 @@ from weft.generate.request import Generation, Request, WantedRows, Written
 from weft.generate.sampled_text import SampledText, write_next_tokens
 from weft.generate.sampling import Sampling
 from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.generate.step_curve import StepWatch
 from weft.generate.workflow import Workflow
 from weft.models.borrowed_keys import BlockLender, LenderLost
 from weft.models.invariant import check_invariant
@@ -189,6 +190,7 @@ class Engine:
         self.loans: list[LoanParty] = []
         self.outside: KeptBlocks | None = None  # beyond this engine's cache
         self.phases: StepTaker | None = None  # takes the steps in two processes
+        self.watch: StepWatch | None = None  # of the seconds of steps
         # hashes of adapters by their names
         self.adapter_digests = {"": b""}
 
@@ -405,6 +407,8 @@ class Engine:
     def launch(self, step: ScheduledStep) -> LaunchedPass:
         """Launch the planned ``step``, and return it. Raises :class:`LenderLost`."""
         step = step._replace(work=dict(sorted(step.work.items(), key=kinship)))
+        if self.watch is not None:
+            self.watch.begin(step)
         rows = self.rows_of(step)
         logits = self.reader.start(step, early_exit(self.drafter, rows))
         return LaunchedPass(set_out(self.scheduler, step), rows, logits)

@@ -22,13 +22,17 @@ SPARED = ("lost blocks", "blocks", "tokens/s", "state")
 #: Fewest characters of an engine's name, and those between two columns.
 NAME, GAP = 12, 2
 
+#: States of engines that take requests, by their roles.
+STATES = ("ready", "prompts", "writing")
+
 
 class EngineRow(NamedTuple):
     """State of an engine at one moment, as one row of the table that shows all engines.
 
     Attributes:
         ``name``: the engine's name; "" for the only engine of a server.
-        ``state``: "ready", or "draining" if it takes no new requests.
+        ``state``: "ready"; "prompts" if it only computes prompts; "writing" if it only goes on with answers that others
+            have begun; or "draining" if it takes no new requests.
         ``running``: number of requests whose answers the engine is writing.
         ``waiting``: number of requests that wait in the engine.
         ``used``: number of cache blocks in use.
@@ -97,7 +101,9 @@ def read_engines(url: str) -> Snapshot:
     rows = [
         EngineRow(
             engine,
-            "draining" if of("engine_draining", engine) else "ready",
+            "draining"
+            if of("engine_draining", engine)
+            else STATES[of("engine_role", engine)],
             of("requests_running", engine),
             of("requests_waiting", engine),
             of("cache_blocks_used", engine),

@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-import numpy as np
-from scipy.optimize import nnls
-
 from weft.generate.engine import Engine
 from weft.generate.policies import Policy
 from weft.generate.request import Request
@@ -30,26 +27,6 @@ class TimedRequest(NamedTuple):
     time: float
     prompt: Sequence[int]
     tokens: int
-
-
-class Curve:
-    """Predicts the seconds of an engine step as a linear function of its work, the six numbers of :func:`work_of`.
-
-    ``samples``: measured steps to which the function is fitted, as pairs of work and seconds.
-    """
-
-    def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
-        work, seconds = (
-            np.array([each for each, _ in samples]),
-            np.array([each for _, each in samples]),
-        )
-        # Relative errors count, so that all steps weigh alike, and no rate is negative. Steps that are short by chance
-        # weigh more in that, so that the total would come out too short: it is scaled to the measured one.
-        self.rates, _ = nnls(work / seconds[:, None], np.ones(len(seconds)))
-        self.rates *= seconds.sum() / (work @ self.rates).sum()
-
-    def __call__(self, step: ScheduledStep) -> float:
-        return float(self.rates @ np.array(work_of(step)))
 
 
 def play_load(

@@ -335,6 +335,8 @@ class PlacementWatch:
     ) -> None:
         self.search, self.current = search, current
         self.margin, self.windows = margin, windows
+        #: Placements to choose from; none: those to which the search grows.
+        self.among: Sequence[EnginePlacement] = ()
         self._better: list[EnginePlacement] = []
 
     def look(self, window: Sequence[TimedRequest]) -> EnginePlacement | None:
@@ -344,7 +346,8 @@ class PlacementWatch:
         ``window``: the recent requests in the order of their arrival.
         """
         now = self.search.play(self.current, window)
-        best = self.search.search(window)[0]
+        placed = [self.search.play(each, window) for each in self.among]
+        best = min(placed or self.search.search(window), key=_rank)
         if best.goodput <= now.goodput * (1 + self.margin):
             self._better = []
             return None

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
 from weft.generate.policies import EXACT_FILL, compared_policies
+from weft.generate.step_curve import Curve
 from weft.serve.load_requests import LoadRequest, latency_statistics
-from weft.serve.load_simulation import Curve, TimedRequest, measure_load, simulate_load
+from weft.serve.load_simulation import TimedRequest, measure_load, simulate_load
 
 BUDGETS = (128, 512, 2048)
 #: The share of the requests that must meet all limits, in the search for the most requests per second.

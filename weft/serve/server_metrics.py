@@ -26,6 +26,7 @@ LOAD = (
     ("engine_draining", "1 if the engine takes no new requests."),
     ("cache_blocks_borrowed", "Blocks of answers that lie in caches of other engines."),
     ("cache_blocks_lent", "Blocks of the cache with answers of other engines."),
+    ("engine_role", "1 if the engine only computes prompts, 2 if it only writes."),
 )
 
 

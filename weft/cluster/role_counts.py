@@ -1,0 +1,85 @@
+"""How many engines of a cluster compute prompts, write, or do both, and what is known when that is chosen anew."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from weft.cluster.flight import Flight
+
+#: Requests that are remembered, and seconds between two choices.
+RECENT, CHOICE_S = 100, 30.0
+
+
+class RoleCounts(NamedTuple):
+    """Numbers of engines by role: ``prefill`` engines compute prompts, ``decode`` engines go on with answers that have
+    begun, and all others do both.
+    """
+
+    prefill: int
+    decode: int
+
+    def said(self, engines: int) -> str:
+        """Return the roles of ``engines`` engines in words."""
+        both = engines - self.prefill - self.decode
+        parts = [(self.prefill, "for prompts"), (self.decode, "for writing"), (both, "for both")]  # fmt: skip
+        return ", ".join(f"{count} {what}" for count, what in parts if count)
+
+
+class RecentRequest(NamedTuple):
+    """A request that has come lately. ``time``: when, in seconds of the monotonic clock; ``prompt``: its token ids;
+    ``tokens``: number of tokens of its answer, or, before its end, the mean of others if that is more than it has.
+    """
+
+    time: float
+    prompt: Sequence[int]
+    tokens: int
+
+
+class RoleQuestion(NamedTuple):
+    """What the choice of roles depends on.
+
+    Attributes:
+        ``requests``: recent requests, in the order of their arrival.
+        ``engines``: number of engines.
+        ``current``: their present roles.
+        ``rates``: seconds of an engine step for one of each of the numbers of
+            :func:`weft.generate.step_work.work_of`, as a mean over the engines.
+        ``cache``: tokens that the cache of an engine holds.
+        ``stall``: mean seconds in which an answer that moves is at no engine.
+    """
+
+    requests: Sequence[RecentRequest]
+    engines: int
+    current: RoleCounts
+    rates: Sequence[float]
+    cache: int
+    stall: float
+
+
+#: Returns better roles than the present ones, or None.
+RoleChooser = Callable[[RoleQuestion], RoleCounts | None]
+
+
+class RecentRequests:
+    """Remembers the last :data:`RECENT` requests of a router."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, Flight]] = deque(maxlen=RECENT)
+
+    def note(self, flight: Flight, now: float) -> None:
+        """Note an answer that is asked for at the time ``now``."""
+        self._recent.append((now, flight))
+
+    def all(self) -> list[RecentRequest]:
+        """Return the requests in the order of their arrival."""
+        flights = [(time, flight) for time, flight in self._recent if flight.finished != "error"]  # fmt: skip
+        ended = [len(flight.tokens) for _, flight in flights if flight.finished]
+        mean = round(sum(ended) / len(ended)) if ended else 1
+        return [
+            RecentRequest(
+                time,
+                flight.request.ids,
+                max(1, len(flight.tokens), 0 if flight.finished else min(mean, flight.request.most)),
+            )
+            for time, flight in flights
+        ]  # fmt: skip

@@ -1,0 +1,63 @@
+"""The seconds of an engine step as a linear function of its work, fitted to steps that were measured."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import nnls
+
+from weft.generate.scheduler import ScheduledStep
+from weft.generate.step_work import work_of
+
+#: Steps of an engine that serves which are remembered, the fewest to which a curve is fitted, and seconds between two
+#: fits.
+STEPS, FIT, FIT_S = 256, 32, 2.0
+
+
+class Curve:
+    """Predicts the seconds of an engine step as a linear function of its work, the six numbers of :func:`work_of`.
+
+    ``samples``: measured steps to which the function is fitted, as pairs of work and seconds.
+    """
+
+    def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
+        work, seconds = (
+            np.array([each for each, _ in samples]),
+            np.array([each for _, each in samples]),
+        )
+        # Relative errors count, so that all steps weigh alike, and no rate is negative. Steps that are short by chance
+        # weigh more in that, so that the total would come out too short: it is scaled to the measured one.
+        self.rates, _ = nnls(work / seconds[:, None], np.ones(len(seconds)))
+        self.rates *= seconds.sum() / (work @ self.rates).sum()
+
+    def __call__(self, step: ScheduledStep) -> float:
+        return float(self.rates @ np.array(work_of(step)))
+
+
+class StepWatch:
+    """Fits a curve to the last steps of an engine that serves. The methods are called in the engine's thread."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[list[float], float]] = deque(maxlen=STEPS)
+        self._work: list[float] | None = None
+        self._rates: Sequence[float] = ()
+        self._again = 0.0
+
+    def begin(self, step: ScheduledStep) -> None:
+        """Note what is to be computed in a step. Called before the step begins."""
+        self._work = work_of(step)
+
+    def end(self, seconds: float) -> None:
+        """Note that the step has taken so many ``seconds``."""
+        if self._work is not None:
+            self._steps.append((self._work, seconds))
+        self._work = None
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """Seconds for one of each of the six numbers of :func:`work_of`; none before there are enough measurements."""
+        if len(self._steps) >= FIT and time.monotonic() >= self._again:
+            self._rates = [float(rate) for rate in Curve(list(self._steps)).rates]
+            self._again = time.monotonic() + FIT_S
+        return self._rates
