@@ -16,6 +16,7 @@ from weft.cluster.dispatch_policy import dispatch_policy
 from weft.errors import UsageError
 from weft.generate.drafter import check_ahead
 from weft.generate.policies import policy_of
+from weft.generate.quotas import quota_of
 from weft.recipe import Observe, build_recipe
 from weft.registry import KINDS, declared, find, names
 
@@ -55,6 +56,7 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     # what it is asked first
     "drafter": lambda name: check_ahead(name, 1),
     "dispatch-policy": lambda name: dispatch_policy(name),
+    "quota": lambda name: quota_of(name),
     "phases": lambda name: build_recipe(ASKED[name]),
     "tracker": lambda name: build_recipe({"observe": {"trackers": [name]}}),
 }

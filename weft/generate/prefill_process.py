@@ -88,10 +88,8 @@ class PrefillProcess:
 
     Attributes:
         ``ready``: whether a pass can be begun or is under way.
-        ``moved``: bytes of cache blocks that were copied between the processes so far, which are none.
+        ``sent``: bytes of messages to the process so far. Contents of blocks are in none.
     """
-
-    moved = 0
 
     def __init__(
         self,
@@ -107,7 +105,7 @@ class PrefillProcess:
         self._control, self._logits = self._arena["control"], self._arena["logits"]
         self._process: RunningProcess | None = None
         self._failures = 0
-        self.ready = False
+        self.ready, self.sent = False, 0
         self.restart()
 
     @property
@@ -168,8 +166,10 @@ class PrefillProcess:
 
     def begin(self, row: PackedRow) -> None:
         """Let the process compute ``row``. Raises :class:`PrefillLost`."""
+        message = json.dumps(row).encode()
+        self.sent += len(message)
         try:
-            self._pipe.send_bytes(json.dumps(row).encode())
+            self._pipe.send_bytes(message)
         except OSError as error:
             self._bury(error)
             raise PrefillLost("the process that reads prompts has ended") from None

@@ -7,14 +7,16 @@ the quota anew as the load changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from weft.errors import UsageError
 from weft.registry import declared, find, names
 
 if TYPE_CHECKING:
-    from weft.generate.policies import Order
+    from weft.generate.policies import Order, Policy
+    from weft.generate.request import Request
+    from weft.generate.scheduler import Scheduler
 
 #: Least and largest quota that a controller may choose, so that neither phase ever stands still.
 LEAST, LARGEST = 0.1, 0.9
@@ -91,6 +93,52 @@ class QuotaController:
     def choose(self, view: PhaseView) -> float:
         """Return the quota from now on, from :data:`LEAST` to :data:`LARGEST`. Called whenever a pass ends."""
         raise NotImplementedError
+
+
+class PhaseOrders:
+    """The scheduling policies of both phases: the order of ``base``, a policy for one process, of each phase's requests
+    alone. ``controller`` may order the prompts anew.
+    """
+
+    def __init__(self, base: Policy, controller: QuotaController) -> None:
+        self.base, self.controller = base, controller
+
+    def reading(
+        self, running: Sequence[Request], waiting: Sequence[Request], budget: int
+    ) -> Order:
+        """Return the requests whose prompts are to be read, in the order to read them."""
+        prompts = [request for request in running if request.wanted > 1]
+        return self.controller.order(self.base(prompts, waiting, budget))
+
+    def writing(
+        self, running: Sequence[Request], waiting: Sequence[Request], budget: int
+    ) -> Order:
+        """Return the requests that need their next token."""
+        texts = [request for request in running if request.wanted == 1]
+        return self.base(texts, (), budget)
+
+
+def phase_view(
+    scheduler: Scheduler, now: float, quota: float, begun: Container[Request]
+) -> PhaseView:
+    """Return what a controller sees of the requests of ``scheduler``. ``begun``: requests that have got a token."""
+    pool, running = scheduler.pool, scheduler.running
+    prompts = [*scheduler.waiting, *(r for r in running if r.wanted > 1)]
+    texts = [request for request in running if request.wanted <= 1]
+    return PhaseView(
+        now,
+        quota,
+        [request.wanted for request in prompts],
+        max((now - r.asked_at for r in prompts if r not in begun), default=0.0),
+        len(texts),
+        sum(request.computed for request in texts),
+        len(pool.owners) / pool.blocks,
+    )
+
+
+def chosen_quota(controller: QuotaController, view: PhaseView) -> float:
+    """Return the quota that ``controller`` chooses, within the limits."""
+    return min(LARGEST, max(LEAST, controller.choose(view)))
 
 
 class FixedQuota(QuotaController):

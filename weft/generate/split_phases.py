@@ -13,11 +13,16 @@ from typing import NamedTuple
 
 from weft.generate.core_share import CoreShare, Pacer, apply_share
 from weft.generate.engine import LOOK_S, Engine, LaunchedPass
-from weft.generate.policies import Order
 from weft.generate.prefill_process import PrefillLost, PrefillProcess
-from weft.generate.quotas import LARGEST, LEAST, PassTime, PhaseView, QuotaController
+from weft.generate.quotas import (
+    PassTime,
+    PhaseOrders,
+    QuotaController,
+    chosen_quota,
+    phase_view,
+)
 from weft.generate.reader import PagedReader, pack, parts_of
-from weft.generate.request import Generation, Request, Written
+from weft.generate.request import Generation, Written
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.step_work import work_of
 
@@ -62,7 +67,7 @@ class SplitPhases:
         self.controller, self.quota = controller, controller.initial
         self.passes = self.lost = 0
         self._reading: _Reading | None = None
-        self._base = engine.scheduler.policy
+        self._orders = PhaseOrders(engine.scheduler.policy, controller)
         self._last: dict[Generation, float] = {}
         self._pacer = Pacer(cores, self, last=True, apply=apply, rest=self._rest)
         engine.scheduler.beside, engine.phases = True, self
@@ -85,7 +90,7 @@ class SplitPhases:
         if self._reading is None:
             self._begin_reading()
         scheduler = self.engine.scheduler
-        step = scheduler.plan(policy=self._writing_order)
+        step = scheduler.plan(policy=self._orders.writing)
         self.process.set_quota(self.quota, bool(step.work))
         if step.work:
             written += self._write(step)
@@ -99,26 +104,12 @@ class SplitPhases:
         """End the other process."""
         self.process.close()
 
-    # The two orders.
-
-    def _reading_order(
-        self, running: Sequence[Request], waiting: Sequence[Request], budget: int
-    ) -> Order:
-        prompts = [request for request in running if request.wanted > 1]
-        return self.controller.order(self._base(prompts, waiting, budget))
-
-    def _writing_order(
-        self, running: Sequence[Request], waiting: Sequence[Request], budget: int
-    ) -> Order:
-        texts = [request for request in running if request.wanted == 1]
-        return self._base(texts, (), budget)
-
     # Prefill.
 
     def _begin_reading(self) -> None:
         """Send the other process its next pass, if there are prompts."""
         scheduler = self.engine.scheduler
-        step = scheduler.plan(policy=self._reading_order)
+        step = scheduler.plan(policy=self._orders.reading)
         if not step.work:
             return
         work, rows = work_of(step), self.engine.rows_of(step)
@@ -190,20 +181,10 @@ class SplitPhases:
     # What the controller sees.
 
     def _choose(self) -> None:
-        scheduler = self.engine.scheduler
-        pool, now = scheduler.pool, time.monotonic()
-        prompts = [*scheduler.waiting, *(r for r in scheduler.running if r.wanted > 1)]
-        texts = [r for r in scheduler.running if r.wanted <= 1]
-        view = PhaseView(
-            now,
-            self.quota,
-            [request.wanted for request in prompts],
-            max((now - r.asked_at for r in prompts if r not in self._last), default=0.0),
-            len(texts),
-            sum(request.computed for request in texts),
-            len(pool.owners) / pool.blocks,
-        )  # fmt: skip
-        self.quota = min(LARGEST, max(LEAST, self.controller.choose(view)))
+        view = phase_view(
+            self.engine.scheduler, time.monotonic(), self.quota, self._last
+        )
+        self.quota = chosen_quota(self.controller, view)
 
     def _note(self, written: Iterable[Written], now: float) -> None:
         """Tell the controller when texts have got their tokens."""

@@ -22,9 +22,19 @@ from weft.cluster.dispatch_policy import (
 from weft.cluster.engine_times import ClusterTimes
 from weft.errors import WeftError
 from weft.generate.keys import chained_keys, root_key
-from weft.generate.policies import SchedulingPolicy
+from weft.generate.phase_costs import Demand, PhaseCosts
+from weft.generate.policies import Policy, SchedulingPolicy
+from weft.generate.quotas import (
+    PassTime,
+    Phase,
+    PhaseOrders,
+    QuotaController,
+    chosen_quota,
+    phase_view,
+)
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.generate.step_work import work_of
 from weft.generate.workflow import Workflow
 from weft.serve.load_requests import RequestOutcome
 
@@ -53,6 +63,17 @@ class ClusterRequest(NamedTuple):
 
 
 @dataclass(frozen=True)
+class SimulatedPhases:
+    """Two phases of an engine that share its device, each with passes of its own (:mod:`weft.generate.split_phases`).
+
+    ``costs``: of a pass, in place of the engine's curve. ``controller``: chooses the quota; it must be new.
+    """
+
+    costs: PhaseCosts
+    controller: QuotaController
+
+
+@dataclass(frozen=True)
 class SimulatedEngine:
     """An engine of a simulated cluster.
 
@@ -63,6 +84,7 @@ class SimulatedEngine:
         ``role``: ``prefill`` for prompts up to their first token, ``decode`` for requests after their first token, or
             ``any`` for whole requests.
         ``fails``: when the engine fails for good, in seconds from the load's beginning.
+        ``phases``: how prompts are read beside texts that are written; None: in the same steps.
     """
 
     name: str
@@ -70,6 +92,7 @@ class SimulatedEngine:
     curve: Callable[[ScheduledStep], float]
     role: Role = "any"
     fails: float = float("inf")
+    phases: SimulatedPhases | None = None
 
 
 class BlockLink(NamedTuple):
@@ -109,10 +132,29 @@ class _Travel:
     sent: int = 0
 
 
+@dataclass
+class _Pass:
+    """A pass of one of two phases. ``left``: the part that is still to be computed; ``rate``: parts per second since
+    the time ``since``; ``changes``: how often the rate has been set.
+    """
+
+    step: ScheduledStep
+    work: list[float]
+    needs: Demand
+    begun: float
+    since: float
+    left: float = 1.0
+    rate: float = 0.0
+    changes: int = 0
+    share: float = 1.0
+    beside: bool = False
+
+
 @dataclass(eq=False)
 class _Engine:
     """State of a simulated engine. ``coming``: requests that will be handed over to it; ``arriving``: those that have
-    come and have no room yet; ``link``: when the engine's link is free again.
+    come and have no room yet; ``link``: when the engine's link is free again; ``passes``: those under way of an
+    engine with two phases; ``quota``: its quota.
     """
 
     setup: SimulatedEngine
@@ -121,6 +163,8 @@ class _Engine:
     arriving: list[Request] = field(default_factory=list)
     link: float = 0.0
     failed: bool = False
+    passes: dict[Phase, _Pass] = field(default_factory=dict)
+    quota: float = 0.5
 
     @property
     def scheduler(self) -> Scheduler:
@@ -168,6 +212,9 @@ class ClusterSimulation:
             if not each.after:
                 self._at(each.time, self._ask, i)
         for engine in self.engines.values():
+            if engine.setup.phases is not None:
+                engine.scheduler.beside = True
+                engine.quota = engine.setup.phases.controller.initial
             if isinstance(engine.scheduler.policy, SchedulingPolicy):
                 engine.scheduler.policy.read_time(lambda: self.now)
             if engine.setup.fails < float("inf"):
@@ -247,6 +294,9 @@ class ClusterSimulation:
         if engine.step is not None or engine.failed:
             return
         self._admit(engine)
+        if engine.setup.phases is not None:
+            self._start_phases(engine, engine.setup.phases)
+            return
         step = engine.scheduler.plan()
         if step.work:
             engine.step = step
@@ -257,6 +307,11 @@ class ClusterSimulation:
         if engine.step is not step:
             return  # the engine has failed meanwhile
         engine.step = None
+        self._count(engine, step)
+        self._start(engine)
+
+    def _count(self, engine: _Engine, step: ScheduledStep) -> None:
+        """Let the requests of a step that has ended get their tokens, and send blocks."""
         engine.scheduler.advance(step)
         for request in step.work:
             drawn = not request.wanted
@@ -264,7 +319,70 @@ class ClusterSimulation:
                 self._send(engine, request, drawn)
             if drawn:
                 self._write(engine, request)
+
+    # Two phases on one device.
+
+    def _start_phases(self, engine: _Engine, phases: SimulatedPhases) -> None:
+        """Start the next pass of each phase that has none, and divide the device anew."""
+        scheduler = engine.scheduler
+        orders = PhaseOrders(scheduler.policy, phases.controller)
+        policies: dict[Phase, Policy] = {
+            "prefill": orders.reading,
+            "decode": orders.writing,
+        }
+        for phase, policy in policies.items():
+            if phase in engine.passes:
+                continue
+            step = scheduler.plan(policy=policy)
+            if step.work:
+                scheduler.due |= step.work.keys()
+                work = work_of(step)
+                needs = phases.costs.demand(work)
+                engine.passes[phase] = _Pass(step, work, needs, self.now, self.now)
+        begun = {r for r in engine.requests if self._outcome(r).times}
+        view = phase_view(scheduler, self.now, engine.quota, begun)
+        engine.quota = chosen_quota(phases.controller, view)
+        shares: dict[Phase, float] = {
+            "prefill": engine.quota,
+            "decode": 1 - engine.quota,
+        }
+        for phase, under_way in engine.passes.items():
+            other = engine.passes.get("decode" if phase == "prefill" else "prefill")
+            share, reads = 1.0, 0.0
+            if other is not None:
+                share = shares[phase]
+                reads = phases.costs.reading(other.needs, 1 - share)
+            under_way.left -= (self.now - under_way.since) * under_way.rate
+            under_way.rate = 1 / phases.costs.seconds(under_way.needs, share, reads)
+            under_way.since, under_way.changes = self.now, under_way.changes + 1
+            under_way.share = min(share, under_way.share)
+            under_way.beside |= other is not None
+            ends = self.now + max(0.0, under_way.left) / under_way.rate
+            self._at(ends, self._finish_pass, engine, phase, under_way, under_way.changes)  # fmt: skip
+
+    def _finish_pass(
+        self, engine: _Engine, phase: Phase, ended: _Pass, changes: int
+    ) -> None:
+        """End a pass, unless its rate has changed since this end was foreseen or the engine has failed."""
+        if engine.passes.get(phase) is not ended or ended.changes != changes:
+            return
+        del engine.passes[phase]
+        assert engine.setup.phases is not None
+        seconds = self.now - ended.begun
+        time = PassTime(phase, ended.work, seconds, ended.share, ended.beside)
+        engine.setup.phases.controller.note_pass(time)
+        self._count(engine, ended.step)
         self._start(engine)
+
+    def _outcome(self, request: Request) -> RequestOutcome:
+        return self.requests[self._numbers[request]].outcome
+
+    def _tell(self, controller: QuotaController, outcome: RequestOutcome) -> None:
+        """Tell ``controller`` of the last token of a request."""
+        if len(outcome.times) == 1:
+            controller.note_first(self.now, self.now - outcome.began)
+        else:
+            controller.note_gap(self.now, self.now - outcome.times[-2])
 
     def _write(self, engine: _Engine, request: Request) -> None:
         """Give ``request`` its next token; it may end, or leave the engine."""
@@ -273,6 +391,8 @@ class ClusterSimulation:
         request.ids.append(0)
         outcome.times.append(self.now)
         outcome.written, outcome.end = outcome.written + 1, self.now
+        if engine.setup.phases is not None:
+            self._tell(engine.setup.phases.controller, outcome)
         name = engine.setup.name
         self.times.token(name, request, self.now)
         if len(request.ids) > request.most:
@@ -353,6 +473,7 @@ class ClusterSimulation:
 
     def _fail(self, engine: _Engine) -> None:
         engine.failed, engine.step = True, None
+        engine.passes.clear()
         self._at(self.now + NOTICED, self._rescue, engine)
 
     def _rescue(self, engine: _Engine) -> None:

@@ -1,0 +1,142 @@
+"""A quota by a cost model that is fitted to the passes so far: prompts as fast as writing allows."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from weft.generate.phase_costs import Demand, PhaseCosts
+from weft.generate.quotas import LARGEST, LEAST, PassTime, PhaseView, QuotaController
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.generate.policies import Order
+    from weft.generate.request import Request
+
+#: How much longer than at best the other phase may take.
+SLACK = 1.3
+#: Used part of the cache above which writing comes first, as only texts that end free blocks.
+FULL = 0.8
+#: Steps of the search, and the least change that is made.
+STEP, HYSTERESIS = 0.05, 0.1
+#: Passes to which the costs are fitted, and passes between two fits.
+PASSES, AGAIN = 256, 16
+#: Tokens by which a prompt goes forward in the order for each pass that it has waited for.
+AGE = 64.0
+#: Slower reading of memory while both phases read, as the model of the fit has it.
+CONTENTION = 0.5
+
+
+@register(
+    "quota",
+    "nexus",
+    title="A quota by a cost model with shared bandwidth, shortest prompts first",
+    paper="Nexus, 2507.06608",
+    recipe="weft serve --checkpoint RUN --phases split --quota nexus",
+    proof="tests/techniques/test_quotas.py, tests/serve/test_phase_simulation.py",
+    figure="the fit finds the costs of planted passes; a choice differs by a tenth or is not made",
+)
+class CostQuota(QuotaController):
+    """Chooses the quota by a cost model of both phases.
+
+    While the cache has room, prompts get as much as they can without making a step of the texts longer than ``slack``
+    times its best. When the cache is nearly full, it is the other way round. The quota is searched in small steps from
+    the present one, and changed only by a tenth or more (hysteresis). The costs of compute and of reading memory are
+    fitted to the passes so far. Short prompts are read first; a prompt counts as shorter the longer it waits.
+    """
+
+    example: ClassVar[str] = "nexus:1.3"
+
+    def __init__(self, slack: float = SLACK) -> None:
+        self.slack = slack
+        self.costs: PhaseCosts | None = None
+        self._passes: deque[PassTime] = deque(maxlen=PASSES)
+        self._new, self._depth = 0, 0.0
+        self._waited: dict[int, int] = {}
+
+    @classmethod
+    def of_argument(cls, argument: str | None) -> Self | None:
+        if argument is None:
+            return cls()
+        try:
+            slack = float(argument)
+        except ValueError:
+            return None
+        return cls(slack) if 1 <= slack < float("inf") else None
+
+    def order(self, prompts: Order) -> Order:
+        every = list(prompts)
+        waited = {r.arrival: self._waited.get(r.arrival, 0) + 1 for r, _ in every}
+        self._waited = waited
+
+        def rank(served: tuple[Request, int]) -> tuple[float, int]:
+            request = served[0]
+            return request.wanted - AGE * waited[request.arrival], request.arrival
+
+        return sorted(every, key=rank)
+
+    def note_pass(self, ended: PassTime) -> None:
+        self._passes.append(ended)
+        self._new += 1
+        if ended.phase == "prefill":  # keys that a token of a prompt sees
+            seen = ended.work[5] / max(1.0, ended.work[1])
+            self._depth += (seen - self._depth) / 8
+        if self._new >= AGAIN:
+            self._new = 0
+            self.costs = fitted_costs([*self._passes])
+
+    def choose(self, view: PhaseView) -> float:
+        if self.costs is None or not view.prompts or not view.texts:
+            return view.quota
+        tokens, texts = float(sum(view.prompts)), float(view.texts)
+        reading = self.costs.demand(
+            [1.0, tokens, len(view.prompts), len(view.prompts), tokens, tokens * self._depth]
+        )  # fmt: skip
+        writing = self.costs.demand([1.0, texts, texts, texts, view.keys, view.keys])
+        quota = self._search(reading, writing, view.quota, view.usage < FULL)
+        return quota if abs(quota - view.quota) >= HYSTERESIS - 1e-9 else view.quota
+
+    def _search(
+        self, reading: Demand, writing: Demand, quota: float, prompts_first: bool
+    ) -> float:
+        """Return the best quota for the phase that comes first, with which the other one stays within the slack."""
+        assert self.costs is not None
+        costs, other = self.costs, int(prompts_first)
+        best = costs.both(reading, writing, LEAST if prompts_first else LARGEST)[other]
+
+        def allowed(at: float) -> bool:
+            return costs.both(reading, writing, at)[other] <= self.slack * best
+
+        step = STEP if prompts_first else -STEP
+        while not allowed(quota) and LEAST <= quota - step <= LARGEST:
+            quota -= step
+        while LEAST <= quota + step <= LARGEST and allowed(quota + step):
+            quota += step
+        return quota
+
+
+def fitted_costs(passes: list[PassTime], rounds: int = 200) -> PhaseCosts:
+    """Return the costs that fit the ``passes`` best, in relative terms: of a token and of a product of query and key in
+    compute, of a pass and of a key in memory. None is negative.
+    """
+    saturation = PhaseCosts((), ()).saturation
+    rows, squares = [], [[0.0] * 4 for _ in range(4)]
+    for each in passes:
+        slower = 1 / min(1.0, each.share / saturation)
+        slower *= 1 + CONTENTION * each.beside
+        one, tokens, _, _, keys, products = each.work
+        row = [tokens / each.share, products / each.share, one * slower, keys * slower]
+        rows.append([x / each.seconds for x in row])
+    sums = [sum(row[i] for row in rows) for i in range(4)]
+    for row in rows:
+        for i in range(4):
+            for j in range(4):
+                squares[i][j] += row[i] * row[j]
+    rates = [0.0] * 4
+    for _ in range(rounds):  # one rate after the other at its best
+        for i in range(4):
+            if squares[i][i] > 0:
+                rest = sum(squares[i][j] * rates[j] for j in range(4) if j != i)
+                rates[i] = max(0.0, (sums[i] - rest) / squares[i][i])
+    token, product, whole, key = rates
+    return PhaseCosts((0, token, 0, 0, 0, product), (whole, 0, 0, 0, key, 0))
