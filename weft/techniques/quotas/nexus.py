@@ -124,8 +124,13 @@ def fitted_costs(passes: list[PassTime], rounds: int = 200) -> PhaseCosts:
     for each in passes:
         slower = 1 / min(1.0, each.share / saturation)
         slower *= 1 + CONTENTION * each.beside
-        one, tokens, _, _, keys, products = each.work
-        row = [tokens / each.share, products / each.share, one * slower, keys * slower]
+        whole, tokens, _, _, keys, products = each.work
+        row = [
+            tokens / each.share,
+            products / each.share,
+            whole * slower,
+            keys * slower,
+        ]
         rows.append([x / each.seconds for x in row])
     sums = [sum(row[i] for row in rows) for i in range(4)]
     for row in rows:
