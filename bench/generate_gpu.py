@@ -122,9 +122,10 @@ def built(shape: dict[str, Any], device: str, dtype: str) -> Transformer:
         std = 0.02 if name.startswith("embedding") else 2 * size[-1] ** -0.5
         return torch.randn(size, device=device, generator=drawn) * std
 
-    return parallelize(
-        ModelShape(**shape), Mesh.single(device), Train(dtype=dtype), values, summed=False
-    )[0]  # fmt: skip
+    model = parallelize(
+        ModelShape(**shape), Mesh.single(device), Train(), values, summed=False
+    )[0]
+    return model.to(getattr(torch, dtype))
 
 
 def theirs(model: Transformer, device: str) -> Any:

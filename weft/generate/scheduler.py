@@ -293,6 +293,8 @@ class Scheduler:
         """Give full blocks of computed tokens their keys."""
         size = self.pool.size
         first, end = len(request.keys) - 1, request.computed // size
+        if end <= first:
+            return
         for key in chained_keys(
             request.keys[-1], request.ids[first * size : end * size], size
         ):
