@@ -800,6 +800,13 @@ def write_expected(folder: Path, expected: list[Stream]) -> None:
     (folder / "expected.json").write_text(json.dumps(rows))
 
 
+def brief(row: dict[str, Any]) -> dict[str, Any]:
+    """A fault with the longest of the waits alone."""
+    waits = row["waits_s"]
+    kept = {name: value for name, value in row.items() if name != "waits_s"}
+    return kept | {"worst_s": max(waits, default=None)}
+
+
 def report(trials: list[dict[str, Any]], given: argparse.Namespace) -> None:
     """Print figures of the trials so far, and write them to the file."""
     loads = [value for each in trials for value in each["load"]]
@@ -811,8 +818,8 @@ def report(trials: list[dict[str, Any]], given: argparse.Namespace) -> None:
         "streams": sum((each["streams"] for each in trials), Counter()),
         "wrong": sum(len(each["wrong"]) for each in trials),
         "by_kind": summary(trials),
-        "trials": trials,
-    }
+        "trials": [each | {"faults": [brief(row) for row in each["faults"]]} for each in trials],
+    }  # fmt: skip
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "trials"}, indent=1))

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
 import pytest
+from service_faults import export_tiny
 
-from weft.cli.serve import _role_watch, serve_command
+from tests.cluster.inprocess import alone, asked, until, written_by
+from tests.started import Started
+from weft.cli.serve import _role_watch, _routed, serve_command
 from weft.cluster.cluster_settings import ClusterSettings, read_cluster
 from weft.cluster.engine_processes import EngineProcesses, gpus_of_engines
 from weft.errors import UsageError
+from weft.generate.backend import TokenEvent
+from weft.generate.open_engine import EngineOptions
+from weft.generate.sampling import Sampling
 from weft.serve.placement_search import ServiceLimits
 
 
@@ -89,3 +96,47 @@ def test_limits_of_latency_let_roles_follow_the_load(tmp_path: Path) -> None:
     watch = _role_watch(read_cluster(file))
     assert watch is not None and watch.limits == ServiceLimits(0.5, 0.05)  # type: ignore[attr-defined]
     assert _role_watch(ClusterSettings(engines=2)) is None
+
+
+@pytest.mark.slow(6)
+def test_a_killed_process_is_started_again_and_its_answers_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The router of ``weft serve --engines 2`` with its processes; one of them is killed in the middle of an answer."""
+    export_tiny(tmp_path)
+    monkeypatch.setenv("WEFT_SECRET", "s")
+    started: dict[str, Started] = {}
+
+    def start(self: EngineProcesses, name: str) -> Started:
+        words, env = self._commands[name][3:], self._environment
+        started[name] = Started(*words, env=env, start_new_session=True)
+        return started[name]
+
+    monkeypatch.setattr(EngineProcesses, "_start", start)
+    options = EngineOptions(
+        checkpoint=str(tmp_path / "tiny"), requests=8, waiting=8, budget=64, policy="exact-fill", cache=4096,
+        adapters=None, models=None, ema=False, weights="float", invariant=True, draft="", ahead=0, early_layer=0,
+        plugins=(), layout="",
+    )  # fmt: skip
+    requests = [asked([i + 1, 5], 200, Sampling(i % 2, seed=i)) for i in range(4)]
+    plain = [alone(request, 257)[0].written for request in requests]
+    events = 0
+    with _routed(ClusterSettings(engines=2), options, "tiny") as routed:
+        links, first = routed.router.links, {**started}
+
+        def seen(event: TokenEvent) -> None:
+            nonlocal events
+            events += 1
+            if events == 100:
+                assert links["engine-0"].flights
+                first["engine-0"].kill()
+
+        assert asyncio.run(written_by(routed.router, requests, seen)) == plain
+        assert routed.router.continued
+        until(lambda: len(links) == 2, 60)
+        assert started["engine-0"] is not first["engine-0"]
+        assert asyncio.run(written_by(routed.router, requests[:1])) == plain[:1]
+    assert [process.wait(20) for process in started.values()] == [0, 0]
+    said = capsys.readouterr().err
+    assert "engine-0 has ended with signal 9; it is started again" in said
+    assert "engine engine-0 is given up: the connection has ended" in said

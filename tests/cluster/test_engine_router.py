@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -175,12 +176,48 @@ def test_who_may_not_join_is_told_why() -> None:
             assert said in str(engine.error)
             until(lambda said=said: any(said in line for line in cluster.said))
             engine.close()
+        cluster.router.model = replace(MODEL, adapters={"a": "of the router"})
+        other = cluster.add("x", about={"adapters": {"a": "another"}})
+        until(lambda: other.error)
+        assert "its adapter 'a' has other weights than the router's" in str(other.error)
+        other.close()
         stranger = cluster.add("stranger", secret="no secret")
         until(lambda: stranger.error)
         assert "it has another secret" in str(stranger.error)
         until(lambda: any("from 127.0.0.1 is refused" in line for line in cluster.said))
         stranger.close()
         assert [*cluster.router.links] == ["e0"]
+
+
+@pytest.mark.parametrize("nonsense", [
+    {"kind": "tokens"},
+    {"kind": "tokens", "tokens": [[0]], "begun": [], "failures": []},
+    {"kind": "beat", "load": [1]},
+    {"kind": "moved", "answer": []},
+    {"kind": "kept", "keys": None},
+    {},
+])  # fmt: skip
+def test_an_engine_that_says_nonsense_is_given_up(nonsense: dict[str, Any]) -> None:
+    request = asked([5, 6, 7], 30)
+    plain = alone(request)[0].written
+    with Cluster(2, slow=0.005) as cluster:
+        events = 0
+
+        def seen(event: TokenEvent) -> None:
+            nonlocal events
+            events += 1
+            if events == 5:
+                links = cluster.router.links
+                engine = max(cluster.engines, key=lambda e: len(links[e.member.about.name].flights))  # fmt: skip
+                engine.member._current.outbox.put(nonsense)  # type: ignore[union-attr]
+
+        assert asyncio.run(written_by(cluster.router, [request], seen)) == [plain]
+        until(
+            lambda: any(
+                "a message that cannot be read" in line for line in cluster.said
+            )
+        )
+        until(lambda: len(cluster.router.links) == 2)
 
 
 def test_drained_engines_end_and_nothing_new_comes_to_them() -> None:
