@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
@@ -109,6 +111,10 @@ def shard_data_parallel(
         p for name, p in model.named_parameters() if described[name].everywhere
     }
     placement = _expert_placement(model, mesh) if mesh.size(FOLDED) > 1 else None
+    if torch.__version__ < "2.13" and not all(
+        p.is_floating_point() for p in model.parameters()
+    ):
+        _let_bytes_be_sharded()
     with _near_groups(mesh):
         for block, has_backward in _with_backward(model):
             after = mesh.layout.secondary if has_backward else 0
@@ -275,3 +281,31 @@ def _near_groups(mesh: Mesh) -> Iterator[None]:
         yield
     finally:
         patch.stop()
+
+
+@cache
+def _let_bytes_be_sharded() -> None:
+    """Let FSDP2 shard parameters of bytes, such as QLoRA's codes, as FSDP2 does by itself since PyTorch 2.13.
+
+    Before 2.13, FSDP2 asks each new shard for a gradient before FSDP2 looks whether the parameter learns, and PyTorch
+    refuses that of bytes. FSDP2 also gathers bytes in the type of mixed precision. There is no public way round either,
+    so that two private names are replaced, for good: a shard of floating-point numbers is made as before. Tested with
+    PyTorch 2.11.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp
+
+    def parameter(
+        data: torch.Tensor, requires_grad: bool | None = None
+    ) -> nn.Parameter:
+        learns = data.is_floating_point() if requires_grad is None else requires_grad
+        return nn.Parameter(data, learns)
+
+    usual = fsdp.FSDPParam.init_dtype_attrs
+
+    def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
+        casts = self.sharded_param.is_floating_point()
+        usual(self, policy if casts else MixedPrecisionPolicy())
+
+    names = SimpleNamespace(Module=nn.Module, Parameter=parameter)
+    mock.patch.object(fsdp, "nn", names).start()
+    mock.patch.object(fsdp.FSDPParam, "init_dtype_attrs", init_dtype_attrs).start()

@@ -9,13 +9,17 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import spmd_types as spmd
 import torch
 from spmd_types.checker import typecheck
 from torch import nn
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
 
 from weft.data.batch import Batch, PairedRows, Pairs
 from weft.errors import UsageError
@@ -100,6 +104,7 @@ def check_types(
         model = Transformer(shape, mesh, train.loss_chunk, hooks=hooks)
         model.freq = model.freq.to("meta")
         connect(model, mesh, train.recompute)
+        _type_saved_inputs()
         try:
             state = resident_state(model, mesh)
             batch = _meta_batch(mesh, of_pairs=hooks.objective is not None)
@@ -116,6 +121,25 @@ def check_types(
         except spmd.SpmdTypeError as error:
             return _locate(error)
     return None
+
+
+@cache
+def _type_saved_inputs() -> None:
+    """Type the inputs that a recomputed block saves, by an operator that PyTorch before 2.13 has.
+
+    The operator's result carries no values. The rule of spmd_types gives the result a type, and does not say what the
+    rules of spmd_types demand of every operator: that the inputs do not affect the result's value.
+    """
+    saver = getattr(checkpoint, "_NoopSaveInputs", None)
+    if saver is None:
+        return
+    usual = saver.spmd_typecheck
+
+    def rule(result: torch.Tensor, *, args: Any) -> None:
+        spmd.rules.ignore(*filter(torch.is_tensor, tree_leaves(args)))
+        usual(result, args=args)
+
+    saver.spmd_typecheck = staticmethod(rule)
 
 
 def _typed(state: State, mesh: Mesh) -> State:
