@@ -10,7 +10,7 @@ from tests.techniques.test_leaves import hidden_modules
 
 @pytest.mark.parametrize(("layout", "most"), [
     ("", 126_000),
-    pytest.param("dp=2", 165_000, marks=pytest.mark.slow(10)),
+    pytest.param("dp=2", 165_000, marks=pytest.mark.soak),
     pytest.param("dp=4", 165_000, marks=pytest.mark.soak),
 ])  # fmt: skip
 def test_a_run_imports_no_more_than_it_uses(layout: str, most: int) -> None:

@@ -50,7 +50,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder / "env")}))
     (wheel,) = folder.glob("weft-*.whl")
     subprocess.run(
-        [*pip, "install", *offline, "--target", site, wheel], check=True, timeout=300
+        [*pip, "install", *offline, "--no-compile", "--target", site, wheel],
+        check=True,
+        timeout=300,
     )
     # A path file of another environment is not read, so the checkout that is installed there stays out of sight.
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))

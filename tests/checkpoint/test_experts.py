@@ -236,7 +236,7 @@ def test_training_goes_on_with_experts_elsewhere(pool: Any, tmp_path: Path) -> N
         assert losses == pytest.approx(alone, abs=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_checkpoint_of_one_ep_is_resumed_under_another(
     pool: Any, tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ def proxy(server: int, env: dict[str, str]) -> Iterator[Proxy]:
     proxy.server.server_close()
 
 
-@pytest.mark.soak  # every day two ranks and one, below
+@pytest.mark.soak  # every day two ranks, below
 def test_saved_in_s3_by_four_ranks_resumed_by_two(
     pool: Any, corpus: str, bucket: str, env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_server_with_hiccups_stops_nothing(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_stop_resume_and_the_commands(
     corpus: str,
     bucket: str,
