@@ -356,6 +356,8 @@ class World:
         request = answer.generation
         departure = Departure(source.engine, request)
         arrival = Arrival(target.engine, grammars().compile)
+        if self.drawn.random() < 0.5:
+            departure.stream(lambda frame: arrival.keep(over_the_wire(frame)))
         waits, left = source.role == "prefill", False
         try:
             while True:
@@ -386,6 +388,7 @@ class World:
             self.counts["stays"] += 1
         finally:
             arrival.drop()
+            departure.drop()
 
     def cancel(self) -> None:
         if live := self.live():

@@ -398,6 +398,80 @@ def test_it_stops_for_one_block_at_most_whatever_its_length(
     assert whole[-1] > 10 * whole[0]
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["softmax", "windows", "experts", "latent"])
+def test_layers_leave_while_later_ones_are_computed(kind: str) -> None:
+    """Of chunks that end within blocks, behind a beginning that was known, beside another request; each byte once."""
+    model, happened = model_of(kind), list[tuple[str, int]]()
+    hooks = [
+        block.register_forward_hook(lambda *_, at=int(i): happened.append(("ends", at)))
+        for i, block in model.blocks.items()
+    ]
+    for budget, known in ((200, False), (7, True)):
+        source = Engine(model, size=SIZE, budget=budget)
+        target = Engine(model, size=SIZE)
+        if known:
+            source.submit(PROMPTS[4][:10], 1)
+            source.run()
+        source.submit(PROMPTS[2], NEW, GREEDY)
+        (one,) = source.submit(PROMPTS[4], NEW, HOW[4], top=2)
+        departure, arrival, sent = Departure(source, one), Arrival(target), [0]
+
+        def keep(
+            frame: MoveFrame, arrival: Arrival = arrival, sent: list[int] = sent
+        ) -> None:
+            happened.append(("sent", frame.head["layer"]))
+            sent[0] += sum(map(len, frame.payload))
+            arrival.keep(over_the_wire(frame))
+
+        departure.stream(keep)
+        form = target.block_form()
+        happened.clear()
+        while not one.written:
+            source.step()
+            if (frame := departure.round()) is not None:
+                assert not frame.payload and arrival.take(over_the_wire(frame)) is None
+        pass_ = [("sent", 0), ("ends", 0), ("sent", 1), ("ends", 1), ("sent", 2), ("ends", 2)]  # fmt: skip
+        assert happened[-6:] == pass_, (
+            "all but the last layer's went before the pass ended"
+        )
+        before, tokens = sent[0], one.computed
+        last = departure.leave()
+        assert sent[0] == before and not last.payload and not source.reader.streams
+        moved = arrival.take(over_the_wire(last))
+        assert sent[0] == bytes_of(form, 1) * tokens and tokens == len(PROMPTS[4])
+        assert moved is not None and moved.computed == tokens
+        target.run()
+        assert moved.written == written_alone(kind, 4, 4, "", "").written
+    for hook in hooks:
+        hook.remove()
+
+
+def test_layers_that_are_missing_or_too_much_are_refused() -> None:
+    model = model_of("softmax")
+    for change in ("less", "more", "order", "none"):
+        source, target = Engine(model, size=SIZE), Engine(model, size=SIZE)
+        (one,) = source.submit(PROMPTS[4], NEW, GREEDY)
+        departure, arrival, frames = Departure(source, one), Arrival(target), []
+        departure.stream(frames.append)
+        source.step()
+        head, (payload,) = frames.pop()
+        if change == "less":
+            frames.append(MoveFrame(head, [payload[:-8]]))
+        elif change == "more":
+            frames.append(MoveFrame(head, [memoryview(bytes(payload) + bytes(8))]))
+        elif change == "order":
+            frames.append(MoveFrame(head | {"first": 4}, [payload]))
+        for frame in frames:
+            arrival.keep(frame)
+        with pytest.raises(WeftError, match="is damaged"):
+            arrival.take(over_the_wire(departure.leave()))
+        assert not target.scheduler.pool.owners and not target.scheduler.arriving
+        departure.stay()
+        source.run()
+        assert one.written == written_alone("softmax", 4, 0, "", "").written
+
+
 def test_rounds_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("latent")
     source, target = Engine(model, size=SIZE), Engine(model, size=SIZE)

@@ -406,7 +406,7 @@ class EngineMember:
             landed = self.thread.call(action).result(ARRIVAL_S)
             return landed
 
-        take_in(connection, land, ARRIVAL_S)
+        take_in(connection, land, arrival.keep, ARRIVAL_S)
         connection.close()
         if not landed:
             self._call(arrival.drop)

@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
 from weft.errors import WeftError
@@ -59,6 +61,7 @@ def send_away(
     are sent while its prompt is computed.
     """
     payload, left = 0, 0.0
+    layers: SimpleQueue[MoveFrame] = SimpleQueue()
     try:
         departure = _done(
             thread.call(partial(Departure, thread.engine, generation)), LAST_S
@@ -69,28 +72,47 @@ def send_away(
 
     def next_frame() -> MoveFrame | _Last | None:
         """The next frame, or None if nothing can be sent yet. Called in the engine's thread."""
-        if (frame := departure.round()) is not None:
-            return frame
         early = after_first and not generation.written and not generation.finished
-        if early or generation in thread.engine.scheduler.due:
+        streams = departure.streams and not early  # only the end is left to send
+        if not streams and (frame := departure.round()) is not None:
+            return frame
+        waits = early or (streams and not layers.empty())
+        if waits or generation in thread.engine.scheduler.due:
             return None
         last = departure.leave()
         thread.tells.pop(generation, None)
         return _Last(last)
+
+    def send_layers(limit: float = 0.0) -> int:
+        """Send what layers have given; return its bytes. ``limit``: seconds to wait for it."""
+        sent = 0
+        with suppress(Empty):
+            while True:
+                frame = layers.get(timeout=limit) if limit else layers.get_nowait()
+                connection.send({"frame": frame.head}, frame.payload)
+                sent += sum(view.nbytes for view in frame.payload)
+        return sent
 
     def stay() -> None:
         departure.stay()
         thread.tells[generation] = tell
 
     try:
+        if after_first:
+            _done(thread.call(partial(departure.stream, layers.put)), 60.0)
         while True:
             if connection.poll():
                 raise WeftError(connection.receive(limit=LAST_S).head["why"])
-            ready = _done(thread.call(next_frame), 60.0)
+            coming = thread.call(next_frame)
+            deadline = time.monotonic() + 60.0
+            while after_first and not coming.done() and time.monotonic() < deadline:
+                payload += send_layers(LOOK_S)
+            ready = _done(coming, max(0.0, deadline - time.monotonic()))
+            left = time.monotonic() if isinstance(ready, _Last) else 0.0
+            payload += send_layers()
             if ready is None:
                 time.sleep(LOOK_S)
                 continue
-            left = time.monotonic() if isinstance(ready, _Last) else 0.0
             frame = ready.frame if isinstance(ready, _Last) else ready
             connection.send({"frame": frame.head}, [*frame.payload])
             payload += sum(view.nbytes for view in frame.payload)
@@ -104,23 +126,31 @@ def send_away(
             _done(thread.call(stay), 60.0)
         return MoveReport(str(error) or repr(error), payload, 0.0)
     finally:
+        with suppress(WeftError):
+            thread.call(departure.drop)
         connection.close()
 
 
 def take_in(
-    connection: SealedConnection, land: Callable[[MoveFrame], bool], limit: float
+    connection: SealedConnection,
+    land: Callable[[MoveFrame], bool],
+    keep: Callable[[MoveFrame], None],
+    limit: float,
 ) -> str:
     """Receive a request that another engine sends over ``connection``, and tell the sender how it ended. Return why the
     request was not taken, or an empty string.
 
-    ``land``: gets each frame, and returns whether it was the last one. ``limit``: seconds within which each frame must
-    come.
+    ``land``: gets each frame, and returns whether it was the last one. ``keep``: gets those of single layers instead.
+    ``limit``: seconds within which each frame must come.
     """
     why = ""
     try:
         while True:
             frame = connection.receive(limit=limit)
-            if land(MoveFrame(frame.head["frame"], [frame.payload])):
+            part = MoveFrame(frame.head["frame"], [frame.payload])
+            if "layer" in part.head:
+                keep(part)
+            elif land(part):
                 break
     except WeftError as error:
         why = str(error) or "it was refused"

@@ -140,6 +140,18 @@ def _heads_of(layer: LayerPart | None) -> tuple[int, ...]:
     return layer.heads if layer else (0,)
 
 
+def tensor_bytes(x: T) -> memoryview:
+    """Return the bytes of ``x``, which must be in the host's memory."""
+    return memoryview(x.contiguous().flatten().view(torch.uint8).numpy().data).cast("B")
+
+
+def tensor_of(payload: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> T:
+    """Return the tensor of type ``dtype`` and shape ``shape`` whose bytes are ``payload``, without a copy."""
+    if not len(payload):
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(payload, dtype=dtype).view(tuple(shape))
+
+
 def bytes_of(parts: Iterable[LayerPart], tokens: int) -> int:
     """Return the bytes that ``parts`` have of a block's first ``tokens`` tokens."""
     return sum(each.nbytes(tokens) for each in parts) if tokens else 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from weft.generate.block_contents import tensor_bytes, tensor_of
 from weft.generate.lending import LoanOffice, NoRoom
 from weft.models.borrowed_keys import LenderLost, LentQuery, LoanPart, Partial
 from weft.models.numbers import wide
@@ -25,18 +26,6 @@ LOANS = "loans"
 
 #: Seconds within which a lender connects, and within which it answers.
 CONNECT_S, ANSWER_S = 2.0, 5.0
-
-
-def tensor_bytes(x: T) -> memoryview:
-    """Return the bytes of ``x``, which must be in the host's memory."""
-    return memoryview(x.contiguous().flatten().view(torch.uint8).numpy().data).cast("B")
-
-
-def tensor_of(payload: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> T:
-    """Return the tensor of type ``dtype`` and shape ``shape`` whose bytes are ``payload``, without a copy."""
-    if not len(payload):
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(payload, dtype=dtype).view(tuple(shape))
 
 
 def open_loans(endpoint: Endpoint, secret: str, office: LoanOffice) -> Channel:

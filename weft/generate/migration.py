@@ -6,6 +6,9 @@ its last block and its state are sent. So it stops for a block at most, however 
 JSON and a raw payload, as :mod:`weft.net.wire` sends them. Nothing is lost if one does not arrive: the first engine can
 go on with the request, and the other one drops what it has taken.
 
+While a prompt is computed, its blocks can travel layer by layer instead (:meth:`Departure.stream`): the pass over the
+prompt's last tokens then ends when all layers but one have been sent.
+
 Blocks travel in an order that does not depend on ranks (:mod:`weft.generate.block_contents`), so both engines can be
 cut differently. What an engine has of its own does not travel: an adapter goes by name, a grammar by its source, and
 guesses are made anew.
@@ -20,12 +23,21 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.errors import UsageError, WeftError
-from weft.generate.block_contents import bytes_of
+from weft.generate.block_contents import LayerPart, bytes_of, tensor_bytes, tensor_of
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.grammar import Grammar, Kind
+from weft.generate.layer_stream import (
+    LayerStream,
+    can_stream,
+    joined_layers,
+    write_layer,
+)
+from weft.generate.reader import PagedReader
 from weft.generate.request import Generation, Request
 from weft.generate.sampling import Sampling
 from weft.generate.workflow import Workflow
+
+T = torch.Tensor
 
 #: Most bytes of blocks in a frame, so that other requests wait for no long copy.
 ROUND = 1 << 26
@@ -84,11 +96,45 @@ class Departure:
         self.engine, self.request = engine, request
         self.version = engine.scheduler.version
         self.sent = 0  # blocks
+        self._stream: LayerStream | None = None
         self._grown = dict.fromkeys(GROWING, 0)
+
+    def stream(self, send: Callable[[MoveFrame], None]) -> None:
+        """Send blocks layer by layer from now on, if the model's layers and ranks permit it: while a pass over the
+        request's tokens goes on, ``send`` gets a frame for every layer that is computed, for :meth:`Arrival.keep`. It
+        is called in the engine's thread.
+        """
+        reader = self.engine.reader
+
+        def take(layer: int, first: int, values: torch.Tensor) -> None:
+            head = {"layer": layer, "first": first, "tokens": values.shape[1]}
+            send(MoveFrame(head, [tensor_bytes(values)]))
+
+        if (
+            not self.sent
+            and isinstance(reader, PagedReader)
+            and can_stream(reader.pages)
+        ):
+            self._stream = LayerStream(reader.pages, self.request, take)
+            reader.streams.append(self._stream)
+
+    @property
+    def streams(self) -> bool:
+        """Whether blocks are sent layer by layer."""
+        return self._stream is not None
+
+    def drop(self) -> None:
+        """Send nothing more by itself, as the request has left or stays."""
+        reader = self.engine.reader
+        if isinstance(reader, PagedReader) and self._stream in reader.streams:
+            reader.streams.remove(self._stream)
 
     def round(self) -> MoveFrame | None:
         """Return a frame with the blocks that have become full since the last call; None if there are none."""
-        full = self.request.computed // self.engine.scheduler.pool.size
+        size = self.engine.scheduler.pool.size
+        full = self.request.computed // size
+        if self._stream is not None:
+            full = min(full, self._stream.whole // size)
         if not self.request.runs or full <= self.sent or self._outdated or self._lent:
             return None
         most = max(
@@ -120,6 +166,10 @@ class Departure:
             )
         # what was sent is right, even if the request has lost its blocks since
         computed = max(request.computed, self.sent * scheduler.pool.size)
+        if self._stream is not None:
+            self._stream.send_all(request.computed)
+            computed = max(request.computed, self._stream.whole)
+            self.drop()
         end, tokens = divmod(computed, scheduler.pool.size)
         now = monotonic()
         state = {name: getattr(request, name) for name in FIELDS}
@@ -167,8 +217,9 @@ class Departure:
         grown = {name: getattr(request, name) for name in GROWING}
         grammar = request.grammar if self._grown["ids"] == 0 else None
         size, payload, form = engine.reader.size, list[torch.Tensor](), list[Any]()
-        if table or tokens:
+        if end > first or tokens:
             form = [each.form for each in engine.block_form()]
+        if (table or tokens) and self._stream is None:
             payload.append(engine.reader.read_blocks(table, size))
             if tokens:
                 payload.append(engine.reader.read_blocks(last, tokens))
@@ -179,6 +230,7 @@ class Departure:
             "size": size,
             "version": self.version,
             "form": form,
+            "streamed": self._stream is not None,
             "state": state,
             "grammar": grammar and grammar.source,
             "grown": {name: [at, grown[name][at:]] for name, at in self._grown.items()},
@@ -200,6 +252,14 @@ class Arrival:
         self._grown: dict[str, list[Any]] = {name: [] for name in GROWING}
         self._grammar: Future[Grammar] | None = None
         self._begun = False
+        # by layer, what has come of tokens whose blocks are not announced yet
+        self._parts: dict[int, list[MoveFrame]] = {}
+
+    def keep(self, frame: MoveFrame) -> None:
+        """Keep a frame of one layer (:meth:`Departure.stream`) until the next call of :meth:`take`. It may be called in
+        any thread, but not while :meth:`take` runs.
+        """
+        self._parts.setdefault(frame.head["layer"], []).append(frame)
 
     def take(self, frame: MoveFrame) -> Generation | None:
         """Keep the contents of a frame. Return the request, which runs here from now on, if it is the last frame.
@@ -251,7 +311,11 @@ class Arrival:
             self._grown[name] += values
         if head["grammar"] is not None:
             self._grammar = self._compiled(head["grammar"])
-        self._put(head["first"], head["blocks"], head["tokens"], head["form"], payload)
+        first, blocks, tokens = head["first"], head["blocks"], head["tokens"]
+        if head["streamed"]:
+            self._put_layers(first, blocks, tokens, head["form"])
+        else:
+            self._put(first, blocks, tokens, head["form"], payload)
         return None if state is None else self._adopt(state)
 
     def _check(self, state: dict[str, Any]) -> None:
@@ -280,26 +344,13 @@ class Arrival:
         self, first: int, blocks: int, tokens: int, form: list[Any], payload: bytes
     ) -> None:
         """Write the contents of ``blocks`` full blocks and of ``tokens`` more tokens behind the blocks before."""
-        table, size, held = (
-            self.taken.table,
-            self.engine.reader.size,
-            self.engine.block_form(),
-        )
-        if first != len(table) or not 0 <= tokens < size or blocks < 0:
-            raise WeftError(
-                f"blocks from {first} on do not go on where {len(table)} end; send the request again"
-            )
-        count = blocks + (tokens > 0)
-        if count and form != [each.form for each in held]:
-            raise WeftError(
-                "the blocks are not of this model; give an engine with the same one"
-            )
+        held, size = self.engine.block_form(), self.engine.reader.size
+        self._expect(first, blocks, tokens, form)
         lengths = blocks * bytes_of(held, size), bytes_of(held, tokens)
         if len(payload) != sum(lengths):
             raise ValueError(f"{len(payload)} bytes instead of {sum(lengths)}")
-        if not self.engine.scheduler.expect(self.taken, count):
-            raise WeftError(FULL)
-        middle, contents = first + blocks, memoryview(bytearray(payload))
+        table, middle = self.taken.table, first + blocks
+        contents = memoryview(bytearray(payload))
         full, rest = contents[: lengths[0]], contents[lengths[0] :]
         for where, length, part in (
             (table[first:middle], size, full),
@@ -308,6 +359,59 @@ class Arrival:
             if len(part):
                 rows = torch.frombuffer(part, dtype=torch.uint8).view(len(where), -1)
                 self.engine.reader.write_blocks(where, length, rows)
+
+    def _expect(self, first: int, blocks: int, tokens: int, form: list[Any]) -> None:
+        """Take cache blocks for ``blocks`` full blocks and for ``tokens`` more tokens behind the blocks before."""
+        held, size = len(self.taken.table), self.engine.reader.size
+        if first != held or not 0 <= tokens < size or blocks < 0:
+            raise WeftError(
+                f"blocks from {first} on do not go on where {held} end; send the request again"
+            )
+        count = blocks + (tokens > 0)
+        if count and form != [each.form for each in self.engine.block_form()]:
+            raise WeftError(
+                "the blocks are not of this model; give an engine with the same one"
+            )
+        if not self.engine.scheduler.expect(self.taken, count):
+            raise WeftError(FULL)
+
+    def _put_layers(
+        self, first: int, blocks: int, tokens: int, form: list[Any]
+    ) -> None:
+        """Write what has come layer by layer to announced blocks."""
+        reader, parts = self.engine.reader, self.engine.block_form()
+        if not blocks and not tokens:
+            return self._expect(first, blocks, tokens, form)
+        begin, count = first * reader.size, blocks * reader.size + tokens
+        layers = [
+            self._of_layer(self._parts.get(number, []), part, begin, count)
+            for number, part in enumerate(parts)
+        ]
+        if isinstance(reader, PagedReader):
+            self._expect(first, blocks, tokens, form)
+            for page, values in zip(reader.pages, layers, strict=True):
+                write_layer(page, self.taken.table, begin, values)
+        else:  # other ranks get theirs as if all had come in one frame
+            payload = joined_layers(layers, blocks, reader.size)
+            self._put(first, blocks, tokens, form, payload)
+
+    def _of_layer(
+        self, frames: list[MoveFrame], part: LayerPart, first: int, count: int
+    ) -> T:
+        """Take ``count`` tokens of a layer, from ``first`` on, out of ``frames``: ``[parts, tokens, heads, width]``."""
+        values, begin = list[T](), first
+        for head, (raw,) in frames:
+            if head["first"] != begin or len(raw) != part.nbytes(head["tokens"]):
+                raise ValueError(f"tokens of layer {part.layer} are missing")
+            values.append(tensor_of(raw, part.dtype, part.extents(head["tokens"])))
+            begin += head["tokens"]
+        if begin < first + count:
+            raise ValueError(f"tokens of layer {part.layer} are missing")
+        whole = values[0] if len(values) == 1 else torch.cat(values, 1)
+        later = whole[:, count:]
+        head = {"first": first + count, "tokens": later.shape[1]}
+        frames[:] = [MoveFrame(head, [tensor_bytes(later)])] if later.shape[1] else []
+        return whole[:, :count]
 
     def _adopt(self, state: dict[str, Any]) -> Generation:
         """Make the request, and let it run with the blocks that have come."""

@@ -22,6 +22,7 @@ from weft.generate.decode_step import (
     decode_requests,
 )
 from weft.generate.early_exit import EarlyExit, exiting
+from weft.generate.layer_stream import LayerStream, streaming
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
 from weft.models.adapter_shelf import AdapterShelf, LentAdapter
@@ -207,6 +208,8 @@ class PagedReader:
         # models of the same shape that requests name instead of `model`
         self.others: dict[str, Transformer] = {}
         self.lent: LentBlocks = {}
+        # of requests whose keys go to other engines while they are computed
+        self.streams: list[LayerStream] = []
         # held while the memory of any layer's cache is replaced
         self.growing = Lock()
         backend = choose_backend(attention, model.mesh.device)
@@ -230,8 +233,22 @@ class PagedReader:
                 return lambda: decoded
         # a plugin's model cannot remember: it reads all again
         parts = parts_of(step, bool(self.model.shape.kind))
-        logits = self.read(parts, step.copies, step.loads, early)
+        with streaming(self._streamed(step)):
+            logits = self.read(parts, step.copies, step.loads, early)
         return lambda: logits
+
+    def _streamed(self, step: ScheduledStep) -> list[tuple[LayerStream, int]]:
+        """The streams of requests in the step, and how many tokens of each text are computed after it.
+
+        Single tokens that were written are worth no frames.
+        """
+        if any(request.adapter in self.others for request in step.work):
+            return []  # a layer's keys are written in several turns
+        return [
+            (stream, stream.request.computed + step.work[stream.request])
+            for stream in self.streams
+            if step.work.get(stream.request, 0) > bool(stream.request.written)
+        ]
 
     def record_decoding(self, record: Recorder) -> str:
         """Compute decode steps from recorded passes from now on. Return why the model does not permit this; "" if it

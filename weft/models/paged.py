@@ -9,7 +9,7 @@ with blocks of another text. Other objects with the same signature can take the 
 that are spread over ranks (:mod:`weft.parallel.striped`). Keys arrive rotated to their positions.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -120,10 +120,13 @@ class Pages:
         ``spare``: number of blocks behind the texts' blocks that the tensor always has, for tokens of no text.
         ``reserved``: the fewest blocks that the tensor gets.
         ``growing``: lock that is held while the tensor is replaced by a larger one.
+        ``written``: function that is called when the layer has written keys and values of a pass's new tokens; None:
+            none is.
     """
 
     reading: Reading
     layer: int = 0
+    written: Callable[[], None] | None = None
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -253,6 +256,8 @@ class KeyValuePages(Pages):
         store = self.room(self.reading.blocks, first, len(new), shape)
         for kept, each in zip(store, new, strict=True):
             kept.flatten(0, 1).index_copy_(0, slots, each[0, : len(slots)])
+        if self.written is not None:
+            self.written()
 
     def read(self, span: Span, window: int) -> SpanKeys:
         """Return the keys and values that any token of ``span`` sees.

@@ -1,0 +1,116 @@
+"""Sending what a request's layers remember to another engine while a pass still computes the layers after them.
+
+Of a prompt that one engine computes for another (roles as in DistServe, 2401.09670, and CloudMatrix384, 2506.12708),
+only the last layer's keys and values are left to send when the pass over its last tokens ends. They are sent by tokens
+and layers, each once, so that the bytes are those of the formula.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from weft.generate.block_contents import tensor_bytes
+from weft.generate.request import Generation
+from weft.models.paged import KeyValuePages, Pages
+
+T = torch.Tensor
+
+#: Gets the number of a layer, the index of the first token, and what the layer remembers of that token and of those
+#: behind it: ``[parts, tokens, heads, width]``.
+TakeLayer = Callable[[int, int, T], None]
+
+
+class LayerStream:
+    """Gives what each layer remembers of new tokens of ``request`` to ``take``, as soon as the layer has computed it.
+
+    ``pages``: the cache of each layer.
+
+    Attributes:
+        ``sent``: for each layer, how many of the text's first tokens were given to ``take``.
+    """
+
+    def __init__(
+        self, pages: Sequence[Pages], request: Generation, take: TakeLayer
+    ) -> None:
+        self.pages, self.request, self.take = pages, request, take
+        self.sent = [0] * len(pages)
+
+    @property
+    def whole(self) -> int:
+        """Return the number of the text's first tokens that all layers have sent."""
+        return min(self.sent)
+
+    def send(self, layer: int, end: int) -> None:
+        """Give what ``layer`` remembers of the text's first ``end`` tokens to ``take``, as far as that was not done."""
+        first, store = self.sent[layer], self.pages[layer].store
+        size, table = self.pages[layer].size, self.request.table
+        lies_here = all(block >= 0 for block in table[first // size : -(-end // size)])
+        if first >= end or store is None or len(table) * size < end or not lies_here:
+            return
+        places = token_places(table, size, first, end)
+        self.take(layer, first, store.flatten(1, 2)[:, places].cpu())
+        self.sent[layer] = end
+
+    def send_all(self, end: int) -> None:
+        """Give what all layers remember of the text's first ``end`` tokens to ``take``, as far as that was not done."""
+        for layer in range(len(self.pages)):
+            self.send(layer, end)
+
+
+def can_stream(pages: Sequence[Pages]) -> bool:
+    """Return whether all layers remember something of each token, and not a state of the whole text."""
+    return all(isinstance(each, KeyValuePages) for each in pages)
+
+
+@contextmanager
+def streaming(ends: Sequence[tuple[LayerStream, int]]) -> Iterator[None]:
+    """Return a context of one forward pass in which each layer sends what it has computed.
+
+    ``ends``: the streams, and how many tokens each of their texts has computed after the pass.
+    """
+
+    def written(layer: int) -> None:
+        for stream, end in ends:
+            stream.send(layer, end)
+
+    pages = ends[0][0].pages if ends else ()
+    try:
+        for number, each in enumerate(pages):
+            each.written = partial(written, number)
+        yield
+    finally:
+        for each in pages:
+            each.written = None
+
+
+def token_places(table: Sequence[int], size: int, first: int, end: int) -> list[int]:
+    """Return where the tokens from ``first`` to ``end`` of a text lie among the tokens of all blocks.
+
+    ``table``: numbers of the text's blocks; ``size``: tokens of a block.
+    """
+    return [table[at // size] * size + at % size for at in range(first, end)]
+
+
+@torch.inference_mode()
+def write_layer(page: Pages, table: Sequence[int], first: int, values: T) -> None:
+    """Write ``values`` ``[parts, tokens, heads, width]``, which a :class:`LayerStream` has given, to the cache of a
+    layer. ``first``: index in the text of the first token; ``table``: numbers of the text's blocks.
+    """
+    store = page.room(max(table) + 1)
+    places = token_places(table, page.size, first, first + values.shape[1])
+    at = torch.tensor(places, device=store.device)
+    for kept, each in zip(store, values.to(store.device), strict=True):
+        kept.flatten(0, 1).index_copy_(0, at, each)
+
+
+def joined_layers(layers: Sequence[T], blocks: int, size: int) -> bytes:
+    """Return the bytes of ``blocks`` full blocks of ``size`` tokens and of the tokens behind them, block by block, in
+    the order of :mod:`weft.generate.block_contents`. ``layers``: ``[parts, tokens, heads, width]`` each.
+    """
+    middle = blocks * size
+    full = [x[:, :middle].unflatten(1, (blocks, size)).transpose(0, 1) for x in layers]
+    rows = torch.cat([x.flatten(1).view(torch.uint8) for x in full], 1)
+    rest = [x[:, middle:].flatten().view(torch.uint8) for x in layers]
+    return b"".join(tensor_bytes(x) for x in (rows, *rest) if x.numel())
