@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import nnls
 
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.step_work import work_of
@@ -22,6 +21,8 @@ class Curve:
     """
 
     def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
+        from scipy.optimize import nnls  # an engine without curves runs without scipy
+
         work, seconds = (
             np.array([each for each, _ in samples]),
             np.array([each for _, each in samples]),
