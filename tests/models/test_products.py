@@ -139,12 +139,29 @@ def test_sizes_that_kernels_do_not_take() -> None:
 
 
 @pytest.mark.parametrize(("shape", "word", "said"), [
-    ({}, "int5", "weights cannot be 'int5'; give one of float, int8, int4"),
+    ({}, "int5", "weights cannot be 'int5'; give one of float, bfloat16, int8, int4"),
+    ({"experts": 4, "experts_per_token": 2}, "bfloat16", "weights in bfloat16 are for dense models"),
     ({"experts": 4, "experts_per_token": 2}, "int8", "weights in int8 are for dense models with plain attention"),
 ])  # fmt: skip
 def test_what_cannot_be(shape: Any, word: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read_only(build(**shape), word)
+
+
+def test_weights_and_cache_can_be_rounded_to_bfloat16() -> None:
+    expected, model = logits(build()), build()
+    held = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    held -= model.embedding.table.numel()
+    assert read_only(model, "bfloat16") == 2 * held
+    said = logits(model)
+    assert said.dtype == torch.bfloat16
+    error = (said.float() - expected).norm() / expected.norm()
+    assert 1e-4 < error < 0.05
+    engine = Engine(model)
+    (text,) = engine.submit([3, 5, 7], 8, GREEDY)
+    engine.run()
+    assert len(text.written) == 8
+    assert engine.reader.pages[0].store.dtype == torch.bfloat16  # type: ignore[union-attr]
 
 
 def test_mixtures_are_packed_as_far_as_they_are_dense() -> None:

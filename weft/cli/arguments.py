@@ -74,10 +74,13 @@ _ema = (
 Ema = Annotated[bool, typer.Option("--ema", help=_ema)]
 
 _weights = (
-    "Type of the weights. float: as stored; int8 or int4: quantised, on the "
-    "CPU, faster and a little less exact."
+    "Type of the weights. float: as stored, multiplied in float32; bfloat16: weights "
+    "and cache rounded to it, for GPUs; int8 or int4: quantised, on the CPU, faster "
+    "and a little less exact."
 )
-Weights = Annotated[str, typer.Option(metavar="float|int8|int4", help=_weights)]
+Weights = Annotated[
+    str, typer.Option(metavar="float|bfloat16|int8|int4", help=_weights)
+]
 
 _draft = (
     "Speculative decoding: draft the next tokens so that fewer passes are "

@@ -25,7 +25,7 @@ from weft.generate.shared_model import SharedModel, share_model
 from weft.generate.split_phases import SplitPhases
 from weft.generate.start import leads
 from weft.layout.layout import Layout
-from weft.models.products import read_only
+from weft.models.products import NARROW, read_only
 
 #: The share of the free memory that the cache may fill.
 SHARE = 0.4
@@ -106,6 +106,10 @@ class EngineOptions:
         if self.invariant and self.spread.world > 1:
             raise UsageError(
                 "--invariant is for a model on one rank; leave out --layout"
+            )
+        if self.weights == NARROW and (self.models or self.invariant):
+            raise UsageError(
+                "--weights bfloat16 is for one model, without --invariant; leave these out"
             )
         if self.lend and (self.spread.world > 1 or self.invariant):
             raise UsageError(

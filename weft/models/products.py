@@ -1,4 +1,4 @@
-"""Weights for generation only: joined, and on the CPU packed once for its kernels, or quantised to eight or four bits.
+"""Weights for generation only: joined, packed for the CPU's kernels, rounded to bfloat16, or in eight or four bits.
 
 A model with such weights (:func:`read_only`) can only generate, because its parameters are gone. Weights that multiply
 the same input become one product, and adapters are merged into them.
@@ -195,16 +195,20 @@ class Int4(nn.Module):
         )
 
 
+#: The form in which all weights and activations, and the cache, are bfloat16.
+NARROW = "bfloat16"
+
 #: Forms of weights by name.
 FORMS: dict[str, type[Packed | Int8 | Int4]] = {
     "float": Packed,
+    NARROW: Packed,
     "int8": Int8,
     "int4": Int4,
 }
 
 
 def form_of(word: str, weight: T) -> Packed | Int8 | Int4:
-    """Return ``weight`` as a module of the form ``word``: ``float``, ``int8`` or ``int4``.
+    """Return ``weight`` as a module of the form ``word``: ``float``, ``bfloat16``, ``int8`` or ``int4``.
 
     With ``int4``, a weight whose sizes the four-bit kernel does not support stays in floating point.
     """
@@ -230,19 +234,30 @@ def read_only(
 ) -> int:
     """Convert the weights of ``model`` for generation only, to the form ``word``. Returns their size in bytes.
 
-    ``word``: ``float``, ``int8`` or ``int4``; ``forming``: function that converts one weight (:data:`Forming`). The
-    converted weights are those of attention, dense feed-forwards and the output layer; the embedding stays. Weights
-    that have been converted before stay as they are. Returns 0 if nothing is converted. Raises :class:`UsageError` if
-    the model or the device does not support the form.
+    ``word``: ``float``, ``bfloat16``, ``int8`` or ``int4``; ``forming``: function that converts one weight
+    (:data:`Forming`). The converted weights are those of attention, dense feed-forwards and the output layer; the
+    embedding stays, except that with ``bfloat16`` all parameters get this type. Weights that have been converted before
+    stay as they are. Returns 0 if nothing is converted. Raises :class:`UsageError` if the model or the device does not
+    support the form.
     """
     if word not in FORMS:
         raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")
-    if word != "float" and (
-        model.mesh.device.type != "cpu" or model.shape.kv_rank or model.shape.mixtures
+    narrow, shape = word == NARROW, model.shape
+    plain = not (shape.kv_rank or shape.mixtures)
+    if narrow and (
+        shape.kind
+        or not (plain and model.mesh.layout.world == 1 and not _is_quantized(model))
     ):
+        raise UsageError(
+            "weights in bfloat16 are for dense models with plain attention on one rank; leave them as they are"
+        )
+    on_cpu = model.mesh.device.type == "cpu"
+    if word not in ("float", NARROW) and not (plain and on_cpu):
         raise UsageError(
             f"weights in {word} are for dense models with plain attention on the CPU; leave them as they are"
         )
+    if narrow:
+        model.to(torch.bfloat16)
     if model.mesh.device.type not in ("cpu", "cuda") or model.shape.kind:
         return 0
     size = 0
@@ -271,6 +286,12 @@ def read_only(
     if not model.shape.tied:
         del model.head
     return size + head.nbytes
+
+
+def _is_quantized(model: Transformer) -> bool:
+    """Return whether weights of ``model`` are stored in few bits already."""
+    every = (m for m in model.modules() if isinstance(m, Projections))
+    return any(len(module.quantized) for module in every)
 
 
 def multiplied(x: T, product: nn.Module) -> T:
