@@ -361,16 +361,14 @@ def test_cut_links_speak_against_no_answer(hung: float) -> None:
 
         async def main() -> list[list[int]]:
             text, cut = asyncio.create_task(written_by(cluster.router, [request])), None
-            for i in range(7):
+            for _ in range(7):
                 while engine.member._current in (None, cut) or not any(
                     link.flights for link in cluster.router.links.values()
                 ):
                     if text.done():
                         return await text
                     await asyncio.sleep(0.005)
-                engine.member.about = engine.member.about._replace(instance=f"i{i}")
                 (link,) = cluster.router.links.values()
-                link.about = link.about._replace(instance=f"i{i}")
                 engine.member._pulse.note(hung, hung)
                 cut = engine.member._current
                 engine.cut()
@@ -383,6 +381,20 @@ def test_cut_links_speak_against_no_answer(hung: float) -> None:
                 asyncio.run(main())
         else:
             assert asyncio.run(main()) == [plain]
+
+
+def test_a_request_that_makes_engines_say_nonsense_ends() -> None:
+    with Cluster(1) as cluster:
+        (engine,) = cluster.engines
+
+        def step() -> list[Written]:
+            if current := engine.member._current:
+                current.outbox.put({"kind": "tokens"})
+            return stuck()
+
+        engine.engine.step = step  # type: ignore[method-assign]
+        with pytest.raises(WeftError, match="3 engines were lost in a row"):
+            asyncio.run(written_by(cluster.router, [asked([13], 5)]))
 
 
 def test_an_engine_that_hears_nothing_is_given_up(

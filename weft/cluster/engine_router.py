@@ -42,7 +42,16 @@ from weft.cluster.engine_link import EarlyEvents, EngineLink
 from weft.cluster.engine_loans import lendable_blocks
 from weft.cluster.engine_member import JOINED, REFUSED
 from weft.cluster.engine_times import ClusterTimes
-from weft.cluster.flight import FAILED, GONE, GUILTY, Flight, RemoteCall, blame_of
+from weft.cluster.flight import (
+    FAILED,
+    GONE,
+    GUILTY,
+    EngineLoss,
+    Flight,
+    RemoteCall,
+    acquit,
+    blame_of,
+)
 from weft.cluster.kept_answers import kept_key
 from weft.cluster.loan_choice import StepSeconds, choose_loans
 from weft.cluster.other_router import ROUTER, WHO
@@ -639,7 +648,7 @@ class EngineRouter:
         for orphan in [*orphans, *link.calls.values()]:
             orphan.engine, orphan.since = "", time.monotonic()
             if blame:
-                orphan.losses[link.about.instance] = blame
+                orphan.losses.append(EngineLoss(link.about.instance, blame))
             if blame_of(orphan.losses) < GUILTY or orphan.unproved:
                 self._waiting.append(orphan)
                 continue
@@ -711,7 +720,7 @@ class EngineRouter:
         except OSError as error:
             why = ending_of(error)
         except (KeyError, ValueError, TypeError) as error:
-            why = f"a message that cannot be read ({error!r})"
+            why, blame = f"a message that cannot be read ({error!r})", FAILED
         finally:
             self._lose(link, why, blame)
 
@@ -763,16 +772,15 @@ class EngineRouter:
 
     def _acquit(self, instance: str) -> None:
         """Let the loss of an engine speak against no request: it was only cut off or stopped, and has not crashed."""
-        for flight in self._flights.values():
-            flight.losses.pop(instance, None)
         under_way = [call for link in self.links.values() for call in link.calls.values()]  # fmt: skip
-        for each in [*under_way, *self._waiting]:
-            each.losses.pop(instance, None)
+        for each in [*self._flights.values(), *under_way, *self._waiting]:
+            acquit(each.losses, instance)
 
     def _lose(self, link: EngineLink, why: str, blame: int = GONE) -> None:
         """Give an engine up: what it works on is continued elsewhere. ``blame``: as of :meth:`_orphan`."""
-        link.outbox.close()
         with self._lock:
+            # closed with the lock held, as an engine that joins anew at once would else hide why it was given up
+            link.outbox.close()
             if self.links.get(link.name) is not link:
                 return
             del self.links[link.name]

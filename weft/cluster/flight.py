@@ -1,8 +1,9 @@
 """What a router keeps of each answer, so that any engine can continue it from the tokens that were passed on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from weft.cluster.cluster_messages import LogProbability, Message
 from weft.errors import WeftError
@@ -23,9 +24,24 @@ SUSPECT, ACCUSED, GUILTY = 2, 4, 5
 SUSPECTS = 8
 
 
-def blame_of(losses: Mapping[str, int]) -> int:
+class EngineLoss(NamedTuple):
+    """Loss of an engine. ``instance``: of the engine; ``blame``: :data:`FAILED` or :data:`GONE`."""
+
+    instance: str
+    blame: int
+
+
+def blame_of(losses: Sequence[EngineLoss]) -> int:
     """Return how much ``losses`` of engines speak against a request that all of them had."""
-    return sum(losses.values())
+    return sum(loss.blame for loss in losses)
+
+
+def acquit(losses: list[EngineLoss], instance: str) -> None:
+    """Remove the last of ``losses`` that is one of the engine ``instance``, which was only cut off or stopped."""
+    for place in reversed(range(len(losses))):
+        if losses[place] == (instance, GONE):
+            del losses[place]
+            break
 
 
 @dataclass(eq=False)
@@ -43,8 +59,8 @@ class Flight:
         ``prompt_scores``: log-probabilities of the prompt's tokens, if they were asked for.
         ``log_probabilities``: those of ``tokens``, if they were asked for.
         ``engine``: name of the engine that writes the answer; empty if it waits for an engine.
-        ``losses``: engines that were lost with the answer since its last token, by instance: :data:`FAILED` or
-            :data:`GONE`. An engine that joins anew, as it was only cut off, is taken from them.
+        ``losses``: losses of engines with the answer since its last token. Those of engines that join anew, as they
+            were only cut off, are taken from them.
         ``alone``: whether the answer was already :attr:`accused` of making engines crash when its engine got it. As the
             engine has no other suspect then, a crash is blamed on this answer.
         ``since``: when the answer began to wait for an engine, on the monotonic clock.
@@ -66,7 +82,7 @@ class Flight:
     prompt_scores: list[LogProbability] = field(default_factory=list)
     log_probabilities: list[LogProbability] = field(default_factory=list)
     engine: str = ""
-    losses: dict[str, int] = field(default_factory=dict)
+    losses: list[EngineLoss] = field(default_factory=list)
     alone: bool = False
     since: float = 0.0
     target: str = ""
@@ -133,7 +149,7 @@ class RemoteCall:
     message: Callable[[int], Message]
     result: "Future[Frame]" = field(default_factory=Future)
     engine: str = ""
-    losses: dict[str, int] = field(default_factory=dict)
+    losses: list[EngineLoss] = field(default_factory=list)
     since: float = 0.0
     priority: int = 0
     unproved: bool = False

@@ -83,6 +83,8 @@ def front_of(
     number of connections at a time, which is lowered if the system allows fewer open files.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # which has a line for every fifth write to a client that has gone
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     # Connections stay open longer than clients and proxies keep them, so that none closes on a question.
     config = uvicorn.Config(
         server.app(rules), http=cast(Any, guarded(connections)), ws="none", log_config=None, access_log=False,
