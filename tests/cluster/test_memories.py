@@ -34,6 +34,12 @@ def test_what_one_engine_computed_another_reads() -> None:
         turn["name"] = "e1"
         assert ask(cluster, request) == expected
         assert second.engine.outside.fetched == 10  # type: ignore[union-attr]
+
+        def given() -> dict[str, int]:
+            sources = cluster.router.loads()["e1"].sources
+            return {name: fetched for name, fetched, *_ in sources}
+
+        until(lambda: given() == {"host": 0, "engines": 10})
         # the first one is lost; what the second has read from it, the third reads there
         first.kill()
         until(lambda: len(third.memories.peers) == 1)  # type: ignore[union-attr]

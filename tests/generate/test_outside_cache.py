@@ -19,6 +19,7 @@ from tests.generate.test_many import HOW, PROMPTS, build
 from weft.errors import UsageError
 from weft.generate import block_files
 from weft.generate.block_channel import BLOCKS
+from weft.generate.block_contents import bytes_of
 from weft.generate.block_files import BlockFiles
 from weft.generate.block_source import BlockSource, HostBlocks, TieredBlocks
 from weft.generate.engine import Engine
@@ -126,6 +127,35 @@ def test_memory_forgets_what_was_used_longest_ago() -> None:
     memory.fetch([b"\0", b"\2", b"\3"])
     memory.store(b"\5", bytes(10))
     assert memory.find([b"\0", b"\2", b"\3"]) == 2
+
+
+def test_what_each_source_gives_takes_and_refuses_is_counted(tmp_path: Path) -> None:
+    """Blocks that only files have; a memory that is too small for any; files that are damaged."""
+    model, warned = build("softmax", torch.float64), list[str]()
+    for turn in range(3):
+        memory = HostBlocks(1 << 20 if turn == 1 else 10)
+        if turn == 2:
+            for damaged in files_in(tmp_path):
+                damaged.write_bytes(damaged.read_bytes()[:-1])
+        files = BlockFiles(tmp_path, "m", 1 << 30, warned.append)
+        engine, cache = engine_with(model, TieredBlocks([memory, files]))
+        write(engine, PROMPTS[4])
+        engine.close()
+        looked, (host, kept) = cache.usage()
+        size = bytes_of(engine.block_form(), SIZE)
+        assert looked == 8 and host.name == "host" and kept.name == "files"
+        assert host.fetched == 0 and kept.fetched_bytes == kept.fetched * size
+        assert kept.stored_bytes == kept.stored * size
+        if turn == 0:  # of 42 computed tokens
+            assert (kept.fetched, kept.stored, kept.refused) == (0, 10, 0)
+            assert (host.stored, host.refused) == (0, 10)
+        elif turn == 1:
+            assert (kept.fetched, kept.stored, kept.refused) == (8, 0, 0)
+            assert (host.stored, host.stored_bytes, host.refused) == (8, 8 * size, 0)
+        else:
+            # the first one ends what can be fetched, and is computed and stored again
+            assert (kept.fetched, kept.stored, kept.refused) == (0, 1, 8)
+    assert len(warned) == 1
 
 
 def test_no_block_of_other_weights_adapters_tenants_or_sizes_is_used(

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import Running, until
 from weft.cli.top import top_command
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
+from weft.generate.outside_cache import keep_blocks
 from weft.serve.engine_table import (
     COLUMNS,
     EngineRow,
@@ -31,10 +32,18 @@ def test_rates_are_between_two_looks_also_when_engines_come_and_go() -> None:
     before = Snapshot(10.0, [row("a", 100), row("b", 50), row("gone", 9)])
     now = Snapshot(12.0, [row("a", 120), row("b", 10), row("new", 500, "draining")])
     cells = table_rows(now, before)
-    assert cells[0] == ("a", "ready", "2", "1", "30 of 1,000", "10.0", "4")
+    assert cells[0] == ("a", "ready", "2", "1", "30 of 1,000", "10.0", "4", "-")
     assert [each[5] for each in cells] == ["10.0", "0.0", "-", "10.0"]
     assert cells[2][1] == "draining" and cells[3][2:5] == ("6", "3", "90 of 3,000")
     assert table_rows(Snapshot(0.0, []), None)[0][:2] == ("all", "no engine")
+    kept = [
+        row(name, 0)._replace(looked=20, fetched={"host": 5, "files": n})
+        for n, name in enumerate("ab")
+    ]
+    cells = table_rows(Snapshot(0.0, kept), None)
+    assert [each[7] for each in cells] == [
+        "host 25 %, files 0 %", "host 25 %, files 5 %", "host 25 %, files 2 %",
+    ]  # fmt: skip
 
 
 def test_a_server_of_one_engine_is_shown() -> None:
@@ -50,6 +59,22 @@ def test_a_server_of_one_engine_is_shown() -> None:
     for wrong in ("localhost:1", "http://", "http://127.0.0.1:99999", "http://[::1"):
         with pytest.raises(UsageError, match="is no address"):
             read_engines(wrong)
+
+
+def test_blocks_kept_outside_are_counted_for_each_place() -> None:
+    server = Running(load_tokenizer("bytes"))
+    keep_blocks(server.engine, "m", 1 << 20, None, 0, print)
+    url = f"http://127.0.0.1:{server.address[1]}"
+    server.post("completions", prompt="a" * 40, max_tokens=3, ignore_eos=True)
+    until(lambda: server.engine.outside.source.usages()[0].stored)  # type: ignore[union-attr]
+    (engine,) = read_engines(url).engines
+    assert engine.looked == 40 // 8 - 1 or engine.looked == 40 // 8
+    assert engine.fetched == {"host": 0}
+    (source,) = server.service.loads()[""].sources
+    text = server.client.get("/metrics").text
+    assert f'weft_kept_blocks_stored_total{{source="host"}} {source[3]:.1f}' in text
+    assert table_rows(read_engines(url), None)[0][7] == "host 0 %"
+    server.close()
 
 
 def test_another_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

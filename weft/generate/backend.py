@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -143,6 +143,9 @@ class EngineLoad(NamedTuple):
         ``borrowed``: cache blocks of other engines that hold tokens of this engine's requests.
         ``lent``: cache blocks of this engine that hold tokens of other engines' requests.
         ``role``: 1 if the engine only computes prompts, 2 if it only goes on with answers that others have begun; or 0.
+        ``looked``: blocks for which requests have looked outside the engine's cache when they began.
+        ``sources``: what each place of cache blocks outside the cache has given and taken, as values of
+            :class:`weft.generate.block_source.SourceUsage`.
     """
 
     running: int
@@ -155,6 +158,8 @@ class EngineLoad(NamedTuple):
     borrowed: int = 0
     lent: int = 0
     role: int = 0
+    looked: int = 0
+    sources: Sequence[Sequence[Any]] = ()
 
 
 #: Names of what a backend may count, with what is said of each.

@@ -139,6 +139,8 @@ class PeerBlocks:
     ``channel``: channel by which the engines are dialled.
     """
 
+    name = "engines"
+
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.peers: dict[Address, BlockPeer] = {}

@@ -44,6 +44,8 @@ class BlockFiles:
     Raises :class:`UsageError` if the folder cannot be made.
     """
 
+    name = "files"
+
     def __init__(
         self, folder: Path, model: str, most: int, warn: Callable[[str], None]
     ) -> None:
@@ -82,17 +84,20 @@ class BlockFiles:
         """Start to read the files of ``keys`` in a thread. The result is a future of the blocks' contents."""
         return self._reader.submit(self._read_all, list(keys))
 
-    def store(self, key: bytes, contents: Contents) -> None:
-        """Hand the block of ``key`` to the writing thread, unless too much waits for that thread already. ``contents``:
-        its bytes.
+    def store(self, key: bytes, contents: Contents) -> bool | None:
+        """Hand the block of ``key`` to the writing thread, unless too much waits for that thread already, or the last
+        attempt to write has failed. Return whether it was taken, or None if it waits already. ``contents``: its bytes.
         """
         with self._lock:
             full = self._queued + len(contents) > QUEUED
-            if full or key in self._waiting or time.monotonic() < self._paused:
-                return
+            if key in self._waiting:
+                return None
+            if full or time.monotonic() < self._paused:
+                return False
             self._waiting[key] = contents
             self._queued += len(contents)
         self._queue.put(key)
+        return True
 
     def close(self) -> None:
         """Write what waits, for at most :data:`END_S` seconds."""

@@ -7,12 +7,33 @@ mean equal contents. Contents are bytes in the order of :mod:`weft.generate.bloc
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import takewhile
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 #: The contents of a block.
 Contents = bytes | bytearray | memoryview
+
+
+class SourceUsage(NamedTuple):
+    """What a source of cache blocks has done so far.
+
+    Attributes:
+        ``name``: what the source is: ``host`` memory, ``files`` or other ``engines``.
+        ``fetched``: number of blocks that were read from it.
+        ``fetched_bytes``: their bytes.
+        ``stored``: number of blocks that it has taken.
+        ``stored_bytes``: their bytes.
+        ``refused``: number of blocks that it has not taken, for want of room, or not given, though it had them a moment
+            before.
+    """
+
+    name: str
+    fetched: int = 0
+    fetched_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    refused: int = 0
 
 
 class BlockSource(Protocol):
@@ -20,7 +41,11 @@ class BlockSource(Protocol):
 
     A block is found by a key that stands for the model, the adapter and the whole text up to the block's end, and its
     contents are bytes. The methods can be called in any thread, and none of them waits long.
+
+    ``name``: what the source is, in a word.
     """
+
+    name: str
 
     def find(self, keys: Sequence[bytes]) -> int:
         """Return how many of ``keys``, from the first one on without a gap, the source has."""
@@ -30,8 +55,10 @@ class BlockSource(Protocol):
         block that is gone or damaged.
         """
 
-    def store(self, key: bytes, contents: Contents) -> None:
-        """Keep a block, as far as there is room: a later :meth:`find` may or may not see it."""
+    def store(self, key: bytes, contents: Contents) -> bool | None:
+        """Keep a block, as far as there is room: a later :meth:`find` may or may not see it. Return whether the block
+        was taken, or None if it was there already or the source takes none at all.
+        """
 
     def close(self) -> None:
         """Write what is still to be written, within a limit of time, and free what the source holds."""
@@ -46,6 +73,8 @@ def done(contents: list[Contents]) -> Future[list[Contents]]:
 
 class HostBlocks:
     """Keeps blocks in this process's memory: at most ``most`` bytes; those used longest ago make way."""
+
+    name = "host"
 
     def __init__(self, most: int) -> None:
         self.most, self.bytes = most, 0
@@ -73,17 +102,18 @@ class HostBlocks:
                 self._blocks.move_to_end(key)
             return done([self._blocks[key] for key in there])
 
-    def store(self, key: bytes, contents: Contents) -> None:
-        """Keep a block in memory."""
+    def store(self, key: bytes, contents: Contents) -> bool | None:
+        """Keep a block in memory. Return whether it was taken, or None if it was there already."""
         size = len(contents)
         with self._lock:
             if key in self._blocks or size > self.most:
-                return
+                return None if key in self._blocks else False
             self._blocks[key] = contents
             self.bytes += size
             while self.bytes > self.most:
                 _, gone = self._blocks.popitem(last=False)
                 self.bytes -= len(gone)
+        return True
 
     def close(self) -> None:
         """Free the memory."""
@@ -98,8 +128,12 @@ class TieredBlocks:
     ``sources``: at least one.
     """
 
+    name = "all"
+
     def __init__(self, sources: Sequence[BlockSource]) -> None:
         self.sources = list(sources)
+        self._usages = {each.name: SourceUsage(each.name) for each in sources}
+        self._counting = threading.Lock()
         self._reader = ThreadPoolExecutor(2, "blocks")
 
     def find(self, keys: Sequence[bytes]) -> int:
@@ -116,14 +150,24 @@ class TieredBlocks:
         """Start to read the blocks of ``keys``, each from the first source that has it. The result ends before the
         first block that no source has.
         """
-        if self.sources[0].find(keys) == len(keys):
-            return self.sources[0].fetch(keys)
+        first = self.sources[0]
+        if first.find(keys) == len(keys):
+            future = first.fetch(keys)
+            future.add_done_callback(
+                lambda ended: self._count_fetched(first, len(keys), ended)
+            )
+            return future
         return self._reader.submit(self._collect, keys)
 
     def store(self, key: bytes, contents: Contents) -> None:
         """Keep a block in every source."""
         for source in self.sources:
-            source.store(key, contents)
+            self._store(source, key, contents)
+
+    def usages(self) -> list[SourceUsage]:
+        """Return what each source has done so far."""
+        with self._counting:
+            return [*self._usages.values()]
 
     def close(self) -> None:
         """Close all sources."""
@@ -134,6 +178,29 @@ class TieredBlocks:
     def insert(self, number: int, source: BlockSource) -> None:
         """Insert ``source`` at the index ``number`` of the list of sources, before the slower ones."""
         self.sources.insert(number, source)
+        self._usages.setdefault(source.name, SourceUsage(source.name))
+
+    def _store(self, source: BlockSource, key: bytes, contents: Contents) -> None:
+        taken = source.store(key, contents)
+        if taken:
+            self._count(source, stored=1, stored_bytes=len(contents))
+        elif taken is False:
+            self._count(source, refused=1)
+
+    def _count_fetched(
+        self, source: BlockSource, asked: int, ended: Future[list[Contents]]
+    ) -> None:
+        """Count what a source gave of ``asked`` blocks that it had."""
+        failed = ended.cancelled() or ended.exception() is not None
+        contents = [] if failed else ended.result()
+        size, lacks = sum(map(len, contents)), asked - len(contents)
+        self._count(source, fetched=len(contents), fetched_bytes=size, refused=lacks)
+
+    def _count(self, source: BlockSource, **more: int) -> None:
+        with self._counting:
+            usage = self._usages[source.name]
+            sums = {name: getattr(usage, name) + n for name, n in more.items()}
+            self._usages[source.name] = usage._replace(**sums)
 
     def _collect(self, keys: Sequence[bytes]) -> list[Contents]:
         collected: list[Contents] = []
@@ -149,11 +216,16 @@ class TieredBlocks:
         """The contents of the first of ``keys`` and of those behind it that the same source has."""
         for number, source in enumerate(self.sources):
             count = source.find(keys)
-            contents = source.fetch(keys[:count]).result() if count else []
+            if not count:
+                continue
+            ended = source.fetch(keys[:count])
+            wait([ended])
+            self._count_fetched(source, count, ended)
+            contents = ended.result()
             if not contents:
                 continue
             for key, each in zip(keys, contents, strict=False):
                 for faster in self.sources[:number]:
-                    faster.store(key, each)
+                    self._store(faster, key, each)
             return contents
         return []

@@ -20,6 +20,7 @@ from weft.errors import UsageError
 from weft.generate import branches
 from weft.generate.block_contents import LayerPart
 from weft.generate.block_pool import BlockPool
+from weft.generate.block_source import SourceUsage
 from weft.generate.drafter import Drafter, early_exit
 from weft.generate.early_exit import check_early_layer
 from weft.generate.grammar import Grammar
@@ -108,6 +109,17 @@ def check_ids(ids: Sequence[int], vocab: int) -> None:
         )
 
 
+class KeptUsage(NamedTuple):
+    """What blocks outside the engine's cache have been used for so far.
+
+    ``looked``: number of blocks that requests have looked for when they began, because the engine's cache lacked them.
+    ``sources``: for each source, what it has given and taken.
+    """
+
+    looked: int
+    sources: Sequence[SourceUsage]
+
+
 class KeptBlocks(Protocol):
     """Interface to the cache blocks that are kept outside the engine's cache, in host memory or files."""
 
@@ -118,6 +130,9 @@ class KeptBlocks(Protocol):
 
     def pause(self) -> None:
         """Wait a moment for blocks that are being fetched, as the engine has nothing to compute before they come."""
+
+    def usage(self) -> KeptUsage:
+        """Return what the blocks have been used for. May be called in any thread."""
 
     def close(self) -> None:
         """Store the full blocks that are not stored yet, and close the place where they are kept."""

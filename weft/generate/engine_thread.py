@@ -17,7 +17,7 @@ from weft.generate.backend import (
     SearchRequest,
 )
 from weft.generate.beam_search import Search
-from weft.generate.engine import Engine
+from weft.generate.engine import Engine, KeptUsage
 from weft.generate.request import Generation, Written
 
 R = TypeVar("R")
@@ -82,6 +82,8 @@ class EngineThread:
         scheduler, pool = self.engine.scheduler, self.engine.scheduler.pool
         usages = [party.usage() for party in self.engine.loans]
         lent = sum(usage.lent for usage in usages)
+        outside = self.engine.outside
+        kept = outside.usage() if outside is not None else KeptUsage(0, ())
         return EngineLoad(
             len(scheduler.running),
             len(scheduler.waiting),
@@ -91,6 +93,8 @@ class EngineThread:
             self._written,
             borrowed=sum(usage.borrowed for usage in usages),
             lent=lent,
+            looked=kept.looked,
+            sources=kept.sources,
         )
 
     # Called in the engine's thread, through `call`.

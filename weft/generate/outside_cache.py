@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from hashlib import blake2b
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 
@@ -18,7 +19,7 @@ from weft.generate.block_channel import BLOCKS, PeerBlocks, open_blocks
 from weft.generate.block_contents import bytes_of
 from weft.generate.block_files import BlockFiles
 from weft.generate.block_source import BlockSource, Contents, HostBlocks, TieredBlocks
-from weft.generate.engine import Engine
+from weft.generate.engine import Engine, KeptUsage
 from weft.generate.request import BlockFetch, Request
 from weft.net.endpoint import Endpoint
 
@@ -41,6 +42,7 @@ class OutsideCache:
     Attributes:
         ``fetched``: number of blocks that were read from the source so far.
         ``late``: how often a request has computed blocks because they did not come in time.
+        ``looked``: number of blocks that requests have looked for when they first began.
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class OutsideCache:
     ) -> None:  # fmt: skip
         self.engine, self.source, self.name, self.seconds = engine, source, name, seconds  # fmt: skip
         self.warn, self._failed = warn, False
-        self.fetched = self.late = 0
+        self.fetched = self.late = self.looked = 0
+        self._asked: WeakSet[Request] = WeakSet()
         self._fetching: list[Request] = []
         self._full: list[tuple[Request, bytes, int]] = []
         self._size = bytes_of(engine.block_form(), engine.reader.size)
@@ -67,6 +70,9 @@ class OutsideCache:
         """
         if not self._knows(request) or not keys:
             return 0
+        if request not in self._asked:
+            self._asked.add(request)
+            self.looked += len(keys)
         try:
             return self.source.find(self._outside_keys(request, keys))
         except Exception as error:
@@ -114,6 +120,12 @@ class OutsideCache:
         futures = [r.fetch.blocks for r in self._fetching if r.fetch is not None]
         if futures:
             wait(futures, IDLE_S, FIRST_COMPLETED)
+
+    def usage(self) -> KeptUsage:
+        """Return what the source has been used for. May be called in any thread."""
+        tiers = self.source
+        sources = tiers.usages() if isinstance(tiers, TieredBlocks) else []
+        return KeptUsage(self.looked, sources)
 
     def close(self) -> None:
         """Store the full blocks that are not stored yet, and close the source."""

@@ -3,7 +3,9 @@
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -13,11 +15,13 @@ from weft.errors import UsageError, WeftError
 ANSWER_S = 5.0
 
 #: Columns of the table.
-COLUMNS = ("engine", "state", "writing", "waiting", "blocks", "tokens/s", "lost blocks")
+COLUMNS = (
+    "engine", "state", "writing", "waiting", "blocks", "tokens/s", "lost blocks", "found outside",
+)  # fmt: skip
 
 
 #: Columns that a narrow terminal does without, those that are missed least first.
-SPARED = ("lost blocks", "blocks", "tokens/s", "state")
+SPARED = ("found outside", "lost blocks", "blocks", "tokens/s", "state")
 
 #: Fewest characters of an engine's name, and those between two columns.
 NAME, GAP = 12, 2
@@ -39,6 +43,8 @@ class EngineRow(NamedTuple):
         ``blocks``: number of all its cache blocks.
         ``tokens``: number of tokens that the engine has written so far.
         ``preemptions``: how often a request of the engine has lost its cache blocks so far.
+        ``looked``: number of blocks for which requests have looked outside the engine's cache.
+        ``fetched``: how many blocks each place outside the cache has given, by its name.
     """
 
     name: str
@@ -49,6 +55,8 @@ class EngineRow(NamedTuple):
     blocks: int
     tokens: int
     preemptions: int
+    looked: int = 0
+    fetched: Mapping[str, int] = MappingProxyType({})
 
 
 class Snapshot(NamedTuple):
@@ -85,10 +93,14 @@ def read_engines(url: str) -> Snapshot:
             f"{url} does not answer: {getattr(cause, 'strerror', None) or cause}; is the server there?"
         ) from None
     values: dict[str, dict[str, float]] = {}
+    fetched: dict[str, dict[str, int]] = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 engine = sample.labels.get("engine", "")
+                if sample.name == "weft_kept_blocks_fetched_total":
+                    of_engine = fetched.setdefault(engine, {})
+                    of_engine[sample.labels["source"]] = int(sample.value)
                 values.setdefault(sample.name, {})[engine] = sample.value
     except ValueError:
         values = {}
@@ -110,6 +122,8 @@ def read_engines(url: str) -> Snapshot:
             of("cache_blocks", engine),
             of("engine_tokens", engine),
             of("preemptions", engine),
+            of("kept_blocks_looked", engine),
+            fetched.get(engine, {}),
         )
         for engine in sorted(values.get("weft_cache_blocks", {}))
     ]
@@ -140,6 +154,7 @@ def table_rows(now: Snapshot, before: Snapshot | None) -> list[Sequence[str]]:
             f"{row.used:,} of {row.blocks:,}",
             rate([row]),
             f"{row.preemptions:,}",
+            found_shares([row]),
         )
         for row in now.engines
     ]
@@ -154,9 +169,21 @@ def table_rows(now: Snapshot, before: Snapshot | None) -> list[Sequence[str]]:
                 f"{sum(row.used for row in rows):,} of {sum(row.blocks for row in rows):,}",
                 rate(rows),
                 f"{sum(row.preemptions for row in rows):,}",
+                found_shares(rows),
             )
         )
     return cells
+
+
+def found_shares(rows: Sequence[EngineRow]) -> str:
+    """Return which share of the blocks that the engines ``rows`` have looked for outside their caches each place there
+    has given, such as ``host 40 %, files 12 %``; "-" if none was looked for.
+    """
+    looked, given = sum(row.looked for row in rows), Counter[str]()
+    for row in rows:
+        given.update(row.fetched)
+    shares = [f"{name} {min(1, n / looked):.0%}" for name, n in given.items() if looked]
+    return ", ".join(shares).replace("%", " %") or "-"
 
 
 class FittedTable(NamedTuple):

@@ -27,6 +27,16 @@ LOAD = (
     ("cache_blocks_borrowed", "Blocks of answers that lie in caches of other engines."),
     ("cache_blocks_lent", "Blocks of the cache with answers of other engines."),
     ("engine_role", "1 if the engine only computes prompts, 2 if it only writes."),
+    ("kept_blocks_looked", "Blocks looked for outside the cache, as requests began."),
+)
+
+#: What is said of every field of :class:`SourceUsage` but its name, with the name of its metric.
+SOURCES = (
+    ("kept_blocks_fetched", "Blocks read from host memory, files or other engines."),
+    ("kept_bytes_fetched", "Bytes of the blocks that were read."),
+    ("kept_blocks_stored", "Blocks that host memory or files have taken."),
+    ("kept_bytes_stored", "Bytes of the blocks that were taken."),
+    ("kept_blocks_refused", "Blocks that were not taken, or not given after all."),
 )
 
 
@@ -45,8 +55,16 @@ class LoadCollector:
             labels = [] if "" in loads else ["engine"]
             gauge = GaugeMetricFamily(f"weft_{name}", said, labels=labels)
             for engine, load in loads.items():
-                gauge.add_metric([engine] if engine else [], load[index])
+                gauge.add_metric([engine] if engine else [], float(load[index]))  # type: ignore[arg-type]
             yield gauge
+        for index, (name, said) in enumerate(SOURCES):
+            named = ["source"] if "" in loads else ["engine", "source"]
+            counter = CounterMetricFamily(f"weft_{name}", said, labels=named)
+            for engine, load in loads.items():
+                for source, *values in load.sources:
+                    labels = [engine, source] if engine else [source]
+                    counter.add_metric(labels, values[index])
+            yield counter
         for name, value in self.backend.counts().items():
             yield CounterMetricFamily(f"weft_{name}", COUNTS[name], value)
 
