@@ -18,6 +18,7 @@ from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models import products
 from weft.models.products import (
+    EXACT_UNSIGNED,
     Int8,
     KernelOfBytes,
     Packed,
@@ -171,9 +172,12 @@ def test_mixtures_are_packed_as_far_as_they_are_dense() -> None:
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
 
 
+#: The ways to call oneDNN's kernel that are exact on this CPU.
+EXACT_WAYS = list(filter(has_kernel_of_bytes, (None, EXACT_UNSIGNED)))
+
+
 @pytest.mark.skipif(
-    not has_kernel_of_bytes(),
-    reason="this CPU has no kernel that multiplies bytes exactly (VNNI)",
+    not EXACT_WAYS, reason="this CPU has no kernel that multiplies bytes exactly (VNNI)"
 )
 @given(
     st.integers(1, 40), st.integers(1, 40), st.integers(1, 3000), st.integers(0, 2**32)
@@ -186,7 +190,29 @@ def test_any_cpu_comes_to_the_bits_of_the_kernel_of_bytes(
     x = torch.randint(0, 256, (rows, inner), dtype=torch.uint8, generator=drawn)
     codes = torch.randint(-127, 128, (out, inner), dtype=torch.int8, generator=drawn)
     x[0], codes[0] = 255, 127  # the largest sums
-    assert torch.equal(times_codes(x, codes), KernelOfBytes(codes)(x))
+    for part in EXACT_WAYS:
+        assert torch.equal(times_codes(x, codes), KernelOfBytes(codes, part)(x))
+
+
+def test_a_kernel_that_rounds_large_sums_multiplies_parts_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As oneDNN does with AMX: it converts sums of unsigned bytes to float32, then subtracts what is for the 128."""
+
+    def rounding(self: KernelOfBytes, rows: torch.Tensor, codes: torch.Tensor) -> Any:
+        products = (rows.long() @ codes.long().t()).float()
+        return products - (128 * codes.long().sum(1)).float()
+
+    monkeypatch.setattr(KernelOfBytes, "_product", rounding)
+    monkeypatch.setattr(products.onednn, "qlinear_prepack", lambda codes, _: codes)
+    answers = has_kernel_of_bytes.__wrapped__
+    monkeypatch.setattr(products, "has_kernel_of_bytes", answers)
+    drawn = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (12, 519), dtype=torch.uint8, generator=drawn)
+    codes = torch.randint(-127, 128, (22, 519), dtype=torch.int8, generator=drawn)
+    x[0], codes[0] = 255, 127
+    assert not torch.equal(KernelOfBytes(codes)(x), times_codes(x, codes))
+    assert torch.equal(products.kernel_of(codes)(x), times_codes(x, codes))
 
 
 def test_sums_of_codes_are_exact_on_any_cpu() -> None:
@@ -204,7 +230,7 @@ def test_a_cpu_whose_sums_would_overflow_multiplies_by_tiles(
     """What oneDNN adds up in 16 bits is no kernel, whatever PyTorch says of the CPU."""
     whole, model = build(), build()
     read_only(whole, "int8")
-    monkeypatch.setattr(products, "has_kernel_of_bytes", lambda: False)
+    monkeypatch.setattr(products, "has_kernel_of_bytes", lambda part: False)
     read_only(model, "int8")
     assert torch.equal(logits(model), logits(whole))
 

@@ -32,6 +32,9 @@ GROUP = 32
 #: Rows of a weight that become float32 together, and products of two codes that float32 adds up exactly.
 TILE_OUT, EXACT = 256, 1024
 
+#: Products of a code with an unsigned byte that float32 adds up exactly.
+EXACT_UNSIGNED = 512
+
 
 class Packed(nn.Module):
     """A weight ``[out, in]`` in its own precision, stored in the order that oneDNN's kernel reads.
@@ -60,29 +63,32 @@ class Packed(nn.Module):
 class KernelOfBytes:
     """oneDNN's product of rows of unsigned bytes with a weight of signed bytes.
 
-    Each unsigned byte stands for its value minus 128. ``codes``: the weight, ``[out, in]``.
+    Each unsigned byte stands for its value minus 128. ``codes``: the weight, ``[out, in]``; ``part``: elements of a row
+    that are multiplied at once, None: all. The products of parts are added up as integers.
     """
 
-    def __init__(self, codes: T) -> None:
-        self.codes = onednn.qlinear_prepack(codes, None)
+    def __init__(self, codes: T, part: int | None = None) -> None:
+        self.part = part or codes.shape[1]
+        parts = codes.split(self.part, dim=1)
+        self.codes = [onednn.qlinear_prepack(part.contiguous(), None) for part in parts]
         self.ones = torch.ones(len(codes))
         self.zeros = torch.zeros(len(codes), dtype=torch.int32)
 
     def __call__(self, rows: T) -> T:
         """Map ``[rows, in]`` to ``[rows, out]`` in float32."""
+        if len(self.codes) == 1:
+            return self._product(rows, self.codes[0])
+        parts = zip(rows.split(self.part, dim=1), self.codes, strict=True)
+        total = torch.zeros(())
+        for i, (part, codes) in enumerate(parts):
+            product = self._product(part.contiguous(), codes).int()
+            total = product if not i else total.add_(product)
+        return total.float()
+
+    def _product(self, rows: T, codes: T) -> T:
         output = (1.0, 0, torch.float32)  # scale, zero point, type
         product: T = onednn.qlinear_pointwise(
-            rows,
-            1.0,
-            128,
-            self.codes,
-            self.ones,
-            self.zeros,
-            None,
-            *output,
-            "none",
-            [],
-            "",
+            rows, 1.0, 128, codes, self.ones, self.zeros, None, *output, "none", [], ""
         )
         return product
 
@@ -107,25 +113,45 @@ def times_codes(rows: T, codes: T) -> T:
 
 
 @cache
-def has_kernel_of_bytes() -> bool:
-    """Return whether oneDNN multiplies bytes without overflow on this machine, as it does on a CPU with VNNI.
+def has_kernel_of_bytes(part: int | None = None) -> bool:
+    """Return whether :class:`KernelOfBytes` multiplies bytes exactly on this machine.
 
-    Without VNNI it adds pairs of products in 16 bits. PyTorch does not know whether a virtual machine hides VNNI, so
-    that this function tries a product.
+    ``part``: elements of a row that the kernel multiplies at once, None: all.
+
+    Without VNNI, oneDNN adds pairs of products in 16 bits, and PyTorch does not know whether a virtual machine hides
+    VNNI. On a CPU with AMX, oneDNN gave other bits from 519 elements on, where a sum of unsigned bytes can pass 2^24:
+    as if the sum became float32 before the part of the 128 is subtracted. This function therefore tries such products.
     """
-    codes = torch.full((64, 64), 127, dtype=torch.int8)
-    codes[1::2] = -127
-    rows = torch.full((33, 64), 255, dtype=torch.uint8)
+    drawn = torch.Generator().manual_seed(0)
     try:
-        kernel = KernelOfBytes(codes)
-        inputs = [rows[:n] for n in (1, 3, 33)]
-        return all(torch.equal(kernel(x), times_codes(x, codes)) for x in inputs)
+        for inner in (64, 700, 2048):
+            codes = 127 - torch.randint(14, (64, inner), generator=drawn)
+            codes[1::2] *= -1
+            codes = codes.to(torch.int8)
+            rows = 255 - torch.randint(14, (33, inner), generator=drawn)
+            rows = rows.to(torch.uint8)
+            kernel = KernelOfBytes(codes, part)
+            inputs = [rows[:n] for n in (1, 3, 33)]
+            if not all(torch.equal(kernel(x), times_codes(x, codes)) for x in inputs):
+                return False
+        return True
     except (
         RuntimeError,
         AttributeError,
         NotImplementedError,
     ):  # a PyTorch without oneDNN, or of another kind of CPU
         return False
+
+
+def kernel_of(codes: T) -> Callable[[T], T]:
+    """Return the quickest function that multiplies rows of unsigned bytes with ``codes`` exactly on this machine.
+
+    ``codes``: the weight, ``[out, in]``, of signed bytes.
+    """
+    for part in (None, EXACT_UNSIGNED):
+        if has_kernel_of_bytes(part):
+            return KernelOfBytes(codes, part)
+    return partial(times_codes, codes=codes)
 
 
 class Int8(nn.Module):
@@ -136,8 +162,9 @@ class Int8(nn.Module):
     costs a second row, but the weight is read once.
 
     Sums of integers are exact, so that a row's result does not depend on other rows. The scales are applied outside the
-    kernel: inside it, the order of multiplications would depend on the number of rows. A CPU without such a kernel adds
-    up the same integers in float32 (:func:`times_codes`), and gets the same bits.
+    kernel: inside it, the order of multiplications would depend on the number of rows. A CPU whose kernel rounds large
+    sums multiplies parts of a row, and a CPU without such a kernel adds up the same integers in float32
+    (:func:`times_codes`); both get the same bits.
     """
 
     def __init__(self, weight: T) -> None:
@@ -146,8 +173,7 @@ class Int8(nn.Module):
         codes = (weight.float() / scales[:, None]).round().to(torch.int8)
         self.nbytes = codes.nbytes + scales.nbytes
         self.scales = scales / 127
-        exact = partial(times_codes, codes=codes)
-        self.times = KernelOfBytes(codes) if has_kernel_of_bytes() else exact
+        self.times = kernel_of(codes)
         self.first, self.second = torch.tensor(128.5), torch.tensor(1.5)
 
     def forward(self, x: T) -> T:
