@@ -225,7 +225,8 @@ class PagedReader:
 
         ``early``: the early exit that the pass makes, unless it has texts of several models.
         """
-        if self.decoding is not None and early is None:
+        streamed = self._streamed(step)
+        if self.decoding is not None and early is None and not streamed:
             requests = decode_requests(step)
             if requests and self.pages[0].store is not None:
                 self.change_blocks(step.copies, step.loads)
@@ -233,7 +234,7 @@ class PagedReader:
                 return lambda: decoded
         # a plugin's model cannot remember: it reads all again
         parts = parts_of(step, bool(self.model.shape.kind))
-        with streaming(self._streamed(step)):
+        with streaming(streamed):
             logits = self.read(parts, step.copies, step.loads, early)
         return lambda: logits
 
