@@ -447,6 +447,28 @@ def test_layers_leave_while_later_ones_are_computed(kind: str) -> None:
         hook.remove()
 
 
+def test_layers_that_passes_do_not_give_leave_between_passes() -> None:
+    """Passes with requests to several models write a layer's keys in several turns."""
+    source, target = (
+        Engine(model_of("softmax"), size=SIZE, budget=9),
+        Engine(model_of("softmax"), size=SIZE),
+    )
+    source.add_model("same", model_of("softmax"))
+    target.add_model("same", model_of("softmax"))
+    (one,) = source.submit(PROMPTS[4], NEW, HOW[4], adapter="same")
+    departure, arrival, rounds = Departure(source, one), Arrival(target), 0
+    departure.stream(lambda frame: arrival.keep(over_the_wire(frame)))
+    while not one.written:
+        source.step()
+        if (frame := departure.round()) is not None:
+            rounds += 1
+            assert arrival.take(over_the_wire(frame)) is None
+    moved = arrival.take(over_the_wire(departure.leave()))
+    assert moved is not None and rounds == 4
+    target.run()
+    assert moved.written == written_alone("softmax", 4, 4, "", "").written
+
+
 def test_layers_that_are_missing_or_too_much_are_refused() -> None:
     model = model_of("softmax")
     for change in ("less", "more", "order", "none"):

@@ -133,7 +133,9 @@ class Departure:
         """Return a frame with the blocks that have become full since the last call; None if there are none."""
         size = self.engine.scheduler.pool.size
         full = self.request.computed // size
-        if self._stream is not None:
+        if self._stream is not None and not self._outdated:
+            # what passes do not give themselves, such as those with requests to several models
+            self._stream.send_all(self.request.computed)
             full = min(full, self._stream.whole // size)
         if not self.request.runs or full <= self.sent or self._outdated or self._lent:
             return None
