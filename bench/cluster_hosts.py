@@ -81,7 +81,7 @@ class HostedService:
         begun = time.monotonic()
         for number in range(1, len(self.machines)):
             self.start_engine(number)
-        await self.has_joined(len(self.roles), 120)
+        await self.has_joined(len(self.roles))
         return time.monotonic() - begun
 
     def start_engine(self, number: int) -> None:
@@ -102,7 +102,7 @@ class HostedService:
             name, "engine", *self.words, *own, at=host
         )
 
-    async def has_joined(self, engines: int, seconds: float) -> None:
+    async def has_joined(self, engines: int, seconds: float = 300) -> None:
         async def enough() -> bool:
             return len(await scraped(self.port)) == engines
 
@@ -149,8 +149,9 @@ class Show:
         reading, at = [*self.trial.active], time.monotonic()
         before, sent = await self.counts(), self.service.sent()
         extra = await act() or {}
+        done = time.monotonic()
         for _ in range(600):
-            late = [s for s in reading if s in self.trial.active and s.times and s.times[-1] <= at]  # fmt: skip
+            late = [s for s in reading if s in self.trial.active and s.times and s.times[-1] <= done]  # fmt: skip
             if not late:
                 break
             await asyncio.sleep(0.1)
@@ -158,7 +159,7 @@ class Show:
         now = await self.counts()
         moved = {name: now[name] - before[name] for name in now if name.startswith(("answers_", "moved_"))}  # fmt: skip
         row = {
-            "what": what, "seconds": round(time.monotonic() - at, 2), "streams": len(waits),
+            "what": what, "seconds": round(done - at, 2), "streams": len(waits),
             "median_gap_s": round(waits[len(waits) // 2], 3) if waits else None,
             "longest_gap_s": round(waits[-1], 3) if waits else None,
             **moved, **extra,
@@ -187,7 +188,7 @@ async def mixed(show: Show) -> None:
     async def join() -> dict[str, Any]:
         begun = time.monotonic()
         service.start_engine(1)
-        await service.has_joined(3, 60)
+        await service.has_joined(3)
         return {"joined_s": round(time.monotonic() - begun, 2)}
 
     async def pull(number: int) -> dict[str, Any]:
@@ -196,7 +197,7 @@ async def mixed(show: Show) -> None:
         await asyncio.sleep(3)
         machines[number].link(up=True)
         begun = time.monotonic()
-        await service.has_joined(3, 60)
+        await service.has_joined(3)
         return {"noticed_s": round(noticed, 2), "joined_again_s": round(time.monotonic() - begun, 2)}  # fmt: skip
 
     async def isolate() -> dict[str, Any]:
@@ -204,7 +205,7 @@ async def mixed(show: Show) -> None:
         await asyncio.sleep(4)
         machines[0].link(up=True)
         begun = time.monotonic()
-        await service.has_joined(3, 60)
+        await service.has_joined(3)
         return {"joined_again_s": round(time.monotonic() - begun, 2)}
 
     async def kill_rank() -> dict[str, Any]:
@@ -217,7 +218,7 @@ async def mixed(show: Show) -> None:
         service.processes.expect("engine-3", 1)
         left = machines[3].processes()
         service.start_engine(3)
-        await service.has_joined(3, 60)
+        await service.has_joined(3)
         return {"noticed_s": round(noticed, 2), "exit_code": code, "processes_left": len(left)}  # fmt: skip
 
     await show.step("dispatch", wait)

@@ -467,6 +467,15 @@ def test_a_second_router_is_refused_and_names_the_first(
                 router_endpoint(lambda: Endpoint(*address), address, SECRET)
 
 
+@pytest.mark.parametrize("host", ["203.0.113.9", "nohost.invalid"])
+def test_an_address_of_no_host_here_is_refused_with_a_remedy(host: str) -> None:
+    """Nobody is asked who serves there: that would be another host's router."""
+    remedy = r"set cluster\.listen to an address of this host, or to 0\.0\.0\.0:81"
+    with pytest.raises(UsageError, match=f"cannot listen at .*; {remedy}") as error:
+        router_endpoint(lambda: Endpoint(host, 81), (host, 81), SECRET)
+    assert "while attempting" not in str(error.value)
+
+
 def test_a_proxy_before_a_router_that_is_gone_is_no_stranger() -> None:
     """A tunnel or proxy takes connections while the router behind it starts, and ends them without a word."""
     with Cluster(1) as cluster:

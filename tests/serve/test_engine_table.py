@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.error
 from email.message import Message
+from http.client import BadStatusLine
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,13 @@ def test_another_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("urllib.request.urlopen", lacks)
     with pytest.raises(UsageError, match=r"is no server of weft serve \(HTTP 404\)"):
+        read_engines("http://h")
+
+    def speaks_otherwise(url: str, timeout: float) -> Any:
+        raise BadStatusLine("\0\1")
+
+    monkeypatch.setattr("urllib.request.urlopen", speaks_otherwise)
+    with pytest.raises(UsageError, match="does not speak HTTP"):
         read_engines("http://h")
 
 

@@ -180,6 +180,7 @@ def read_address(text: str, option: str) -> tuple[str, int]:
     text, which names ``option``.
     """
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    known = colon and host and port.isdecimal() and int(port) <= 65535
+    if not known or "/" in host:
         raise UsageError(f"{option} {text} is no address; give HOST:PORT")
     return host.strip("[]"), int(port)

@@ -1,5 +1,6 @@
 """Whether another router serves engines at an address already, and which one that is."""
 
+import errno
 import os
 import platform
 from collections.abc import Callable
@@ -26,12 +27,16 @@ def router_endpoint(listen: Callable[[], Endpoint], address: Address, secret: st
     """Return the endpoint that ``listen`` opens at ``address`` for a router. Engines take the place of a dead router's
     connection with one to the new router by themselves.
 
-    Raises :class:`UsageError` if the address is taken, and names the router that has it. ``secret``: known to the
-    routers and engines.
+    Raises :class:`UsageError` if the address is taken, and names the router that has it, or if it is none of this
+    host's. ``secret``: known to the routers and engines.
     """
     try:
         return listen()
     except UsageError as error:
+        cause = error.__context__
+        if isinstance(cause, OSError) and cause.errno != errno.EADDRINUSE:
+            where = f"an address of this host, or to 0.0.0.0:{address[1]}"
+            raise UsageError(f"{error}; set cluster.listen to {where}") from None
         who = _who_serves(address, secret)
         if not who:
             raise

@@ -21,9 +21,15 @@ def listen(host: str, port: int = 0, backlog: int | None = None) -> socket.socke
     """Return a socket that listens at the IPv4 or IPv6 address ``host``.
 
     ``port``: the port, or 0 for any free port; ``backlog``: number of connections that the system keeps until they are
-    taken.
+    taken. Raises OSError, whose text is the system's own.
     """
-    return socket.create_server((host, port), family=family_of(host), backlog=backlog)
+    try:
+        return socket.create_server(
+            (host, port), family=family_of(host), backlog=backlog
+        )
+    except OSError as error:  # Python adds the address, which callers name themselves
+        cause = (error.strerror or str(error)).partition(" (while ")[0]
+        raise OSError(error.errno, cause) from None
 
 
 def connect_socket(host: str, port: int) -> Socket:

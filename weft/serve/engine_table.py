@@ -5,6 +5,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -87,6 +88,8 @@ def read_engines(url: str) -> Snapshot:
         raise UsageError(
             f"{url} is no server of weft serve (HTTP {error.code}); give its address"
         ) from None
+    except HTTPException:
+        raise UsageError(f"{url} does not speak HTTP; give the address of weft serve") from None  # fmt: skip
     except (OSError, ValueError) as error:
         cause = getattr(error, "reason", error)
         raise WeftError(
