@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
 
 from weft.generate import start
 from weft.layout.layout import Layout
+from weft.run import signals
 
 
 def test_ranks_of_an_engine_keep_to_its_share_of_the_cores(
@@ -42,3 +44,20 @@ def test_processes_of_torchrun_are_engines_of_their_own(
     with start.as_engine(Layout(), "cuda") as device:
         assert (device, settled) == ("cuda:1", [("cuda", 4)])
     assert not torch.distributed.is_initialized()
+
+
+def test_signals_are_left_to_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that come after the last step: the rank ends with 0, as the first one does."""
+    before = {number: signal.getsignal(number) for number in signals.stop_signals()}
+    monkeypatch.setattr(signals, "requests", signals.StopRequests())
+    try:
+        signals.leave_signals_to_others()
+        with signals.noted_signals(signals.stop_signals()) as received:
+            signal.raise_signal(signal.SIGINT)
+        assert received == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+        signals.requests._since -= signals.REPEAT_S + 1
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

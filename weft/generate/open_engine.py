@@ -26,6 +26,7 @@ from weft.generate.split_phases import SplitPhases
 from weft.generate.start import leads
 from weft.layout.layout import Layout
 from weft.models.products import NARROW, read_only
+from weft.run.signals import leave_signals_to_others
 
 #: The share of the free memory that the cache may fill.
 SHARE = 0.4
@@ -217,6 +218,7 @@ def open_engine(
     shared = share_model(model) if options.phases == "split" else None
     read_only(model, options.weights)
     if not leads():
+        leave_signals_to_others()  # also those that come when it has ended
         follow_leader(model)
         return None
     engine = Engine(

@@ -275,6 +275,16 @@ def noted_signals(
             requests.asked = 0
 
 
+def leave_signals_to_others() -> None:
+    """Let signals that ask this process to end have no effect from now on, as another process ends it: of several
+    ranks, the first.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in stop_signals():
+            signal.signal(number, requests.note)
+        requests.noted, requests.again = [], lambda number: None
+
+
 @contextlib.contextmanager
 def ctrl_c_held_back() -> Iterator[None]:
     """Hold Ctrl-C (SIGINT) back from processes that are started while the context lasts.
