@@ -8,6 +8,7 @@ import signal
 import threading
 from multiprocessing.connection import Connection
 
+import psutil
 import pytest
 import torch
 
@@ -214,9 +215,17 @@ class Stillborn:
         return 1
 
 
+def private_bytes(pid: int) -> int:
+    """Bytes of the shared files that a process has copied for itself."""
+    maps = psutil.Process(pid).memory_maps(grouped=False)
+    shared = [each for each in maps if "weft-shared" in each.path]
+    assert len(shared) == 2 and sum(each.shared_dirty for each in shared)
+    return sum(each.private_dirty for each in shared)
+
+
 @pytest.mark.slow(12)
 def test_a_real_process_that_is_killed_and_frozen(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """Requests of the killed process are computed here; a new process comes."""
+    """Requests of the killed process are computed here; a new process comes. Weights and cache exist once."""
     monkeypatch.setattr("weft.generate.prefill_process.SILENT_S", 0.5)
     model = build("softmax", torch.float32)
     shared, said = share_model(model), list[str]()
@@ -238,6 +247,7 @@ def test_a_real_process_that_is_killed_and_frozen(monkeypatch: pytest.MonkeyPatc
             assert [g.written for g in generations] == expected
             if ending is None:
                 assert phases.passes > passes
+                assert process.pid and not private_bytes(process.pid)
             else:
                 assert phases.lost > lost
         assert len(said) == 2 and "no sign of life" in said[1]
