@@ -14,13 +14,14 @@ import torch
 
 from tests.generate.test_many import NEW, PROMPTS, build, each_alone
 from weft.errors import WeftError
+from weft.generate.beam_search import Search
 from weft.generate.core_share import ANY
 from weft.generate.engine import Engine
 from weft.generate.lookup import Lookup
 from weft.generate.prefill_process import PrefillProcess, serve_prefill
 from weft.generate.quotas import FixedQuota
 from weft.generate.request import Generation
-from weft.generate.sampling import GREEDY
+from weft.generate.sampling import GREEDY, Sampling
 from weft.generate.shared_model import share_model
 from weft.generate.split_phases import SplitPhases
 
@@ -184,6 +185,23 @@ def test_both_compute_at_once_and_blocks_under_way_are_given_to_nobody() -> None
     gate.set()
     engine.run()
     assert text.written == each_alone("softmax", torch.float32)[0].written
+    both.check_nothing_is_left()
+
+
+def test_beams_and_several_texts_of_a_prompt_are_those_of_one_process() -> None:
+    """Both branch where a prompt ends, so that the logits of a pass are read after the next one has begun."""
+    results = []
+    both = Split("softmax", budget=9)
+    plain = Engine(build("softmax", torch.float32), tokens=1000, size=4, budget=9)
+    for engine in (both.engine, plain):
+        others = engine.submit(PROMPTS[4], NEW, GREEDY)
+        texts = engine.submit(PROMPTS[2], NEW, Sampling(seed=3), n=3, top=2)
+        best = Search(engine, PROMPTS[1], 6, 3).run()
+        engine.run()
+        written = [text.written for text in (*others, *texts)]
+        results.append((written, [hypothesis.ids for hypothesis in best]))
+    assert results[0] == results[1]
+    assert both.phases.passes
     both.check_nothing_is_left()
 
 
