@@ -1,6 +1,6 @@
 """Two phases on one device: quotas that controllers choose beside fixed ones and one process, on a load that drifts.
 
-    python bench/quotas.py [--seeds 2] [--real] [--rounds 2]
+    python bench/quotas.py [--seeds 2] [--real] [--rounds 2] [--requests 10]
 
 The load alternates between long prompts with short answers and many short prompts with longer ones, so that no fixed
 quota is right all the time. The device is simulated: an H100 with Llama-3-8B, by the planner's roofline, where both
@@ -253,17 +253,22 @@ def capacity() -> tuple[float, float]:
         return token, (time.perf_counter() - begun) / steps
 
 
-def measured(rounds: int) -> dict[str, Any]:
-    """Compare all ways on this machine, which take turns, with rates and limits by what it can do."""
+def measured(rounds: int, requests: int) -> dict[str, Any]:
+    """Compare all ways on this machine, which take turns, with rates and limits by what it can do. ``requests``: about
+    so many long prompts in a stage.
+    """
     torch.set_num_threads(os.cpu_count() or 1)
     token, step = capacity()
     print(f"{token:.5f} s per prompt token, {step:.4f} s per step", flush=True)
-    # at three fifths of what one process can do, for so many requests that means say something
+    # at two fifths of what one process can do, for so many requests that means say something
     long, short = (
-        0.6 / (prompt * token + answer * step / texts)
+        0.4 / (prompt * token + answer * step / texts)
         for prompt, answer, texts in ((300, 8, 4), (30, 30, 6))
     )
-    stages = (Stage(300, 8, long, 5 / long), Stage(30, 30, short, 10 / short)) * 2
+    stages = (
+        Stage(300, 8, long, requests / long),
+        Stage(30, 30, short, 2 * requests / short),
+    ) * 2
     limits = Limits(6 * 300 * token, 3 * step)
     words = {word: word for word in (CHUNKED[0], *FIXED, "nexus")}
     words["semi-pd"] = f"semi-pd:{limits.ttft:.3f},{limits.tpot:.4f}"
@@ -325,12 +330,13 @@ def main(
     seeds: Annotated[int, typer.Option(min=1)] = 2,
     real: bool = False,
     rounds: Annotated[int, typer.Option(min=1)] = 2,
+    requests: Annotated[int, typer.Option(min=1)] = 10,
     out: Path = RESULTS,
 ) -> None:
     """Compare all ways, and write the figures."""
     said: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     if real:
-        said["real"] = measured(rounds)
+        said["real"] = measured(rounds, requests)
     else:
         said["simulated"] = simulation(seeds, STAGES)
     out.write_text(json.dumps(said, indent=1) + "\n")
