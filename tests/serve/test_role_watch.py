@@ -41,7 +41,9 @@ def test_roles_follow_a_load_that_drifts_and_no_peak() -> None:
     assert [watch(heavy), watch(heavy)] == [None, chosen]
 
 
-@pytest.mark.parametrize("change", [{"requests": []}, {"engines": 1}, {"rates": ()}])
+@pytest.mark.parametrize(
+    "change", [{"requests": []}, {"engines": 1}, {"rates": ()}, {"cache": 8}]
+)
 def test_nothing_is_chosen_from_too_little(change: dict[str, object]) -> None:
     watch = RoleWatch(ServiceLimits(1.5, 0.02), windows=1)
     assert watch(window(1.5, 8, 2)._replace(**change)) is None  # type: ignore[arg-type]

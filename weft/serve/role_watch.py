@@ -36,7 +36,12 @@ class RoleWatch:
 
     def __call__(self, asked: RoleQuestion) -> RoleCounts | None:
         """Return better roles than the present ones of ``asked``, or None."""
-        if len(asked.requests) < FEWEST or asked.engines < 2 or not asked.rates:
+        fitting = [
+            each
+            for each in asked.requests
+            if len(each.prompt) + each.tokens <= asked.cache  # others borrow blocks
+        ]
+        if len(fitting) < FEWEST or asked.engines < 2 or not asked.rates:
             return None
         rates = np.array(asked.rates)
 
@@ -53,10 +58,10 @@ class RoleWatch:
             self._watch = PlacementWatch(search, current, self.margin, self.windows)
         self._among = self._watch.among = among
         self._watch.search, self._watch.current = search, current
-        begun = asked.requests[0].time
+        begun = fitting[0].time
         window = [
             TimedRequest(each.time - begun, each.prompt, each.tokens)
-            for each in asked.requests
+            for each in fitting
         ]
         better = self._watch.look(window)
         return None if better is None else counts_of(better)
