@@ -10,7 +10,9 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from weft.generate.block_pool import BlockPool
 from weft.generate.branches import branch
 from weft.generate.keys import chained_keys, root_key
 from weft.generate.policies import Policy, exact_fill, policy_of
-from weft.generate.request import Branch, Request
+from weft.generate.request import BlockFetch, Branch, Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
 
 POLICIES: tuple[Policy, ...] = (
@@ -51,6 +53,7 @@ class World:
     # ("add", prompt, new, adapter, tenant), ("fork" or "cancel", whom), ...; of moves between engines:
     # ("announce", prompt, new, adapter, tenant, computed), ("hop", whom), ("round", whom), ("land", whom)
     events: tuple[tuple[Any, ...], ...]
+    keeps: bool = False  # full blocks are kept outside, too; ("arrive", how many) of those that are fetched
 
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40).map(tuple)
@@ -79,12 +82,12 @@ events = st.one_of(
         st.sampled_from(TENANTS),
         st.integers(0, 40),
     ),
-    st.tuples(st.sampled_from(("hop", "round", "land")), st.integers(0, 9)),
+    st.tuples(st.sampled_from(("hop", "round", "land", "arrive")), st.integers(0, 9)),
     st.tuples(st.just("step")),
 )
 worlds = st.builds(
     World, st.integers(1, 17), st.integers(0, 12), st.integers(1, 40), st.integers(1, 5), st.sampled_from(POLICIES),
-    st.booleans(), st.lists(events, min_size=1, max_size=30).map(tuple),
+    st.booleans(), st.lists(events, min_size=1, max_size=30).map(tuple), st.booleans(),
 )  # fmt: skip
 
 
@@ -141,6 +144,35 @@ class AdapterKeys(dict[str, list[bytes]]):
         return [f"{name} {i}".encode() for i in range(2 * bool(name))]
 
 
+class Outside:
+    """Full blocks outside the pool, as the scheduler finds and fetches them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.kept: dict[bytes, list[tuple[Any, ...]]] = {}
+        self.fetching: list[tuple[Request, BlockFetch, Sequence[bytes]]] = []
+
+    def find(self, request: Request, keys: Sequence[bytes]) -> int:
+        return sum(1 for _ in takewhile(self.kept.__contains__, keys))
+
+    def fetch(self, request: Request, keys: Sequence[bytes]) -> None:
+        request.fetch = BlockFetch(Future(), math.inf)
+        self.fetching.append((request, request.fetch, keys))
+
+    def note_full(self, request: Request, key: bytes, block: int) -> None:
+        self.kept.setdefault(key, list(self.machine.memory[block]))
+
+    def arrive(self, most: int) -> None:
+        """Write up to so many of the blocks that were asked for first; the others are gone."""
+        request, fetch, keys = self.fetching.pop(0)
+        if request.fetch is not fetch:  # it has lost its blocks, or has ended
+            return
+        first = request.computed // self.machine.size
+        for at, key in enumerate(keys[:most]):
+            self.machine.memory[request.table[first + at]] = list(self.kept[key])
+        self.machine.scheduler.arrived(request, min(most, len(keys)))
+
+
 class Machine:
     """Runs a world and checks it after every event."""
 
@@ -159,6 +191,9 @@ class Machine:
         self.draws: Counter[Request] = Counter()
         self.done: set[Request] = set()
         self.travellers: list[Traveller] = []
+        self.outside = Outside(self)
+        if world.keeps:
+            self.scheduler.outside = self.outside
 
     def happen(self, kind: str, *rest: Any) -> None:
         if kind == "add":
@@ -214,6 +249,8 @@ class Machine:
             self._send(self.travellers[rest[0] % len(self.travellers)], whole=False)
         elif kind == "land" and self.travellers:
             self._land(self.travellers.pop(rest[0] % len(self.travellers)))
+        elif kind == "arrive" and self.outside.fetching:
+            self.outside.arrive(*rest)
         elif kind == "step":
             self.step()
         self.check_owners()
@@ -278,7 +315,10 @@ class Machine:
         assert len(scheduler.running) <= scheduler.limit, (
             "property 2: more requests than the limit"
         )
+        if not step.work and self.outside.fetching:
+            return self.outside.arrive(len(self.run.trace) % 4)
         assert step.work or not self._live(), "property 6: nobody goes on"
+        assert all(r.fetch is None for r in step.work), "property 1: blocks are missing"
         for r, tokens in step.work.items():
             assert 0 < tokens <= len(r.ids) - r.computed, (
                 "property 5: more computed than there is, or nothing"
@@ -551,6 +591,17 @@ class Impatient(Scheduler):
         self.waiting.sort(key=lambda r: -r.arrival)
 
 
+class Believing(Scheduler):
+    """8: a block that was gone counts as read."""
+
+    def arrived(self, request: Request, blocks: int) -> None:
+        if request.computed + (blocks + 1) * self.pool.size < len(request.ids):
+            blocks = min(
+                blocks + 1, len(request.table) - request.computed // self.pool.size
+            )
+        super().arrived(request, blocks)
+
+
 class Clinging(Scheduler):
     """10: who is cancelled in the middle of a prompt keeps the blocks."""
 
@@ -632,7 +683,7 @@ def caught(property_: int, kind: type[Scheduler]) -> None:
     (1, Forgetful), (2, Greedy), (2, Crowded), (3, Unowned), (3, Leaking), (4, Writing),
     (5, Gullible), (5, Overshooting), (5, Idle),
     (6, Starving), (3, Careless), (1, Trusting), (7, Losing),
-    (9, Impatient), (10, Clinging), (11, Moody),
+    (9, Impatient), (10, Clinging), (11, Moody), (8, Believing),
 ])  # fmt: skip
 def test_a_planted_fault_is_caught(property_: int, kind: type[Scheduler]) -> None:
     caught(property_, kind)
