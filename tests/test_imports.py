@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -222,3 +224,41 @@ def test_connections_are_made_in_net_alone() -> None:
     assert users == BESIDE_NET
     text = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     assert "weights_only=False" not in text and "allow_pickle" not in text
+
+
+def undeclared_imports() -> set[tuple[str, str]]:
+    """Pairs of a file and a package that it imports as soon as it is imported, and that no extra of users brings."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [
+        *project["dependencies"],
+        *(word for name in extras.keys() - {"test", "dev", "docs", "bench"} for word in extras[name]),
+    ]  # fmt: skip
+    declared = {re.split(r"[<>=\[ ]", word)[0].replace("-", "_").lower() for word in wanted}  # fmt: skip
+    # what these bring: pydantic, typer, uvicorn, lm_eval
+    brought = {"pydantic_core", "click", "h11", "tqdm"}
+    known = declared | brought | sys.stdlib_module_names | {"weft"}
+    return {
+        (path.relative_to(PACKAGE).as_posix(), name)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for whole in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""] * (not node.level)
+        )
+        if (name := whole.split(".")[0]).lower() not in known
+    }
+
+
+def test_what_is_imported_at_once_is_declared() -> None:
+    """The engine of every service once needed scipy, which only the tests install."""
+    assert undeclared_imports() <= OF_PYTORCH
+
+
+#: What PyTorch brings on GPUs, for the files that only they use.
+OF_PYTORCH = {
+    (file, "triton")
+    for file in ("models/paged_kernel.py", "models/pointwise_kernels.py")
+}

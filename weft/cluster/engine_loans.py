@@ -7,11 +7,11 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from weft.generate.engine import Engine
 from weft.generate.lending import RESERVE, Borrower, LoanOffice
 from weft.generate.loan_channel import LOANS, RemoteLender, open_loans
+from weft.generate.step_curve import nonnegative_rates
 from weft.net.endpoint import Endpoint
 
 #: Steps before the seconds of a step are fitted, and seconds between two fits.
@@ -109,7 +109,7 @@ class EngineLoans:
             return ()
         if time.monotonic() >= self._fit_again:
             work, seconds = zip(*list(self._steps), strict=True)
-            rates, _ = nnls(np.array(work), np.array(seconds))
+            rates = nonnegative_rates(np.array(work), np.array(seconds))
             self._seconds = [float(rate) for rate in rates]
             self._fit_again = time.monotonic() + FIT_S
         return self._seconds

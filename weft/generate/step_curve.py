@@ -3,15 +3,46 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain, combinations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.step_work import work_of
 
+#: Differences of squared errors below this share of the squared seconds are rounding.
+ROUNDING = 1e-12
+
+Numbers = NDArray[np.float64]
+
 #: Steps of an engine that serves which are remembered, the fewest to which a curve is fitted, and seconds between two
 #: fits.
 STEPS, FIT, FIT_S = 256, 32, 2.0
+
+
+def nonnegative_rates(work: Numbers, seconds: Numbers) -> Numbers:
+    """Return the rates, none below zero, with which ``work @ rates`` is nearest to ``seconds`` in least squares.
+
+    ``work``: ``[steps, kinds of work]``; ``seconds``: ``[steps]``. The kinds must be few, as every set of them is
+    tried: the best rates are the least squares of the kinds that have a rate above zero.
+    """
+    scale = np.linalg.norm(work, axis=0)
+    usable = np.flatnonzero(scale)
+    # the same distances in as many rows as there are kinds
+    q, r = np.linalg.qr(work[:, usable] / scale[usable])
+    aim, kinds = q.T @ seconds, len(usable)
+    best, rates = float(aim @ aim), np.zeros(work.shape[1])
+    least = ROUNDING * best
+    sets = (combinations(range(kinds), count) for count in range(1, kinds + 1))
+    # few kinds first: what more of them change by rounding alone does not count
+    for some in map(list, chain.from_iterable(sets)):
+        fit = np.linalg.lstsq(r[:, some], aim, rcond=None)[0]
+        error = float(np.square(r[:, some] @ fit - aim).sum())
+        if error < best - least and (fit >= 0).all():
+            best, rates = error, np.zeros(work.shape[1])
+            rates[usable[some]] = fit / scale[usable[some]]
+    return rates
 
 
 class Curve:
@@ -21,15 +52,13 @@ class Curve:
     """
 
     def __init__(self, samples: Sequence[tuple[Sequence[float], float]]) -> None:
-        from scipy.optimize import nnls  # an engine without curves runs without scipy
-
         work, seconds = (
             np.array([each for each, _ in samples]),
             np.array([each for _, each in samples]),
         )
         # Relative errors count, so that all steps weigh alike, and no rate is negative. Steps that are short by chance
         # weigh more in that, so that the total would come out too short: it is scaled to the measured one.
-        self.rates, _ = nnls(work / seconds[:, None], np.ones(len(seconds)))
+        self.rates = nonnegative_rates(work / seconds[:, None], np.ones(len(seconds)))
         self.rates *= seconds.sum() / (work @ self.rates).sum()
 
     def __call__(self, step: ScheduledStep) -> float:
