@@ -163,7 +163,9 @@ def _data_mesh(mesh: Mesh) -> DeviceMesh:
 def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
     """Return the placement of a block's parameters: experts are sharded over the ranks with the same experts.
 
-    PyTorch has this for mixtures of experts since 2.13, and no public name yet for the result.
+    PyTorch has this for mixtures of experts since 2.13, without a public name for the result. Before 2.13, experts need
+    an FSDP2 module of their own, whose hooks do not fit experts that run in several pieces: weights are freed after the
+    backward of one piece.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -173,7 +175,8 @@ def _expert_placement(model: Transformer, mesh: Mesh) -> Callable[[nn.Parameter]
         )
     except ImportError:
         raise WeftError(
-            f"layout.ep needs PyTorch 2.13, and this is {torch.__version__}; leave it out"
+            "layout.ep needs PyTorch 2.13 where pp = 1 and weights are in memory, and this "
+            f"is {torch.__version__}; set layout.pp = 2 or memory.weights = 'file', or leave layout.ep out"
         ) from None
     groups = [mesh.group("expert_dp"), mesh.group("expert_state")]
     if mesh.size("expert_dp") == 1:
@@ -248,7 +251,7 @@ def _near_groups(mesh: Mesh) -> Iterator[None]:
 
     By itself FSDP2 makes new process groups for every block, of the ranks of one data mesh only: ranks of ``tp`` and
     ``pp`` would not agree on them. So it gets the group that all ranks have made together, which takes a private
-    function. Tested with PyTorch 2.13.
+    function. Tested with PyTorch 2.11 and 2.13.
     """
     if not mesh.size("near"):
         yield
