@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +12,9 @@ from tests.generate.test_many import build
 from weft.generate.block_pool import BlockPool
 from weft.generate.engine import Engine
 from weft.generate.policies import exact_fill, policy_of
+from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep, Scheduler
-from weft.generate.step_curve import Curve
+from weft.generate.step_curve import FIT, Curve, StepWatch
 from weft.generate.step_work import work_of
 from weft.serve.load_simulation import (
     TimedRequest,
@@ -111,3 +113,25 @@ def test_samples_are_of_the_steps_that_were_timed() -> None:
     assert all(seconds > 0 and work[0] == 1 for work, seconds in samples)
     assert sum(work[3] for work, _ in samples) == sum(a.tokens for a in arrivals)
     assert "planning" not in engine.scheduler.plan.__qualname__
+
+
+def test_rates_of_an_engine_that_serves_are_those_of_its_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fit that fails leaves the rates as they were."""
+    watch = StepWatch()
+    for tokens in range(1, FIT + 1):
+        assert watch.rates == ()
+        watch.begin(ScheduledStep({Request([0] * tokens, tokens): tokens}, []))
+        watch.end(0.01 + 0.002 * tokens)
+        watch.end(99.0)  # of no step
+    rates = watch.rates
+    step = ScheduledStep({Request([0] * 20, 20): 20}, [])
+    assert np.dot(rates, work_of(step)) == pytest.approx(0.05, rel=0.05)
+
+    def failing(samples: object) -> None:
+        raise np.linalg.LinAlgError("no convergence")
+
+    monkeypatch.setattr("weft.generate.step_curve.Curve", failing)
+    watch._again = 0.0
+    assert watch.rates == rates

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from weft.cluster.cluster_messages import Message
 from weft.net.wire import ENDED, Head, SealedConnection
@@ -56,21 +56,24 @@ class Outbox:
         self.connection.close()
 
     def _send(self) -> None:
+        # whatever ends this, the other end is to notice it
+        with closing(self.connection), suppress(OSError):
+            self._send_all()
+
+    def _send_all(self) -> None:
         due = time.monotonic()
-        with suppress(OSError):
-            while True:
-                with self._wake:
-                    if not (self._queue or self._ended):
-                        self._wake.wait(max(0.0, due - time.monotonic()))
-                    ready, self._queue = self._queue, deque()
-                    ended = self._ended
-                for head, payload in ready:
-                    self.sent += self.connection.send(head, payload)
-                if ended and not ready:
-                    break
-                if time.monotonic() >= due:
-                    self.beats += 1
-                    number = {"number": self.beats}
-                    self.connection.send({"kind": "beat", **number, **self._beat()})
-                    due = time.monotonic() + self._every
-        self.connection.close()
+        while True:
+            with self._wake:
+                if not (self._queue or self._ended):
+                    self._wake.wait(max(0.0, due - time.monotonic()))
+                ready, self._queue = self._queue, deque()
+                ended = self._ended
+            for head, payload in ready:
+                self.sent += self.connection.send(head, payload)
+            if ended and not ready:
+                break
+            if time.monotonic() >= due:
+                self.beats += 1
+                number = {"number": self.beats}
+                self.connection.send({"kind": "beat", **number, **self._beat()})
+                due = time.monotonic() + self._every

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain, combinations
 
 import numpy as np
@@ -88,6 +89,9 @@ class StepWatch:
     def rates(self) -> Sequence[float]:
         """Seconds for one of each of the six numbers of :func:`work_of`; none before there are enough measurements."""
         if len(self._steps) >= FIT and time.monotonic() >= self._again:
-            self._rates = [float(rate) for rate in Curve(list(self._steps)).rates]
             self._again = time.monotonic() + FIT_S
+            with suppress(np.linalg.LinAlgError):  # the fit does not converge
+                rates = Curve(list(self._steps)).rates
+                if np.isfinite(rates).all():
+                    self._rates = [float(rate) for rate in rates]
         return self._rates
