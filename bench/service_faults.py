@@ -411,7 +411,9 @@ class Service:
             own = []
         if self.kind == "cluster":
             file = self.folder / "cluster.toml"
-            file.write_text(f'[cluster]\nlisten = "127.0.0.1:{self.inner}"\n')
+            # a process may take minutes to start on a machine that others share
+            limits = "limits = { patience = 600 }"
+            file.write_text(f'[cluster]\nlisten = "127.0.0.1:{self.inner}"\n{limits}\n')
             own = ["--cluster", str(file)]
         self.router = self.processes.start(
             f"{self.kind}-router", "serve", *self.words, *own, "--port", str(self.port)

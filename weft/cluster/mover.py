@@ -122,8 +122,9 @@ def send_away(
                     raise WeftError(answer["why"])
                 return MoveReport("", payload, time.monotonic() - left)
     except (OSError, WeftError, KeyError) as error:
-        if left and not thread.ended:
-            _done(thread.call(stay), 60.0)
+        if left:
+            with suppress(WeftError):  # the engine ends
+                _done(thread.call(stay), 60.0)
         return MoveReport(str(error) or repr(error), payload, 0.0)
     finally:
         with suppress(WeftError):
