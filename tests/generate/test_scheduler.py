@@ -575,12 +575,12 @@ class Starving(Scheduler):
 class Losing(Scheduler):
     """7: who is preempted loses the last token."""
 
-    def add(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         known = vars(self).setdefault("known", set())
         if request in known:
             request.ids.pop()
         known.add(request)
-        super().add(request)
+        super().requeue(request)
 
 
 class Impatient(Scheduler):
