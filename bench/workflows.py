@@ -77,20 +77,26 @@ def engines(policy: str) -> list[SimulatedEngine]:
     return built
 
 
-def alone(job: Job) -> float:
-    """Return the seconds of a job without any other on a fast engine, with its schema read before."""
+def alone(job: Job, reading: float, writing: float) -> float:
+    """Return the seconds of a job without any other on a fast engine, with its schema read before. ``reading``,
+    ``writing``: seconds per token of a prompt, and per token that is written.
+    """
     return sum(
-        max(READING * prompt + WRITING * tokens for _, prompt, tokens in stage["calls"])
+        max(reading * prompt + writing * tokens for _, prompt, tokens in stage["calls"])
         for stage in job["stages"]
     )
 
 
-def load_of(trace: Sequence[Job], rate: float) -> JobLoad:
-    """Return the requests of all jobs at ``rate`` jobs per second."""
+def load_of(
+    trace: Sequence[Job], rate: float, reading: float = READING, writing: float = WRITING
+) -> JobLoad:  # fmt: skip
+    """Return the requests of all jobs at ``rate`` jobs per second. Deadlines are a multiple of what a job takes alone,
+    with ``reading`` and ``writing`` seconds per token.
+    """
     load = JobLoad([], [], [])
     for job in trace:
         time, before = job["time"] / rate, list[int]()
-        deadline = time + job["slack"] * alone(job)
+        deadline = time + job["slack"] * alone(job, reading, writing)
         for stage in job["stages"]:
             workflow = Workflow(job["id"], stage["stage"], tuple(stage["remaining"]), deadline)  # fmt: skip
             first = len(load.requests)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from tests.cluster.inprocess import Cluster, asked, build, until, written_by
+from weft.cluster.cluster_messages import EngineAbout, EngineBeat
 from weft.cluster.dispatch_policy import (
     DispatchRequest,
     EngineView,
     dispatch_policy,
     freest,
 )
+from weft.cluster.engine_link import EarlyEvents, EngineLink
+from weft.cluster.flight import Flight
 from weft.errors import UsageError
+from weft.generate.backend import EngineLoad
 from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.registry import declared
+
+if TYPE_CHECKING:
+    from weft.cluster.outbox import Outbox
 
 
 def view(name: str, usage: float, answers: int = 1, known: int = 0) -> EngineView:
@@ -53,6 +61,23 @@ def test_a_session_stays_and_a_new_engine_moves_only_what_it_gets() -> None:
     assert {a for a, b in zip(after, before, strict=True) if a != b} == {"e3"}
     assert all(60 < after.count(f"e{i}") < 140 for i in range(4))
     assert choose(engines, DispatchRequest(1, "", 0)) == "e0"
+
+
+def test_a_view_counts_what_has_left_since_a_sign_of_life_and_what_is_on_its_way() -> None:  # fmt: skip
+    about = EngineAbout("a", "1", "0", "", 31, 8, 400, 4, 8, True, {})
+    link = EngineLink(about, cast("Outbox", None))
+    request = asked([1] * 10, 4)
+    flight = link.flights[7] = Flight(7, request, 0, "")
+    link.note_beat(EngineBeat(EngineLoad(1, 0, 0, 5, 100), 0, 0))
+    assert (link.view(request).usage, link.view(request).answers) == (5, 1)
+    flight.tokens = [1] * 3
+    link.let_go(flight)
+    link.let_go(flight)  # it is no longer there
+    assert (link.view(request).usage, link.view(request).answers) == (1, 0)
+    link.incoming[8] = EarlyEvents()
+    assert link.view(request).answers == 1
+    link.note_beat(EngineBeat(EngineLoad(1, 0, 0, 3, 100), 0, 0))
+    assert link.view(request).usage == 3
 
 
 def test_unknown_policies_are_refused() -> None:

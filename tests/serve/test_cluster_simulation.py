@@ -21,6 +21,7 @@ from weft.serve.cluster_simulation import (
     ClusterRequest,
     ClusterSimulation,
     Role,
+    ServiceDelays,
     SimulatedEngine,
     simulate_cluster,
 )
@@ -81,6 +82,30 @@ def test_a_request_is_handed_over_and_waits_for_its_last_part_only() -> None:
     assert later == pytest.approx(
         [first + played.stall + 1.2 * i for i in (1, 2, 3, 4)]
     )
+
+
+def test_delays_of_a_service_are_seen_by_clients_and_later_stages() -> None:
+    """A step of one text takes 1.2 s and 0.1 for each further token; each stage is on its way there and back."""
+    delays = ServiceDelays(ask=0.25, tell=0.5, step=0.125)
+    requests = [
+        ClusterRequest(1.0, [1] * 5, 3),
+        ClusterRequest(0.0, [2] * 5, 2, after=[0]),
+    ]
+    first, later = simulate_cluster([engine("a")], requests, delays=delays)
+    begun, read, written = 1.0 + 0.25, 1.6 + 0.125, 1.2 + 0.125
+    assert first.began == 1.0 and first.end == first.times[-1]
+    assert first.times == pytest.approx([begun + read + i * written + 0.5 for i in range(3)])  # fmt: skip
+    assert later.began == first.end
+    asked = later.began + 0.25
+    assert later.times == pytest.approx([asked + read + i * written + 0.5 for i in range(2)])  # fmt: skip
+
+
+def test_two_requests_that_are_handed_over_go_to_two_engines() -> None:
+    """The choice counts what is on its way, and is made when a request comes: before any of them has moved."""
+    engines = [engine("p", "prefill"), engine("d0", "decode"), engine("d1", "decode")]
+    requests = [ClusterRequest(0.0, [i] * 8, 9) for i in range(2)]
+    played = ClusterSimulation(engines, requests, freest, BlockLink(0, 1e9, 1)).run()
+    assert sorted(each.engines for each in played) == [["p", "d0"], ["p", "d1"]]
 
 
 def test_a_slow_link_makes_others_wait_too() -> None:

@@ -41,6 +41,7 @@ class EngineLink:
         ``submitted``: how many submissions were sent to the engine.
         ``recent``: submissions that ``beat`` does not count yet. Each is a pair: the submission's number among all that
             were sent to the engine, and the cache blocks that it needs.
+        ``freed``: cache blocks of answers that have left the engine since its last sign of life.
         ``prefixes``: keys of the cache blocks that the engine probably holds, the oldest first.
         ``incoming``: events of the answers that are moving to this engine, by the answers' numbers here. They wait
             until the engine that an answer leaves has confirmed the move.
@@ -63,6 +64,7 @@ class EngineLink:
     calls: dict[int, RemoteCall] = field(default_factory=dict)
     submitted: int = 0
     recent: deque[tuple[int, int]] = field(default_factory=deque)
+    freed: int = 0
     prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     incoming: dict[int, "EarlyEvents"] = field(default_factory=dict)
     role: str = ""
@@ -112,13 +114,14 @@ class EngineLink:
         """Return what a dispatch policy knows of the engine when it chooses one for ``request``."""
         load, size = self.beat.load, self.about.block
         usage = load.used + self.beat.demand + sum(blocks for _, blocks in self.recent)
+        usage = max(0, usage - self.freed)
         if any(flight.priority < 0 for flight in self.flights.values()):
             usage += round(self.headroom * self.blocks)
         return EngineView(
             self.name,
             self.blocks,
             usage,
-            len(self.flights),
+            len(self.flights) + len(self.incoming),
             self._known(request) * size,
             size,
         )
@@ -179,9 +182,14 @@ class EngineLink:
         """Take in a sign of life, and forget those submissions in ``recent`` that the engine has received, as ``beat``
         counts them now.
         """
-        self.beat = beat
+        self.beat, self.freed = beat, 0
         while self.recent and self.recent[0][0] <= beat.taken:
             self.recent.popleft()
+
+    def let_go(self, flight: Flight) -> None:
+        """Forget ``flight``, which the engine has ended, or which goes on elsewhere."""
+        if self.flights.pop(flight.number, None) is not None:
+            self.freed += -(-flight.length // self.about.block)
 
     def remember(self, request: AnswerRequest, written: Sequence[int]) -> None:
         """Note which cache blocks the engine will hold: those of the prompt of ``request`` and of the tokens

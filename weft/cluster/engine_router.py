@@ -462,7 +462,8 @@ class EngineRouter:
         self.moved, self.stalled = self.moved + 1, self.stalled + head["stall"]
         self.moved_bytes += head["payload"]
         early = target and target.incoming.pop(flight.target_number, None)
-        del link.flights[flight.number], self._flights[flight.number]
+        link.let_go(flight)
+        del self._flights[flight.number]
         flight.target, flight.rest_until = "", time.monotonic() + REST_S
         if target is None or early is None:  # it is lost, and the answer with it
             flight.engine, flight.since = "", time.monotonic()
@@ -877,7 +878,8 @@ class EngineRouter:
         if message.finished:
             flight.finished = message.finished
             self.times.end(link.name, flight)
-            del link.flights[flight.number], self._flights[flight.number]
+            link.let_go(flight)
+            del self._flights[flight.number]
             self._forget_move(flight)
             self._owners.pop(flight)
             link.remember(flight.request, flight.tokens)

@@ -107,6 +107,21 @@ class BlockLink(NamedTuple):
     token_bytes: float
 
 
+class ServiceDelays(NamedTuple):
+    """Seconds that a service adds to the times of its engines, because of HTTP, its router and its processes.
+
+    ``ask``: from the sending of a request until its engine has it. ``tell``: from the end of an engine's step until the
+    client has the token. ``step``: between two steps of an engine.
+    """
+
+    ask: float = 0.0
+    tell: float = 0.0
+    step: float = 0.0
+
+
+NO_DELAYS = ServiceDelays()
+
+
 @dataclass
 class SimulatedRequest:
     """What has become of one request of the load.
@@ -178,9 +193,10 @@ class _Engine:
 class ClusterSimulation:
     """Simulates how ``engines`` answer ``load``.
 
-    ``dispatch``: chooses the engine for a new request. It also chooses the engine that continues a request after an
-    engine of the role ``prefill`` has processed the prompt. ``link``: speed at which the request's cache blocks are
-    then sent; None if no engine has that role.
+    ``dispatch``: chooses the engine for a new request. After an engine of the role ``prefill`` has processed a prompt,
+    the engine with the most free memory per answer goes on, as in the real router. ``link``: speed at which the
+    request's cache blocks are then sent; None if no engine has that role. ``delays``: what the service adds to the
+    times of its engines; without it, times are those at the engines.
 
     Raises :class:`WeftError` if no engine of the cluster can take a request.
     """
@@ -191,9 +207,11 @@ class ClusterSimulation:
         load: Sequence[ClusterRequest],
         dispatch: DispatchPolicy = freest,
         link: BlockLink | None = None,
+        delays: ServiceDelays = NO_DELAYS,
     ) -> None:
         self.now = 0.0
         self.load, self.dispatch, self.link = load, dispatch, link
+        self.delays = delays
         self.engines = {setup.name: _Engine(setup) for setup in engines}
         self.times = ClusterTimes(list(self.engines))
         self.requests = [
@@ -210,7 +228,7 @@ class ClusterSimulation:
             for before in set(each.after):
                 self._followers[before].append(i)
             if not each.after:
-                self._at(each.time, self._ask, i)
+                self._at(each.time, self._send_request, i)
         for engine in self.engines.values():
             if engine.setup.phases is not None:
                 engine.scheduler.beside = True
@@ -236,10 +254,14 @@ class ClusterSimulation:
         event = (time, next(self._order), lambda: action(*arguments))
         heapq.heappush(self._events, event)
 
-    def _ask(self, i: int) -> None:
-        """Submit the request number ``i``, which is new."""
-        each = self.load[i]
+    def _send_request(self, i: int) -> None:
+        """Let the client send the request number ``i``."""
         self.requests[i].outcome.began = self.now
+        self._at(self.now + self.delays.ask, self._ask, i)
+
+    def _ask(self, i: int) -> None:
+        """Submit the request number ``i``, which has come."""
+        each = self.load[i]
         request = Request(
             list(each.prompt), len(each.prompt) + each.tokens - 1, workflow=each.workflow, asked_at=self.now
         )  # fmt: skip
@@ -247,18 +269,22 @@ class ClusterSimulation:
         self._submit(request)
 
     def _submit(self, request: Request) -> None:
-        engine = self._choose(request, ("any", "prefill"))
+        engine = self._choose(request, ("any", "prefill"), self.dispatch)
         engine.scheduler.add(request)
         stage = request.workflow.stage if request.workflow else ""
         self.times.begin(engine.setup.name, request, stage, len(request.ids), self.now)
+        if engine.setup.role == "prefill" and request.most > len(request.ids):
+            self._book(engine, request)  # as the real router does
         self._enter(request, engine)
 
     def _enter(self, request: Request, engine: _Engine) -> None:
         self.requests[self._numbers[request]].engines.append(engine.setup.name)
         self._start(engine)
 
-    def _choose(self, request: Request, roles: Sequence[Role]) -> _Engine:
-        """Ask the dispatch policy for an engine of one of ``roles``; of any role if there is none."""
+    def _choose(
+        self, request: Request, roles: Sequence[Role], dispatch: DispatchPolicy
+    ) -> _Engine:
+        """Ask ``dispatch`` for an engine of one of ``roles``; of any role if there is none."""
         alive = [engine for engine in self.engines.values() if not engine.failed]
         able = [engine for engine in alive if engine.setup.role in roles] or alive
         if not able:
@@ -267,7 +293,7 @@ class ClusterSimulation:
         session, stage = (job.id, job.stage) if job else ("", "")
         asked = DispatchRequest(len(request.ids), session, 0)
         views = [self._view(engine, request, stage) for engine in able]
-        return self.engines[self.dispatch(views, asked)]
+        return self.engines[dispatch(views, asked)]
 
     def _view(self, engine: _Engine, request: Request, stage: str) -> EngineView:
         scheduler, pool = engine.scheduler, engine.scheduler.pool
@@ -300,7 +326,8 @@ class ClusterSimulation:
         step = engine.scheduler.plan()
         if step.work:
             engine.step = step
-            self._at(self.now + engine.setup.curve(step), self._finish, engine, step)
+            ends = self.now + engine.setup.curve(step) + self.delays.step
+            self._at(ends, self._finish, engine, step)
 
     def _finish(self, engine: _Engine, step: ScheduledStep) -> None:
         """End a step: its requests get their tokens, blocks are sent, and the next step starts."""
@@ -380,17 +407,18 @@ class ClusterSimulation:
     def _tell(self, controller: QuotaController, outcome: RequestOutcome) -> None:
         """Tell ``controller`` of the last token of a request."""
         if len(outcome.times) == 1:
-            controller.note_first(self.now, self.now - outcome.began)
+            controller.note_first(self.now, outcome.times[0] - outcome.began)
         else:
-            controller.note_gap(self.now, self.now - outcome.times[-2])
+            controller.note_gap(self.now, outcome.times[-1] - outcome.times[-2])
 
     def _write(self, engine: _Engine, request: Request) -> None:
         """Give ``request`` its next token; it may end, or leave the engine."""
         number = self._numbers[request]
         outcome = self.requests[number].outcome
         request.ids.append(0)
-        outcome.times.append(self.now)
-        outcome.written, outcome.end = outcome.written + 1, self.now
+        heard = self.now + self.delays.tell
+        outcome.times.append(heard)
+        outcome.written, outcome.end = outcome.written + 1, heard
         if engine.setup.phases is not None:
             self._tell(engine.setup.phases.controller, outcome)
         name = engine.setup.name
@@ -408,21 +436,27 @@ class ClusterSimulation:
         for i in self._followers[number]:
             self._open[i].discard(number)
             if not self._open[i]:
-                self._at(max(self.now, self.load[i].time), self._ask, i)
+                heard = self.now + self.delays.tell
+                self._at(max(heard, self.load[i].time), self._send_request, i)
 
     # Handing over.
+
+    def _book(self, engine: _Engine, request: Request) -> bool:
+        """Choose where ``request`` will go on once it has a first token; return False if there is no other engine."""
+        to = self._choose(request, ("decode",), freest)
+        if to is engine:
+            return False
+        self._travels[request] = _Travel(to)
+        to.coming.add(request)
+        return True
 
     def _send(self, engine: _Engine, request: Request, whole: bool) -> None:
         """Send the blocks that a step has filled; with the first token the rest of them.
 
         A request that lost its blocks computes tokens again whose blocks have been sent.
         """
-        if request not in self._travels:
-            to = self._choose(request, ("decode",))
-            if to is engine:
-                return  # there is no other
-            self._travels[request] = _Travel(to)
-            to.coming.add(request)
+        if request not in self._travels and not self._book(engine, request):
+            return
         travel, size = self._travels[request], engine.scheduler.pool.size
         tokens = request.computed if whole else request.computed // size * size
         if tokens > travel.sent:
@@ -502,12 +536,14 @@ def simulate_cluster(
     load: Sequence[ClusterRequest],
     dispatch: DispatchPolicy = freest,
     link: BlockLink | None = None,
+    delays: ServiceDelays = NO_DELAYS,
 ) -> list[RequestOutcome]:
     """Simulate how ``engines`` answer ``load``. Returns the outcome of each request, in the order of the load.
 
-    ``dispatch``: chooses the engine for a new request. It also chooses the engine that continues a request after an
-    engine of the role ``prefill`` has processed the prompt. ``link``: speed at which the request's cache blocks are
-    then sent; None if no engine has that role.
+    ``dispatch``: chooses the engine for a new request. After an engine of the role ``prefill`` has processed a prompt,
+    the engine with the most free memory per answer goes on, as in the real router. ``link``: speed at which the
+    request's cache blocks are then sent; None if no engine has that role.
+    ``delays``: what the service adds to the times of its engines.
     """
-    played = ClusterSimulation(engines, load, dispatch, link).run()
+    played = ClusterSimulation(engines, load, dispatch, link, delays).run()
     return [request.outcome for request in played]

@@ -1,0 +1,521 @@
+"""A real service of several engines beside the simulated one: latencies, the choice of a placement, and deadlines.
+
+    python bench/service_placements.py [--quick] [--only placements|regret|long|sql] [--slow 1]
+
+Each service is `weft serve --cluster FILE`: a router and its engines, each in a process, with HTTP clients. Only the
+device is emulated (`emulated_device.py`): a pass sleeps for as long as the device would take. The simulator's costs are
+fitted to a real run of one engine alone, as by `weft plan --serve`. What HTTP, router and moves add is measured once,
+on requests that have a service for themselves. All else in the simulator is the product's schedulers and policies, with
+the same arrivals. Results are written after every run. On a busy machine, `--slow 4` makes device and arrivals slower,
+so that the processor counts less.
+"""
+
+import asyncio
+import json
+import math
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from statistics import mean, median
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import typer
+from service_faults import (
+    Processes,
+    events,
+    export_tiny,
+    free_port,
+    metrics,
+    scraped,
+    until,
+)
+from sql_trace import TRACE, read_trace
+from step import machine
+from workflows import JobLoad, load_of
+
+from weft.checkpoint.model import open_model
+from weft.cluster.dispatch_policy import dispatch_policy
+from weft.generate.block_pool import BlockPool
+from weft.generate.engine import Engine
+from weft.generate.policies import policy_of
+from weft.generate.request import Request
+from weft.generate.scheduler import ScheduledStep, Scheduler
+from weft.generate.step_work import work_of
+from weft.generate.workflow import Workflow
+from weft.serve.cluster_simulation import (
+    BlockLink,
+    ClusterRequest,
+    Role,
+    ServiceDelays,
+    SimulatedEngine,
+    simulate_cluster,
+)
+from weft.serve.load_requests import RequestOutcome, arrival_pauses, latency_statistics
+from weft.serve.load_simulation import TimedRequest
+from weft.serve.policy_choice import time_steps
+
+RESULTS = Path(__file__).parent / "results" / "service_placements.json"
+PLUGIN = "emulated_device"
+#: Of an engine: answers and tokens of a step, tokens of the cache and of a block.
+LIMIT, BUDGET, CACHE, BLOCK = 8, 512, 65_536, 16
+#: Milliseconds within which a request counts.
+LIMITS = {"ttft": 250.0, "tpot": 40.0}
+#: The token that every answer repeats, so that each has text of its own, and the ids of prompts.
+LETTER, IDS = 65, (97, 122)
+#: Statistics that are compared, and by how much they may differ.
+COMPARED = ("mean_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p99_itl_ms")
+ALLOWED = 0.12
+Figures = dict[str, Any]
+
+
+class Placement(NamedTuple):
+    """Engines of a service: ``mixed`` ones, and those with roles. ``dispatch`` and ``policy``: words of the options;
+    ``speeds``: of engines by their names, where it is not 1.
+    """
+
+    mixed: int = 0
+    prefill: int = 0
+    decode: int = 0
+    dispatch: str = "load"
+    policy: str = "exact-fill"
+    speeds: Mapping[str, float] = {}
+
+    def __str__(self) -> str:
+        parts = [f"{self.mixed} mixed"] * (self.mixed > 0)
+        if self.prefill:
+            parts.append(f"{self.prefill} prefill + {self.decode} decode")
+        return f"{', '.join(parts)}, {self.dispatch}, {self.policy}"
+
+    @property
+    def engines(self) -> dict[str, Role]:
+        """The role of each engine, by the name that the service gives it."""
+        reading: list[Role] = ["prefill"] * self.prefill
+        writing: list[Role] = ["decode"] * self.decode
+        roles = reading + writing
+        named: dict[str, Role] = {f"{r}-{roles[:i].count(r)}": r for i, r in enumerate(roles)}  # fmt: skip
+        return named | {f"engine-{i}": "any" for i in range(self.mixed)}
+
+
+THREE = Placement(3)
+#: Among those whose goodput is compared on one load.
+PLACEMENTS = (
+    THREE, Placement(3, dispatch="session"), Placement(3, dispatch="cached-prefix"), Placement(3, dispatch="balanced"),
+    Placement(3, policy="chunked:128"), Placement(3, policy="prompts-first"), Placement(2), Placement(1),
+    Placement(0, 1, 1), Placement(0, 2, 1), Placement(0, 1, 2),
+)  # fmt: skip
+POLICIES = PLACEMENTS[:4]
+
+
+class Lengths(NamedTuple):
+    """Random requests: ``rate`` per second; mean tokens of ``prompt`` and ``answer``, which vary by a half. ``prefix``:
+    tokens with which all prompts of a session begin; ``long``: tokens of every twelfth prompt, 0: as the others;
+    ``burstiness``: 1 for a Poisson process, less for bursts.
+    """
+
+    rate: float
+    prompt: int
+    answer: int
+    prefix: int = 0
+    long: int = 0
+    burstiness: float = 1.0
+    sessions: int = 12
+
+
+LOADS = {
+    "even": Lengths(9.0, 200, 32),
+    "bursts": Lengths(8.0, 200, 32, burstiness=0.3),
+    "sessions": Lengths(9.0, 100, 32, prefix=640),
+    "long prompts": Lengths(6.0, 100, 32, long=1600),
+    "long answers": Lengths(5.0, 60, 80),
+}
+#: Of the run with injected long prompts.
+INJECTED = Lengths(5.0, 64, 48, long=2000)
+
+
+def requests_of(lengths: Lengths, seconds: float, seed: int) -> list[ClusterRequest]:
+    """Return the requests of so many ``seconds``. Their workflows only name their sessions."""
+    draw, count = Random(seed), max(4, round(lengths.rate * seconds))
+    times = accumulate(arrival_pauses(count, lengths.rate, lengths.burstiness, seed))
+
+    def ids(tokens: float) -> list[int]:
+        return [draw.randint(*IDS) for _ in range(max(2, round(tokens)))]
+
+    prefixes = [ids(lengths.prefix)[: lengths.prefix] for _ in range(lengths.sessions)]
+    requests = []
+    for number, at in enumerate(times):
+        session = draw.randrange(lengths.sessions)
+        tokens = lengths.prompt * draw.uniform(0.5, 1.5)
+        if lengths.long and number % 12 == 6:
+            tokens = lengths.long
+        answer = max(2, round(lengths.answer * draw.uniform(0.5, 1.5)))
+        requests.append(
+            ClusterRequest(at, prefixes[session] + ids(tokens), answer, Workflow(f"{seed} {session}"))
+        )  # fmt: skip
+    return requests
+
+
+# The real service.
+
+
+@asynccontextmanager
+async def service(folder: Path, placement: Placement) -> AsyncIterator[int]:
+    """Run the service of ``placement``; gives its port."""
+    os.environ["EMULATED_SPEEDS"] = json.dumps(placement.speeds)
+    file = folder / "cluster.toml"
+    file.write_text(
+        f'[cluster]\nengines = {len(placement.engines)}\npolicy = "{placement.dispatch}"\n'
+        f"roles = {{ prefill = {placement.prefill}, decode = {placement.decode} }}\n"
+    )
+    processes, port = Processes(folder), free_port()
+    processes.start(
+        "service", "serve", "--checkpoint", str(folder / "tiny"), "--cluster", str(file), "--port", str(port),
+        "--name", "tiny", f"--requests={LIMIT}", f"--budget={BUDGET}", f"--cache={CACHE}",
+        f"--policy={placement.policy}", f"--plugin={PLUGIN}", "--drain=1",
+    )  # fmt: skip
+
+    async def joined() -> bool:
+        return len(await scraped(port)) == len(placement.engines)
+
+    try:
+        if not await until(joined, 120):
+            raise SystemExit(f"{placement}: its engines do not join; {folder}/service.log says why")  # fmt: skip
+        await play(
+            port, requests_of(Lengths(20.0, 30, 4), 0.6, 999)
+        )  # what is slow once
+        yield port
+    finally:
+        processes.close()
+
+
+async def play(port: int, load: Sequence[ClusterRequest]) -> list[RequestOutcome]:
+    """Send the requests of ``load`` at their times, or when those before them have ended. Return their outcomes, in
+    seconds from the load's beginning.
+    """
+    begun = time.monotonic() + 0.1
+    ended = [asyncio.Event() for _ in load]
+
+    async def ask(i: int) -> RequestOutcome:
+        each = load[i]
+        for before in each.after:
+            await ended[before].wait()
+        await asyncio.sleep(max(0.0, begun + each.time - time.monotonic()))
+        outcome = RequestOutcome(time.monotonic() - begun, prompt=len(each.prompt))
+        body: dict[str, Any] = {
+            "prompt": list(each.prompt), "max_tokens": each.tokens, "temperature": 0, "ignore_eos": True,
+            "logit_bias": {LETTER: 100},
+        }  # fmt: skip
+        if each.workflow is not None:
+            body["user"] = each.workflow.id
+            if math.isfinite(each.workflow.deadline):
+                body["workflow"] = each.workflow.frame(time.monotonic() - begun)
+        async for event in events(port, "completions", body):
+            if event is None or not event.get("choices"):
+                continue
+            if event["choices"][0]["text"]:
+                outcome.times.append(time.monotonic() - begun)
+        outcome.written, outcome.end = len(outcome.times), outcome.times[-1]
+        if outcome.written != each.tokens:
+            outcome.error = f"{outcome.written} of {each.tokens} tokens came"
+        ended[i].set()
+        return outcome
+
+    return list(await asyncio.gather(*(ask(i) for i in range(len(load)))))
+
+
+# The simulator's costs.
+
+
+@dataclass
+class Costs:
+    """What the simulator knows of engines and service, all of it measured: ``rates`` of a step's work, and what a
+    service adds.
+    """
+
+    rates: list[float]
+    delays: ServiceDelays = field(default_factory=ServiceDelays)
+    link: BlockLink | None = None
+    slow: float = 1.0
+
+    def seconds(self, step: ScheduledStep) -> float:
+        return float(np.array(self.rates) @ np.array(work_of(step)))
+
+    def simulated(self, placement: Placement, load: Sequence[ClusterRequest]) -> list[RequestOutcome]:  # fmt: skip
+        """Return the simulated outcomes of ``load``."""
+        engines = []
+        for name, role in placement.engines.items():
+            pool, policy = BlockPool(CACHE // BLOCK, BLOCK), policy_of(placement.policy)
+            scheduler = Scheduler(pool, BUDGET, LIMIT, policy)
+            curve = self._curve(placement.speeds.get(name, 1.0))
+            engines.append(SimulatedEngine(name, scheduler, curve, role))
+        chosen = dispatch_policy(placement.dispatch)
+        return simulate_cluster(engines, load, chosen, self.link, self.delays)
+
+    def _curve(self, speed: float) -> Callable[[ScheduledStep], float]:
+        return lambda step: self.seconds(step) / speed
+
+
+def alone(lengths: Sequence[int], answer: int) -> list[ClusterRequest]:
+    """Return requests of prompts of these ``lengths``, one after the other."""
+    draw = Random(7)
+    return [
+        ClusterRequest(0.0, [draw.randint(*IDS) for _ in range(n)], answer, None, [i - 1] if i else [])
+        for i, n in enumerate(lengths)
+    ]  # fmt: skip
+
+
+def fitted_rates(folder: Path, few: int) -> list[float]:
+    """Time the steps of one engine alone, in this process, and return the fitted rates."""
+    __import__(PLUGIN)
+    model, _, _ = open_model(str(folder / "tiny"), "cpu", print)
+
+    def build(policy: str, budget: int) -> Engine:
+        return Engine(model, CACHE, budget, LIMIT, policy_of(policy))
+
+    timed = [
+        TimedRequest(0.0, each.prompt, each.tokens)
+        for each in requests_of(Lengths(9.0, 400, 20), few / 9.0, 11)
+    ]
+    return [float(rate) for rate in time_steps(build, timed).rates]
+
+
+async def measured_costs(folder: Path, quick: bool, slow: float) -> Costs:
+    """Measure the costs of a step, and what HTTP, router and moves add to requests that have a service for
+    themselves.
+    """
+    costs = Costs(fitted_rates(folder, 4 if quick else 6), slow=slow)
+    lengths = [60, 200, 60, 200] if quick else [60, 200, 400] * 4
+    load = alone(lengths, 12)
+    async with service(folder, Placement(1)) as port:
+        real = await play(port, load)
+    simulated = costs.simulated(Placement(1), load)
+    step = median(differences(real, simulated, "itl"))
+    wait = median(differences(real, simulated, "ttft")) - step
+    step, wait = max(0.0, step), max(0.0, wait)
+    # half of what a request waits for is on its way to the engine, half on the way back
+    costs.delays = ServiceDelays(wait / 2, wait / 2, step)
+    moves = alone([64, 256, 480] * (1 if quick else 4), 6)
+    async with service(folder, Placement(0, 1, 1)) as port:
+        before = await metrics(port)
+        await play(port, moves)
+        after = await metrics(port)
+    grown = {name: after[name] - before[name] for name in after}
+    count = max(1.0, grown["answers_moved"])
+    stall = grown["moved_stall_milliseconds"] / 1000 / count
+    sent = grown["moved_bytes"]
+    tokens = sum(len(each.prompt) for each in moves) * count / len(moves)
+    costs.link = BlockLink(stall, sent / count / max(stall, 1e-4), sent / tokens)
+    return costs
+
+
+def differences(
+    real: Sequence[RequestOutcome], simulated: Sequence[RequestOutcome], metric: str
+) -> list[float]:
+    """Return by how many seconds the real values of ``metric`` are larger."""
+    return [
+        mean(ours.seconds[metric]) - mean(theirs.seconds[metric])
+        for ours, theirs in zip(real, simulated, strict=True)
+    ]
+
+
+# What is compared.
+
+
+def figures(outcomes: Sequence[RequestOutcome], slow: float) -> Figures:
+    """Return the latencies and the goodput of ``outcomes``, as they would be without slowing down."""
+    outcomes = [
+        replace(o, began=o.began / slow, end=o.end / slow, times=[t / slow for t in o.times])
+        for o in outcomes
+    ]  # fmt: skip
+    seconds = max(each.end for each in outcomes) - min(each.began for each in outcomes)
+    said = latency_statistics(outcomes, seconds, (50, 99), LIMITS)
+    names = (*COMPARED, "mean_e2el_ms", "request_goodput", "failed")
+    within = said["request_goodput"] * seconds / len(outcomes)
+    return {name: said[name] for name in names} | {"within": within}
+
+
+def compared(
+    costs: Costs, placement: Placement, load: Sequence[ClusterRequest], real: Sequence[RequestOutcome]
+) -> Figures:  # fmt: skip
+    """Return the real and the simulated figures, and the ratios of the real to the simulated ones."""
+    slow = costs.slow
+    ours, simulated = (
+        figures(real, slow),
+        figures(costs.simulated(placement, load), slow),
+    )
+    ratios = {name: ours[name] / simulated[name] for name in COMPARED}
+    return {"real": ours, "simulated": simulated, "real over simulated": ratios}
+
+
+def rank(row: Figures) -> tuple[float, float]:
+    """Return what orders runs: the smallest is the best."""
+    return -row["within"], row["mean_e2el_ms"]
+
+
+def chosen(rows: Mapping[str, Figures]) -> Figures:
+    """Return which of ``rows`` the simulator chooses, and how far the real goodput of that is below the best."""
+    choice = min(rows, key=lambda name: rank(rows[name]["simulated"]))
+    best = min(rows, key=lambda name: rank(rows[name]["real"]))
+    top = rows[best]["real"]["within"]
+    regrets = {name: 1 - row["real"]["within"] / top if top else 0.0 for name, row in rows.items()}  # fmt: skip
+    return {"chosen": choice, "best": best, "regret": regrets[choice], "regret of each": regrets}  # fmt: skip
+
+
+class Trial:
+    """All parts, whose results are written to ``out`` after every run."""
+
+    def __init__(
+        self, folder: Path, out: Path, quick: bool, only: str, slow: float
+    ) -> None:
+        self.folder, self.out, self.quick, self.only = folder, out, quick, only
+        self.slow = slow
+        self.began = time.monotonic()
+        old = json.loads(out.read_text()) if only and out.exists() else {}
+        self.record: Figures = old | {"machine": machine(), "quick": quick, "limits": LIMITS, "slow": slow}  # fmt: skip
+        self.runs: dict[str, dict[str, Figures]] = defaultdict(dict)
+        self.costs = Costs([])
+
+    def say(self, line: str) -> None:
+        print(f"{time.monotonic() - self.began:6.1f} s  {line}", flush=True)
+
+    def write(self) -> None:
+        self.out.write_text(json.dumps(self.record, indent=1) + "\n")
+
+    async def run(self) -> None:
+        self.costs = await measured_costs(self.folder, self.quick, self.slow)
+        assert self.costs.link is not None
+        self.record["costs"] = {
+            "rates": self.costs.rates,
+            "delays": self.costs.delays._asdict(),
+            "link": self.costs.link._asdict(),
+        }
+        self.write()
+        self.say(f"costs: {self.record['costs']}")
+        if self.only in ("", "placements", "regret", "long"):
+            await self._loads()
+        if self.only in ("", "sql"):
+            await self._deadlines()
+        self.record["seconds"] = time.monotonic() - self.began
+        self.write()
+
+    async def _loads(self) -> None:
+        """Play each placement's loads on its service."""
+        main, short = (5.0, 3.0) if self.quick else (20.0, 7.0)
+        placements = PLACEMENTS if not self.quick else (THREE, PLACEMENTS[-1])
+        loads = {"placements": requests_of(LOADS["even"], main, 1)}
+        loads |= {name: requests_of(each, short, 100 + i) for i, (name, each) in enumerate(LOADS.items())}  # fmt: skip
+        loads["injected"] = requests_of(INJECTED, main, 5)
+        loads = {name: [r._replace(time=r.time * self.slow) for r in load] for name, load in loads.items()}  # fmt: skip
+        for placement in placements:
+            wanted = ["placements"] if self.only in ("", "placements") else []
+            if placement in POLICIES and self.only in ("", "regret"):
+                wanted += LOADS if not self.quick else []
+            if placement in (THREE, Placement(0, 1, 2)) and self.only in ("", "long"):
+                wanted.append("injected")
+            if not wanted:
+                continue
+            async with service(self.folder, placement) as port:
+                for name in wanted:
+                    real = await play(port, loads[name])
+                    row = compared(self.costs, placement, loads[name], real)
+                    self.runs[name][str(placement)] = row
+                    self._conclude()
+                    said = row["real over simulated"].items()
+                    ratios = ", ".join(f"{key} {value:.2f}" for key, value in said)
+                    self.say(f"{placement} on {name}: {row['real']['within']:.0%} within limits, {ratios}")  # fmt: skip
+
+    def _conclude(self) -> None:
+        """Write what follows from the runs so far."""
+        runs, record = self.runs, self.record
+        record["runs"] = {**record.get("runs", {}), **runs}
+        every = [row["real over simulated"] for each in runs.values() for row in each.values()]  # fmt: skip
+        worst = {name: max(abs(row[name] - 1) for row in every) for name in COMPARED}
+        record["worst difference"] = worst
+        farthest = [max(abs(row[name] - 1) for name in COMPARED) for row in every]
+        record["runs within 12 %"] = sum(far <= ALLOWED for far in farthest)
+        record["number of runs"] = len(every)
+        if "placements" in runs:
+            record["placement"] = chosen(runs["placements"])
+        regrets = {name: chosen(runs[name]) for name in LOADS if name in runs}
+        if regrets:
+            record["regret"] = regrets
+        if len(both := list(runs["injected"].values())) == 2:
+            record["long prompts"] = {
+                kind: both[1][kind]["p99_itl_ms"] / both[0][kind]["p99_itl_ms"]
+                for kind in ("real", "simulated")
+            }
+        self.write()
+
+    async def _deadlines(self) -> None:
+        """Play the agents' trace at 0.9 of the highest load, with and without urgency."""
+        jobs = read_trace(TRACE)[: 12 if self.quick else 110]
+        for job in jobs:  # half as long, so that a run is not
+            for stage in job["stages"]:
+                stage["calls"] = [[max(4, n // 2) for n in call] for call in stage["calls"]]  # fmt: skip
+        speeds = {"engine-2": 0.5}
+        ways = {
+            "first come": Placement(3, speeds=speeds),
+            "urgency": Placement(3, policy="urgency", speeds=speeds),
+        }
+        rate = 0.9 * self._capacity(jobs, ways["first come"])
+        load = load_of(jobs, rate, *self._per_token())
+        table: Figures = {"jobs": len(jobs), "jobs per second": rate, "speeds": speeds}
+        for name, way in ways.items():
+            simulated = self.costs.simulated(way, load.requests)
+            async with service(self.folder, way) as port:
+                real = await play(port, load.requests)
+            table[name] = {"real": met(load, real), "simulated": met(load, simulated),
+                           **compared(self.costs, way, load.requests, real)["real over simulated"]}  # fmt: skip
+            self.record["deadlines"] = table
+            self.write()
+            shares = ", ".join(f"{kind} {table[name][kind]:.3f}" for kind in ("real", "simulated"))  # fmt: skip
+            self.say(f"{name}: deadlines that are met: {shares}")
+        first, urgent = table["first come"], table["urgency"]
+        table["gain"] = {kind: urgent[kind] / first[kind] - 1 for kind in ("real", "simulated")}  # fmt: skip
+        self.say(f"urgency meets more deadlines: {table['gain']}")
+
+    def _per_token(self) -> tuple[float, float]:
+        """Seconds of a prompt's token and of a written one, of a request alone."""
+        step = ScheduledStep({Request([0] * 400, 400): 400}, [])
+        last = ScheduledStep({Request([0] * 400, 400, computed=399): 1}, [])
+        return self.costs.seconds(step) / 400, self.costs.seconds(last)
+
+    def _capacity(self, jobs: list[Figures], way: Placement) -> float:
+        """The jobs per second that the engines end at most, as `workflows.py` counts them."""
+        load = load_of(jobs, 1e9)
+        outcomes = self.costs.simulated(way, load.requests)
+        times = np.sort(np.concatenate([outcome.times for outcome in outcomes]))
+        half = len(times) // 2
+        return float(half / times[half] / (len(times) / len(jobs)))
+
+
+def met(load: JobLoad, outcomes: Sequence[RequestOutcome]) -> float:
+    """Return the share of the jobs that end by their deadline."""
+    ends = [max(outcomes[i].end for i in last) for last in load.last]
+    return float(np.mean(np.array(ends) <= np.array(load.deadlines)))
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="Less of all, in a minute.")] = False,
+    only: Annotated[str, typer.Option(help="placements, regret, long or sql.")] = "",
+    slow: Annotated[float, typer.Option(min=1.0, help="By how much device and arrivals are slower.")] = 1.0,
+    out: Path = RESULTS,
+) -> None:  # fmt: skip
+    """Run all parts, or one."""
+    os.environ["EMULATED_SLOW"] = str(slow)
+    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    with tempfile.TemporaryDirectory() as name:
+        export_tiny(Path(name))
+        asyncio.run(Trial(Path(name), out, quick, only, slow).run())
+
+
+if __name__ == "__main__":
+    typer.run(main)
