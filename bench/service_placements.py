@@ -67,7 +67,7 @@ PLUGIN = "emulated_device"
 #: Of an engine: answers and tokens of a step, tokens of the cache and of a block.
 LIMIT, BUDGET, CACHE, BLOCK = 8, 512, 65_536, 16
 #: Milliseconds within which a request counts.
-LIMITS = {"ttft": 250.0, "tpot": 40.0}
+LIMITS = {"ttft": 120.0, "tpot": 32.0}
 #: The token that every answer repeats, so that each has text of its own, and the ids of prompts.
 LETTER, IDS = 65, (97, 122)
 #: Statistics that are compared, and by how much they may differ.
@@ -116,7 +116,7 @@ POLICIES = PLACEMENTS[:4]
 
 class Lengths(NamedTuple):
     """Random requests: ``rate`` per second; mean tokens of ``prompt`` and ``answer``, which vary by a half. ``prefix``:
-    tokens with which all prompts of a session begin; ``long``: tokens of every twelfth prompt, 0: as the others;
+    tokens with which all prompts of a session begin; ``long``: tokens of one prompt in ``every``, 0: as the others;
     ``burstiness``: 1 for a Poisson process, less for bursts.
     """
 
@@ -127,6 +127,7 @@ class Lengths(NamedTuple):
     long: int = 0
     burstiness: float = 1.0
     sessions: int = 12
+    every: int = 12
 
 
 LOADS = {
@@ -136,8 +137,8 @@ LOADS = {
     "long prompts": Lengths(6.0, 100, 32, long=1600),
     "long answers": Lengths(5.0, 60, 80),
 }
-#: Of the run with injected long prompts.
-INJECTED = Lengths(5.0, 64, 48, long=2000)
+#: Of the run with injected long prompts. Answers are so long that the gap of a move is less than one in a hundred.
+INJECTED = Lengths(2.5, 64, 160, long=2000, every=4)
 
 
 def requests_of(lengths: Lengths, seconds: float, seed: int) -> list[ClusterRequest]:
@@ -153,7 +154,7 @@ def requests_of(lengths: Lengths, seconds: float, seed: int) -> list[ClusterRequ
     for number, at in enumerate(times):
         session = draw.randrange(lengths.sessions)
         tokens = lengths.prompt * draw.uniform(0.5, 1.5)
-        if lengths.long and number % 12 == 6:
+        if lengths.long and number % lengths.every == lengths.every // 2:
             tokens = lengths.long
         answer = max(2, round(lengths.answer * draw.uniform(0.5, 1.5)))
         requests.append(
@@ -407,7 +408,7 @@ class Trial:
 
     async def _loads(self) -> None:
         """Play each placement's loads on its service."""
-        main, short = (5.0, 3.0) if self.quick else (20.0, 7.0)
+        main, short = (5.0, 3.0) if self.quick else (15.0, 7.0)
         placements = PLACEMENTS if not self.quick else (THREE, PLACEMENTS[-1])
         loads = {"placements": requests_of(LOADS["even"], main, 1)}
         loads |= {name: requests_of(each, short, 100 + i) for i, (name, each) in enumerate(LOADS.items())}  # fmt: skip
@@ -455,18 +456,14 @@ class Trial:
 
     async def _deadlines(self) -> None:
         """Play the agents' trace at 0.9 of the highest load, with and without urgency."""
-        jobs = read_trace(TRACE)[: 12 if self.quick else 110]
-        for job in jobs:  # half as long, so that a run is not
+        jobs = read_trace(TRACE)[: 12 if self.quick else 150]
+        for job in jobs:  # a quarter as long, so that a run is short
             for stage in job["stages"]:
-                stage["calls"] = [[max(4, n // 2) for n in call] for call in stage["calls"]]  # fmt: skip
-        speeds = {"engine-2": 0.5}
-        ways = {
-            "first come": Placement(3, speeds=speeds),
-            "urgency": Placement(3, policy="urgency", speeds=speeds),
-        }
+                stage["calls"] = [[max(4, n // 4) for n in call] for call in stage["calls"]]  # fmt: skip
+        ways = {"first come": THREE, "urgency": THREE._replace(policy="urgency")}
         rate = 0.9 * self._capacity(jobs, ways["first come"])
         load = load_of(jobs, rate, *self._per_token())
-        table: Figures = {"jobs": len(jobs), "jobs per second": rate, "speeds": speeds}
+        table: Figures = {"jobs": len(jobs), "jobs per second": rate}
         for name, way in ways.items():
             simulated = self.costs.simulated(way, load.requests)
             async with service(self.folder, way) as port:
