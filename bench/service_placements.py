@@ -408,7 +408,7 @@ class Trial:
 
     async def _loads(self) -> None:
         """Play each placement's loads on its service."""
-        main, short = (5.0, 3.0) if self.quick else (15.0, 7.0)
+        main, short = (5.0, 3.0) if self.quick else (12.0, 5.0)
         placements = PLACEMENTS if not self.quick else (THREE, PLACEMENTS[-1])
         loads = {"placements": requests_of(LOADS["even"], main, 1)}
         loads |= {name: requests_of(each, short, 100 + i) for i, (name, each) in enumerate(LOADS.items())}  # fmt: skip
