@@ -73,6 +73,8 @@ LETTER, IDS = 65, (97, 122)
 #: Statistics that are compared, and by how much they may differ.
 COMPARED = ("mean_ttft_ms", "p99_ttft_ms", "mean_itl_ms", "p99_itl_ms")
 ALLOWED = 0.12
+#: Tokens of the prompts whose steps are timed.
+TIMED = (480, 40, 120, 240, 960, 1600)
 Figures = dict[str, Any]
 
 
@@ -272,18 +274,17 @@ def alone(lengths: Sequence[int], answer: int) -> list[ClusterRequest]:
     ]  # fmt: skip
 
 
-def fitted_rates(folder: Path, few: int) -> list[float]:
-    """Time the steps of one engine alone, in this process, and return the fitted rates."""
+def fitted_rates(folder: Path, lengths: Sequence[int]) -> list[float]:
+    """Time the steps of one engine alone, in this process, on prompts of these ``lengths``, and return the fitted
+    rates. Lengths differ as those of the loads, so that what a text costs is not taken for what its keys cost.
+    """
     __import__(PLUGIN)
     model, _, _ = open_model(str(folder / "tiny"), "cpu", print)
 
     def build(policy: str, budget: int) -> Engine:
         return Engine(model, CACHE, budget, LIMIT, policy_of(policy))
 
-    timed = [
-        TimedRequest(0.0, each.prompt, each.tokens)
-        for each in requests_of(Lengths(9.0, 400, 20), few / 9.0, 11)
-    ]
+    timed = [TimedRequest(0.0, each.prompt, each.tokens) for each in alone(lengths, 20)]
     return [float(rate) for rate in time_steps(build, timed).rates]
 
 
@@ -291,7 +292,7 @@ async def measured_costs(folder: Path, quick: bool, slow: float) -> Costs:
     """Measure the costs of a step, and what HTTP, router and moves add to requests that have a service for
     themselves.
     """
-    costs = Costs(fitted_rates(folder, 4 if quick else 6), slow=slow)
+    costs = Costs(fitted_rates(folder, TIMED[quick:]), slow=slow)
     lengths = [60, 200, 60, 200] if quick else [60, 200, 400] * 4
     load = alone(lengths, 12)
     async with service(folder, Placement(1)) as port:
