@@ -140,7 +140,7 @@ LOADS = {
     "long answers": Lengths(5.0, 60, 80),
 }
 #: Of the run with injected long prompts. Answers are so long that the gap of a move is less than one in a hundred.
-INJECTED = Lengths(2.5, 64, 160, long=2000, every=4)
+INJECTED = Lengths(2.5, 64, 160, long=2000, every=3)
 
 
 def requests_of(lengths: Lengths, seconds: float, seed: int) -> list[ClusterRequest]:
@@ -413,7 +413,7 @@ class Trial:
         placements = PLACEMENTS if not self.quick else (THREE, PLACEMENTS[-1])
         loads = {"placements": requests_of(LOADS["even"], main, 1)}
         loads |= {name: requests_of(each, short, 100 + i) for i, (name, each) in enumerate(LOADS.items())}  # fmt: skip
-        loads["injected"] = requests_of(INJECTED, main, 5)
+        loads["injected"] = requests_of(INJECTED, main + 4, 5)
         loads = {name: [r._replace(time=r.time * self.slow) for r in load] for name, load in loads.items()}  # fmt: skip
         for placement in placements:
             wanted = ["placements"] if self.only in ("", "placements") else []
