@@ -218,7 +218,7 @@ def test_between_any_two_layouts(pool: Any, tmp_path: Path, count: int | None) -
             check_moves(name, tensor, source, target)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_training_goes_on_with_experts_elsewhere(pool: Any, tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
     layouts = [

@@ -128,7 +128,7 @@ def answers_of_one(mixer: str, dtype: str) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mixer", "layout"), [
     *((mixer, layout) for mixer in MIXERS for layout in OF_ALL), *(("experts", layout) for layout in OF_EXPERTS),
 ])  # fmt: skip
@@ -469,7 +469,7 @@ def guessed(engine: Engine) -> tuple[list[list[int]], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2"])
 def test_guesses_change_nothing(pool: Any, layout: str) -> None:
     ((expected, fewer),) = under("", "softmax", "float64", ("as it is",), guessed)

@@ -241,7 +241,7 @@ def private_bytes(pid: int) -> int:
     return sum(each.private_dirty for each in shared)
 
 
-@pytest.mark.slow(12)
+@pytest.mark.soak  # every day the process ends within a model's layers, in this process
 def test_a_real_process_that_is_killed_and_frozen(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Requests of the killed process are computed here; a new process comes. Weights and cache exist once."""
     monkeypatch.setattr("weft.generate.prefill_process.SILENT_S", 0.5)

@@ -85,7 +85,7 @@ def differing(values: dict[str, Any], folder: str, zero: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "layout",
     [{"shard": 2}, {"shard": 2, "tp": 2}, {"cp": 2}, {"dp": 2, "shard": 2}, {"dp": 2}],

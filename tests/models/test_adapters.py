@@ -73,7 +73,7 @@ def name(case: Case) -> str:
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "case",

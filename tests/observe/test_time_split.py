@@ -137,7 +137,7 @@ def _rank(rank: int, rendezvous: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
     def measured() -> list[dict[str, dict[str, float]]]:

@@ -32,7 +32,7 @@ def values_of(corpus: str, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [
     {"layout": "pp=2,dp=2,ep=2", "overlap": "passes", "model": "qwen2", "schedule": "interleaved-1f1b"},
     {"layout": "pp=2,shard=2,ep=2", "overlap": "pairs", "model": "deepseek-v3", "schedule": "gpipe",

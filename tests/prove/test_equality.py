@@ -108,7 +108,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
     assert found.ok, found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [
     {"layout": {"tp": 3}},
     {"layout": {"cp": 3}},
@@ -158,7 +158,7 @@ GEMMA = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [
     {"layout": {"shard": 2}},
     {"layout": {"tp": 2}},

@@ -61,7 +61,7 @@ def difference(values: dict[str, Any], steps: int = 3) -> Difference | None:
     return compare_with_one_device(run_layout(job, mesh, steps), job, mesh)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_islands_that_agree_in_every_step_are_one_device(
     pool: Any, corpus: str, layout: str

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
@@ -62,12 +61,25 @@ def send_away(
     """
     payload, left = 0, 0.0
     layers: SimpleQueue[MoveFrame] = SimpleQueue()
+
+    def begin() -> Departure:
+        """Called in the engine's thread, once, as each call may wait for a step."""
+        departure = Departure(thread.engine, generation)
+        if after_first:
+            departure.stream(layers.put)
+        return departure
+
     try:
-        departure = _done(
-            thread.call(partial(Departure, thread.engine, generation)), LAST_S
-        )
         connection = channel.dial(address, hello, DIAL_S, LAST_S)
     except (OSError, WeftError) as error:
+        return MoveReport(str(error), 0, 0.0)
+    try:
+        begun = thread.call(begin)
+        departure = _done(begun, 60.0 if after_first else LAST_S)
+    except WeftError as error:
+        with suppress(WeftError):  # it may still begin
+            thread.call(lambda: begun.result(0).drop())
+        connection.close()
         return MoveReport(str(error), 0, 0.0)
 
     def next_frame() -> MoveFrame | _Last | None:
@@ -98,8 +110,6 @@ def send_away(
         thread.tells[generation] = tell
 
     try:
-        if after_first:
-            _done(thread.call(partial(departure.stream, layers.put)), 60.0)
         while True:
             if connection.poll():
                 raise WeftError(connection.receive(limit=LAST_S).head["why"])

@@ -114,7 +114,8 @@ class Pacer:
         self._debt += owed - (wall - self._wall)
         self._debt = max(-SLICE_S, min(DEBT_S, self._debt))
         self._spent, self._wall = spent, wall
-        while self._debt > 0.0 and share.duty < 1.0:
+        # shorter rests than a microsecond may not move a clock
+        while self._debt > 1e-6 and share.duty < 1.0:
             begun = self.clocks.wall()
             self.rest(min(SLICE_S, self._debt))
             passed = self.clocks.wall() - begun
