@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton.testing import do_bench
 
 from weft.models import gpu_attention
 
@@ -68,6 +67,8 @@ def errors(shape: tuple[int, ...], causal: bool) -> dict[str, float]:
 
 def times(shape: tuple[int, ...]) -> tuple[float, float]:
     """Milliseconds of forward and of backward, causal."""
+    from triton.testing import do_bench  # which machines without a GPU lack
+
     q, k, v, grad = drawn(shape)
     out, lse = gpu_attention.attend_rectangle(q, k, v, True)
     there = do_bench(

@@ -103,13 +103,16 @@ def test_the_ledger_is_what_engines_say() -> None:
         router = cluster.router
         link = router.links["e0"]
         load = EngineLoad(3, 2, 0, 20, 30, lent=4)
-        link.note_beat(EngineBeat(load, 12, 0, 70, 15, (0.02, 0.001, 1e-6, 0.001)))
+        beat = EngineBeat(
+            load, 12, 0, keys=70, longest=15, seconds=(0.02, 0.001, 1e-6, 0.001)
+        )
+        link.note_beat(beat)
         ledger = link.ledger()
         assert (ledger.free, ledger.texts, ledger.waiting) == (3, 3, 2)
         assert (ledger.blocks, ledger.longest, ledger.asked) == (6, 15, 16)
         messages: list[Any] = []
         link.outbox.put = lambda head, payload=None: messages.append(head)  # type: ignore[method-assign]
         with router._lock:
-            link.note_beat(EngineBeat(load, 12, 0, 70, 15, (0.02, 0.001, 1e-6, 0.001)))
+            link.note_beat(beat)
             router._choose_loans()
         assert [m["to"] for m in messages if m["kind"] == "lend"] == ["e1"]
