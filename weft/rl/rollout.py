@@ -1,0 +1,102 @@
+"""Answers that a policy has written for training, and the interface of whoever generates them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from weft.data.chat.encode import Messages
+
+
+@dataclass(frozen=True)
+class RewardQuestion:
+    """A question of a task whose answers get a reward.
+
+    Attributes:
+        ``prompt``: the question, as a text or as messages of a conversation.
+        ``answer``: a right answer, for supervised training; "" if none is known.
+        ``facts``: what the task needs to score an answer, as JSON values by name.
+    """
+
+    prompt: str | Messages
+    answer: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class VersionSpan(NamedTuple):
+    """A span of an answer's tokens that one version of the weights has written.
+
+    ``first``: index of the span's first token in the answer. ``version``: number of policy updates that these weights
+    have had. The span ends where the next one begins.
+    """
+
+    first: int
+    version: int
+
+
+@dataclass(frozen=True)
+class WrittenAnswer:
+    """An answer that a policy has written.
+
+    Attributes:
+        ``ids``: token ids behind the prompt, with the stop token if it was written.
+        ``log_probabilities``: log-probability of each of these tokens, when it was drawn.
+        ``versions``: which weights have written which tokens, in order.
+        ``finished``: why the answer ended: "stop" or "length".
+    """
+
+    ids: tuple[int, ...]
+    log_probabilities: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    finished: str
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """A request for several answers to one question.
+
+    Attributes:
+        ``number``: index of the question in the run, from which the question and all seeds follow.
+        ``question``: the question.
+        ``prompt``: its token ids.
+        ``answers``: how many answers to write.
+        ``seed``: seed of the first answer; the others have consecutive seeds.
+    """
+
+    number: int
+    question: RewardQuestion
+    prompt: tuple[int, ...]
+    answers: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class AnswerGroup:
+    """All answers to one question, which are compared with each other.
+
+    ``request``: what was asked for. ``answers``: what was written, in the order of seeds.
+    """
+
+    request: GroupRequest
+    answers: tuple[WrittenAnswer, ...]
+
+
+class RolloutSource(Protocol):
+    """Interface of whoever writes answers for training, on the same ranks as training or on others."""
+
+    def request(self, groups: Sequence[GroupRequest]) -> None:
+        """Ask for the answers of ``groups``, and return at once."""
+
+    def finished(self, count: int) -> list[AnswerGroup]:
+        """Wait for ``count`` groups whose answers are all written, and return them in the order of their numbers.
+
+        Raises :class:`weft.errors.WeftError` if they cannot be written.
+        """
+
+    def take_weights(self, version: int) -> None:
+        """Let all tokens that are drawn from now on come from the newest weights, which are version ``version``."""
+
+    def close(self) -> None:
+        """End the generation, and free what it holds."""
