@@ -107,6 +107,7 @@ KINDS: dict[str, TechniqueKind] = {
     "compressor": TechniqueKind("compressor", "sync.compress", (), "compressors", ("none",)),
     "aggregator": TechniqueKind("rule of aggregation", "resilience.aggregate", ("settings",), "aggregators", ("mean",)),
     "code": TechniqueKind("gradient code", "resilience.code", ("settings", "ranks"), "codes", ("",)),
+    "task": TechniqueKind("task", "tasks.reward", ("settings", "seed"), "tasks", ("",)),
     "phases": TechniqueKind("technique of a step", "phases", (), "phases"),
     "pair-loss": TechniqueKind("loss of pairs", "loss.kind", ("settings",), "pair_losses", ("cross-entropy",)),
 }  # fmt: skip

@@ -197,5 +197,7 @@ def _section_at(model: type[BaseModel], key: str) -> type[BaseModel]:
     field = model.model_fields.get(key)
     annotation = field.annotation if field else None
     options = [annotation, *getattr(annotation, "__args__", ())]
+    # of Annotated[Section, ...] the section
+    options = [getattr(option, "__origin__", option) for option in options]
     sections = (o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
     return next(sections, model)

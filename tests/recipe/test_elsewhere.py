@@ -170,7 +170,10 @@ def test_a_wrong_value_deep_in_a_program_names_its_place() -> None:
             "Recipe: train = Optimizer(...): it should be a section of keys "
             "(train: Length of the run, batch size and number format)",
         ),
-        (lambda: weft.Task(), "Task: path is missing"),
+        (
+            lambda: weft.Task(),
+            "Task: path is missing; name a file of questions, or set reward to a task that makes them",
+        ),
         (lambda: weft.Layout(tq=2), "Layout: unknown key 'tq'; did you mean 'tp'?"),
         (
             lambda: weft.Train(lr=1.0),

@@ -59,6 +59,7 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "quota": lambda name: quota_of(name),
     "phases": lambda name: build_recipe(ASKED[name]),
     "tracker": lambda name: build_recipe({"observe": {"trackers": [name]}}),
+    "task": lambda name: build_recipe({"tasks": [{"reward": name}]}),
 }
 
 

@@ -255,9 +255,7 @@ def open_task(task: Task, tokenizer: Tokenizer, name: str) -> OpenTask:
     questions = read_questions(task.path, task.limit)
     encoder = own_encoder(tokenizer, name, "last") if task.chat else None
     texts = tuple(question_texts(q, tokenizer, encoder) for q in questions)
-    return OpenTask(
-        task.name or Path(task.path).stem, task.every, tuple(questions), texts
-    )
+    return OpenTask(task.title, task.every, tuple(questions), texts)
 
 
 def open_tasks(

@@ -16,6 +16,7 @@ from weft.recipe.host_section import HostSection, unused_settings
 from weft.recipe.recipe import Recipe
 from weft.recipe.shipped import find_recipe, shipped_recipes
 from weft.recipe.toml import read_toml
+from weft.recipe.validation_section import Task
 from weft.section import validated
 
 #: Settings that say what the model is asked at the end of a run.
@@ -121,6 +122,8 @@ def settings_without_use(tree: dict[str, Any], recipe: Recipe) -> list[str]:
         section, values = getattr(recipe, name), tree.get(name)
         if isinstance(section, HostSection) and isinstance(values, dict):
             lines += unused_settings(name, type(section).hosting(), values)
+    for number, values in enumerate(tree.get("tasks", ())):
+        lines += unused_settings(f"tasks[{number}]", Task, values)
     return lines
 
 

@@ -104,8 +104,11 @@ class Recipe(Section):
         Validation(),
         description="How often and on how much held-out data the loss is measured.",
     )
-    tasks: tuple[Task, ...] = Field(
-        (), description="Files of questions to ask the model during training."
+    tasks: tuple[Annotated[SerializeAsAny[Task], with_techniques(Task)], ...] = Field(
+        (),
+        description=(
+            "Files of questions to ask the model during training, and tasks whose rewards it learns from."
+        ),
     )
     checkpoint: Checkpoint = Field(
         Checkpoint(), description="Where checkpoints go, and how often they are saved."
@@ -157,6 +160,9 @@ class Recipe(Section):
             check_plugin("model", self.model.kind, self.model.settings)
         for source in self.data.sources:
             check_plugin("dataset", source.kind, source.settings)
+        for task in self.tasks:
+            if any(task.named()):
+                check_plugin("task", task.reward)
         return self
 
     @model_validator(mode="after")
@@ -180,6 +186,7 @@ class Recipe(Section):
             )
         refuse_conflicts(AskedRecipe(**dict(self)))
         self._check_loss()
+        self._check_rewards()
         return self
 
     @property
@@ -255,6 +262,15 @@ class Recipe(Section):
         if self.model.output == "score" and not self.loss.scores:
             raise ValueError(
                 f"model.output = 'score' is trained by loss.kind = 'reward', not by {kind!r}"
+            )
+
+    def _check_rewards(self) -> None:
+        """Rewards are for runs that learn from them."""
+        rewards = [task.reward for task in self.tasks if task.reward]
+        if rewards and getattr(self, "rl", None) is None:
+            raise ValueError(
+                f"tasks.reward = {rewards[0]!r} rewards answers, and nothing in this recipe learns from rewards; add "
+                "[rl], or leave the task out"
             )
 
     def rows_per_pass(self, layout: Layout) -> tuple[int, int]:

@@ -5,13 +5,14 @@ from typing import Any
 from weft.recipe.data_section import RECORD_FILES
 from weft.recipe.host_section import HostSection
 from weft.recipe.recipe import Recipe
+from weft.recipe.validation_section import Task
 from weft.registry import KINDS, Registered, setting_values
 
 #: The dialect that Taplo reads, the TOML language server within Even Better TOML.
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
 
-#: Settings that name a technique and also its strength, such as ``topk:0.01``: any text is possible.
-WORDS = ("sync.compress",)
+#: Settings for which any text is possible: a technique with its strength, such as ``topk:0.01``, or a file's function.
+WORDS = ("sync.compress", "tasks.reward")
 
 Schema = dict[str, Any]
 
@@ -27,6 +28,7 @@ def recipe_schema() -> Schema:
         if isinstance(field.default, HostSection):
             settings = _settings_of_techniques(type(field.default))
             _section(tree, definitions, name)["properties"] |= settings
+    definitions["Task"]["properties"] |= _settings_of_techniques(Task)
     _add_names(tree, definitions)
     # keys of a single source may stand in [data] itself, and a callback may be its name alone
     data, source = definitions["Data"], definitions["Source"]

@@ -1,9 +1,12 @@
 """The sections ``[validation]`` and ``[[tasks]]``: how a model is measured while it learns."""
 
-from typing import Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from weft.recipe.host_section import HostSection
+from weft.registry import check_name
 from weft.section import Section
 
 
@@ -45,19 +48,33 @@ class Validation(Section):
         return self
 
 
-class Task(Section):
-    """A file of questions with known answers that the model is asked during training (docs/how-to/evaluation.md)."""
+class Task(HostSection):
+    """A task of the model: a file of questions that the model is asked during training (docs/how-to/evaluation.md),
+    or, with ``reward``, questions whose answers get a reward (docs/how-to/rewards.md).
+    """
 
+    hosts: ClassVar = {"reward": "task"}
+
+    reward: str = Field(
+        "",
+        description=(
+            "What gives the answers a reward, in a run with [rl]: the name of a task, such as "
+            "'addition', or FILE.py:FUNCTION, a Python function of your own "
+            "(docs/how-to/rewards.md). Left out: 'path' is a file of questions, and rewards nothing."
+        ),
+    )
     path: str = Field(
+        "",
         description=(
             "File of questions with known answers: JSON lines, TOML, CSV or the like "
-            "(docs/how-to/evaluation.md)."
-        )
+            "(docs/how-to/evaluation.md). With 'reward': file of prompts, for tasks that do not "
+            "make their questions themselves."
+        ),
     )
     name: str = Field(
         "",
         pattern=r"^[\w.-]*$",
-        description="Name of the task in metrics and reports. Left out: the name of the file.",
+        description="Name of the task in metrics and reports. Left out: the name of the file, or of the reward.",
     )
     every: int = Field(
         0,
@@ -73,3 +90,24 @@ class Task(Section):
         ge=0,
         description="Use only this many questions, from the start of the file; 0: all.",
     )
+
+    @field_validator("*")
+    @classmethod
+    def _is_known(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a reward that no task has, and that is no function of a file."""
+        if info.field_name == "reward" and value and ".py:" not in value:
+            check_name("task", value)
+        return value
+
+    @model_validator(mode="after")
+    def _has_questions(self) -> Self:
+        if not (self.path or self.reward):
+            raise ValueError(
+                "path is missing; name a file of questions, or set reward to a task that makes them"
+            )
+        return self
+
+    @property
+    def title(self) -> str:
+        """The task's name in metrics and reports."""
+        return self.name or Path(self.path).stem or self.reward

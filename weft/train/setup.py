@@ -231,11 +231,11 @@ def prepare(recipe: Recipe) -> Job:
             "share or a file"
         )
     tasks: tuple[OpenTask, ...] = ()
-    if recipe.tasks:
+    if asked := [task for task in recipe.tasks if not task.reward]:
         from weft.data.tasks import open_tasks
 
         tasks = open_tasks(
-            recipe.tasks, corpus.tokenizer, recipe.model.origin or "the tokenizer"
+            asked, corpus.tokenizer, recipe.model.origin or "the tokenizer"
         )
     reference_model(recipe, corpus.tokenizer)
     notes = (*_tokenizer_notes(recipe, own, corpus.tokenizer), *corpus.notes)

@@ -1,0 +1,93 @@
+"""Tasks whose answers get a reward, and the base that each of them has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import blake2b
+from random import Random
+from typing import TYPE_CHECKING
+
+from weft.errors import UsageError, WeftError
+from weft.registry import find
+from weft.rl.rollout import RewardQuestion
+
+if TYPE_CHECKING:
+    from weft.data.chat.encode import Messages
+    from weft.recipe import Task
+
+#: Every so-manieth different question is held out: training never asks it.
+HELD_OUT = 8
+#: Questions that are drawn for one that is held out, or one that is not, before a task counts as too small.
+TRIES = 2000
+
+
+class RewardTask:
+    """Base of tasks whose answers get a reward.
+
+    ``settings``: the table ``[[tasks]]`` of the recipe, with the settings of this task. ``seed``: seed of the
+    questions. ``levels``: number of levels of difficulty, from 0; a curriculum chooses among them.
+    """
+
+    levels = 1
+
+    def __init__(self, settings: Task, seed: int = 0) -> None:
+        self.settings, self.seed = settings, seed
+
+    def question(
+        self, index: int, held_out: bool = False, level: int | None = None
+    ) -> RewardQuestion:
+        """Return question number ``index``, which depends on the seed and these arguments alone.
+
+        ``held_out``: whether to return a question for evaluation. Such a question is never one for training.
+        ``level``: level of difficulty; None: as the settings say.
+        """
+        raise NotImplementedError
+
+    def score(self, question: RewardQuestion, answer: str) -> float:
+        """Return the reward of an answer, as a rule from 0 to 1. Never executes text of the answer in this process."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what the task holds, such as a loaded model."""
+
+    def draw(
+        self, index: int, held_out: bool, make: Callable[[Random], RewardQuestion]
+    ) -> RewardQuestion:
+        """Return a random question of ``make`` that is for training, or, with ``held_out``, for evaluation.
+
+        ``index``: number of the question, which determines the random numbers together with the seed. Which questions
+        are held out follows from their text, so that they are so under every seed. Raises :class:`UsageError` if the
+        task has too few different questions.
+        """
+        random = Random(f"{self.seed}/{index}/{held_out}")
+        for _ in range(TRIES):
+            question = make(random)
+            if is_held_out(question.prompt) == held_out:
+                return question
+        raise UsageError(
+            f"tasks.reward = {self.settings.reward!r}: its settings give too few different questions to hold some out; "
+            "make them more"
+        )
+
+
+def is_held_out(prompt: str | Messages) -> bool:
+    """Whether a question is for evaluation alone, by a hash of its prompt."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    digest = blake2b(text.encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % HELD_OUT == 0
+
+
+def reward_task(settings: Task, seed: int = 0) -> RewardTask:
+    """Build the task that ``settings``, a table ``[[tasks]]`` of a recipe, names as ``reward``.
+
+    ``seed``: seed of its questions. Raises :class:`UsageError` if there is no such task, and :class:`WeftError` if a
+    plugin gives what is no task.
+    """
+    technique = find("task", settings.reward, "tasks.reward")
+    task = technique.implementation(settings, seed)
+    if not isinstance(task, RewardTask):
+        raise WeftError(
+            f"{technique} gives {type(task).__name__}; derive it from weft.rl.reward_task.RewardTask"
+        )
+    return task

@@ -1,0 +1,1 @@
+"""Tasks whose answers get a reward, one file for each."""

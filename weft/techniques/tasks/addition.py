@@ -1,0 +1,55 @@
+"""Addition: sums of two numbers, in plain characters."""
+
+from __future__ import annotations
+
+from random import Random
+
+from pydantic import Field
+
+from weft.registry import register
+from weft.rl.reward_task import RewardTask
+from weft.rl.rollout import RewardQuestion
+from weft.section import Section
+
+
+class AdditionSettings(Section):
+    """Settings of sums."""
+
+    digits: int = Field(
+        2, ge=1, le=18, description="Most digits of each of the two numbers."
+    )
+    reversed: bool = Field(
+        False,
+        description=(
+            "Write the digits of the sum from right to left, which small models learn faster."
+        ),
+    )
+
+
+@register("task", "addition", settings=AdditionSettings, title="Sums of two numbers")
+class Addition(RewardTask):
+    """Asks for the sum of two numbers, "12+34=", and rewards the answer "46" by 1, and any other by 0.
+
+    Level n of difficulty has numbers of at most n + 1 digits.
+    """
+
+    @property
+    def levels(self) -> int:  # type: ignore[override]
+        return self.settings.own(AdditionSettings).digits
+
+    def question(
+        self, index: int, held_out: bool = False, level: int | None = None
+    ) -> RewardQuestion:
+        settings = self.settings.own(AdditionSettings)
+        limit = 10 ** (settings.digits if level is None else level + 1)
+
+        def make(random: Random) -> RewardQuestion:
+            first, second = random.randrange(limit), random.randrange(limit)
+            total = str(first + second)
+            answer = total[::-1] if settings.reversed else total
+            return RewardQuestion(f"{first}+{second}=", answer)
+
+        return self.draw(index, held_out, make)
+
+    def score(self, question: RewardQuestion, answer: str) -> float:
+        return float(answer.strip() == question.answer)
