@@ -1,0 +1,439 @@
+"""A ledger of samples on their way to training: which task has written and read what, and how old samples may become.
+
+After AsyncFlow (Han et al. 2025): rows are samples, columns are fields. Unlike there, a slot is free again only when
+its sample was trained, which bounds the lag by construction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+from weft.rl.rollout import VersionSpan
+
+
+class SampleRow(NamedTuple):
+    """A row of the ledger: one attempt at one sample.
+
+    ``place``: index of the sample's group in the order of training. ``member``: index of the sample in its group.
+    ``attempt``: how many attempts at this sample came before, as they were left out or their fields were lost.
+    """
+
+    place: int
+    member: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class LedgerTask:
+    """A task that reads some columns of each row and writes others.
+
+    Attributes:
+        ``name``: name of the task.
+        ``reads``: columns that must be written before the task gets a row.
+        ``writes``: columns that the task writes.
+        ``whole``: whether the task gets all rows of a group together, when it may read each.
+        ``draws``: whether the task samples from the policy, so that the version of its weights counts.
+    """
+
+    name: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    whole: bool = False
+    draws: bool = False
+
+
+#: Answers are written, scored one by one, and trained group by group.
+ROLLOUT = LedgerTask("rollout", (), ("answer",), whole=True, draws=True)
+REWARD = LedgerTask("reward", ("answer",), ("reward",))
+TRAIN = LedgerTask("train", ("answer", "reward"), whole=True)
+
+
+#: The cause by which samples count whose fields were lost.
+LOST = "lost"
+
+
+class SampleLease(NamedTuple):
+    """Rows that were handed to a holder for a task. ``number``: differs from that of every other lease.
+
+    ``task``: name of the task. ``holder``: name of the process that works on the rows. ``rows``: the rows.
+    """
+
+    number: int
+    task: str
+    holder: str
+    rows: tuple[SampleRow, ...]
+
+
+@dataclass
+class _Sample:
+    """What the ledger knows of a sample's present attempt.
+
+    ``stores``: by each written column, the name of the store that keeps the field. ``leases``: numbers of the leases
+    under which tasks work on the sample. ``done``: tasks that have consumed it. ``versions``: which weights have
+    written it. ``lost``: whether a store of its fields was lost while it was trained.
+    """
+
+    attempt: int = 0
+    stores: dict[str, str] = field(default_factory=dict)
+    leases: dict[str, int] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+    versions: tuple[VersionSpan, ...] = ()
+    lost: bool = False
+
+    def begin_anew(self) -> None:
+        self.attempt += 1
+        self.stores.clear()
+        self.leases.clear()
+        self.done.clear()
+        self.versions, self.lost = (), False
+
+
+class SampleLedger:
+    """Hands samples from task to task, each sample to each task exactly once, and bounds how old samples become.
+
+    ``tasks``: the tasks in an order in which every column is written before it is read. The last one trains, and gets
+    whole groups in the order of their places. ``bound``: largest lag of a trained sample, which is the number of policy
+    updates between the weights that have drawn its first token and those that it updates; 0: the synchronous loop.
+    ``batch``: smallest number of groups of an update.
+
+    The ledger has ``(bound + 1) * batch`` slots for groups. A group takes a slot when it is admitted, and frees it
+    when it was trained and :meth:`advance` has counted the update. A lost holder's rows are handed out again, and what
+    it still says of them is ignored. The ledger holds no fields itself: it knows the store of each. It opens no
+    sockets, starts no threads and reads no clock.
+
+    Raises :class:`ValueError` for tasks of which a column is read before it is written, or written twice.
+    """
+
+    def __init__(self, tasks: Sequence[LedgerTask], bound: int, batch: int = 1) -> None:
+        _check_tasks(tasks)
+        if bound < 0 or batch < 1:
+            raise ValueError(f"bound {bound} is below 0, or batch {batch} below 1")
+        self.tasks = {task.name: task for task in tasks}
+        self.last = tasks[-1].name
+        self.bound, self.batch = bound, batch
+        self.version, self.trained = 0, 0
+        #: Number of trained samples by their lag, and of attempts that were left out or lost, by cause.
+        self.lags: Counter[int] = Counter()
+        self.left_out: Counter[str] = Counter()
+        # places trained when each of the last versions began; a version that is missing is too old for every sample
+        self._trained_at: dict[int, int] = {0: 0}
+        self._groups: dict[int, list[_Sample]] = {}
+        self._leases: dict[int, SampleLease] = {}
+        self._next_place = self._next_lease = 0
+
+    @property
+    def slots(self) -> int:
+        """Number of groups that can be admitted and not yet trained."""
+        return (self.bound + 1) * self.batch
+
+    @property
+    def free(self) -> int:
+        """Number of slots that no group takes."""
+        return self.slots - len(self._groups)
+
+    def admit(self, samples: int) -> int | None:
+        """Give a group of so many ``samples`` a slot, and return its place; None if no slot is free."""
+        if samples < 1:
+            raise ValueError("a group has at least one sample")
+        if self.free < 1:
+            return None
+        place = self._next_place
+        self._next_place += 1
+        self._groups[place] = [_Sample() for _ in range(samples)]
+        return place
+
+    def take(
+        self, task: str, holder: str, count: int = 1, version: int | None = None
+    ) -> SampleLease | None:
+        """Hand out what ``task`` may work on now, the earliest places first; None if there is nothing.
+
+        ``holder``: name of the process that is going to work on the rows. ``count``: largest number of rows, or of
+        groups for a task that gets whole groups. The task that trains gets exactly ``count`` groups, or None.
+        ``version``: version of the weights from which a task that draws samples now. It gets only groups that these
+        weights may still begin.
+        """
+        about = self.tasks[task]
+        if about.draws and version is None:
+            raise ValueError(f"{task} draws, and must say the version of its weights")
+        if task == self.last:
+            rows = self._next_trained(count)
+        elif about.whole:
+            groups = (self._whole_rows(about, place) for place in self._in_turn(about, version))  # fmt: skip
+            rows = [row for group in islice(filter(None, groups), count) for row in group]  # fmt: skip
+        else:
+            single = (
+                row
+                for place in self._in_turn(about, version)
+                for row in self._rows(place)
+                if self._is_open(about, self._sample(row))
+            )
+            rows = [*islice(single, count)]
+        if not rows:
+            return None
+        lease = SampleLease(self._next_lease, task, holder, tuple(rows))
+        self._next_lease += 1
+        self._leases[lease.number] = lease
+        for row in rows:
+            self._sample(row).leases[task] = lease.number
+        return lease
+
+    def holds(self, lease: SampleLease, row: SampleRow) -> bool:
+        """Return whether ``row`` is still worked on under ``lease``."""
+        samples = self._groups.get(row.place, [])
+        return (
+            lease.number in self._leases
+            and row.member < len(samples)
+            and samples[row.member].attempt == row.attempt
+            and samples[row.member].leases.get(lease.task) == lease.number
+        )
+
+    def finish(
+        self,
+        lease: SampleLease,
+        rows: Sequence[SampleRow] | None = None,
+        versions: Mapping[SampleRow, Sequence[VersionSpan]] | None = None,
+        store: str = "",
+    ) -> list[SampleRow]:
+        """Note that the task has consumed ``rows`` of ``lease`` and written its columns; return those rows that count.
+
+        Rows that were handed out again, or begun anew, since they were leased do not count. ``rows``: None for all.
+        ``versions``: which weights have written each row, for a task that draws. ``store``: name of who keeps the
+        written fields; "": the ledger's owner. Raises :class:`ValueError` for tokens from weights older than allowed,
+        and for a part of what is trained.
+        """
+        about = self.tasks[lease.task]
+        if about.name == self.last and rows is not None:
+            raise ValueError("what was handed out for training is trained as a whole")
+        rows = lease.rows if rows is None else rows
+        counted = [row for row in rows if self.holds(lease, row)]
+        for row in counted if about.draws else ():
+            spans = (versions or {}).get(row)
+            if not spans:
+                raise ValueError(f"{row}: no version of the weights that have drawn it")
+            oldest = min(span.version for span in spans)
+            if not self._in_time(row.place, oldest):
+                raise ValueError(
+                    f"{row} was drawn from version {oldest} of the weights, which is too old at version {self.version}"
+                )
+        for row in counted:
+            sample = self._sample(row)
+            del sample.leases[lease.task]
+            sample.done.add(lease.task)
+            sample.stores |= dict.fromkeys(about.writes, store)
+            if about.draws and versions is not None:
+                sample.versions = tuple(versions[row])
+        if not any(self.holds(lease, row) for row in lease.rows):
+            self._leases.pop(lease.number, None)
+        return counted
+
+    def advance(self) -> int:
+        """Count a policy update with all that was trained since the last one, and free its slots; return the version.
+
+        Raises :class:`ValueError` if fewer than ``batch`` groups were trained while others wait, as their lag would
+        then exceed the bound.
+        """
+        trained = [
+            place
+            for place, samples in self._groups.items()
+            if all(self.last in sample.done for sample in samples)
+        ]
+        if len(trained) < self.batch and len(trained) < len(self._groups):
+            raise ValueError(
+                f"an update trained {len(trained)} groups, and must train {self.batch} at least"
+            )
+        for place in trained:
+            for sample in self._groups.pop(place):
+                self.lags[self._lag(sample)] += 1
+        self.trained += len(trained)
+        self.version += 1
+        self._trained_at[self.version] = self.trained
+        self._trained_at.pop(self.version - self.bound - 1, None)
+        self._leases = {
+            number: lease
+            for number, lease in self._leases.items()
+            if any(self.holds(lease, row) for row in lease.rows)
+        }
+        return self.version
+
+    def lose(self, holder: str) -> list[SampleRow]:
+        """Hand out again all that ``holder`` works on, and begin anew the samples of which it keeps fields.
+
+        What is being trained goes on, as the task that trains has read all fields. Return the rows on which ``holder``
+        has worked.
+        """
+        returned = []
+        for lease in [each for each in self._leases.values() if each.holder == holder]:
+            returned += [row for row in lease.rows if self.holds(lease, row)]
+            self._release(lease)
+        for place, samples in self._groups.items():
+            for member, sample in enumerate(samples):
+                if holder not in sample.stores.values():
+                    continue
+                if self.last in sample.leases.keys() | sample.done:
+                    sample.lost = True
+                else:
+                    self._begin_anew(place, member, LOST)
+        return returned
+
+    def leave_out(self, row: SampleRow, why: str) -> SampleRow | None:
+        """Leave out an attempt at a sample and begin another one; return its row, or None if ``row`` is past.
+
+        If the sample's group is being trained, all of the group is handed out for training again. ``why``: the cause
+        by which ``left_out`` counts, such as a reward that has failed.
+        """
+        samples = self._groups.get(row.place, [])
+        if row.member >= len(samples) or samples[row.member].attempt != row.attempt:
+            return None
+        if self.last in samples[row.member].done:
+            raise ValueError(f"{row} was trained already and cannot be left out")
+        self._begin_anew(row.place, row.member, why)
+        return self._rows(row.place)[row.member]
+
+    def leave_out_group(self, place: int, why: str) -> list[SampleRow]:
+        """Leave out all samples of a group, and begin another group in its place; return the new rows."""
+        rows = [self.leave_out(row, why) for row in self._rows(place)]
+        return [row for row in rows if row is not None]
+
+    def state(self) -> dict[str, Any]:
+        """Return the ledger as JSON values, for a checkpoint."""
+        return {
+            "version": self.version,
+            "trained": self.trained,
+            "trained_at": [[*pair] for pair in self._trained_at.items()],
+            "lags": [[*pair] for pair in self.lags.items()],
+            "left_out": dict(self.left_out),
+            "next_place": self._next_place,
+            "next_lease": self._next_lease,
+            "groups": [
+                [place, [_sample_values(sample) for sample in samples]]
+                for place, samples in self._groups.items()
+            ],
+        }
+
+    def load_state(
+        self, state: Mapping[str, Any], stores: Collection[str] = ("",)
+    ) -> None:
+        """Take on what :meth:`state` has returned. Whatever was leased is handed out again.
+
+        ``stores``: stores whose fields are still there. Untrained samples with fields in others are begun anew.
+        """
+        self.version, self.trained = state["version"], state["trained"]
+        self._trained_at = {version: trained for version, trained in state["trained_at"]}  # fmt: skip
+        self.lags = Counter({lag: count for lag, count in state["lags"]})
+        self.left_out = Counter(state["left_out"])
+        self._next_place, self._next_lease = state["next_place"], state["next_lease"]
+        self._groups = {
+            place: [_read_sample(values) for values in samples]
+            for place, samples in state["groups"]
+        }
+        self._leases = {}
+        for samples in self._groups.values():
+            for sample in samples:
+                gone = {*sample.stores.values()} - {*stores}
+                if (gone or sample.lost) and self.last not in sample.done:
+                    sample.begin_anew()
+                    self.left_out[LOST] += 1
+
+    def _sample(self, row: SampleRow) -> _Sample:
+        return self._groups[row.place][row.member]
+
+    def _rows(self, place: int) -> list[SampleRow]:
+        samples = self._groups[place]
+        return [SampleRow(place, i, each.attempt) for i, each in enumerate(samples)]
+
+    @staticmethod
+    def _is_open(task: LedgerTask, sample: _Sample) -> bool:
+        """Return whether ``sample`` has what ``task`` reads, and ``task`` has neither got nor consumed it."""
+        known = all(column in sample.stores for column in task.reads)
+        return known and task.name not in sample.done | sample.leases.keys()
+
+    def _in_turn(self, task: LedgerTask, version: int | None) -> Iterator[int]:
+        """Yield the places of groups, of a task that draws only those that ``version`` of the weights may begin."""
+        for place in self._groups:
+            if not task.draws or self._in_time(place, version or 0):
+                yield place
+
+    def _whole_rows(self, task: LedgerTask, place: int) -> list[SampleRow]:
+        """Return the rows of a group that ``task`` has not got yet, or none unless it may read all of these."""
+        rows = [
+            row
+            for row, each in zip(self._rows(place), self._groups[place], strict=True)
+            if task.name not in each.done | each.leases.keys()
+        ]
+        ready = all(self._is_open(task, self._sample(row)) for row in rows)
+        return rows if ready else []
+
+    def _next_trained(self, count: int) -> list[SampleRow]:
+        """Return the rows of the next ``count`` groups in the order of training, or none if some are not ready."""
+        task = self.tasks[self.last]
+        groups = [
+            self._whole_rows(task, place)
+            for place, samples in self._groups.items()
+            if not all(task.name in each.done | each.leases.keys() for each in samples)
+        ][:count]
+        if len(groups) < count or not all(groups):
+            return []
+        return [row for group in groups for row in group]
+
+    def _in_time(self, place: int, version: int) -> bool:
+        """Return whether a sample drawn from weights of ``version`` is trained before its lag exceeds the bound.
+
+        Every update trains ``batch`` groups at least, in order, so that those before ``place`` take few enough updates.
+        """
+        trained = self._trained_at.get(version)
+        return trained is not None and place < trained + self.slots
+
+    def _lag(self, sample: _Sample) -> int:
+        return self.version - min((span.version for span in sample.versions), default=self.version)  # fmt: skip
+
+    def _release(self, lease: SampleLease) -> None:
+        """Let the rows of ``lease`` be handed out again, and begin those anew whose fields were lost meanwhile."""
+        for row in [row for row in lease.rows if self.holds(lease, row)]:
+            self._return(self._sample(row), lease.task)
+        self._leases.pop(lease.number, None)
+
+    def _begin_anew(self, place: int, member: int, why: str) -> None:
+        """Begin a sample anew. Its whole group is then handed out for training anew, as it is only trained together."""
+        self._groups[place][member].begin_anew()
+        self.left_out[why] += 1
+        for sample in self._groups[place]:
+            self._return(sample, self.last)
+
+    def _return(self, sample: _Sample, task: str) -> None:
+        """Take ``sample`` back from ``task``, if it has it; without fields that were lost meanwhile it begins anew."""
+        if sample.leases.pop(task, None) is not None and sample.lost:
+            sample.begin_anew()
+            self.left_out[LOST] += 1
+
+
+def _check_tasks(tasks: Sequence[LedgerTask]) -> None:
+    """Raise :class:`ValueError` unless each column is written by one task, before others read it."""
+    written: set[str] = set()
+    for task in tasks:
+        if missing := {*task.reads} - written:
+            raise ValueError(f"{task.name} reads {sorted(missing)}, which nothing writes before")  # fmt: skip
+        if twice := {*task.writes} & written:
+            raise ValueError(f"{task.name} writes {sorted(twice)}, as another task does")  # fmt: skip
+        written |= {*task.writes}
+    if not tasks or not tasks[-1].whole:
+        raise ValueError("the last task trains, and gets whole groups")
+
+
+def _sample_values(sample: _Sample) -> dict[str, Any]:
+    return {
+        "attempt": sample.attempt,
+        "stores": dict(sample.stores),
+        "done": sorted(sample.done),
+        "versions": [[*span] for span in sample.versions],
+        "lost": sample.lost,
+    }
+
+
+def _read_sample(values: Mapping[str, Any]) -> _Sample:
+    spans = tuple(VersionSpan(*span) for span in values["versions"])
+    stores, done = dict(values["stores"]), {*values["done"]}
+    return _Sample(values["attempt"], stores, {}, done, spans, values["lost"])
