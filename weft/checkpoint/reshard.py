@@ -59,13 +59,13 @@ def plan_moves(
     tensor: Tensor,
     held: Sequence[Iterable[Box]],
     needed: Sequence[Iterable[Box]],
-    rank: int,
+    rank: int | None,
 ) -> Iterator[ElementMove]:
     """Yield the transfers of the tensor ``name`` in which this rank sends or receives.
 
     ``tensor``: description of the tensor; ``held``: for each rank the boxes of the tensor that it has; ``needed``: for
-    each rank the boxes that it needs; ``rank``: number of this rank. Raises :class:`WeftError` if the ranks together
-    lack an element, or hold unequal boxes that overlap.
+    each rank the boxes that it needs; ``rank``: number of this rank, or None for the transfers of all ranks. Raises
+    :class:`WeftError` if the ranks together lack an element, or hold unequal boxes that overlap.
     """
     holders: dict[Box, list[int]] = {}
     for r, boxes in enumerate(held):
@@ -84,7 +84,7 @@ def plan_moves(
                     target if target in ranks else ranks[(turn + target) % len(ranks)]
                 )
                 if (
-                    rank in (source, target)
+                    rank in (None, source, target)
                     and (common := intersection(have, box)) is not None
                 ):
                     yield ElementMove(name, common, have, box, source, target)

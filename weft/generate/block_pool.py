@@ -86,6 +86,11 @@ class BlockPool:
         if key not in self.known and block not in self.keys:
             self.known[key], self.keys[block] = block, key
 
+    def forget(self) -> None:
+        """Let :meth:`find` return none of the blocks that can be found now. Owners keep their blocks."""
+        self.known.clear()
+        self.keys.clear()
+
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks whose keys are the longest known prefix of ``keys``. ``keys``: the chained keys of a text's
         blocks (:func:`weft.generate.keys.chained_keys`).

@@ -55,12 +55,13 @@ class LaunchedPass(NamedTuple):
     """A forward pass under way.
 
     ``drawn``: the requests that get tokens from it. ``rows``: which rows of its logits belong to which request.
-    ``logits``: function that waits for the logits and returns them.
+    ``logits``: function that waits for the logits and returns them. ``version``: number of the weights that compute it.
     """
 
     drawn: ScheduledStep
     rows: list[WantedRows]
     logits: Callable[[], torch.Tensor]
+    version: int
 
 
 class LoanUsage(NamedTuple):
@@ -133,6 +134,11 @@ class KeptBlocks(Protocol):
 
     def usage(self) -> KeptUsage:
         """Return what the blocks have been used for. May be called in any thread."""
+
+    def weights_changed(self, version: int, fingerprint: str) -> None:
+        """Use no blocks of earlier weights any more. ``version``, ``fingerprint``: number and hash of the new weights;
+        "": the hash is not known, so that no blocks are kept or used before the next change.
+        """
 
     def close(self) -> None:
         """Store the full blocks that are not stored yet, and close the place where they are kept."""
@@ -394,6 +400,37 @@ class Engine:
         for party in self.loans:
             party.settle()
 
+    @torch.inference_mode()
+    def weights_changed(self, version: int, fingerprint: str = "") -> list[Written]:
+        """Let everything that is computed from now on come from the weights that the model has now.
+
+        Requests that run go on: their texts stay, and all their keys and values are computed again. The
+        log-probabilities of what follows are thus those of the new weights for the whole text, as if another engine had
+        been asked to go on with it. No cached block of earlier weights is used again, inside the engine or outside.
+        Which weights have written which tokens is in :attr:`weft.generate.request.Generation.versions`.
+
+        Between :meth:`drain` and this call the weights may be changed in place. ``version``: number of the new weights.
+        ``fingerprint``: a hash of the new weights, without which blocks outside the engine's cache are neither kept nor
+        used any more; "": it is not known. Raises :class:`UsageError` for an engine over two processes.
+        """
+        if self.phases is not None:
+            raise UsageError(
+                "the weights of an engine whose prompts another process reads cannot be changed; use --phases one"
+            )
+        written = self.drain()
+        self.scheduler.renew(version)
+        if self.outside is not None:
+            self.outside.weights_changed(version, fingerprint)
+        return written
+
+    @torch.inference_mode()
+    def drain(self) -> list[Written]:
+        """Wait for all passes under way, and return the tokens that they have given. No pass is launched."""
+        written = list[Written]()
+        while self.sent:
+            written += self.receive(self.sent.popleft())
+        return written
+
     def _send(self) -> bool:
         """Launch the next forward pass; return whether there was anything to compute."""
         self.prepare()
@@ -426,7 +463,8 @@ class Engine:
             self.watch.begin(step)
         rows = self.rows_of(step)
         logits = self.reader.start(step, early_exit(self.drafter, rows))
-        return LaunchedPass(set_out(self.scheduler, step), rows, logits)
+        version = self.scheduler.version
+        return LaunchedPass(set_out(self.scheduler, step), rows, logits, version)
 
     def rows_of(self, step: ScheduledStep) -> list[WantedRows]:
         """Return which rows of logits the requests of ``step`` need, in their order."""
@@ -451,6 +489,8 @@ class Engine:
             for sibling in takers[1:]:
                 self.scheduler.fork(request, sibling)
             texts += [SampledText(taker, begin) for taker in takers]
+        for text in texts:
+            text.generation.note_version(launched.version)
         written = write_next_tokens(logits, texts)
         for text in texts:
             generation = text.generation

@@ -51,6 +51,7 @@ class OutsideCache:
     ) -> None:  # fmt: skip
         self.engine, self.source, self.name, self.seconds = engine, source, name, seconds  # fmt: skip
         self.warn, self._failed = warn, False
+        self._version: int | None = 0  # of the weights that the name stands for
         self.fetched = self.late = self.looked = 0
         self._asked: WeakSet[Request] = WeakSet()
         self._fetching: list[Request] = []
@@ -127,6 +128,14 @@ class OutsideCache:
         sources = tiers.usages() if isinstance(tiers, TieredBlocks) else []
         return KeptUsage(self.looked, sources)
 
+    def weights_changed(self, version: int, fingerprint: str) -> None:
+        """Find and keep blocks of the weights with the hash ``fingerprint`` from now on; "": of none. ``version``:
+        number of these weights.
+        """
+        self._full = []
+        self._version = version if fingerprint else None
+        self.name = cache_name(self.engine, fingerprint)
+
     def close(self) -> None:
         """Store the full blocks that are not stored yet, and close the source."""
         self._keep(self._full)
@@ -137,7 +146,7 @@ class OutsideCache:
         """Whether equal keys of such a request mean equal blocks for every engine."""
         scheduler = self.engine.scheduler
         return (
-            not scheduler.version
+            scheduler.version == self._version
             and not request.context
             and request.adapter in self.engine.adapter_digests
         )

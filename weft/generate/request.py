@@ -198,6 +198,8 @@ class Generation(Request):
         ``chances``: for each written token, the probabilities ``[vocab]`` from which it was sampled; None: they are not
             kept.
         ``siblings``: requests that go on from the same prompt once it is computed.
+        ``versions``: which weights have drawn the tokens: pairs of the index of a written token, and of the number of
+            the weights from this token on.
     """
 
     how: Sampling = field(default_factory=Sampling)
@@ -222,6 +224,8 @@ class Generation(Request):
     chances: list[T] | None = None
     # those that go on from the same prompt, once it is read
     siblings: list["Generation"] = field(default_factory=list)
+    # index of the first written token, and number of the weights from there on
+    versions: list[tuple[int, int]] = field(default_factory=list)
     # of the first `_counted` of its tokens, if penalties need them
     _counts: TokenCounts | None = field(default=None, init=False, repr=False)
     _counted: int = field(default=0, init=False, repr=False)
@@ -243,6 +247,11 @@ class Generation(Request):
             self._counts.add(self.ids[self._counted :])
         self._counted = len(self.ids)
         return self._counts
+
+    def note_version(self, version: int) -> None:
+        """Note that the weights of number ``version`` draw the next token."""
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((len(self.ids) - self.prompt, version))
 
     def state(self) -> TextState:
         """Return what the next token depends on beside its logits."""

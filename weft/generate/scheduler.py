@@ -184,9 +184,16 @@ class Scheduler:
         request.hits += blocks * self.pool.size
         self._remember(request)
 
-    def renew(self) -> None:
-        """Recompute all running requests, as the weights have changed; cached blocks of the old weights stay unused."""
-        self.version += 1
+    def renew(self, version: int | None = None) -> None:
+        """Recompute all running requests, as the weights have changed; cached blocks of the old weights stay unused.
+
+        ``version``: number of the new weights; None: the next number. The pool forgets its blocks if the number is not
+        larger than the present one, as blocks may then have the keys of other weights.
+        """
+        later = self.version + 1 if version is None else version
+        if later <= self.version:
+            self.pool.forget()
+        self.version = later
         for placeholder in list(self.arriving):
             self.give_up(placeholder)
         for request in list(self.running):

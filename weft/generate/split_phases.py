@@ -9,6 +9,7 @@ is read goes on here at once, and no keys are moved. A quota divides the cores w
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from weft.generate.core_share import CoreShare, Pacer, apply_share
@@ -119,7 +120,8 @@ class SplitPhases:
         held = [block for request in step.work for block in request.table]
         scheduler.pool.hold(held)
         count = sum(prompt + drawn for *_, prompt, drawn in rows)
-        launched = LaunchedPass(step, rows, lambda: self.process.logits(count))
+        logits = partial(self.process.logits, count)
+        launched = LaunchedPass(step, rows, logits, scheduler.version)
         texts = any(r.wanted == 1 and r not in step.work for r in scheduler.running)
         share = self.quota if texts else 1.0
         self.process.set_quota(self.quota, texts)

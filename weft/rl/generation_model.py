@@ -1,0 +1,177 @@
+"""The model with which ranks generate between two training steps, filled from the state that they train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.errors import UsageError
+from weft.generate.leader import check_layout, mesh_of_rank
+from weft.layout.dims import Box, Logical, Tensor
+from weft.layout.mesh import Mesh, from_all
+from weft.layout.parts import NAMES
+from weft.models.products import NARROW
+from weft.parallel.build import parallelize
+from weft.parallel.state import Held, State
+from weft.recipe import ModelShape, Train
+from weft.rl.weight_moves import BUCKET, WeightMover, WeightsMoved, weight_plan
+
+if TYPE_CHECKING:
+    from weft.layout.layout import Layout
+
+T = torch.Tensor
+
+#: Forms of the weights with which a policy can generate.
+WEIGHTS = ("float", NARROW)
+
+
+class GenerationModel:
+    """The policy as ranks generate with it, beside the state that the same ranks train. Collective over these ranks.
+
+    Every ``layout.world`` ranks generate with a model of their own, under ``layout``. A tensor that a rank holds whole
+    in the training state, in the same type and not in a file, is shared: its memory is that of the state. All other
+    elements are copied, those that a rank lacks from other ranks (:mod:`weft.rl.weight_moves`). After an update of the
+    state, no step may be generated before :meth:`refresh`, because shared tensors have changed already and copied ones
+    have not.
+
+    ``shape``: the policy's shape. ``mesh``: the ranks that train. ``layout``: layout of the ranks that generate
+    together. ``state``: the training state. ``train``: section of the recipe, for its data type. ``weights``:
+    "bfloat16" to generate with all weights and the cache in bfloat16, or "float" for the type of the training state.
+    ``bucket``: most bytes of messages that a rank holds at a time. Raises :class:`UsageError` for a layout under which
+    the model cannot generate.
+
+    Attributes:
+        ``model``: the model that :class:`weft.generate.engine.Engine` takes. Its parameters have no values before the
+            first :meth:`refresh`.
+        ``mesh``: the ranks that generate together with this rank.
+        ``version``: number of the weights that the model has; -1: none yet.
+        ``shared``: names of the parameters that share their memory with the state.
+    """
+
+    def __init__(
+        self, shape: ModelShape, mesh: Mesh, layout: Layout, state: State, train: Train, weights: str = "float",
+        bucket: int = BUCKET,
+    ) -> None:  # fmt: skip
+        check_layout(layout, shape)
+        _check_ranks(mesh, layout)
+        _check_weights(weights, shape, layout)
+        self.training, self.state, self.bucket = mesh, state, bucket
+        self.mesh = (
+            Mesh.single(mesh.device)
+            if layout.world == 1
+            else mesh_of_rank(layout, str(mesh.device))
+        )
+        wide = "float64" if train.dtype == "float64" else "float32"
+        self.model, own = parallelize(
+            shape, self.mesh, Train(dtype=wide), _no_values, summed=False
+        )
+        if weights == NARROW:
+            self.model.to(torch.bfloat16)
+        self.held = own.held
+        self.version = -1
+        self.shared: frozenset[str] = frozenset()
+        self._movers: dict[bool, WeightMover] = {}
+
+    def refresh(self, version: int) -> WeightsMoved:
+        """Give the model the newest weights of the training state, which are number ``version``. Collective.
+
+        Postponed updates are run first, and experts that have moved come home. Only the first call moves frozen
+        parameters; later calls move what changes in training, with an adapter the adapter alone. The engine's
+        :meth:`weft.generate.engine.Engine.weights_changed` must be called afterwards. Returns what was moved.
+        """
+        self.state.bring_home()
+        self.state.settle()
+        first = self.version < 0
+        trained = {h.name: h for h in self.state.held}
+        self._share(trained)
+        if first not in self._movers:
+            self._movers[first] = self._mover(trained, first)
+        sources = {name: {h.box: h.local} for name, h in trained.items()}
+        targets = {h.name: {h.box: h.parameter.data} for h in self.held}
+        moved = self._movers[first].move(sources, targets)
+        self.version = version
+        return moved
+
+    def _share(self, trained: Mapping[str, Held]) -> None:
+        """Let parameters have the memory of the state's tensors where these are the same elements."""
+        rests = self.state.tiers.places.get("weights") == "file"
+        pairs = [(own, trained[own.name]) for own in self.held if own.name in trained]
+        alike = [(own, h) for own, h in pairs if not rests and is_shareable(h, own)]
+        for own, h in alike:
+            own.parameter.data = h.local
+        shared = frozenset(own.name for own, _ in alike)
+        if shared != self.shared:
+            self._movers.clear()
+        self.shared = shared
+
+    def _mover(self, trained: Mapping[str, Held], first: bool) -> WeightMover:
+        """Agree with the other ranks on what is moved: everything at first, later what changes in training."""
+        tensors = {
+            h.name: Tensor(h.logical.shape, NAMES[h.parameter.dtype]) for h in self.held
+        }
+        held = {name: [h.box] for name, h in trained.items() if first or changes(h)}
+        needed = {h.name: [h.box] for h in self.held if h.name not in self.shared}
+        group = self.training.step_group
+        everyones = from_all((tensors, held, needed), group)
+        known: dict[str, Tensor] = {}
+        for of_rank, _, _ in everyones:
+            known |= of_rank
+        moving = {name for _, of_rank, _ in everyones for name in of_rank}
+        wanted = [
+            {n: boxes for n, boxes in of_rank.items() if n in moving}
+            for _, _, of_rank in everyones
+        ]
+        rank = group.rank() if group is not None else 0
+        plan = weight_plan(
+            known, [of_rank for _, of_rank, _ in everyones], wanted, rank
+        )
+        return WeightMover(plan, known, group, self.training.device, self.bucket)
+
+
+def changes(held: Held) -> bool:
+    """Return whether a training step may change the parameter ``held``: by its gradient, or as a statistic, such as a
+    router's bias.
+    """
+    return held.learns or held.logical.everywhere
+
+
+def is_shareable(trained: Held, own: Held) -> bool:
+    """Return whether the tensor of ``trained``, in the training state, can be the memory of ``own``, a parameter that
+    generates: both are the same elements, in the same type, on the same device.
+    """
+    local, parameter = trained.local, own.parameter
+    alike = (trained.box, local.dtype, local.device) == (
+        own.box,
+        parameter.dtype,
+        parameter.device,
+    )
+    return alike and trained.rows is None and local.is_contiguous()
+
+
+def _no_values(name: str, logical: Logical, box: Box) -> T:
+    return torch.zeros(())
+
+
+def _check_ranks(mesh: Mesh, layout: Layout) -> None:
+    """Raise :class:`UsageError` if the ranks of ``mesh`` cannot be divided into groups that generate under
+    ``layout``."""
+    if layout.world not in (1, mesh.layout.world):
+        raise UsageError(
+            f"{mesh.layout.world} ranks train, and {layout.world} would generate together under {layout}; "
+            f"give a layout of one rank or of {mesh.layout.world}"
+        )
+
+
+def _check_weights(weights: str, shape: ModelShape, layout: Layout) -> None:
+    if weights not in WEIGHTS:
+        raise UsageError(
+            f"a policy generates with weights {' or '.join(WEIGHTS)}, not {weights!r}; give one of these"
+        )
+    quantized = shape.adapter is not None and shape.adapter.kind == "qlora"
+    odd = shape.kind or shape.kv_rank or shape.mixtures or quantized or layout.world > 1
+    if weights == NARROW and odd:
+        raise UsageError(
+            "weights in bfloat16 are for dense models with plain attention on one rank; leave them as they are"
+        )

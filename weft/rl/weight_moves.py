@@ -1,0 +1,257 @@
+"""Moves of weights from the layout in which they are trained to the layout in which they generate, bucket by bucket.
+
+Boxes (regions of elements) that ranks hold are intersected with boxes that ranks need, so that a rank sends only what
+another rank lacks (HybridFlow, Sheng et al. 2024, 2409.19256). A pair of ranks cuts its bytes into buckets in the same
+way on both sides, without a word. While a bucket travels, the next one is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.checkpoint.boxes import volume
+from weft.checkpoint.pack import group_by_bytes, index_within
+from weft.checkpoint.reshard import ALIGN, ElementMove, plan_moves
+from weft.layout.dims import Box, Tensor, extents
+from weft.layout.parts import TORCH_DTYPES
+
+T = torch.Tensor
+
+#: Most bytes of messages that a rank holds at a time, sent and received ones together.
+BUCKET = 64 << 20
+#: A rank sends one message and receives one, while it packs the next ones.
+AT_ONCE = 4
+
+#: Boxes of tensors that one rank holds or needs, by the name of the tensor.
+Boxes = Mapping[str, Sequence[Box]]
+
+
+class WeightsMoved(NamedTuple):
+    """What a move of weights has cost on this rank.
+
+    Attributes:
+        ``received``: bytes that came from other ranks, without padding.
+        ``seconds``: duration of the move.
+        ``sent``: bytes that went to other ranks, without padding.
+        ``buffer``: most bytes of messages that were in memory at the same time.
+    """
+
+    received: int
+    seconds: float
+    sent: int
+    buffer: int
+
+
+def weight_plan(
+    tensors: Mapping[str, Tensor],
+    held: Sequence[Boxes],
+    needed: Sequence[Boxes],
+    rank: int | None = None,
+) -> list[ElementMove]:
+    """Return which elements of tensors go from which rank to which, so that every rank gets what it needs.
+
+    ``tensors``: shapes of the tensors and the types in which they are needed, by name. ``held``: for each rank the
+    boxes that it has; ``needed``: for each rank the boxes that it needs. An element that a rank has itself comes from
+    that rank. ``rank``: only moves are returned in which this rank sends or receives; None: all. Raises
+    :class:`WeftError` if the ranks together lack an element.
+    """
+    wanted = sorted({name for of_rank in needed for name in of_rank})
+    return [
+        move
+        for name in wanted
+        for move in plan_moves(
+            name,
+            tensors[name],
+            [of_rank.get(name, ()) for of_rank in held],
+            [of_rank.get(name, ()) for of_rank in needed],
+            rank,
+        )
+    ]
+
+
+def cut_box(box: Box, most: int) -> Iterator[Box]:
+    """Cut ``box`` into boxes of at most ``most`` elements, in the order in which the elements lie in memory. Yields
+    these boxes.
+    """
+    if volume(box) <= most:
+        yield box
+        return
+    (lo, hi), *rest = box
+    row = volume(tuple(rest))
+    if row > most:
+        for index in range(lo, hi):
+            for inner in cut_box(tuple(rest), most):
+                yield ((index, index + 1), *inner)
+        return
+    rows = max(1, most // row)
+    for first in range(lo, hi, rows):
+        yield ((first, min(hi, first + rows)), *rest)
+
+
+def padded_bytes(move: ElementMove, tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes that the elements of ``move`` take in a message: a multiple of :data:`ALIGN`."""
+    size = volume(move.box) * tensors[move.name].itemsize
+    return size + -size % ALIGN
+
+
+def buckets(
+    moves: Sequence[ElementMove], tensors: Mapping[str, Tensor], most: int
+) -> list[list[ElementMove]]:
+    """Divide the moves of one pair of ranks into messages of at most ``most`` bytes; larger moves are cut.
+
+    ``tensors``: shapes and types of the tensors, by name. Both ranks of the pair get the same messages.
+    """
+    pieces = [
+        replace(move, box=box)
+        for move in moves
+        for box in cut_box(
+            move.box, max(1, (most - ALIGN) // tensors[move.name].itemsize)
+        )
+    ]
+    return list(group_by_bytes(pieces, most, lambda move: padded_bytes(move, tensors)))
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """The messages that this rank exchanges at one distance: those to the rank so far ahead, and those from the rank so
+    far behind."""
+
+    target: int
+    outgoing: list[list[ElementMove]]
+    source: int
+    incoming: list[list[ElementMove]]
+
+
+class WeightMover:
+    """Moves weights between ranks as a plan says, again and again, whenever they have changed.
+
+    ``plan``: the moves of this rank (:func:`weight_plan`). ``tensors``: shapes of the tensors and the types in which
+    they travel, by name. ``group``: process group whose ranks the plan numbers; None: all ranks. ``device``: where
+    messages are made. ``bucket``: most bytes of messages that this rank holds at a time.
+    """
+
+    def __init__(
+        self,
+        plan: Sequence[ElementMove],
+        tensors: Mapping[str, Tensor],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        bucket: int = BUCKET,
+    ) -> None:
+        rank, world = (
+            (dist.get_rank(group), dist.get_world_size(group))
+            if dist.is_initialized()
+            else (0, 1)
+        )
+        self.tensors, self.group, self.device = tensors, group, device
+        self.local = [move for move in plan if move.source == move.target == rank]
+        most = max(2 * ALIGN, bucket // AT_ONCE)
+        self.exchanges: list[_Exchange] = []
+        for distance in range(1, world):
+            target, source = (rank + distance) % world, (rank - distance) % world
+            there = [m for m in plan if (m.source, m.target) == (rank, target)]
+            here = [m for m in plan if (m.source, m.target) == (source, rank)]
+            if there or here:
+                outgoing, incoming = (
+                    buckets(each, tensors, most) for each in (there, here)
+                )
+                self.exchanges.append(_Exchange(target, outgoing, source, incoming))
+
+    @torch.no_grad()
+    def move(
+        self,
+        sources: Mapping[str, Mapping[Box, T]],
+        targets: Mapping[str, Mapping[Box, T]],
+    ) -> WeightsMoved:
+        """Copy elements from ``sources`` to ``targets`` of this rank and of others. Collective over the group.
+
+        Both are tensors by name and box. Elements of sources become those of the target's type before they travel.
+        """
+        begin = perf_counter()
+        received = sent = buffer = 0
+        for move in self.local:
+            view = _view(targets, move, move.needed)
+            view.copy_(_view(sources, move, move.held))
+        for exchange in self.exchanges:
+            turns = max(len(exchange.outgoing), len(exchange.incoming))
+            flying: _Flying | None = None
+            for turn in range(turns):
+                outgoing, incoming = (
+                    side[turn] if turn < len(side) else []
+                    for side in (exchange.outgoing, exchange.incoming)
+                )
+                message = self._empty(outgoing)
+                for move, place in self._places(outgoing, message):
+                    place.copy_(_view(sources, move, move.held))
+                coming = self._empty(incoming)
+                held = flying.nbytes if flying else 0
+                buffer = max(buffer, held + message.nbytes + coming.nbytes)
+                if flying is not None:
+                    self._land(flying, targets)
+                flying = self._fly(exchange, message, coming, incoming)
+                sent += self._bytes(outgoing)
+                received += self._bytes(incoming)
+            if flying is not None:
+                self._land(flying, targets)
+        return WeightsMoved(received, perf_counter() - begin, sent, buffer)
+
+    def _fly(
+        self, exchange: _Exchange, message: T, coming: T, incoming: list[ElementMove]
+    ) -> _Flying:
+        operations = []
+        if message.numel():
+            operations.append(self._operation(dist.isend, message, exchange.target))
+        if coming.numel():
+            operations.append(self._operation(dist.irecv, coming, exchange.source))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _Flying(message, coming, incoming, works)
+
+    def _operation(self, what: object, message: T, peer: int) -> dist.P2POp:
+        return dist.P2POp(what, message, group=self.group, group_peer=peer)  # type: ignore[arg-type]
+
+    def _land(self, flying: _Flying, targets: Mapping[str, Mapping[Box, T]]) -> None:
+        for work in flying.works:
+            work.wait()
+        for move, place in self._places(flying.incoming, flying.coming):
+            _view(targets, move, move.needed).copy_(place)
+
+    def _empty(self, moves: Sequence[ElementMove]) -> T:
+        size = sum(padded_bytes(move, self.tensors) for move in moves)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def _bytes(self, moves: Sequence[ElementMove]) -> int:
+        return sum(volume(m.box) * self.tensors[m.name].itemsize for m in moves)
+
+    def _places(
+        self, moves: Sequence[ElementMove], message: T
+    ) -> Iterator[tuple[ElementMove, T]]:
+        """Yield each move with the elements of ``message`` that belong to it, in the shape of its box."""
+        at = 0
+        for move in moves:
+            tensor = self.tensors[move.name]
+            flat = message[at : at + volume(move.box) * tensor.itemsize]
+            yield move, flat.view(TORCH_DTYPES[tensor.dtype]).view(extents(move.box))
+            at += padded_bytes(move, self.tensors)
+
+
+class _Flying(NamedTuple):
+    """Messages under way: what goes, what comes, whose moves come, and what to wait for."""
+
+    message: T
+    coming: T
+    incoming: list[ElementMove]
+    works: Sequence[dist.Work]
+
+    @property
+    def nbytes(self) -> int:
+        return self.message.nbytes + self.coming.nbytes
+
+
+def _view(tensors: Mapping[str, Mapping[Box, T]], move: ElementMove, box: Box) -> T:
+    return tensors[move.name][box][index_within(move.box, box)]
