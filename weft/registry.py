@@ -110,6 +110,7 @@ KINDS: dict[str, TechniqueKind] = {
     "task": TechniqueKind("task", "tasks.reward", ("settings", "seed"), "tasks", ("",)),
     "phases": TechniqueKind("technique of a step", "phases", (), "phases"),
     "pair-loss": TechniqueKind("loss of pairs", "loss.kind", ("settings",), "pair_losses", ("cross-entropy",)),
+    "policy-loss": TechniqueKind("method", "rl.method", (), "policy_losses"),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from weft.errors import UsageError
 from weft.generate.drafter import check_ahead
 from weft.generate.policies import policy_of
 from weft.generate.quotas import quota_of
-from weft.recipe import Observe, build_recipe
+from weft.recipe import Observe, build_recipe, policy_loss
 from weft.registry import KINDS, declared, find, names
 
 PACKAGE = Path(__file__).parents[2] / "weft"
@@ -60,6 +60,7 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "phases": lambda name: build_recipe(ASKED[name]),
     "tracker": lambda name: build_recipe({"observe": {"trackers": [name]}}),
     "task": lambda name: build_recipe({"tasks": [{"reward": name}]}),
+    "policy-loss": lambda name: policy_loss(name),
 }
 
 

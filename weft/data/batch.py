@@ -1,8 +1,8 @@
 """Batch: the tokens of one rank in one pass, with labels, positions and document boundaries."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -106,6 +106,53 @@ class PairedRows:
 
 
 @dataclass(frozen=True)
+class RolloutTokens:
+    """Numbers of the tokens of sampled answers that a policy loss reads, float64, of the shape of the labels.
+
+    A number stands where its token is the label. Where a number is not given it is NaN.
+
+    Attributes:
+        ``advantage``: by how much the token was better than expected.
+        ``scale``: factor of the token's loss before losses are summed.
+        ``divisor``: summands of the number by which the summed loss of a step is divided, over all ranks together.
+        ``sampler``: log-probability with which the token was sampled.
+        ``old``: log-probability under the policy before the update; NaN: the present log-probability.
+        ``reference``: log-probability under the reference model.
+        ``returns``: sum of rewards from the token on, which a critic should predict.
+        ``values``: what the critic predicted at sampling.
+    """
+
+    advantage: torch.Tensor
+    scale: torch.Tensor
+    divisor: torch.Tensor
+    sampler: torch.Tensor
+    old: torch.Tensor
+    reference: torch.Tensor
+    returns: torch.Tensor
+    values: torch.Tensor
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return the numbers with ``change`` applied to each of the tensors."""
+        return type(self)(*(change(x) for x in vars(self).values()))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Concatenate the numbers of all ``parts``, each ``[n]``."""
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        return cls(*map(torch.cat, columns))
+
+    def write(self, part: Self, row: int, columns: slice) -> None:
+        """Write the numbers of ``part``, each ``[n]``, to ``columns`` of a row; here numbers are ``[rows, seq]``."""
+        for name, column in vars(self).items():
+            column[row, columns] = getattr(part, name)
+
+    @classmethod
+    def blank(cls, *shape: int) -> Self:
+        """Return zeros of ``shape`` in place of every number, as padding has them."""
+        return cls(*torch.zeros(len(fields(cls)), *shape, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
 class Batch:
     """Batch of rows of packed documents, of which this rank holds its part along ``cp`` (:mod:`weft.layout.sequence`).
 
@@ -124,6 +171,7 @@ class Batch:
         ``samples``: numbers of the samples in these rows. They are set on the first of the ranks that have parts of
             the same rows, and empty on the others.
         ``draws``: a random number for the dropout of each token, int64 ``[rows, seq/cp]``; None without dropout.
+        ``rollout``: numbers that a policy loss reads, each ``[rows, seq/cp]``; None if rows hold no sampled answers.
     """
 
     tokens: torch.Tensor
@@ -136,6 +184,7 @@ class Batch:
     paired: PairedRows | None = None
     samples: tuple[int, ...] = ()
     draws: torch.Tensor | None = None
+    rollout: RolloutTokens | None = None
 
     @property
     def real_tokens(self) -> int:
@@ -144,12 +193,14 @@ class Batch:
 
     @property
     def label_weight(self) -> float:
-        """Sum of the weights of this batch's labels, or of the weights of its pairs if rows hold pairs.
+        """Sum of the weights of this batch's labels, or of its pairs if rows hold pairs, or of the divisors of answers.
 
         The summed loss of a step is divided by the total of these sums over all batches of the step.
         """
         if self.paired is not None:
             return float(self.paired.pairs.weight.sum()) * self.paired.counted
+        if self.rollout is not None:
+            return float(self.rollout.divisor.sum())
         if self.weights is None:
             return float(self.real_tokens)
         return float(self.weights[self.labels != IGNORE].double().sum())
@@ -167,6 +218,11 @@ class Batch:
         """Return this batch with its tensors on ``device``, except ``cu_seqlens``."""
         names = ("tokens", "labels", "positions", "weights", "documents", "draws")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
-        return replace(
-            self, **{name: x.to(device, non_blocking=True) for name, x in given.items()}
-        )
+
+        def moved(x: torch.Tensor) -> torch.Tensor:
+            return x.to(device, non_blocking=True)
+
+        there: dict[str, Any] = {name: moved(x) for name, x in given.items()}
+        if self.rollout is not None:
+            there["rollout"] = self.rollout.each(moved)
+        return replace(self, **there)

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, Pass, PassGroup, Plan
+from weft.data.batch import (
+    IGNORE,
+    Batch,
+    PairedRows,
+    Pairs,
+    Pass,
+    PassGroup,
+    Plan,
+    RolloutTokens,
+)
 from weft.data.bos import begins_otherwise, document_opening, with_bos
 from weft.data.cache import digest
 from weft.data.corpora import unread_files
@@ -309,6 +318,7 @@ class Loader:
         weights = np.ones(tokens.shape, np.float32)
         starts, padding = [], []
         draws, samples = np.zeros_like(tokens), iter(numbered)
+        rollout = RolloutTokens.blank(*tokens.shape) if self.of_rollouts else None
         for r, line in enumerate(lines):
             filled = 0
             for row in line:
@@ -317,6 +327,8 @@ class Loader:
                 tokens[r, here], labels[r, here] = row.tokens, row.labels
                 if row.weights is not None:
                     weights[r, here] = row.weights
+                if rollout is not None and row.rollout is not None:
+                    rollout.write(row.rollout, r, here)
                 starts.append(r * length + filled + row.starts)
                 filled = here.stop
             # the padding is a segment of its own: no document attends to it
@@ -345,7 +357,10 @@ class Loader:
             columns,
         )
         return replace(
-            batch, paired=paired, samples=() if self.cp_rank else tuple(ranges[place])
+            batch,
+            paired=paired,
+            samples=() if self.cp_rank else tuple(ranges[place]),
+            rollout=rollout and rollout.each(lambda x: x[:, columns]),
         )
 
     def _cut(
@@ -384,6 +399,12 @@ class Loader:
     def of_pairs(self) -> bool:
         """Whether the samples are pairs of answers."""
         return isinstance(self.order, Order) and self.order.streams[0].pairs is not None
+
+    @property
+    def of_rollouts(self) -> bool:
+        """Whether the samples are rows of sampled answers, which a policy loss reads."""
+        rows = self.order.rows if isinstance(self.order, RowList) else ()
+        return bool(len(rows)) and rows[0].rollout is not None
 
     def _drawn(self, sample: int, row: Row) -> np.ndarray:
         """Return random numbers for a sample's tokens, zeros without dropout."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from weft.data.batch import IGNORE, Pairs
+from weft.data.batch import IGNORE, Pairs, RolloutTokens
 from weft.errors import UsageError
 
 #: First keys that keep the uses of :func:`hash_keys` apart.
@@ -109,6 +109,7 @@ class Row(NamedTuple):
         ``starts``: index of each document's first token in the row.
         ``weights``: weight of each label, float32 ``[n]``; None if all are 1.
         ``pairs``: the pairs that successive documents of the row form; None if they form none.
+        ``rollout``: numbers that a policy loss reads, each ``[n]``; None if documents are no sampled answers.
     """
 
     tokens: np.ndarray
@@ -116,6 +117,7 @@ class Row(NamedTuple):
     starts: np.ndarray
     weights: np.ndarray | None = None
     pairs: Pairs | None = None
+    rollout: RolloutTokens | None = None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weft.data.batch import Batch
+    from weft.models.answer_loss import Objective
     from weft.models.loss import Criterion
-    from weft.models.preference import Objective
 
     T = torch.Tensor
 
@@ -40,7 +40,7 @@ class Hooks:
 
     Attributes:
         ``criterion``: the loss of tokens; None: cross entropy.
-        ``objective``: the loss of pairs of answers; None: the loss of tokens.
+        ``objective``: the loss of answers, of pairs or a policy's; None: the loss of tokens.
         ``saver``: offloads the tensors that blocks save for backward; None: they stay on the device.
         ``passed``: called after each pass of a training step, with the number of passes done and of all passes.
     """

@@ -34,8 +34,11 @@ def linear_cross_entropy(
     chunk: int,
     mesh: Mesh,
     counts: T | None = None,
+    entropies: T | None = None,
 ) -> T:
     """Return the sum of ``-log p(label)`` over all tokens with a label, each times its weight in ``counts`` if given.
+
+    With ``entropies`` the entropy of each token's distribution is added, times its entry there, ``[tokens]``.
 
     ``hidden``: ``[tokens, embed]``; ``weight``: rows of the output layer from row ``first`` on, ``[vocab/tp, embed]``;
     ``labels`` and ``counts``: ``[tokens]``; ``chunk``: number of tokens whose logits are computed at a time. Returns a
@@ -43,7 +46,7 @@ def linear_cross_entropy(
     """
     group = vocabulary_group(mesh)
     return _LinearCrossEntropy.apply(
-        hidden, weight, labels, first, chunk, group, counts
+        hidden, weight, labels, first, chunk, group, counts, entropies
     )
 
 
@@ -72,7 +75,7 @@ class SummedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def spmd_typecheck(*, hidden, weight, labels, group, counts):  # type: ignore[no-untyped-def]
+    def spmd_typecheck(*, hidden, weight, labels, group, counts, entropies=None):  # type: ignore[no-untyped-def]
         """Declare to the type check of distributed tensors that the loss is a sum over tokens and ranks of ``group``.
 
         The arguments are those of a subclass's forward.
@@ -105,11 +108,12 @@ class SummedLoss(torch.autograd.Function):
 
 class _LinearCrossEntropy(SummedLoss):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, first, chunk, group, counts):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, labels, first, chunk, group, counts, entropies):  # type: ignore[no-untyped-def]
         ctx.tokens, ctx.rows = len(hidden), labelled_rows(labels)
         if ctx.rows is not None:
             hidden, labels = hidden[ctx.rows], labels[ctx.rows]
             counts = None if counts is None else counts[ctx.rows]
+            entropies = None if entropies is None else entropies[ctx.rows]
         dtype = wide(hidden.dtype)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         scales = scale_of(labels, counts, dtype)
@@ -125,13 +129,27 @@ class _LinearCrossEntropy(SummedLoss):
             here = ((y >= first) & (y < first + len(weight)))[:, None]
             index = torch.where(here, y[:, None] - first, 0)
             target = torch.where(here, logits.gather(1, index), 0)
-            p = logits.sub_(top).exp_()
-            lse, target = merge(top + p.sum(-1, keepdim=True).log(), target, group)
+            logits.sub_(top)
+            p = logits.exp() if entropies is not None else logits.exp_()
+            own = top + p.sum(-1, keepdim=True).log()
+            lse, target = merge(own, target, group)
             valid = (y != IGNORE)[:, None]
             total += (torch.where(valid, lse - target, 0) * scale).sum()
+            bonus: T | None = None
+            if entropies is not None:
+                bonus = scale_of(y, entropies[start : start + chunk], dtype)
+                mean = (p * logits).sum(-1, keepdim=True) * (top - own).exp() + top
+                entropy = merged_entropy(own, mean, group)
+                total += (entropy * bonus).sum()
+                # log p of the whole vocabulary, plus the entropy
+                logits.add_(top - lse + entropy).mul_(-bonus)
             if with_grad:
                 # d loss / d logits = softmax - onehot, zero where there is no label.
-                p *= torch.where(valid, (top - lse).exp(), 0) * scale
+                if bonus is None:
+                    p *= torch.where(valid, (top - lse).exp(), 0) * scale
+                else:
+                    p *= torch.where(valid, (top - lse).exp(), 0)
+                    p *= logits.add_(scale)
                 p.scatter_add_(1, index, -torch.where(here, scale, 0))
                 p = p.to(hidden.dtype)
                 if d_hidden is not None:
@@ -173,6 +191,21 @@ def merge(lse: T, target: T, group: dist.ProcessGroup | None) -> list[T]:
     return [both[..., :1].logsumexp(0), both[..., 1:].sum(0)]
 
 
+def merged_entropy(lse: T, mean: T, group: dist.ProcessGroup | None) -> T:
+    """Return the entropy over the whole vocabulary, of which the ranks of ``group`` have a range each: ``[chunk, 1]``.
+
+    ``lse``: log-sum-exp of the logits in this rank's range. ``mean``: mean of the logits in this rank's range by the
+    softmax within the range. Both are ``[chunk, 1]``. ``group`` None: this rank has the whole vocabulary.
+    """
+    lses, means = from_shares(torch.cat((lse, mean), dim=1), group).split(1, dim=-1)
+    return entropy_of_shares(lses, means)
+
+
+def entropy_of_shares(lses: T, means: T) -> T:
+    """Return the entropy over the whole vocabulary from the log-sum-exps and mean logits of its shares along dim 0."""
+    return lses.logsumexp(0) - (lses.softmax(0) * means).sum(0)
+
+
 def from_shares(share: T, group: dist.ProcessGroup | None) -> T:
     """Gather a tensor ``[chunk, n]`` from all ranks of ``group``, which share the vocabulary: ``[tp, chunk, n]``.
 
@@ -187,17 +220,27 @@ def from_shares(share: T, group: dist.ProcessGroup | None) -> T:
 
 @torch.no_grad()
 def token_scores(
-    hidden: T, weight: T | None, labels: T, first: int, chunk: int, mesh: Mesh
+    hidden: T,
+    weight: T | None,
+    labels: T,
+    first: int,
+    chunk: int,
+    mesh: Mesh,
+    with_entropy: bool = False,
 ) -> T:
     """Return two scores of every token's label, float64 ``[tokens, 2]``.
 
-    The first score is the label's log-probability; the second is 1 if no other token is likelier, else 0. ``hidden``:
+    The first score is the label's log-probability; the second is 1 if no other token is likelier, else 0.
+    ``with_entropy``: whether a third score is added, the entropy of the distribution. ``hidden``:
     ``[tokens, embed]``, or the logits if ``weight`` is None; ``weight``: rows of the output layer from row ``first``
     on, ``[vocab/tp, embed]``; ``labels``: ``[tokens]``, none missing; ``chunk``: number of tokens whose logits are
     computed at a time.
     """
     group, dtype = vocabulary_group(mesh), wide(hidden.dtype)
-    scores = torch.empty(len(hidden), 2, dtype=torch.float64, device=hidden.device)
+    columns = 3 if with_entropy else 2
+    scores = torch.empty(
+        len(hidden), columns, dtype=torch.float64, device=hidden.device
+    )
     for start in range(0, len(hidden), chunk):
         h, y = hidden[start : start + chunk], labels[start : start + chunk]
         # [chunk, vocab/tp]
@@ -211,4 +254,20 @@ def token_scores(
         target = target.sum(0)
         scores[start : start + chunk, 0] = target - lse.logsumexp(0)
         scores[start : start + chunk, 1] = target >= top.amax(0)
+        if with_entropy:
+            mean = (logits.softmax(-1) * logits).sum(-1, keepdim=True)
+            own = logits.logsumexp(-1, keepdim=True)
+            entropy = merged_entropy(own, mean, group)
+            scores[start : start + chunk, 2] = entropy[:, 0]
     return scores
+
+
+def with_gradient_of(value: T, weighted: Callable[[], T]) -> T:
+    """Return ``value`` with the gradients of another scalar, which ``weighted()`` returns.
+
+    ``weighted`` is not called where no gradient is needed.
+    """
+    if not torch.is_grad_enabled():
+        return value
+    total = weighted()
+    return value + (total - total.detach())

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from weft.data.batch import IGNORE, Batch, Pairs
 from weft.layout.boundary import BY_DATA, I, V, declare, share_of_sum, sum_over, untyped
 from weft.layout.mesh import Mesh
-from weft.models.loss import labelled_rows, linear_cross_entropy, scale_of, token_scores
+from weft.models.loss import with_gradient_of
 from weft.recipe import Loss
 
 T = torch.Tensor
 
 #: The loss of every pair, ``[pairs]``, from the sums over the answers' tokens and the numbers of these tokens, both
 #: ``[pairs, 2]`` with the chosen answer first.
-Objective = Callable[[T, T, Pairs], T]
+PairObjective = Callable[[T, T, Pairs], T]
 
 
 def needs_reference(settings: Loss) -> bool:
@@ -29,12 +29,12 @@ def needs_reference(settings: Loss) -> bool:
     return settings.of_pairs and bool(settings.pair_loss.has_reference)
 
 
-def objective(settings: Loss) -> Objective | None:
+def objective(settings: Loss) -> PairObjective | None:
     """Return the loss of pairs of answers that ``loss.kind`` names; None if it names a loss of tokens.
 
     ``settings``: the section ``[loss]``.
     """
-    loss: Objective | None = settings.pair_loss and settings.pair_loss(settings)
+    loss: PairObjective | None = settings.pair_loss and settings.pair_loss(settings)
     return loss
 
 
@@ -43,7 +43,7 @@ def pair_losses(
     counts: T,
     documents: T,
     batch: Batch,
-    of: Objective,
+    of: PairObjective,
     mesh: Mesh,
     *axes: str,
 ) -> tuple[T, T]:
@@ -84,56 +84,7 @@ def pair_losses(
     )
 
 
-def weigh(nll: T, batch: Batch, of: Objective | None, mesh: Mesh) -> tuple[T, T]:
-    """Return this rank's share of a batch's loss, and the loss's derivative by each element of ``nll``, ``[tokens]``.
-
-    ``nll``: negative log-probabilities of the labels of this rank's tokens, ``[tokens]``, equal on all ranks of ``tp``;
-    0 where there is no label. ``of``: function that computes the loss of pairs. If it is None or the batch has no
-    pairs, the loss is the weighted sum of ``nll``. The shares of all ranks that have other tokens add up to the loss.
-    """
-    counts = None if batch.weights is None else batch.weights.flatten()
-    scale = scale_of(batch.labels.flatten(), counts, nll.dtype)[:, 0]
-    if batch.paired is None or of is None:
-        return (nll * scale).double().sum(), scale
-    assert batch.documents is not None
-    loss, slopes = pair_losses(
-        -nll.double(), scale.double(), batch.documents.flatten(), batch, of, mesh, "cp"
-    )
-    return loss, -slopes
-
-
-def preference_loss(
-    hidden: T,
-    weight: T,
-    batch: Batch,
-    first: int,
-    chunk: int,
-    of: Objective,
-    mesh: Mesh,
-) -> T:
-    """Return the loss of the pairs in ``batch``, from the log-probabilities of their answers: a float64 scalar.
-
-    ``of``: function that computes the loss of pairs. The output layer runs once for the log-probabilities, and again
-    for the gradients, when the factor of every token is known. The other arguments are those of
-    :func:`weft.models.loss.linear_cross_entropy`.
-    """
-    labels = batch.labels.flatten()
-    with torch.no_grad(), untyped():
-        rows = labelled_rows(labels)
-        some = slice(None) if rows is None else rows
-        nll = torch.zeros(len(labels), dtype=torch.float64, device=labels.device)
-        nll[some] = -token_scores(
-            hidden[some], weight, labels[some], first, chunk, mesh
-        )[:, 0]
-        nll = torch.where(labels != IGNORE, nll, 0)
-    loss, scale = weigh(declare(nll, mesh, **BY_DATA), batch, of, mesh)
-    return with_gradient_of(
-        loss,
-        lambda: linear_cross_entropy(hidden, weight, labels, first, chunk, mesh, scale),
-    )
-
-
-def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> T:
+def reward_loss(normed: T, head: T, batch: Batch, of: PairObjective, mesh: Mesh) -> T:
     """Return the loss of the pairs in ``batch``, from the score that the model's scalar head gives each answer.
 
     The score is read at the last token of the answer, the only token with a label. ``normed``: outputs of the final
@@ -157,14 +108,3 @@ def reward_loss(normed: T, head: T, batch: Batch, of: Objective, mesh: Mesh) -> 
         loss,
         lambda: sum_over("tp", share_of_sum((scores * slopes).sum(), mesh, tp=V), mesh),
     )
-
-
-def with_gradient_of(value: T, weighted: Callable[[], T]) -> T:
-    """Return ``value`` with the gradients of another scalar, which ``weighted()`` returns.
-
-    ``weighted`` is not called where no gradient is needed.
-    """
-    if not torch.is_grad_enabled():
-        return value
-    total = weighted()
-    return value + (total - total.detach())

@@ -511,8 +511,9 @@ class Transformer(Module):
         objective = hooks.objective
         if self.shape.output == "score":
             from weft.models.preference import reward_loss
+            from weft.models.token_objective import TokenObjective
 
-            assert objective is not None
+            assert objective is not None and not isinstance(objective, TokenObjective)
             return reward_loss(normed, self.output, batch, objective, self.mesh)
         hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
         first = (
@@ -520,10 +521,11 @@ class Transformer(Module):
             if not self.shape.tied
             else self.embedding.first
         )
-        if batch.paired is not None and objective is not None:
-            from weft.models.preference import preference_loss
+        of_answers = batch.paired is not None or batch.rollout is not None
+        if of_answers and objective is not None:
+            from weft.models.answer_loss import answer_loss
 
-            return preference_loss(
+            return answer_loss(
                 hidden, self.output, batch, first, self.loss_chunk, objective, self.mesh
             )
         counts = None if batch.weights is None else batch.weights.flatten()

@@ -8,9 +8,10 @@ import torch
 from weft.data.batch import IGNORE, Batch
 from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.mesh import Mesh
+from weft.models.answer_loss import Objective, weigh
 from weft.models.fused import add_product, times
-from weft.models.loss import merge
-from weft.models.preference import Objective, weigh
+from weft.models.loss import entropy_of_shares, from_shares, merge
+from weft.models.token_objective import TokenObjective
 from weft.models.transformer import Transformer
 from weft.schedule.actions import Action
 from weft.schedule.execute import Op
@@ -51,10 +52,13 @@ class OutputShard:
 
         ``batches``: one batch per microbatch. ``total``: returns the sum of the weights of the step's labels, by which
         the loss is divided. ``losses``: dict to which the loss of each microbatch is added, by the microbatch's index.
-        ``objective``: the loss of pairs of answers, if the recipe has one.
+        ``objective``: the loss of answers, if the recipe has one.
         """
         self.batches, self.total, self.losses = batches, total, losses
         self.objective = objective
+        # in policy losses: also of the entropy
+        self.policy = objective if isinstance(objective, TokenObjective) else None
+        self.temperature = 1.0 if self.policy is None else self.policy.temperature
         return {"E": self._look_up, "S": self._output, "C": self._combine, "T": self._weights, "G": self._add_up,
                 "D": self._embedding_gradient}  # fmt: skip
 
@@ -75,20 +79,30 @@ class OutputShard:
     def _output(self, a: Action, reads: Sequence[Any]) -> list[Any]:
         """Return statistics ``[tokens, 2]`` of the input ``[rows, seq/tp, embed]``: log-sum-exp and target logit.
 
-        With one barrier also the share's mean output row and its target's row, ``[rows, seq/tp, embed]`` each: the
-        gradient of the input is their difference once the first is weighted by the share's part of the softmax.
+        A policy loss gets a third one, the mean logit. With one barrier also the share's mean output row and its
+        target's row, ``[rows, seq/tp, embed]`` each: the gradient of the input is their difference once the first is
+        weighted by the share's part of the softmax. For the gradient of the entropy there is a third row.
         """
         weight, labels = self.model.output, self.batches[a.microbatch].labels
         hidden = gather_tokens(reads[0], self.mesh).flatten(0, 1)  # [tokens, embed]
+        if self.temperature != 1:
+            hidden = hidden / self.temperature
         here, index = self._rows_of(labels.flatten())
         # [tokens, vocab/pp/tp]
         high = torch.promote_types(hidden.dtype, torch.float32)
         logits = times(hidden, weight).to(high)
         top = logits.amax(-1, keepdim=True)
         target = torch.where(here, logits.gather(1, index), 0)
-        p = logits.sub_(top).exp_()
-        lse, target = merge(top + p.sum(-1, keepdim=True).log(), target, self.group)
+        logits.sub_(top)
+        p = logits.exp_() if self.policy is None else logits.exp()
+        own = top + p.sum(-1, keepdim=True).log()
+        lse, target = merge(own, target, self.group)
         stats = torch.cat((lse, target), dim=1)
+        if self.policy is not None:
+            mean_logit = (p * logits).sum(-1, keepdim=True) * (top - own).exp() + top
+            shares = from_shares(torch.cat((own, mean_logit), dim=1), self.group)
+            lses, means = shares.split(1, dim=-1)
+            stats = torch.cat((stats, (lses.softmax(0) * means).sum(0)), dim=1)
         if len(a.writes) == 1:  # nothing is learned
             return [stats]
         p = (p * (top - lse).exp()).to(hidden.dtype)
@@ -97,8 +111,11 @@ class OutputShard:
             return [stats, tape]
         # [tokens, embed]
         mean, row = times(p, weight.t()), torch.where(here, weight[index[:, 0]], 0)
-        parts = (self._scattered(x, labels) for x in (mean, row))
-        return [(stats, *parts), tape]
+        parts = [mean, row]
+        if self.policy is not None and self.policy.has_entropy:
+            parts.append(times(torch.xlogy(p, p), weight.t()))
+        scattered = (self._scattered(x, labels) / self.temperature for x in parts)
+        return [(stats, *scattered), tape]
 
     def _scattered(self, x: T, labels: T) -> T:
         """Sum ``[tokens, embed]`` over ``tp``; return this rank's tokens of norm regions, ``[rows, seq/tp, embed]``."""
@@ -111,21 +128,41 @@ class OutputShard:
         """
         batch, total = self.batches[a.microbatch], self.total()
         early = bool(a.writes) and self.barriers == 1
-        stats = torch.stack([r[0] if early else r for r in reads])  # [pp, tokens, 2]
-        lse, target = stats[..., :1].logsumexp(0), stats[..., 1:].sum(0)
+        # [pp, tokens, 2], or 3 with mean logits
+        stats = torch.stack([r[0] if early else r for r in reads])
+        lse, target = stats[..., :1].logsumexp(0), stats[..., 1:2].sum(0)
         labels = batch.labels
         nll = torch.where(labels.view(-1, 1) != IGNORE, lse - target, 0)[:, 0]
-        loss, scale = weigh(nll, batch, self.objective, self.mesh)
+        entropy: T | None = None
+        if self.policy is not None:
+            entropy = entropy_of_shares(stats[..., :1], stats[..., 2:])
+        loss, slopes, bonuses = weigh(
+            nll,
+            batch,
+            self.objective,
+            self.mesh,
+            None if entropy is None else entropy[:, 0],
+        )
         self.losses[a.microbatch] = loss / total
-        scale = (scale.double() / total).to(lse.dtype)[:, None]
-        ends = torch.cat((lse, scale), dim=1)
+        scale = (slopes.double() / total).to(lse.dtype)[:, None]
+        ends = [lse, scale]
+        if bonuses is not None and entropy is not None:
+            ends += [(bonuses.double() / total).to(lse.dtype)[:, None], entropy]
         if not early:
-            return [ends] if a.writes else []
+            return [torch.cat(ends, dim=1)] if a.writes else []
         grad = torch.zeros_like(reads[0][1])
-        for share, (_, mean, row) in zip(stats[..., :1], reads, strict=True):
-            part = self._own_tokens((share - lse).exp() * scale, labels).to(grad.dtype)
-            grad += part * mean - self._own_tokens(scale, labels).to(grad.dtype) * row
-        return [ends, grad]
+
+        def own(x: T) -> T:
+            return self._own_tokens(x, labels).to(grad.dtype)
+
+        for share, (_, mean, row, *spread) in zip(stats[..., :1], reads, strict=True):
+            softmax = (share - lse).exp()  # the share's part of it
+            grad += own(softmax * scale) * mean - own(scale) * row
+            if len(ends) > 2:
+                bonus = softmax * ends[2]
+                grad -= own(bonus * (share - lse + ends[3])) * mean
+                grad -= own(bonus) * spread[0]
+        return [torch.cat(ends, dim=1), grad]
 
     def _own_tokens(self, x: T, labels: T) -> T:
         """Cut ``[tokens, 1]`` to this rank's tokens of the norm regions, ``[rows, seq/tp, 1]``."""
@@ -138,16 +175,24 @@ class OutputShard:
         ends, (p, hidden, share) = reads
         weight, labels = self.model.output, self.batches[a.microbatch].labels
         here, index = self._rows_of(labels.flatten())
-        lse, scale = ends.split(1, dim=1)
+        lse, scale, *of_entropy = ends.split(1, dim=1)
         factor = torch.where(scale != 0, (share - lse).exp() * scale, 0)
         d_logits = p.to(lse.dtype) * factor  # [tokens, vocab/pp/tp]
+        if of_entropy:
+            bonus, entropy = of_entropy
+            bonus = torch.where(bonus != 0, (share - lse).exp() * bonus, 0)
+            wide = p.to(lse.dtype)
+            d_logits -= bonus * (
+                torch.xlogy(wide, wide) + wide * (share - lse + entropy)
+            )
         d_logits.scatter_add_(1, index, -torch.where(here, scale, 0))
         d_logits = d_logits.to(p.dtype)
         if weight.requires_grad:
             add_product(weight, d_logits, hidden)
         if not a.writes:
             return []
-        return [self._scattered(times(d_logits, weight.t()), labels)]
+        d_hidden = times(d_logits, weight.t()) / self.temperature
+        return [self._scattered(d_hidden, labels)]
 
     @torch.no_grad()
     def _embedding_gradient(self, a: Action, reads: Sequence[Any]) -> list[Any]:

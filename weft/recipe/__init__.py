@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from weft.recipe.observe import Observe as Observe
     from weft.recipe.optimizer import Optimizer as Optimizer
     from weft.recipe.optimizer import ParameterGroup as ParameterGroup
+    from weft.recipe.policy_loss_section import PolicyLoss as PolicyLoss
+    from weft.recipe.policy_loss_section import SamplerCorrection as SamplerCorrection
+    from weft.recipe.policy_loss_section import policy_loss as policy_loss
     from weft.recipe.read import build_recipe as build_recipe
     from weft.recipe.read import load_recipe as load_recipe
     from weft.recipe.recipe import RUNS as RUNS
@@ -67,6 +70,9 @@ _FILES = {
     "Observe": "observe",
     "Optimizer": "optimizer",
     "ParameterGroup": "optimizer",
+    "PolicyLoss": "policy_loss_section",
+    "SamplerCorrection": "policy_loss_section",
+    "policy_loss": "policy_loss_section",
     "build_recipe": "read",
     "load_recipe": "read",
     "RUNS": "recipe",

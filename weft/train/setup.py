@@ -37,7 +37,7 @@ from weft.train.rule_optimizer import RuleOptimizer, slot_bytes
 if TYPE_CHECKING:
     from weft.checkpoint.run_state import Progress
     from weft.checkpoint.weights import Pretrained
-    from weft.data.order import Order
+    from weft.data.order import Order, RowList
     from weft.data.tasks import OpenTask
     from weft.data.tokenizer import Tokenizer
     from weft.layout.mesh import Mesh
@@ -73,7 +73,7 @@ class Job:
     speeds: tuple[float, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
-    def loader(self, order: Order, mesh: Mesh) -> Loader:
+    def loader(self, order: Order | RowList, mesh: Mesh) -> Loader:
         """Return this rank's loader of the samples in ``order``, the order of training or validation data."""
         data, layout = self.recipe.data, mesh.layout
         trains = order is self.corpus.train
@@ -113,7 +113,8 @@ class Job:
             order, cut, ranks[0], mesh.rank("cp"), self.recipe.train.batch, rows, passes, data.seq_len, plan,
             ends=self.shape.output == "score",
             # A compiled model asks for one shape. Rows that are cut from a stream are full anyway.
-            joined=any(s.rows_of != "tokens" for s in order.streams) and not self.recipe.train.compile,
+            joined=not self.recipe.train.compile
+            and (not hasattr(order, "streams") or any(s.rows_of != "tokens" for s in order.streams)),
             more=tuple(ranks[1:]), speeds=speeds,
             draws=self.recipe.train.seed if trains and self.shape.adapter and self.shape.adapter.dropout else None,
         )  # fmt: skip

@@ -41,9 +41,9 @@ from weft.train.step_values import Agreed, StepInput, StepResult
 if TYPE_CHECKING:
     from weft.data.batch import Batch
     from weft.layout.mesh import Mesh
+    from weft.models.answer_loss import Objective
     from weft.models.hooks import EarlyUpdates, Hooks
     from weft.models.pair_loss import PairLoss
-    from weft.models.preference import Objective
     from weft.models.transformer import Transformer
     from weft.parallel.state import State, Unit
     from weft.sync.presence import Presence

@@ -1,0 +1,207 @@
+"""Policy losses: the same under every layout, packing and size of microbatches, and equal to plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cases import recipe, write_corpus
+from weft.data.batch import IGNORE
+from weft.data.loader import Loader
+from weft.data.order import RowList
+from weft.data.policy_rows import PolicySample, policy_rows
+from weft.errors import UsageError, WeftError
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.models.hooks import Hooks
+from weft.models.policy_loss import PolicyObjective
+from weft.prove.equality import Difference, compare_with_one_device, run_layout
+from weft.recipe import PolicyLoss, build_recipe
+from weft.rl.log_probabilities import token_log_probabilities
+from weft.train.setup import build_for_training, prepare
+from weft.train.step import accumulate
+
+SLOW = pytest.mark.slow
+ROOM = 23
+
+#: Settings that together have every part of the loss.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "normaliser": "sequence",
+        "kl": "k3",
+        "kl_weight": 0.1,
+        "correction": {"weight": "sequence", "high": 1.2, "low": 0.8, "action": "zero"},
+    },
+    "dapo": {"clip_high": 0.28, "entropy": 0.05, "dual_clip": 1.3},
+    "gspo": {
+        "ratio": "sequence",
+        "clip_low": 0.01,
+        "clip_high": 0.02,
+        "correction": {"weight": "token", "high": 1.05},
+    },
+    "cispo": {"form": "cispo", "clip_low": 1.0, "kl": "k2", "kl_weight": 0.2},
+    "sapo": {"form": "sapo", "normaliser": "sequence", "entropy": -0.1},
+    "rloo": {"ratio": "product", "normaliser": "constant", "constant": 9, "off_policy": 0.01},
+}  # fmt: skip
+
+
+def samples(count: int = 11) -> list[PolicySample]:
+    """Answers of very unequal length, one of two turns, with numbers near those of a model that knows nothing."""
+    rng = np.random.default_rng(3)
+    made = []
+    for i in range(count):
+        n = int(rng.integers(4, 17))
+        learns = np.arange(n) >= rng.integers(1, n - 1)
+        if i == 3:
+            learns = np.arange(n) % 3 > 0
+        near = -5.5 + 0.1 * rng.standard_normal((3, n))
+        made.append(
+            PolicySample(
+                rng.integers(0, 257, n),
+                learns,
+                np.full(n, rng.standard_normal()),
+                *(None if i == 5 else x for x in near[:1]),
+                old=None if i == 6 else near[1],
+                reference=near[2],
+            )
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("policy"))
+
+
+def step(settings: PolicyLoss, values: Any, room: int, rows: int) -> dict[str, Any]:
+    """Loss, gradients and figures of one step on one device, in passes of ``rows`` rows with room for ``room``."""
+    mesh, job = Mesh.single(torch.device("cpu")), prepare(values)
+    objective = PolicyObjective(settings)
+    with mock.patch("weft.train.setup.hooks_of", lambda *_: Hooks(objective=objective)):
+        model, state = build_for_training(job.shape, mesh, values)
+    listed = policy_rows(samples(), room, settings)
+    passes = -(-listed.total // rows)
+    loader = Loader(listed, mesh.layout, 0, 0, rows * passes, rows, passes, room)
+    loss = accumulate(model, state, loader.step(0) or [], mesh)
+    grads = {name: grad.clone() for name, grad in state.gradients().items()}
+    return {"loss": loss, **grads, **objective.figures.take(mesh)}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packing_and_microbatches_change_nothing(corpus: str, name: str) -> None:
+    settings, values = PolicyLoss(**VARIANTS[name]), recipe(corpus)
+    whole = step(settings, values, 256, 1)
+    for room, rows in ((ROOM, 1), (16, 5)):
+        again = step(settings, values, room, rows)
+        for key, value in whole.items():
+            torch.testing.assert_close(
+                torch.as_tensor(again[key]), torch.as_tensor(value), rtol=1e-10, atol=1e-14, msg=key
+            )  # fmt: skip
+    assert whole["policy.tokens"] == sum(s.learns.sum() for s in samples())
+    assert whole["policy.mismatch"] > 0
+    assert 0 < whole["policy.clipped_low"] + whole["policy.clipped_high"] < 1
+
+
+def difference(values: dict[str, Any], name: str) -> Difference | None:
+    """On every rank: the layout; on rank 0 what differs from one device."""
+    settings = PolicyLoss(**VARIANTS[name])
+    built = build_recipe(values)
+    mesh, job = Mesh.create(built.layout, "cpu"), prepare(built)
+    rows = policy_rows(samples(), ROOM, settings)
+    rows = RowList(rows.rows * 3)
+    corpus = dataclasses.replace(job.corpus, train=rows)
+    job = dataclasses.replace(job, corpus=corpus)
+    hooks = Hooks(objective=PolicyObjective(settings))
+    with mock.patch("weft.train.setup.hooks_of", lambda *_: hooks):
+        return compare_with_one_device(run_layout(job, mesh, steps=3), job, mesh)
+
+
+CASES: list[Any] = [
+    ({"dp": 2}, "grpo"),
+    ({"shard": 2}, "rloo"),
+    ({"tp": 2}, "dapo"),
+    ({"cp": 2, "context": "zigzag"}, "gspo"),
+    ({"pp": 2}, "cispo"),
+    ({"pp": 2, "vocab_barriers": 1}, "dapo"),
+    ({"pp": 2, "tp": 2, "vocab_barriers": 2}, "sapo"),
+    pytest.param({"cp": 2, "tp": 2}, "rloo", marks=SLOW),
+    pytest.param({"cp": 2, "shard": 2}, "grpo", marks=SLOW),
+    pytest.param({"pp": 2, "cp": 2, "vocab_barriers": 1}, "gspo", marks=SLOW),
+    pytest.param({"pp": 2, "vocab_barriers": 2}, "dapo", marks=SLOW),
+    pytest.param({"pp": 2, "tp": 2, "vocab_barriers": 1}, "sapo", marks=SLOW),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("layout", "name"), CASES, ids=str)
+def test_equal_to_one_device(
+    pool: Any, corpus: str, layout: dict[str, Any], name: str
+) -> None:
+    values = recipe(corpus, data__seq_len=ROOM).model_dump(mode="json")
+    values |= {"layout": layout}
+    found = pool.run(Layout(**layout).world, difference, values, name)[0]
+    assert found.ok, found
+
+
+def recorded(values: dict[str, Any], temperature: float) -> list[np.ndarray]:
+    """Log-probabilities of the samples' tokens, as this rank knows them."""
+    built = build_recipe(values)
+    mesh, job = Mesh.create(built.layout, "cpu"), prepare(built)
+    model, state = build_for_training(job.shape, mesh, built)
+    texts = [(s.ids, s.learns) for s in samples()]
+    return token_log_probabilities(
+        model, state, mesh, texts, rows=2, passes=2, room=ROOM, temperature=temperature
+    )
+
+
+@pytest.mark.parametrize(
+    "layout", [{"cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "vocab_barriers": 1}], ids=str
+)
+def test_log_probabilities_of_every_layout_are_plain_pytorchs(
+    pool: Any, corpus: str, layout: dict[str, Any]
+) -> None:
+    built = recipe(corpus, data__seq_len=ROOM)
+    values = built.model_dump(mode="json")
+    mesh, job = Mesh.single(torch.device("cpu")), prepare(built)
+    model, _ = build_for_training(job.shape, mesh, built)
+    wanted = []
+    for sample in samples():
+        ids = torch.from_numpy(sample.ids)[None]
+        edges = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
+        logits = model(ids, torch.arange(ids.shape[1])[None], edges)[0] / 0.7
+        scores = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        scores = torch.where(torch.from_numpy(sample.learns[1:]), scores, 0)
+        wanted.append(np.append(0, scores.detach().numpy()))
+    alone = recorded(values, 0.7)
+    spread = pool.run(Layout(**layout).world, recorded, values | {"layout": layout}, 0.7)  # fmt: skip
+    for found in (alone, *spread):
+        assert len(found) == len(wanted)
+        for mine, theirs in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_what_a_loss_needs_and_a_sample_lacks_is_named() -> None:
+    (sample,) = samples(1)
+    bare = dataclasses.replace(sample, reference=None)
+    with pytest.raises(WeftError, match="kl = 'k3'"):
+        policy_rows([bare], ROOM, PolicyLoss(kl="k3", kl_weight=0.1))
+    with pytest.raises(WeftError, match=r"rl\.loss\.constant"):
+        policy_rows([sample], ROOM, PolicyLoss(normaliser="constant"))
+    with pytest.raises(UsageError, match="a row has room for 3"):
+        policy_rows([sample], 2, PolicyLoss())
+    lost = dataclasses.replace(sample, advantage=sample.advantage * np.nan)
+    with pytest.raises(WeftError, match="not finite"):
+        policy_rows([lost], ROOM, PolicyLoss())
+
+
+def test_rows_have_labels_where_the_policy_has_written() -> None:
+    (row,) = policy_rows(samples(1), ROOM, PolicyLoss()).rows
+    (sample,) = samples(1)
+    assert row.rollout is not None
+    np.testing.assert_array_equal(row.labels != IGNORE, sample.learns[1:])
+    assert row.rollout.divisor.sum() == sample.learns.sum()

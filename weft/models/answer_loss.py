@@ -1,0 +1,91 @@
+"""The loss of answers, whose factor at each token depends on the log-probabilities of the answer's tokens.
+
+The output layer runs once for the log-probabilities, and again for the gradients, when the factor of every token is
+known. Losses of pairs (:mod:`weft.models.preference`) and policy losses (:mod:`weft.models.policy_loss`) are such
+losses.
+"""
+
+import torch
+
+from weft.data.batch import IGNORE, Batch
+from weft.layout.boundary import BY_DATA, declare, untyped
+from weft.layout.mesh import Mesh
+from weft.models.loss import (
+    labelled_rows,
+    linear_cross_entropy,
+    scale_of,
+    token_scores,
+    with_gradient_of,
+)
+from weft.models.preference import PairObjective, pair_losses
+from weft.models.token_objective import TokenObjective, Weighed
+
+T = torch.Tensor
+
+#: The loss of answers: of pairs, or a policy's.
+Objective = PairObjective | TokenObjective
+
+
+def weigh(
+    nll: T, batch: Batch, of: Objective | None, mesh: Mesh, entropy: T | None = None
+) -> Weighed:
+    """Return this rank's share of a batch's loss, and the loss's derivative by each element of ``nll``, ``[tokens]``.
+
+    ``nll``: negative log-probabilities of the labels of this rank's tokens, ``[tokens]``, equal on all ranks of ``tp``;
+    0 where there is no label. ``of``: the loss of answers. If it is None or the batch has no answers, the loss is the
+    weighted sum of ``nll``. ``entropy``: entropies of the tokens' distributions, ``[tokens]``, which a policy loss
+    needs. The shares of all ranks that have other tokens add up to the loss.
+    """
+    if batch.rollout is not None and isinstance(of, TokenObjective):
+        assert entropy is not None
+        return of.weigh(nll, entropy, batch, mesh)
+    counts = None if batch.weights is None else batch.weights.flatten()
+    scale = scale_of(batch.labels.flatten(), counts, nll.dtype)[:, 0]
+    if batch.paired is None or of is None:
+        return Weighed((nll * scale).double().sum(), scale)
+    assert batch.documents is not None and not isinstance(of, TokenObjective)
+    loss, slopes = pair_losses(
+        -nll.double(), scale.double(), batch.documents.flatten(), batch, of, mesh, "cp"
+    )
+    return Weighed(loss, -slopes)
+
+
+def answer_loss(
+    hidden: T,
+    weight: T,
+    batch: Batch,
+    first: int,
+    chunk: int,
+    of: Objective,
+    mesh: Mesh,
+) -> T:
+    """Return the loss of the answers in ``batch``, from the log-probabilities of their tokens: a float64 scalar.
+
+    ``of``: the loss of pairs, or a policy's. The other arguments are those of
+    :func:`weft.models.loss.linear_cross_entropy`.
+    """
+    labels = batch.labels.flatten()
+    with_entropy = isinstance(of, TokenObjective)
+    if isinstance(of, TokenObjective) and of.temperature != 1:
+        hidden = hidden / of.temperature
+    with torch.no_grad(), untyped():
+        rows = labelled_rows(labels)
+        some = slice(None) if rows is None else rows
+        scored = token_scores(
+            hidden[some], weight, labels[some], first, chunk, mesh, with_entropy
+        )
+        values = torch.zeros(
+            len(labels), scored.shape[1], dtype=torch.float64, device=labels.device
+        )
+        values[some] = scored
+        values = torch.where((labels != IGNORE)[:, None], values, 0)
+        nll, entropy = -values[:, 0], values[:, 2] if with_entropy else None
+    loss, scale, entropies = weigh(
+        declare(nll, mesh, **BY_DATA), batch, of, mesh, entropy
+    )
+    return with_gradient_of(
+        loss,
+        lambda: linear_cross_entropy(
+            hidden, weight, labels, first, chunk, mesh, scale, entropies
+        ),
+    )

@@ -1,0 +1,48 @@
+"""The interface of losses that are a function of all tokens of sampled answers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.data.batch import Batch
+    from weft.layout.mesh import Mesh
+
+    T = torch.Tensor
+
+
+class Weighed(NamedTuple):
+    """Loss of a batch and its derivatives.
+
+    ``loss``: this rank's share of the loss. ``slopes``: derivative by each token's negative log-probability,
+    ``[tokens]``. ``entropies``: derivative by the entropy of each token's distribution, ``[tokens]``; None if the loss
+    does not depend on it.
+    """
+
+    loss: T
+    slopes: T
+    entropies: T | None = None
+
+
+class TokenObjective:
+    """Base class of losses of batches that have :attr:`weft.data.batch.Batch.rollout`.
+
+    ``temperature`` (attribute): number by which logits are divided before the softmax, as in sampling.
+    """
+
+    temperature: float = 1.0
+
+    @property
+    def has_entropy(self) -> bool:
+        """Whether the loss has a derivative by the entropies of the tokens' distributions."""
+        return False
+
+    def weigh(self, nll: T, entropy: T, batch: Batch, mesh: Mesh) -> Weighed:
+        """Return this rank's share of the loss of ``batch``, and the loss's derivatives.
+
+        ``nll``: negative log-probabilities of the labels of this rank's tokens, ``[tokens]``, equal on all ranks of
+        ``tp``; 0 where there is no label. ``entropy``: entropies of the tokens' distributions, ``[tokens]``.
+        """
+        raise NotImplementedError

@@ -1,0 +1,193 @@
+"""The section ``[rl.loss]``: what a policy is trained by, part by part; a method's name gives values to all parts."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from weft.registry import find
+from weft.section import Section
+
+
+class SamplerCorrection(Section):
+    """How tokens count whose probability differs between the sampler and the trainer.
+
+    The weight of a token is its probability under the trainer, before the update, divided by that under the sampler.
+    """
+
+    weight: Literal["none", "token", "sequence"] = Field(
+        "none",
+        description=(
+            "What is compared: 'token': the probabilities of each token; 'sequence': the "
+            "products of the probabilities of all tokens of an answer; 'none': nothing, every"
+            " token has weight 1."
+        ),
+    )
+    low: NonNegativeFloat | None = Field(
+        None, description="Smallest weight; left out: none."
+    )
+    high: PositiveFloat | None = Field(
+        None, description="Largest weight; left out: none."
+    )
+    action: Literal["clip", "zero"] = Field(
+        "clip",
+        description=(
+            "What happens to a weight outside low and high: 'clip': it becomes the limit; "
+            "'zero': it becomes 0, so that nothing is learned of the token or answer."
+        ),
+    )
+
+    @property
+    def limits(self) -> bool:
+        """Whether there is a smallest or a largest weight."""
+        return self.low is not None or self.high is not None
+
+
+class PolicyLoss(Section):
+    """The loss of a policy in reinforcement learning (docs/explanations/policy-losses.md).
+
+    ``rl.method`` gives values to all settings; settings in ``[rl.loss]`` replace single ones.
+    """
+
+    normaliser: Literal["tokens", "constant", "sequence"] = Field(
+        "tokens",
+        description=(
+            "What the sum of the tokens' losses is divided by: 'tokens': number of all "
+            "written tokens of the step; 'constant': number of answers times `constant`; "
+            "'sequence': each token's loss is divided by the length of its answer, and the "
+            "sum by the number of answers."
+        ),
+    )
+    constant: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Number of tokens by which normaliser = 'constant' divides per answer; left out: "
+            "the largest number of tokens of an answer."
+        ),
+    )
+    ratio: Literal["token", "sequence", "product"] = Field(
+        "token",
+        description=(
+            "Ratio of new to old probability by which an advantage is multiplied: 'token': of"
+            " each token; 'sequence': geometric mean of the ratios of an answer's tokens "
+            "(GSPO); 'product': product of the ratios of an answer's tokens (RLOO)."
+        ),
+    )
+    form: Literal["clip", "cispo", "sapo"] = Field(
+        "clip",
+        description=(
+            "How the ratio limits the update: 'clip': PPO's minimum of clipped and unclipped;"
+            " 'cispo': the clipped ratio is a weight without a gradient; 'sapo': a sigmoid in"
+            " place of a limit."
+        ),
+    )
+    clip_low: NonNegativeFloat = Field(
+        0.2, description="The ratio is limited to at least 1 - clip_low; 1: no limit."
+    )
+    clip_high: NonNegativeFloat = Field(
+        0.2, description="The ratio is limited to at most 1 + clip_high."
+    )
+    dual_clip: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Largest ratio where the advantage is negative, above the clipped range, such as "
+            "4; left out: none."
+        ),
+    )
+    sapo_positive: PositiveFloat = Field(
+        1.0, description="Steepness of form = 'sapo' where the advantage is positive."
+    )
+    sapo_negative: PositiveFloat = Field(
+        1.05, description="Steepness of form = 'sapo' where the advantage is negative."
+    )
+    off_policy: PositiveFloat | None = Field(
+        None,
+        description=(
+            "An answer with a negative advantage is left out if its mean log-probability per "
+            "token under the sampler exceeds that under the model by more than this; left "
+            "out: none is."
+        ),
+    )
+    kl: Literal["none", "k1", "k2", "k3"] = Field(
+        "none",
+        description=(
+            "Estimate of the divergence from the reference model. With d = log-probability "
+            "under the model minus that under the reference model it is d ('k1'), d * d / 2 "
+            "('k2') or exp(-d) - 1 + d ('k3'); 'none': no reference model is needed."
+        ),
+    )
+    kl_weight: NonNegativeFloat = Field(
+        0.0, description="Weight of the divergence from the reference model."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss",
+        description=(
+            "Whether the divergence is added to the loss, or subtracted from the rewards "
+            "before advantages are computed."
+        ),
+    )
+    advantage: Literal["group", "batch", "none", "leave-one-out", "returns", "gae"] = (
+        Field(
+            "group",
+            description=(
+                "Advantage of an answer: reward minus the mean of its group, divided by the "
+                "standard deviation of the group ('group') or of all rewards of the step "
+                "('batch') or by nothing ('none'); reward minus the mean of the others of its "
+                "group ('leave-one-out'); sum of the discounted rewards from a token on "
+                "('returns'); generalised advantage estimation with a critic ('gae')."
+            ),
+        )
+    )
+    whiten: bool = Field(
+        False,
+        description="Whether advantages get mean 0 and standard deviation 1 over all answers of the step.",
+    )
+    discount: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Discount per token of 'returns' and 'gae' (gamma).",
+    )
+    trace: float = Field(
+        0.95, ge=0, le=1, description="Decay of 'gae' per token (lambda)."
+    )
+    rewards: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        "sum_then_normalize",
+        description=(
+            "Several rewards of an answer are summed before advantages are computed, or each "
+            "is first standardised within its group and the sums are standardised over the "
+            "step."
+        ),
+    )
+    entropy: float = Field(
+        0.0,
+        description="Weight of the tokens' entropy, which is subtracted from the loss; it keeps answers diverse.",
+    )
+    value_weight: NonNegativeFloat = Field(
+        0.1, description="Weight of the critic's loss in 'gae'."
+    )
+    value_clip: PositiveFloat | None = Field(
+        0.2,
+        description="How far a value may move from its value at sampling before the critic's loss is cut.",
+    )
+    correction: SamplerCorrection = SamplerCorrection()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities under a reference model are needed."""
+        return self.kl != "none" and self.kl_weight > 0
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether a critic's values are needed."""
+        return self.advantage == "gae"
+
+
+def policy_loss(method: str, changes: Mapping[str, Any] = {}) -> PolicyLoss:
+    """Build the settings of the policy loss that ``rl.method`` names.
+
+    ``changes``: settings that replace those of the method, as ``[rl.loss]`` has them. Raises :class:`UsageError` for an
+    unknown method or setting.
+    """
+    values: dict[str, Any] = find("policy-loss", method).implementation()
+    return PolicyLoss(**values | dict(changes))
