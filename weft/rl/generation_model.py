@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from weft.rl.weight_moves import BUCKET, WeightMover, WeightsMoved, weight_plan
 
 if TYPE_CHECKING:
     from weft.layout.layout import Layout
+    from weft.models.transformer import Transformer
 
 T = torch.Tensor
 
@@ -56,20 +57,13 @@ class GenerationModel:
     ) -> None:  # fmt: skip
         check_layout(layout, shape)
         _check_ranks(mesh, layout)
-        _check_weights(weights, shape, layout)
         self.training, self.state, self.bucket = mesh, state, bucket
         self.mesh = (
             Mesh.single(mesh.device)
             if layout.world == 1
             else mesh_of_rank(layout, str(mesh.device))
         )
-        wide = "float64" if train.dtype == "float64" else "float32"
-        self.model, own = parallelize(
-            shape, self.mesh, Train(dtype=wide), _no_values, summed=False
-        )
-        if weights == NARROW:
-            self.model.to(torch.bfloat16)
-        self.held = own.held
+        self.model, self.held = model_to_fill(shape, self.mesh, train, weights)
         self.version = -1
         self.shared: frozenset[str] = frozenset()
         self._movers: dict[bool, WeightMover] = {}
@@ -89,8 +83,7 @@ class GenerationModel:
         if first not in self._movers:
             self._movers[first] = self._mover(trained, first)
         sources = {name: {h.box: h.local} for name, h in trained.items()}
-        targets = {h.name: {h.box: h.parameter.data} for h in self.held}
-        moved = self._movers[first].move(sources, targets)
+        moved = self._movers[first].move(sources, targets_of(self.held))
         self.version = version
         return moved
 
@@ -130,6 +123,38 @@ class GenerationModel:
         return WeightMover(plan, known, group, self.training.device, self.bucket)
 
 
+class ModelToFill(NamedTuple):
+    """A model whose parameters have no values yet, and its parameters with their boxes in the whole tensors."""
+
+    model: Transformer
+    held: list[Held]
+
+
+def model_to_fill(
+    shape: ModelShape, mesh: Mesh, train: Train, weights: str = "float"
+) -> ModelToFill:
+    """Build the part of a policy with which this rank of ``mesh`` generates. Its parameters are zero until they are
+    filled (:func:`targets_of`).
+
+    ``shape``: the policy's shape. ``train``: section of the recipe, for the type of the trained parameters.
+    ``weights``: "float" for this type (float64 or float32), or "bfloat16". Raises :class:`UsageError` for a model that
+    does not generate in bfloat16.
+    """
+    _check_weights(weights, shape, mesh)
+    dtype = "float64" if train.dtype == "float64" else "float32"
+    model, state = parallelize(
+        shape, mesh, Train(dtype=dtype), _no_values, summed=False
+    )
+    if weights == NARROW:
+        model.to(torch.bfloat16)
+    return ModelToFill(model, state.held)
+
+
+def targets_of(held: Sequence[Held]) -> dict[str, dict[Box, T]]:
+    """Return the tensors of the parameters ``held`` by name and box, to be filled in place."""
+    return {h.name: {h.box: h.parameter.data} for h in held}
+
+
 def changes(held: Held) -> bool:
     """Return whether a training step may change the parameter ``held``: by its gradient, or as a statistic, such as a
     router's bias.
@@ -164,14 +189,16 @@ def _check_ranks(mesh: Mesh, layout: Layout) -> None:
         )
 
 
-def _check_weights(weights: str, shape: ModelShape, layout: Layout) -> None:
+def _check_weights(weights: str, shape: ModelShape, mesh: Mesh) -> None:
     if weights not in WEIGHTS:
         raise UsageError(
             f"a policy generates with weights {' or '.join(WEIGHTS)}, not {weights!r}; give one of these"
         )
     quantized = shape.adapter is not None and shape.adapter.kind == "qlora"
-    odd = shape.kind or shape.kv_rank or shape.mixtures or quantized or layout.world > 1
-    if weights == NARROW and odd:
+    several = mesh.layout.world > 1
+    if weights == NARROW and (
+        shape.kind or shape.kv_rank or shape.mixtures or quantized or several
+    ):
         raise UsageError(
             "weights in bfloat16 are for dense models with plain attention on one rank; leave them as they are"
         )

@@ -1,0 +1,294 @@
+"""Frames that carry weights from a rank that trains to a rank that generates elsewhere: all of them, or their changes.
+
+How they are used. A rank that generates builds a model (:func:`weft.rl.generation_model.model_to_fill`) and says what
+the model needs (:func:`said_needs`). Each rank that trains says which boxes its state holds. From both,
+:func:`moves_to_others` computes what every pair of ranks exchanges. At each new version, a rank that trains copies what
+it sends (:func:`copied_sources`), so that training can go on, and writes frames for each rank that needs them
+(:func:`weight_frames`) to the channel of that pair. The other end passes every frame to its :class:`WeightIntake`,
+between two steps of its engine. When the intake has all frames of a version, ``weights_changed`` of the engine is
+called. If the copy of the version before is kept, frames can hold the changed elements alone, compared as bytes, so
+that the result is exact. A frame has a JSON head and a raw payload; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.checkpoint.boxes import checksum, intersection
+from weft.checkpoint.pack import index_within
+from weft.checkpoint.reshard import ElementMove
+from weft.errors import WeftError
+from weft.layout.dims import Box, Tensor
+from weft.layout.parts import NAMES, TORCH_DTYPES
+from weft.net.wire import Frame
+from weft.parallel.state import Held
+from weft.rl.weight_moves import Boxes, buckets, weight_plan
+
+T = torch.Tensor
+
+#: Most bytes of weights in a frame.
+FRAME = 16 << 20
+#: Types that view elements as opaque numbers, by their size in bytes.
+OPAQUE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Bytes of the place of a changed element.
+PLACE = 4
+
+#: Tensors that a rank holds, by name and box.
+Sources = Mapping[str, Mapping[Box, T]]
+
+
+def said_needs(held: Sequence[Held]) -> dict[str, Any]:
+    """Return what the parameters ``held`` of a model that generates need, as JSON values by name: the shape, the type
+    and the box of each.
+    """
+    return {
+        h.name: [list(h.logical.shape), NAMES[h.parameter.dtype], [list(e) for e in h.box]]
+        for h in held
+    }  # fmt: skip
+
+
+def read_needs(
+    said: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, list[Box]]]:
+    """Return the tensors and the boxes, by name, of what :func:`said_needs` has returned on another rank."""
+    tensors = {
+        name: Tensor(tuple(shape), dtype) for name, (shape, dtype, _) in said.items()
+    }
+    return tensors, {name: [_box(edges)] for name, (_, _, edges) in said.items()}
+
+
+def moves_to_others(
+    tensors: Mapping[str, Tensor], held: Sequence[Boxes], needed: Sequence[Boxes]
+) -> dict[tuple[int, int], list[ElementMove]]:
+    """Return what ranks that train send to ranks that generate in other processes, by the pair of both numbers.
+
+    ``tensors``: shapes of the tensors and the types in which they generate, by name. ``held``: for each rank that
+    trains, numbered from 0, the boxes that it has, by name. ``needed``: for each rank that generates, numbered from 0
+    on its own, the boxes that it needs. Each element comes to a rank once; ranks that hold the same ones take turns.
+    Raises :class:`WeftError` if the ranks that train lack an element.
+    """
+    ranks = len(held)
+    nothing: Boxes = {}
+    plan = weight_plan(
+        tensors, [*held, *[nothing] * len(needed)], [*[nothing] * ranks, *needed]
+    )
+    pairs: dict[tuple[int, int], list[ElementMove]] = {}
+    for move in plan:
+        target = move.target - ranks
+        pairs.setdefault((move.source, target), []).append(replace(move, target=target))
+    return pairs
+
+
+@torch.no_grad()
+def copied_sources(
+    moves: Sequence[ElementMove], tensors: Mapping[str, Tensor], sources: Sources
+) -> Sources:
+    """Return a copy in host memory, in the types of ``tensors``, of the boxes of ``sources`` that ``moves`` take
+    elements from.
+
+    Frames are written from the copy while training changes the weights. The copy of the version before says which
+    elements have changed.
+    """
+    copies: dict[str, dict[Box, T]] = {}
+    for move in moves:
+        of_tensor = copies.setdefault(move.name, {})
+        if move.held not in of_tensor:
+            values = sources[move.name][move.held]
+            kind = TORCH_DTYPES[tensors[move.name].dtype]
+            of_tensor[move.held] = values.to("cpu", kind, copy=True).contiguous()
+    return copies
+
+
+def weight_frames(
+    moves: Sequence[ElementMove],
+    tensors: Mapping[str, Tensor],
+    sources: Sources,
+    version: int,
+    before: Sources | None = None,
+    base: int = -1,
+    most: int = FRAME,
+) -> Iterator[Frame]:
+    """Yield the frames that bring the weights of ``version`` to one rank that generates.
+
+    ``moves``: what this rank sends to that one, of :func:`moves_to_others`. ``tensors``: shapes and types, by name.
+    ``sources``: the weights, from :func:`copied_sources`. ``before``: the same of the version ``base`` that the other
+    rank has; None: all elements are sent. With it, each piece is sent in the shortest of three forms: all elements, a
+    bit for each element and those that have changed, or their places and values. ``most``: bytes of weights in a frame.
+    There is at least one frame, so that the other rank knows that nothing else comes. With an adapter, later versions
+    need only those moves whose parameters learn.
+    """
+    frames = buckets(moves, tensors, most) or [[]]
+    for number, pieces in enumerate(frames):
+        listed, payload = [], bytearray()
+        for piece in pieces:
+            now = _opaque(sources, piece)
+            earlier = None if before is None else _opaque(before, piece)
+            form, data = _encoded(now, earlier)
+            if data or form == "all":
+                listed.append(
+                    [piece.name, [list(e) for e in piece.box], form, len(data)]
+                )
+                payload += data
+        head = {
+            "weights": version,
+            "base": -1 if before is None else base,
+            "frame": number,
+            "frames": len(frames),
+            "pieces": listed,
+            "xxh3": checksum(payload),
+        }
+        yield Frame(head, memoryview(payload))
+
+
+class WeightIntake:
+    """Takes the frames that ranks that train have written, and writes the weights in place.
+
+    ``targets``: the tensors of the model that generates, by name and box. ``sources``: numbers of the ranks that send
+    to this one. While frames of a version are missing, the weights are a mixture, with which nothing may be generated.
+
+    Attributes:
+        ``version``: number of the weights that are complete; -1: none, as nothing has come yet or frames are missing.
+        ``received``: bytes of all payloads so far.
+    """
+
+    def __init__(self, targets: Sources, sources: Collection[int]) -> None:
+        self.targets, self.sources = targets, frozenset(sources)
+        self.version, self.received = -1, 0
+        self._coming, self._base = -1, -1
+        # for each source the frames that are missing; None: it has sent nothing yet
+        self._missing: dict[int, set[int] | None] = {}
+
+    def restart(self) -> None:
+        """Forget which frames have come. The next version must come with all elements."""
+        self.version = self._coming = self._base = -1
+
+    @torch.no_grad()
+    def take(self, source: int, frame: Frame) -> bool:
+        """Write the weights of ``frame``, which the rank ``source`` has sent, in place. Return whether the weights of
+        its version are complete now.
+
+        A later version takes the place of one that is incomplete; frames of an earlier one are dropped then. Raises
+        :class:`WeftError` for a frame that is damaged or does not fit this rank, and for changes of weights that are
+        not here. The weights are incomplete then, and a version must come with all elements.
+        """
+        version, number = frame.head["weights"], frame.head["frame"]
+        if version < self._coming:
+            return False
+        if version > self._coming:
+            self._base, self.version = self.version, -1
+            self._coming = version
+            self._missing = dict.fromkeys(self.sources)
+        try:
+            self._check(source, frame)
+            at = 0
+            for name, edges, form, size in frame.head["pieces"]:
+                self._write(name, _box(edges), form, frame.payload[at : at + size])
+                at += size
+        except WeftError:
+            self.restart()
+            raise
+        self.received += len(frame.payload)
+        missing = self._missing[source]
+        if missing is None:
+            missing = self._missing[source] = set(range(frame.head["frames"]))
+        missing.discard(number)
+        if any(left is None or left for left in self._missing.values()):
+            return False
+        self._coming, self.version = -1, version
+        return True
+
+    def _check(self, source: int, frame: Frame) -> None:
+        """Raise :class:`WeftError` unless ``frame`` is whole and can come now from the rank ``source``."""
+        head = frame.head
+        if source not in self.sources:
+            raise WeftError(
+                f"weights came from rank {source}, which has none of this rank's"
+            )
+        if checksum(frame.payload) != head["xxh3"]:
+            raise WeftError(
+                f"frame {head['frame']} of weights {head['weights']} from rank {source} is damaged; send all again"
+            )
+        if head["base"] >= 0 and head["base"] != self._base:
+            raise WeftError(
+                f"changes of weights {head['base']} came, and weights {self._base} are here; send all of them"
+            )
+
+    def _write(self, name: str, box: Box, form: str, data: memoryview) -> None:
+        for own, values in self.targets.get(name, {}).items():
+            if len(own) == len(box) and (intersection(own, box) == box or not box):
+                place = values[index_within(box, own)]
+                place.copy_(_decoded(place, form, data, f"{name} {list(box)}"))
+                return
+        raise WeftError(
+            f"weights of {name} {list(box)} came, which this rank does not have; its layout is another one"
+        )
+
+
+def _box(edges: Sequence[Sequence[int]]) -> Box:
+    return tuple((int(lo), int(hi)) for lo, hi in edges)
+
+
+def _opaque(sources: Sources, piece: ElementMove) -> np.ndarray:
+    """The elements of ``piece``, flat and as opaque numbers."""
+    values = sources[piece.name][piece.held][index_within(piece.box, piece.held)]
+    flat = values.contiguous().flatten()
+    return flat.view(OPAQUE[flat.element_size()]).numpy()
+
+
+def _encoded(now: np.ndarray, before: np.ndarray | None) -> tuple[str, bytes]:
+    """The form and the bytes in which ``now`` is sent to who has ``before``."""
+    if before is None:
+        return "all", now.tobytes()
+    changed = now != before
+    count = int(changed.sum())
+    if not count:
+        return "places", b""
+    values = count * now.itemsize
+    sizes = {
+        "places": count * PLACE + values,
+        "mask": math.ceil(now.size / 8) + values,
+        "all": now.nbytes,
+    }
+    form = min(sizes, key=sizes.__getitem__)
+    if form == "all":
+        return form, now.tobytes()
+    where = (
+        np.flatnonzero(changed).astype("<u4")
+        if form == "places"
+        else np.packbits(changed)
+    )
+    return form, where.tobytes() + now[changed].tobytes()
+
+
+def _decoded(place: T, form: str, data: memoryview, what: str) -> T:
+    """The values of ``place`` after what :func:`_encoded` has written to ``data``."""
+    size, kind = place.element_size(), place.dtype
+    count = place.numel()
+    if form == "all":
+        flat = np.frombuffer(data, np.uint8).copy()
+        if flat.size != count * size:
+            raise WeftError(
+                f"{flat.size} bytes came for {what}, which has {count * size}"
+            )
+        return torch.from_numpy(flat).view(kind).view(place.shape)
+    flat = place.cpu().contiguous().flatten().view(OPAQUE[size]).numpy().copy()
+    if form == "mask":
+        bits = np.frombuffer(data[: math.ceil(count / 8)], np.uint8)
+        changed: np.ndarray = np.flatnonzero(np.unpackbits(bits, count=count))
+        values = data[math.ceil(count / 8) :]
+    else:
+        number = len(data) // (PLACE + size)
+        changed = np.frombuffer(data[: number * PLACE], "<u4")
+        values = data[number * PLACE :]
+    if len(values) != len(changed) * size or (
+        len(changed) and int(changed.max()) >= count
+    ):
+        raise WeftError(f"the changes of {what} do not fit; its layout is another one")
+    flat[changed] = np.frombuffer(values, flat.dtype)
+    return torch.from_numpy(flat).view(kind).view(place.shape)
