@@ -45,6 +45,15 @@ def test_an_engine_that_is_started_gets_every_option(tmp_path: Path) -> None:
         assert parsed(other.words()) == other
 
 
+def test_a_cache_engine_takes_what_concerns_it(tmp_path: Path) -> None:
+    kept = ["--checkpoint=m", "--host-cache=2", f"--cache-folder={tmp_path}"]
+    given = parsed([*kept, "--requests=3", "--draft=lookup"])
+    words = given.words("cache")
+    assert parsed(words) == replace(parsed(["--checkpoint=m"]), host_cache=2.0, cache_folder=tmp_path)  # fmt: skip
+    with pytest.raises(UsageError, match="computes nothing; leave out --requests"):
+        engine_command("m", join="h:1", role="cache", requests=3)
+
+
 def test_both_commands_take_them_all() -> None:
     for command in (serve_command, engine_command):
         parameters = inspect.signature(command).parameters

@@ -6,15 +6,19 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from weft.cluster.cache_member import CacheMember
 from weft.cluster.cluster_messages import EngineAbout
 from weft.cluster.dispatch_policy import DispatchPolicy, freest
 from weft.cluster.engine_loans import EngineLoans
 from weft.cluster.engine_member import EngineMember
 from weft.cluster.engine_router import EngineRouter, RouterModel
 from weft.generate.backend import AnswerRequest, TokenEvent
+from weft.generate.cache_role import open_stock
 from weft.generate.engine import Engine
 from weft.generate.outside_cache import join_memories, keep_blocks
 from weft.generate.request import Generation
@@ -118,6 +122,7 @@ class InThread:
             self.loans,
             self.memories,
             joined,
+            "m",
         )
         self._run = (router.address, secret, redial)
         self.thread = threading.Thread(target=self._work, daemon=True)
@@ -162,6 +167,32 @@ class InThread:
     def empty(self) -> bool:
         scheduler = self.engine.scheduler
         return not (scheduler.running or scheduler.waiting or scheduler.pool.owners)
+
+
+class CacheInThread:
+    """A cache engine in threads of the test's, which joins a router. ``folder``: of its files; None: it has none."""
+
+    def __init__(
+        self, router: Endpoint, name: str, folder: Path | None = None, memory: int = 1 << 24
+    ) -> None:  # fmt: skip
+        self.endpoint = Endpoint("127.0.0.1")
+        self.stock = open_stock(memory, folder, "m", 1 << 24, print)
+        about = EngineAbout(
+            name, uuid4().hex, VERSION, MODEL.fingerprint, VOCAB, 32, 0, 1, 0, False, {}, role="cache"
+        )  # fmt: skip
+        self.said: list[str] = []
+        self.member = CacheMember(self.stock, about, self.said.append)
+        run = partial(self.member.run, self.endpoint, router.address, SECRET, 5.0)
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def kill(self) -> None:
+        """End as a killed process does: all connections end, and nothing more comes."""
+        self.member._ended.set()
+        self.member.close()
+        self.endpoint.close()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
 
 
 class Cluster:

@@ -29,7 +29,7 @@ def test_engines_that_have_not_joined_are_killed_at_once(
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
-    processes = EngineProcesses(["", ""], "127.0.0.1:9", [], 0.4, print)
+    processes = EngineProcesses(["", ""], "127.0.0.1:9", {"": []}, 0.4, print)
     begun = time.monotonic()
     processes.close()
     assert time.monotonic() - begun < 5
@@ -63,7 +63,7 @@ def test_engines_share_the_memory_of_their_device(
     )
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
-    processes = EngineProcesses(["", ""], "127.0.0.1:9", [], 0.4, print, 1, gpus)
+    processes = EngineProcesses(["", ""], "127.0.0.1:9", {"": []}, 0.4, print, 1, gpus)
     try:
         deadline = time.monotonic() + 20
         while not all(text := [p.read_text() for p in tmp_path.glob("said-*")]) or len(text) < 2:  # fmt: skip

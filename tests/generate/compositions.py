@@ -1,8 +1,8 @@
 """Worlds in which all that moves cache blocks happens at once, drawn by a seed; every text is compared with one alone.
 
 Several engines in one process, of which one may be cut over ranks, have roles as in a service. Requests with adapters,
-models, grammars and guesses move between them in rounds, have blocks at other engines, in host memory and in files,
-lose their blocks, are cancelled, and go on elsewhere when their engine is lost.
+models, grammars and guesses move between them in rounds, have blocks at other engines, in host memory, in files and at
+a cache engine, lose their blocks, are cancelled, and go on elsewhere when their engine is lost.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from tests.models.test_shared_weights import empty, tuned, values_of
 from weft.checkpoint.convert.peft import read_adapter
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import WeftError
+from weft.generate import block_channel
+from weft.generate.block_channel import BLOCKS, open_blocks
 from weft.generate.block_files import BlockFiles
 from weft.generate.block_source import BlockSource, HostBlocks, TieredBlocks
+from weft.generate.cache_role import CacheEngines, CacheStock
 from weft.generate.engine import Engine
 from weft.generate.grammar import Grammars
 from weft.generate.leader import follow_leader, mesh_of_rank
@@ -48,6 +51,7 @@ from weft.layout.mesh import Mesh
 from weft.models.row_adapters import HostAdapter
 from weft.models.shared_weights import SharedWeights
 from weft.models.transformer import Transformer
+from weft.net.endpoint import Endpoint
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 from weft.techniques.drafters.small_model import DraftModel
@@ -228,6 +232,8 @@ class World:
         self.lenders: dict[tuple[int, int], FragileLender] = {}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.memory, self.folder = HostBlocks(drawn.choice([10**4, 10**6])), folder
+        self.keeper: Endpoint | None = None  # of the cache engine
+        self.caches: list[CacheEngines] = []
         roles = drawn.choice([
             ["mixed"] * 3, ["prefill", "decode", "decode"], ["prefill", "mixed", "decode"], ["mixed"] * 2,
         ])  # fmt: skip
@@ -286,14 +292,33 @@ class World:
             self.lenders[of, to] = FragileLender(office, f"{of} {self.counts['lost']}")
 
     def _keep(self, member: Member) -> None:
-        """Keep the engine's blocks in memory of its own, in memory of all, and in files."""
+        """Keep the engine's blocks in memory of its own, in memory of all, in files, and at the cache engine."""
         drawn = self.drawn
         files = BlockFiles(self.folder, "m", drawn.choice([10**4, 10**7]), pytest.fail)
         known: list[BlockSource] = [HostBlocks(10**4), self.memory, files]
         chosen = [known[i] for i in sorted(drawn.sample(range(3), drawn.randint(1, 3)))]
+        if drawn.random() < 0.5:
+            chosen = [*chosen[: drawn.randint(0, 2)], self._join_cache_engine()]
         cache = OutsideCache(member.engine, TieredBlocks(chosen), "m", 60, pytest.fail)
         self.stack.callback(files.close)
         self.stack.callback(cache.source.close)
+
+    def _join_cache_engine(self) -> CacheEngines:
+        """Open what another engine keeps at the cache engine of the world."""
+        if self.keeper is None:
+            self._start_cache_engine()
+        assert self.keeper is not None
+        caches = CacheEngines(self.keeper.join(BLOCKS, "secret"))
+        caches.meet([self.keeper.address])
+        self.caches.append(caches)
+        self.stack.callback(caches.close)
+        return caches
+
+    def _start_cache_engine(self) -> None:
+        self.keeper = Endpoint("127.0.0.1")
+        stock = CacheStock(HostBlocks(self.drawn.choice([10**4, 10**6])))
+        open_blocks(self.keeper, "secret", stock, takes=True)
+        self.stack.callback(self.keeper.close)
 
     # What happens.
 
@@ -304,7 +329,8 @@ class World:
         drawn = self.drawn
         acts: list[tuple[float, Callable[[], None]]] = [
             (4, self.step), (1.5, self.ask), (4, self.move), (8, self.fly), (0.3, self.cancel),
-            (0.15, self.lose), (2.0 * self.lends, self.lend), (0.5 * self.lends, self.recall),
+            (0.15, self.lose), (0.15 * self.keeps, self.lose_cache_engine),
+            (2.0 * self.lends, self.lend), (0.5 * self.lends, self.recall),
         ]  # fmt: skip
         (act,) = drawn.choices([a for _, a in acts], [w for w, _ in acts])
         act()
@@ -432,6 +458,16 @@ class World:
             if answer.where == number:
                 self._go_on(answer)
 
+    def lose_cache_engine(self) -> None:
+        """The cache engine ends without a word, and another one begins with nothing."""
+        if self.keeper is None:
+            return self.step()
+        self.keeper.close()
+        self.counts["lost caches"] += 1
+        self._start_cache_engine()
+        for caches in self.caches:
+            caches.meet([self.keeper.address])
+
     def _go_on(self, answer: Answer) -> None:
         answer.flight = None
         answer.where = self.drawn.randrange(len(self.members))
@@ -473,6 +509,8 @@ class World:
                 outside: Any = member.engine.outside
                 self.counts["fetched"] += outside.fetched
                 self.counts["late"] += outside.late
+                for usage in outside.source.usages():
+                    self.counts[f"from {usage.name}"] += usage.fetched
 
     def check(self) -> None:
         """Compare all texts with each of them alone."""
@@ -504,7 +542,8 @@ def run_world(seed: int, layout: str = "") -> Counter[str]:
         if dist.get_rank():
             follow_leader(ranked)
             return Counter()
-    with ExitStack() as stack:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_channel, "NEWS_S", 0.005)  # a world is short
         world.open(stack, ranked)
         if layout:
             stack.callback(world.members[0].engine.close)

@@ -1,9 +1,11 @@
 """``weft engine``: an engine in a process of its own, which works for a router on this host or another."""
 
+import inspect
 import os
 import platform
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from uuid import uuid4
@@ -12,11 +14,16 @@ import typer
 
 from weft.cli.arguments import SecretFile, read_address, set_secret
 from weft.cli.console import warn
-from weft.cli.engine_options import holding_engine
+from weft.cli.engine_options import holding_engine, read_engine_options
 from weft.errors import UsageError
 
 if TYPE_CHECKING:
+    from weft.cluster.cache_member import CacheMember
+    from weft.cluster.cluster_messages import EngineAbout
+    from weft.cluster.engine_member import EngineMember
+    from weft.generate.cache_role import CacheStock
     from weft.generate.open_engine import EngineOptions
+    from weft.net.endpoint import Address, Endpoint
 
 #: Seconds that the ranks of an engine get to end once its answers have.
 LEAVE_S = 30.0
@@ -25,7 +32,8 @@ _join = "The address of the router: the one that weft serve --cluster has printe
 _name = "The engine's name for the router and in metrics; by default host and process."
 _role = (
     "prefill: compute prompts, and let other engines go on after the first token; decode: go on with answers that "
-    "others have begun; left out: both."
+    "others have begun; cache: compute nothing, and keep cache blocks for all engines, in as many GB as --host-cache "
+    "says or in --share of the free memory, and in --cache-folder; left out: prefill and decode."
 )
 _redial = (
     "Seconds for which the engine tries to join again when its router is "
@@ -50,7 +58,7 @@ def engine_command(
     options: "EngineOptions",
     join: Annotated[str, typer.Option(metavar="HOST:PORT", help=_join)],
     name: Annotated[str, typer.Option(help=_name)] = "",
-    role: Annotated[str, typer.Option(metavar="prefill|decode", help=_role)] = "",
+    role: Annotated[str, typer.Option(metavar="prefill|decode|cache", help=_role)] = "",
     secret: SecretFile = None,
     redial: Annotated[float, typer.Option(min=0, help=_redial)] = 60,
     drain: Annotated[float, typer.Option(min=0, help=_drain)] = 30,
@@ -64,35 +72,48 @@ def engine_command(
     import torch
 
     from weft.checkpoint.model import tokenizer_of
+    from weft.cluster.cache_member import CacheMember
     from weft.cluster.cluster_messages import ROLES, EngineAbout
     from weft.cluster.engine_loans import EngineLoans
-    from weft.cluster.engine_member import EngineMember, unreached
+    from weft.cluster.engine_member import EngineMember
     from weft.generate.fingerprint import open_for_reading, weights_fingerprint
     from weft.generate.grammar import Grammars
     from weft.generate.open_engine import adapter_digests, model_digests, open_engine
     from weft.generate.outside_cache import join_memories
     from weft.generate.start import as_engine, launch_ranks
     from weft.net.endpoint import process_endpoint
-    from weft.net.sockets import await_host, own_address
+    from weft.net.sockets import own_address
     from weft.version import VERSION
 
     if role and role not in ROLES:
         raise UsageError(f"--role {role} is not possible; give {' or '.join(ROLES)}")
+    if role == "cache":
+        _check_of_cache(options)
     router = read_address(join, "--join")
     if joined_file is not None:
         _mark(joined_file, False)
     set_secret(secret, "weft engine")
     checkpoint = options.checkpoint
+    name = name or f"{platform.node()}-{os.getpid()}"
+
+    def note_joined(joined: bool) -> None:
+        if joined_file is not None:
+            _mark(joined_file, joined)
+
+    if role == "cache":
+        _await_router(router, join, redial)
+        endpoint = process_endpoint(own_address(router[0]))
+        stock, about = _open_cache(options, name, share)
+        keeper = CacheMember(stock, about, warn, note_joined)
+        _work_until_let_go(keeper, endpoint, router, redial, drain, endpoint.close)
+        return 0
     if (code := launch_ranks(options.spread, checkpoint, drain + LEAVE_S)) is not None:
         return code
     called = model_name or checkpoint.rstrip("/").split("/")[-1]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with as_engine(options.spread, device) as device:
         # before the ranks of this engine meet, as others than they must reach it too
-        try:
-            await_host(router[0], redial)
-        except OSError as error:
-            raise unreached(join, error) from None
+        _await_router(router, join, redial)
         endpoint = process_endpoint(own_address(router[0]))
         opened = open_engine(options, device, called, warn, share)
         if opened is None:
@@ -103,7 +124,7 @@ def engine_command(
         kept = opened.kept
         memories = join_memories(kept, endpoint, "") if kept else None
         about = EngineAbout(
-            name=name or f"{platform.node()}-{os.getpid()}",
+            name=name,
             instance=uuid4().hex,
             version=VERSION,
             fingerprint=weights_fingerprint(model, options.weights),
@@ -123,35 +144,111 @@ def engine_command(
         def grammars() -> Grammars:
             return Grammars(tokenizer_of(files, checkpoint), about.vocab)
 
-        def note_joined(joined: bool) -> None:
-            if joined_file is not None:
-                _mark(joined_file, joined)
-
+        keeps = f"{about.fingerprint} {options.invariant}"
         member = EngineMember(
-            engine, about, warn, grammars, loans, memories, note_joined
+            engine, about, warn, grammars, loans, memories, note_joined, keeps
         )
 
-        def ask_to_end(number: int, frame: object) -> None:
-            """Drain at the first signal, and leave at once at a second one."""
-            if member.draining:
-                member.drain(move=True)
-            else:
-                member.drain()
-                timer.start()
-
-        timer = threading.Timer(drain, member.drain, (True,))
-        timer.daemon = True
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, ask_to_end)
-        try:
-            member.run(endpoint, router, "", redial)
-        finally:
-            timer.cancel()
-            member.close()
+        def close() -> None:
             engine.close()  # over the endpoint, if it has ranks
             endpoint.close()
-        warn(f"engine {about.name} ends")
+
+        _work_until_let_go(member, endpoint, router, redial, drain, close)
     return 0
+
+
+def _await_router(router: "Address", join: str, redial: float) -> None:
+    """Wait until this host can reach that of ``router``, for ``redial`` seconds. Raises :class:`WeftError` after them.
+    ``join``: the address as the user gave it.
+    """
+    from weft.cluster.joining import unreached
+    from weft.net.sockets import await_host
+
+    try:
+        await_host(router[0], redial)
+    except OSError as error:
+        raise unreached(join, error) from None
+
+
+def _work_until_let_go(
+    member: "EngineMember | CacheMember", endpoint: "Endpoint", router: "Address", redial: float, drain: float,
+    close: Callable[[], None],
+) -> None:  # fmt: skip
+    """Let ``member`` work for ``router`` until the router or a signal ends it, then call ``close``. ``drain``: seconds
+    that answers get to end after the first signal.
+    """
+
+    def ask_to_end(number: int, frame: object) -> None:
+        """Drain at the first signal, and leave at once at a second one."""
+        if member.draining:
+            member.drain(move=True)
+        else:
+            member.drain()
+            timer.start()
+
+    timer = threading.Timer(drain, member.drain, (True,))
+    timer.daemon = True
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask_to_end)
+    try:
+        member.run(endpoint, router, "", redial)
+    finally:
+        timer.cancel()
+        member.close()
+        close()
+    warn(f"engine {member.about.name} ends")
+
+
+def _check_of_cache(options: "EngineOptions") -> None:
+    """Raise :class:`UsageError` for options of an engine that computes."""
+    from weft.generate.open_engine import OF_CACHE
+
+    usual = inspect.signature(read_engine_options).parameters
+    for name, parameter in usual.items():
+        if name in (*OF_CACHE, "plugin"):
+            continue
+        if getattr(options, name) not in (parameter.default, "", None):
+            raise UsageError(
+                f"--role cache keeps blocks and computes nothing; leave out --{name.replace('_', '-')}"
+            )
+
+
+def _open_cache(
+    options: "EngineOptions", name: str, share: float
+) -> "tuple[CacheStock, EngineAbout]":
+    """Return the blocks of a cache engine, and what a router learns of it. ``name``: the engine's name. ``share``: part
+    of the free memory for blocks, if ``options`` do not give its GB.
+    """
+    import psutil
+
+    from weft.cluster.cluster_messages import EngineAbout
+    from weft.generate.cache_role import open_stock
+    from weft.generate.fingerprint import open_for_reading, weights_fingerprint
+    from weft.generate.open_engine import FOLDER_GB
+    from weft.version import VERSION
+
+    model = open_for_reading(options.checkpoint, options.ema)
+    fingerprint = weights_fingerprint(model, options.weights)
+    free = share * psutil.virtual_memory().available
+    memory = int(options.host_cache * 1e9 or free)
+    size = options.cache_folder_size
+    most = int((FOLDER_GB if size is None else size) * 1e9)
+    stock = open_stock(memory, options.cache_folder, fingerprint, most, warn)
+    about = EngineAbout(
+        name=name,
+        instance=uuid4().hex,
+        version=VERSION,
+        fingerprint=fingerprint,
+        vocab=model.shape.vocab,
+        embed=model.shape.embed,
+        cache=0,
+        block=1,
+        most=0,
+        searches=False,
+        adapters={},
+        role="cache",
+    )
+    return stock, about
 
 
 def _mark(file: Path, joined: bool) -> None:

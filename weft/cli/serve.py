@@ -321,8 +321,11 @@ def _routed(
     address = f"{host}:{port}"
     processes = None
     if settings.engines:
-        words = [*options.words(), f"--model-name={name}"]
         roles = settings.parts()
+        # cache engines keep the files for all
+        own = replace(options, cache_folder=None, cache_folder_size=None) if "cache" in roles else options  # fmt: skip
+        named = f"--model-name={name}"
+        words = {"": [*own.words(), named], "cache": [*options.words("cache"), named]}
         ranks, gpus = options.spread.world, _gpus()
         processes = EngineProcesses(roles, address, words, SHARE, warn, ranks, gpus)
     router = None
@@ -352,6 +355,8 @@ def _routed(
             processes.await_joined(lambda: len(router.links))
             cache = sum(link.about.cache for link in router.links.values())
             about = f"{settings.engines} engines and {cache:,} tokens in their caches"
+            if settings.roles.cache:
+                about += f", {settings.roles.cache} of them for cache blocks alone"
         yield _Routed(router, dict(model.files), [*digests], about)
     finally:
         joined = {*router.links} if router is not None else set[str]()

@@ -60,9 +60,9 @@ class EngineAbout(NamedTuple):
         ``searches``: whether beam searches are possible.
         ``adapters``: hash of each adapter, by name.
         ``loans``: host and port at which the engine takes blocks of other engines, empty if it lends none.
-        ``memory``: host and port at which other engines read the blocks that this engine keeps in host memory; empty if
-            it keeps none.
-        ``role``: "prefill" or "decode", or empty if it does both.
+        ``memory``: host and port at which other engines read the blocks that this engine keeps in host memory, and
+            store blocks if its role is "cache"; empty if it keeps none.
+        ``role``: "prefill" or "decode", empty if it does both, or "cache" if it only keeps blocks for the others.
         ``host``, ``port``: where other engines reach it.
         ``hung``: longest time in seconds, since it last joined, in which the engine computed and its threads could not
             run (:class:`weft.cluster.pulse.Pulse`).
@@ -87,8 +87,8 @@ class EngineAbout(NamedTuple):
     hung: float = 0.0
 
 
-#: The parts that an engine may have in answering: computing prompts, and writing.
-ROLES = ("prefill", "decode")
+#: The parts that an engine may have in answering: computing prompts, writing, and keeping blocks for the others.
+ROLES = ("prefill", "decode", "cache")
 
 
 class EngineBeat(NamedTuple):

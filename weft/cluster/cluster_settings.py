@@ -29,8 +29,8 @@ class ClusterLimits(Section):
 
 
 class ClusterRoles(Section):
-    """How many of the engines that the server starts only compute prompts, and how many only go on with answers that
-    have begun. All other engines do both.
+    """How many of the engines that the server starts only compute prompts, only go on with answers that have begun, or
+    only keep cache blocks. All other engines compute prompts and write.
     """
 
     prefill: NonNegativeInt = Field(
@@ -39,6 +39,13 @@ class ClusterRoles(Section):
     )
     decode: NonNegativeInt = Field(
         0, description="Engines that go on with answers that others have begun."
+    )
+    cache: NonNegativeInt = Field(
+        0,
+        description=(
+            "Engines that compute nothing and keep cache blocks of all others in their memory and files, for later "
+            "texts that begin alike."
+        ),
     )
     ttft: PositiveFloat | None = Field(
         None,
@@ -83,12 +90,22 @@ class ClusterSettings(Section):
     limits: ClusterLimits = Field(ClusterLimits(), description="Limits.")
 
     def parts(self) -> list[str]:
-        """Return a list with the role of each engine that the server starts: "prefill", "decode", or "" for an engine
-        that does both.
+        """Return a list with the role of each engine that the server starts: "prefill", "decode", "cache", or "" for an
+        engine that computes prompts and writes.
 
-        Raises :class:`UsageError` if ``roles`` names more engines than ``engines``.
+        Raises :class:`UsageError` if ``roles`` names more engines than ``engines``, or leaves none that computes.
         """
-        named = ["prefill"] * self.roles.prefill + ["decode"] * self.roles.decode
+        roles = self.roles
+        counts = {
+            "prefill": roles.prefill,
+            "decode": roles.decode,
+            "cache": roles.cache,
+        }
+        named = [role for role, count in counts.items() for _ in range(count)]
+        if 0 < roles.cache == self.engines:
+            raise UsageError(
+                f"roles.cache takes all engines (cluster.engines = {self.engines}), and none computes; give more"
+            )
         if len(named) > self.engines:
             raise UsageError(
                 f"cluster.roles has {len(named)} engines, and cluster.engines = {self.engines}; give as many engines"

@@ -25,40 +25,32 @@ from weft.cluster.cluster_messages import (
     unpacked_ids,
 )
 from weft.cluster.engine_loans import EngineLoans, LenderAddress
+from weft.cluster.joining import DIAL_S, REFUSED, ask_to_join, stay_joined
 from weft.cluster.kept_answers import KeptAnswers
 from weft.cluster.mover import MOVES, MoveReport, send_away, take_in
-from weft.cluster.outbox import Outbox, ending_of
+from weft.cluster.outbox import Outbox
 from weft.cluster.pulse import Pulse
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import AnswerRequest, Busy, Hypothesis, SearchRequest
 from weft.generate.beam_search import Search
-from weft.generate.block_channel import PeerBlocks
+from weft.generate.block_channel import BLOCKS, PeerBlocks
+from weft.generate.cache_role import CacheEngines
 from weft.generate.embedding import embed
 from weft.generate.engine import Engine
 from weft.generate.engine_thread import EngineThread, RunningSearch
 from weft.generate.grammar import Grammar, Grammars, GrammarSource, Kind
 from weft.generate.migration import Arrival, MoveFrame
+from weft.generate.outside_cache import attach_caches
 from weft.generate.request import Generation, Written
 from weft.generate.step_curve import StepWatch
 from weft.net.endpoint import Address, Channel, Endpoint
-from weft.net.wire import Frame, Head, SealedConnection, WireBroken, WireForged
-
-#: Seconds that a connection attempt may take, and between two attempts; attempts that a listener ends without a word
-#: until it counts as a router that does not know the secret.
-DIAL_S, AGAIN_S, MUTE = 5.0, 0.25, 3
+from weft.net.wire import Frame, Head, SealedConnection, WireBroken
 
 #: Seconds in which a frame of a request that comes from another engine must come, as its prompt may still be computed.
 ARRIVAL_S = 600.0
 
 #: Seconds between two looks whether the grammar of a request that is to move is compiled.
 PREPARED_S = 0.02
-
-#: What the router says first, or an engine of a request.
-JOINED, REFUSED = "joined", "refused"
-
-
-class RouterRefusal(WeftError):
-    """Error of an engine that the router has refused to let join."""
 
 
 @dataclass
@@ -110,6 +102,7 @@ class EngineMember:
     grammars; None: requests with a grammar are refused. ``loans``: lends cache blocks to other engines and borrows from
     them; None: the engine does neither. ``memories``: reads blocks from other engines' host memory; None: the engine
     does not. ``joined``: called with True when the engine has joined a router, and with False when it is with none.
+    ``keeps``: fingerprint of the model, under which blocks are kept at the service's cache engines; "": nowhere.
     """
 
     def __init__(
@@ -121,9 +114,13 @@ class EngineMember:
         loans: EngineLoans | None = None,
         memories: PeerBlocks | None = None,
         joined: Callable[[bool], None] = lambda joined: None,
+        keeps: str = "",
     ) -> None:
         self.about, self.say, self._grammars = about, say, grammars
         self.engine, self.loans, self.memories = engine, loans, memories
+        self.keeps = keeps
+        self._blocks: Channel | None = None
+        self.caches: CacheEngines | None = None
         self._note_joined = joined
         self.thread = EngineThread(engine, about.most, self._flush)
         self.kept = KeptAnswers(self.thread)
@@ -150,42 +147,22 @@ class EngineMember:
         host, port = endpoint.address
         self.about = self.about._replace(host=host, port=port)
         self._moves = endpoint.open(MOVES, secret, self._arrive)
-        place, deadline = f"{router[0]}:{router[1]}", _after(redial)
-        mute, joined, waits = 0, False, False
-        while not self._ended.is_set():
-            try:
-                connection = self._dial(channel, router)
-            except OSError as error:
-                mute = mute + 1 if isinstance(error, WireBroken) else 0
-                late = time.monotonic() >= deadline
-                # who has taken this engine before is a router: a tunnel or proxy may stand before it while it is gone
-                alien = mute >= MUTE and (late or not joined)
-                if isinstance(error, WireForged) or alien:
-                    raise RouterRefusal(
-                        f"{place} does not take this engine: it has another secret, or is no router of Weft's; "
-                        "give both the same WEFT_SECRET or --secret"
-                    ) from None
-                if late:
-                    raise unreached(place, error) from None
-                if not waits:
-                    self.say(
-                        f"{place} does not answer: {_cause(error)}; tried for {redial:g} s"
-                    )
-                waits = True
-                self._ended.wait(AGAIN_S)
-                continue
-            mute, joined, waits = 0, True, False
-            try:
-                if self._serve(connection, redial):
-                    return
-            except (OSError, KeyError, ValueError, TypeError) as error:
-                if self.thread.failure is not None:
-                    raise self._failure() from self.thread.failure
-                if self._draining.is_set():
-                    return
-                why = ending_of(error) if isinstance(error, OSError) else repr(error)
-                self.say(f"{place}: {why}; joining anew")
-            deadline = _after(redial)
+        self._blocks = endpoint.join(BLOCKS, secret)
+        stay_joined(
+            f"{router[0]}:{router[1]}",
+            partial(self._dial, channel, router),
+            partial(self._serve, redial=redial),
+            self._ends,
+            redial,
+            self._ended,
+            self.say,
+        )
+
+    def _ends(self) -> bool:
+        """Whether this engine ends now that its connection has. Raises :class:`WeftError` if the engine has failed."""
+        if self.thread.failure is not None:
+            raise self._failure() from self.thread.failure
+        return self._draining.is_set()
 
     @property
     def draining(self) -> bool:
@@ -223,25 +200,13 @@ class EngineMember:
 
     def _dial(self, channel: Channel, router: Address) -> SealedConnection:
         """Connect with the router and be taken. Raises OSError, and :class:`RouterRefusal`."""
-        hello = {"name": self.about.name}
-        connection = channel.dial(router, hello, DIAL_S, ROUTER_SILENT_S)
-        try:
-            about = self.about._replace(hung=self._pulse.take())
-            connection.send({"kind": "about", **about._asdict()})
-            answer = connection.receive(limit=DIAL_S).head
-        except BaseException:
-            connection.close()
-            raise
-        if answer["kind"] == REFUSED:
-            connection.close()
-            raise RouterRefusal(
-                f"{router[0]}:{router[1]} does not take this engine: {answer['why']}"
-            )
-        if answer["again"]:
+        about = self.about._replace(hung=self._pulse.take())
+        seat = ask_to_join(channel, router, about)
+        if seat.again:
             self._call(self.kept.drop_all)  # the same router has them go on elsewhere
-            self.say(f"it was given up: {answer['again']}; joins anew")
+            self.say(f"it was given up: {seat.again}; joins anew")
         self.say(f"joined {router[0]}:{router[1]} as {self.about.name}")
-        return connection
+        return seat.connection
 
     def _serve(self, connection: SealedConnection, redial: float) -> bool:
         """Do what the router asks for over ``connection``; return whether the engine may end.
@@ -314,8 +279,10 @@ class EngineMember:
         elif kind == "lenders" and self.loans is not None:
             self.loans.meet([LenderAddress(*each) for each in head["lenders"]])
             self._call(partial(self._refuse_too_long, current))
-        elif kind == "memories" and self.memories is not None:
-            self.memories.meet([(host, port) for host, port in head["memories"]])
+        elif kind == "memories":
+            if self.memories is not None:
+                self.memories.meet([(host, port) for host, port in head["memories"]])
+            self._call(partial(self._meet_caches, head["caches"]))
         elif kind == "lend" and self.loans is not None:
             self._call(partial(self.loans.lend, head["to"], head["blocks"]))
         elif kind == "search":
@@ -557,6 +524,18 @@ class EngineMember:
 
         running.best.add_done_callback(ended)
 
+    def _meet_caches(self, addresses: Sequence[Sequence[Any]]) -> None:
+        """Keep this engine's blocks at the cache engines at ``addresses``, and at no others any more."""
+        if self.caches is None and addresses and self.keeps:
+            assert self._blocks is not None
+            try:
+                self.caches = attach_caches(self.engine, self.keeps, self._blocks, self.say)  # fmt: skip
+            except UsageError as error:  # a model without blocks that could be kept
+                self.keeps = ""
+                self.say(f"this engine uses no cache engine: {error}")
+        if self.caches is not None:
+            self.caches.meet([(host, port) for host, port in addresses])
+
     def _embed(self, current: RouterWork, head: Head, ids: list[int]) -> None:
         if current.over:
             return
@@ -627,19 +606,3 @@ class EngineMember:
             }
             current.outbox.put(message)
             current.tokens, current.begun, current.failures = [], [], []
-
-
-def unreached(place: str, error: OSError) -> WeftError:
-    """Return the error of an engine that cannot reach its router at ``place``, because of ``error``."""
-    return WeftError(
-        f"the router at {place} cannot be reached: {_cause(error)}; start it, or name another with --join"
-    )
-
-
-def _cause(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
-def _after(seconds: float) -> float:
-    """Return the time on the monotonic clock in so many ``seconds``."""
-    return time.monotonic() + seconds

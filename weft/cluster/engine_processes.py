@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from weft.errors import WeftError
@@ -17,7 +17,8 @@ LOOK_S, AGAIN_S, END_S = 0.2, 1.0, 10.0
 class EngineProcesses:
     """Runs one process of ``weft engine`` for each of ``roles``. All join the router at ``address``.
 
-    ``roles``: "prefill", "decode", or "" for an engine that does both. ``words``: further options of the command.
+    ``roles``: of the engines, "" for one that computes prompts and writes. ``words``: further options of the command,
+    by role; those of "" are for all roles that are not named.
     ``share``: fraction of the free memory that all engines together use. Each engine gets an equal part of it, and an
     equal part of the processor's cores. ``say`` prints a line. ``ranks``: processes of each engine. ``gpus``: names of
     this host's GPUs, as ``CUDA_VISIBLE_DEVICES`` has them, which are dealt to the ranks of the engines in turn.
@@ -30,29 +31,34 @@ class EngineProcesses:
         self,
         roles: Sequence[str],
         address: str,
-        words: Sequence[str],
+        words: Mapping[str, Sequence[str]],
         share: float,
         say: Callable[[str], None],
         ranks: int = 1,
         gpus: Sequence[str] = (),
     ) -> None:
         self.say = say
-        threads = max(1, (os.cpu_count() or 1) // (len(roles) * ranks))
+        computing = [role for role in roles if role != "cache"]
+        threads = max(1, (os.cpu_count() or 1) // (max(1, len(computing)) * ranks))
         self._environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
-        devices = gpus_of_engines(len(roles), ranks, gpus)
+        devices = iter(gpus_of_engines(len(computing), ranks, gpus))
         # engines that share their memory: all of this host's, or those of a GPU
-        beside = -(-len(roles) * ranks // len(gpus)) if gpus else len(roles)
-        own = ["--redial=0", f"--share={share / beside}"]
+        beside = -(-len(computing) * ranks // len(gpus)) if gpus else len(roles)
+        shares = {"cache": share / (roles.count("cache") or 1) if gpus else share / beside}  # fmt: skip
         command = [sys.executable, "-m", "weft", "engine", f"--join={address}"]
         kinds = [role or "engine" for role in roles]
         names = [f"{kind}-{kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]
         self._commands = {
-            name: [*command, f"--name={name}", f"--role={role}", *own, *words]
+            name: [
+                *command, f"--name={name}", f"--role={role}", "--redial=0",
+                f"--share={shares.get(role, share / beside)}", *words.get(role, words[""]),
+            ]
             for name, role in zip(names, roles, strict=True)
-        }
+        }  # fmt: skip
         self._devices = {
-            name: {"CUDA_VISIBLE_DEVICES": visible}
-            for name, visible in zip(names, devices, strict=False)
+            name: {"CUDA_VISIBLE_DEVICES": "" if role == "cache" else next(devices)}
+            for name, role in zip(names, roles, strict=True)
+            if gpus
         }
         self._ended = threading.Event()
         self._running = {name: self._start(name) for name in self._commands}

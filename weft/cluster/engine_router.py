@@ -40,7 +40,6 @@ from weft.cluster.dispatch_policy import (
 )
 from weft.cluster.engine_link import EarlyEvents, EngineLink
 from weft.cluster.engine_loans import lendable_blocks
-from weft.cluster.engine_member import JOINED, REFUSED
 from weft.cluster.engine_times import ClusterTimes
 from weft.cluster.flight import (
     FAILED,
@@ -52,6 +51,7 @@ from weft.cluster.flight import (
     acquit,
     blame_of,
 )
+from weft.cluster.joining import JOINED, REFUSED
 from weft.cluster.kept_answers import kept_key
 from weft.cluster.loan_choice import StepSeconds, choose_loans
 from weft.cluster.other_router import ROUTER, WHO
@@ -90,7 +90,8 @@ LOANS_S = 1.0
 BALANCE_S, REST_S = 0.5, 2.0
 
 #: Numbers that stand for the roles in metrics, and seconds that a move counts before the first one is measured.
-ROLE_NUMBERS, UNMEASURED_S = {"": 0, "prefill": 1, "decode": 2}, 0.01
+ROLE_NUMBERS = {"": 0, "prefill": 1, "decode": 2, "cache": 3}
+UNMEASURED_S = 0.01
 
 #: Seconds between two lines about the same stranger.
 STRANGER_S = 60.0
@@ -268,7 +269,8 @@ class EngineRouter:
     def _able(self) -> list[EngineLink]:
         """Return the engines that take requests."""
         with self._lock:
-            return [link for link in self.links.values() if not link.draining]
+            able = [link for link in self.links.values() if not link.draining]
+            return [link for link in able if link.role != "cache"]
 
     def _begin(
         self,
@@ -607,11 +609,19 @@ class EngineRouter:
             self.links[loan.debtor].outbox.put(message)
 
     def _tell_memories(self) -> None:
-        """Tell every engine that keeps blocks in host memory where the others do."""
-        able = [link for link in self.links.values() if link.about.memory]
-        for link in able:
-            others = [[*other.about.memory] for other in able if other is not link]
-            link.outbox.put({"kind": "memories", "memories": others})
+        """Tell every engine which others give blocks of their host memory, and where cache engines are."""
+        giving = [link for link in self.links.values() if link.about.memory]
+        stocks = [link for link in giving if link.role == "cache" and not link.draining]
+        caches = [[*link.about.memory] for link in stocks]
+        for link in self.links.values():
+            if link.role != "cache":
+                others = [
+                    [*other.about.memory]
+                    for other in giving
+                    if other is not link and other.role != "cache"
+                ]
+                message = {"kind": "memories", "memories": others, "caches": caches}
+                link.outbox.put(message)
 
     def _release(self, link: EngineLink) -> None:
         """Let a draining engine go once it has nothing left to do."""
@@ -750,7 +760,10 @@ class EngineRouter:
             self._tell_lenders()
             self._tell_memories()
             self._continue_waiting()
-            if link.role != "prefill":  # somebody may wait for one that writes
+            if link.role not in (
+                "prefill",
+                "cache",
+            ):  # somebody may wait for one that writes
                 for other in self._able():
                     for flight in [*other.flights.values()]:
                         if other.role == "prefill" and not flight.target:
@@ -907,6 +920,7 @@ class EngineRouter:
             self.say(f"engine {link.name} drains")
         link.draining = True
         self._tell_lenders()
+        self._tell_memories()
         self._evacuate(link)
         if move and link.busy and self._able():
             numbers = {"answers": [*link.flights], "calls": [*link.calls]}

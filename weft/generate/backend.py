@@ -142,7 +142,8 @@ class EngineLoad(NamedTuple):
         ``draining``: 1 if the engine takes no new requests, else 0.
         ``borrowed``: cache blocks of other engines that hold tokens of this engine's requests.
         ``lent``: cache blocks of this engine that hold tokens of other engines' requests.
-        ``role``: 1 if the engine only computes prompts, 2 if it only goes on with answers that others have begun; or 0.
+        ``role``: 1 if the engine only computes prompts, 2 if it only goes on with answers that others have begun, 3 if
+            it only keeps blocks for the others; or 0.
         ``looked``: blocks for which requests have looked outside the engine's cache when they began.
         ``sources``: what each place of cache blocks outside the cache has given and taken, as values of
             :class:`weft.generate.block_source.SourceUsage`.

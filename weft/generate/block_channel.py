@@ -1,17 +1,19 @@
-"""Cache blocks from other engines' host memory, over a channel of their endpoints.
+"""Cache blocks from other engines' memory, over a channel of their endpoints.
 
-The host memories of all engines are one pool (peer memory pooling of EnergonAI, 2209.02341; the caching role of
-CloudMatrix384, 2506.12708): what one engine has computed, every other one reads instead of computing it again. Each
-engine learns from each other which keys it has, a few times a second, so that finding a block asks nobody. What is gone
-meanwhile is computed. An engine that ends or stalls costs no request.
+The host memories of all engines are one pool (peer memory pooling of EnergonAI, 2209.02341): what one engine has
+computed, every other one reads instead of computing it again. Each engine learns from each other which keys it has, a
+few times a second, so that finding a block asks nobody. What is gone meanwhile is computed. An engine that ends or
+stalls costs no request. Over the same channel, engines send blocks to those that keep them for all
+(:mod:`weft.generate.cache_role`).
 """
 
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import Protocol
 
-from weft.generate.block_source import Contents, HostBlocks, done
+from weft.generate.block_source import Contents, done
 from weft.net.endpoint import Address, Channel, Endpoint
 from weft.net.wire import Frame, Head, SealedConnection
 
@@ -23,26 +25,47 @@ KEY = 16
 CONNECT_S, ANSWER_S, NEWS_S, AGAIN_S = 2.0, 5.0, 0.25, 1.0
 
 
-def open_blocks(endpoint: Endpoint, secret: str, memory: HostBlocks) -> Channel:
-    """Let engines that know the ``secret`` read the blocks in ``memory``, at the address of ``endpoint``. Return the
-    channel that answers them.
+class BlockStock(Protocol):
+    """Interface of whatever gives blocks to other engines, and may take blocks from them."""
+
+    def keys(self) -> set[bytes]:
+        """Return the keys of all blocks that are there."""
+
+    def fetch(self, keys: Sequence[bytes]) -> Future[list[Contents]]:
+        """Start to read the blocks of ``keys``. The result ends before the first block that is not there."""
+
+    def store(self, key: bytes, contents: Contents) -> bool | None:
+        """Keep a block, as far as there is room."""
+
+
+def open_blocks(
+    endpoint: Endpoint, secret: str, stock: BlockStock, takes: bool = False
+) -> Channel:
+    """Let engines that know the ``secret`` read the blocks in ``stock``, at the address of ``endpoint``. Return the
+    channel that answers them. ``takes``: whether engines may also store blocks there.
     """
-    return endpoint.open(BLOCKS, secret, lambda c: serve_blocks(memory, c))
+    return endpoint.open(BLOCKS, secret, lambda c: serve_blocks(stock, c, takes))
 
 
-def serve_blocks(memory: HostBlocks, connection: SealedConnection) -> None:
-    """Answer an engine that reads blocks of ``memory``, until ``connection`` ends."""
+def serve_blocks(stock: BlockStock, connection: SealedConnection, takes: bool) -> None:
+    """Answer an engine that reads blocks of ``stock``, until ``connection`` ends. ``takes``: whether the engine may
+    also store blocks.
+    """
     sent = set[bytes]()
     try:
         while True:
             frame = connection.receive()
-            if frame.head.get("do") == "news":
-                there = memory.keys()
+            if frame.head.get("do") == "store":
+                if not takes:
+                    break
+                stock.store(bytes(frame.payload[:KEY]), frame.payload[KEY:])
+            elif frame.head.get("do") == "news":
+                there = stock.keys()
                 added, gone = b"".join(there - sent), b"".join(sent - there)
                 sent = there
                 connection.send({"added": len(added)}, [memoryview(added + gone)])
             else:
-                contents = memory.fetch(split_keys(frame.payload)).result()
+                contents = stock.fetch(split_keys(frame.payload)).result()
                 sizes = [len(each) for each in contents]
                 connection.send({"sizes": sizes}, [memoryview(x) for x in contents])
     except OSError:

@@ -65,6 +65,7 @@ class BlockFiles:
         self._said: set[str] = set()
         self._lock = threading.Lock()
         self._waiting: dict[bytes, Contents] = {}
+        self._known = set[bytes]()
         self._queued, self._paused = 0, 0.0
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
         self._reader = ThreadPoolExecutor(2, "block-files")
@@ -99,6 +100,13 @@ class BlockFiles:
         self._queue.put(key)
         return True
 
+    def keys(self) -> set[bytes]:
+        """Return the keys of the blocks that wait to be written or had files when these were last listed, and of those
+        that were written since. Files of other processes come with the next listing.
+        """
+        with self._lock:
+            return {*self._known, *self._waiting}
+
     def close(self) -> None:
         """Write what waits, for at most :data:`END_S` seconds."""
         self._queue.put(None)
@@ -108,6 +116,16 @@ class BlockFiles:
     def _path(self, key: bytes) -> str:
         name = key.hex()
         return f"{self.folder}/{name[:2]}/{name}{SUFFIX}"
+
+    def _key(self, path: str) -> bytes | None:
+        """The key of the block whose file is at ``path``; None if it is of another model, or no block's file."""
+        if not path.startswith(f"{self.folder}/"):
+            return None
+        try:
+            key = bytes.fromhex(os.path.basename(path).removesuffix(SUFFIX))
+        except ValueError:
+            return None
+        return key if len(key) == KEY else None
 
     # Reading, in threads of the pool.
 
@@ -133,6 +151,8 @@ class BlockFiles:
                 raw = bytearray(os.fstat(file.fileno()).st_size)
                 count = file.readinto(raw)
         except FileNotFoundError:
+            with self._lock:
+                self._known.discard(key)
             return None
         except OSError as error:
             self._say(
@@ -144,6 +164,8 @@ class BlockFiles:
         if bytes(raw[:HEADER]) != header_of(key, contents):
             with suppress(OSError):
                 os.unlink(path)
+            with self._lock:
+                self._known.discard(key)
             self._say("damaged", f"{path} is damaged or alien; such files are removed")
             return None
         return contents
@@ -157,7 +179,9 @@ class BlockFiles:
             contents = self._waiting[key]
             if time.monotonic() >= self._paused:
                 size += self._write(key, contents)
+            there = os.path.exists(self._path(key))
             with self._lock:
+                self._known |= {key} if there else set()
                 del self._waiting[key]
                 self._queued -= len(contents)
             if size > self.most:
@@ -191,16 +215,17 @@ class BlockFiles:
 
         Files of other processes count too; who removes the same at the same time does no harm.
         """
-        files = list(self._files())
-        size = sum(each for _, each, _ in files)
-        if size <= self.most:
-            return size
-        for _, each, path in sorted(files):
-            if size <= LEFT * self.most:
-                break
+        files = sorted(self._files())
+        size, removed = sum(each for _, each, _ in files), 0
+        least = size if size <= self.most else LEFT * self.most
+        while removed < len(files) and size > least:
+            _, each, path = files[removed]
             with suppress(OSError):
                 os.unlink(path)
-            size -= each
+            size, removed = size - each, removed + 1
+        left = map(self._key, (path for *_, path in files[removed:]))
+        with self._lock:
+            self._known = {key for key in left if key is not None}
         return size
 
     def _files(self) -> Iterator[tuple[float, int, str]]:

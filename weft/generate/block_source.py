@@ -19,7 +19,7 @@ class SourceUsage(NamedTuple):
     """What a source of cache blocks has done so far.
 
     Attributes:
-        ``name``: what the source is: ``host`` memory, ``files`` or other ``engines``.
+        ``name``: what the source is: ``host`` memory, ``files``, other ``engines``, or ``caches``: cache engines.
         ``fetched``: number of blocks that were read from it.
         ``fetched_bytes``: their bytes.
         ``stored``: number of blocks that it has taken.
@@ -85,6 +85,9 @@ class HostBlocks:
         """Return how many of ``keys``, from the first one on without a gap, are in memory."""
         with self._lock:
             return sum(1 for _ in takewhile(self._blocks.__contains__, keys))
+
+    def __len__(self) -> int:
+        return len(self._blocks)
 
     def keys(self) -> set[bytes]:
         """Return the keys of all blocks in memory."""

@@ -32,6 +32,8 @@ from weft.run.signals import leave_signals_to_others
 SHARE = 0.4
 #: In how many processes an engine computes: prompts and writing in one, or each in its own.
 PHASES = ("one", "split")
+#: Options of an engine that only keeps blocks for others.
+OF_CACHE = ("checkpoint", "ema", "weights", "host_cache", "cache_folder", "cache_folder_size", "plugins")  # fmt: skip
 #: GB of the files in which cache blocks are kept, if nothing else is said.
 FOLDER_GB = 20.0
 
@@ -157,11 +159,15 @@ class EngineOptions:
                     f"--phases split is for one model in its own precision on one rank; leave out {option}"
                 )
 
-    def words(self) -> list[str]:
-        """Return these options as words of the command line of ``weft engine``. :attr:`resident` is none of its."""
+    def words(self, role: str = "") -> list[str]:
+        """Return these options as words of the command line of ``weft engine --role`` with this ``role``.
+        :attr:`resident` is none of its, and a cache engine takes :data:`OF_CACHE` only.
+        """
         words = []
         for field in fields(self):
             name, value = field.name.replace("_", "-"), getattr(self, field.name)
+            if role == "cache" and field.name not in OF_CACHE:
+                continue
             if name == "plugins":
                 words += [f"--plugin={module}" for module in value]
             elif isinstance(value, bool):

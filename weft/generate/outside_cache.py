@@ -19,9 +19,10 @@ from weft.generate.block_channel import BLOCKS, PeerBlocks, open_blocks
 from weft.generate.block_contents import bytes_of
 from weft.generate.block_files import BlockFiles
 from weft.generate.block_source import BlockSource, Contents, HostBlocks, TieredBlocks
+from weft.generate.cache_role import CacheEngines
 from weft.generate.engine import Engine, KeptUsage
 from weft.generate.request import BlockFetch, Request
-from weft.net.endpoint import Endpoint
+from weft.net.endpoint import Channel, Endpoint
 
 #: Seconds that a request waits for its blocks before it computes them.
 FETCH_S = 5.0
@@ -240,3 +241,25 @@ def join_memories(
     peers = PeerBlocks(endpoint.join(BLOCKS, secret))
     tiers.insert(1, peers)
     return peers
+
+
+def attach_caches(
+    engine: Engine, weights: str, channel: Channel, warn: Callable[[str], None]
+) -> CacheEngines:
+    """Let ``engine`` keep its blocks at cache engines too, and fetch from these what its own memory and that of other
+    engines lack. Return the source that does so, which must be told the cache engines' addresses. Called in the
+    engine's thread.
+
+    ``weights``: fingerprint of the model. ``channel``: channel by which the cache engines are dialled. ``warn``: shows
+    the user a line. Raises :class:`UsageError` if the model has no blocks that could be kept.
+    """
+    caches, outside = CacheEngines(channel), engine.outside
+    if not isinstance(outside, OutsideCache):
+        name = cache_name(engine, weights)
+        OutsideCache(engine, TieredBlocks([caches]), name, warn=warn)
+        return caches
+    tiers = outside.source
+    assert isinstance(tiers, TieredBlocks)
+    faster = [each for each in tiers.sources if not isinstance(each, BlockFiles)]
+    tiers.insert(len(faster), caches)
+    return caches

@@ -28,7 +28,7 @@ SPARED = ("found outside", "lost blocks", "blocks", "tokens/s", "state")
 NAME, GAP = 12, 2
 
 #: States of engines that take requests, by their roles.
-STATES = ("ready", "prompts", "writing")
+STATES = ("ready", "prompts", "writing", "caching")
 
 
 class EngineRow(NamedTuple):
@@ -37,7 +37,7 @@ class EngineRow(NamedTuple):
     Attributes:
         ``name``: the engine's name; "" for the only engine of a server.
         ``state``: "ready"; "prompts" if it only computes prompts; "writing" if it only goes on with answers that others
-            have begun; or "draining" if it takes no new requests.
+            have begun; "caching" if it only keeps blocks for the others; or "draining" if it takes no new requests.
         ``running``: number of requests whose answers the engine is writing.
         ``waiting``: number of requests that wait in the engine.
         ``used``: number of cache blocks in use.
@@ -163,13 +163,15 @@ def table_rows(now: Snapshot, before: Snapshot | None) -> list[Sequence[str]]:
     ]
     if len(now.engines) != 1:
         rows = now.engines
+        # blocks of cache engines are copies of the others'
+        own = [row for row in rows if row.state != "caching"]
         cells.append(
             (
                 "all",
                 "" if rows else "no engine",
                 f"{sum(row.running for row in rows):,}",
                 f"{sum(row.waiting for row in rows):,}",
-                f"{sum(row.used for row in rows):,} of {sum(row.blocks for row in rows):,}",
+                f"{sum(row.used for row in own):,} of {sum(row.blocks for row in own):,}",
                 rate(rows),
                 f"{sum(row.preemptions for row in rows):,}",
                 found_shares(rows),

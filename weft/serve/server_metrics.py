@@ -26,7 +26,10 @@ LOAD = (
     ("engine_draining", "1 if the engine takes no new requests."),
     ("cache_blocks_borrowed", "Blocks of answers that lie in caches of other engines."),
     ("cache_blocks_lent", "Blocks of the cache with answers of other engines."),
-    ("engine_role", "1 if the engine only computes prompts, 2 if it only writes."),
+    (
+        "engine_role",
+        "1 if the engine only computes prompts, 2 if it only writes, 3 if it keeps blocks.",
+    ),
     ("kept_blocks_looked", "Blocks looked for outside the cache, as requests began."),
 )
 
