@@ -71,6 +71,29 @@ class Task(HostSection):
             "make their questions themselves."
         ),
     )
+    held_out: str = Field(
+        "",
+        description=(
+            "File of prompts for evaluation, for a reward with a path. Left out: an eighth of the prompts in path."
+        ),
+    )
+    workers: int = Field(
+        2, ge=1, description="Number of processes that score answers by the reward."
+    )
+    seconds: float = Field(
+        10.0,
+        gt=0,
+        description=(
+            "Longest time in seconds for the reward of one answer. An answer whose reward takes longer is left out."
+        ),
+    )
+    megabytes: int = Field(
+        1024,
+        ge=16,
+        description=(
+            "Memory in MB that a process may take while it scores, beside what the loaded task takes."
+        ),
+    )
     name: str = Field(
         "",
         pattern=r"^[\w.-]*$",
@@ -104,6 +127,11 @@ class Task(HostSection):
         if not (self.path or self.reward):
             raise ValueError(
                 "path is missing; name a file of questions, or set reward to a task that makes them"
+            )
+        of_rewards = {"held_out", "workers", "seconds", "megabytes"}
+        if (given := sorted(of_rewards & self.model_fields_set)) and not self.reward:
+            raise ValueError(
+                f"{given[0]} is for a task with a reward; set reward, or leave it out"
             )
         return self
 

@@ -84,6 +84,10 @@ def reward_task(settings: Task, seed: int = 0) -> RewardTask:
     ``seed``: seed of its questions. Raises :class:`UsageError` if there is no such task, and :class:`WeftError` if a
     plugin gives what is no task.
     """
+    if ".py:" in settings.reward:
+        from weft.rl.function_task import FunctionTask
+
+        return FunctionTask(settings, seed)
     technique = find("task", settings.reward, "tasks.reward")
     task = technique.implementation(settings, seed)
     if not isinstance(task, RewardTask):

@@ -1,0 +1,275 @@
+"""Scores answers in processes of their own, with limits of time and memory.
+
+A reward is a user's code, or judges what a model has written. Neither may stop the run: an answer whose reward fails,
+hangs or eats memory has no score, and the others go on. Messages are lines of JSON over pipes to own children.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weft import plugins
+from weft.encodable import encodable
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.recipe import Task
+    from weft.rl.rollout import RewardQuestion
+
+#: Seconds in which a process must have built its task; a reward model has to be loaded.
+START = 300.0
+#: How often an answer is given to a new process when the process that scored it was ended from outside.
+ATTEMPTS = 2
+#: Processes in turn that may be killed before one is ready.
+STARTS = 20
+#: What tells a process that it is a rank of a run, which one that scores is not.
+OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
+
+
+class Scored(NamedTuple):
+    """The reward of an answer.
+
+    ``value``: the reward; None if there is none. ``why``: why there is none, for example "took longer than 10 s".
+    """
+
+    value: float | None
+    why: str = ""
+
+
+def reward_workers(settings: Task, seed: int = 0) -> RewardWorkers:
+    """Start the processes that score answers by the task of ``settings``, a table ``[[tasks]]``, with its limits."""
+    words = task_words(settings, seed)
+    return RewardWorkers(words, settings.workers, settings.seconds, settings.megabytes)
+
+
+def task_words(settings: Task, seed: int = 0) -> dict[str, Any]:
+    """Return what another process needs to build the task of ``settings``, a table ``[[tasks]]``, as JSON values.
+
+    ``seed``: seed of the task's questions. Loaded plugins come along.
+    """
+    values = settings.model_dump(mode="json", by_alias=True)
+    return {"task": values, "seed": seed, "plugins": sorted(plugins.loaded)}
+
+
+@dataclass
+class _Worker:
+    """A process that scores. ``item``: index of the answer that it scores now; ``deadline``: time by which it must."""
+
+    process: subprocess.Popen[bytes]
+    deadline: float
+    ready: bool = False
+    item: int | None = None
+    to_send: bytes = b""
+    received: bytes = b""
+
+    def read(self) -> str | None:
+        """Read what has arrived; return a whole line, "" if there is none yet, or None if the process has ended."""
+        assert self.process.stdout
+        try:
+            part = os.read(self.process.stdout.fileno(), 1 << 16)
+        except BlockingIOError:
+            return ""
+        self.received += part
+        line, end, self.received = self.received.partition(b"\n")
+        if end:
+            return line.decode()
+        self.received = line
+        return "" if part else None
+
+    def write(self) -> None:
+        """Write as much of the request as the pipe takes. That the process has ended is noticed by reading."""
+        assert self.process.stdin
+        try:
+            sent = os.write(self.process.stdin.fileno(), self.to_send)
+            self.to_send = self.to_send[sent:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.to_send = b""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        self.to_send = json.dumps(message, default=str).encode() + b"\n"
+        self.write()
+
+    def kill(self) -> None:
+        """End the process, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with suppress(OSError):
+                pipe and pipe.close()
+
+
+class RewardWorkers:
+    """Processes that score answers by a task.
+
+    ``words``: the task, from :func:`task_words`. ``processes``: number of processes. ``seconds``: the longest time for
+    one answer. ``megabytes``: memory that a process may take beside what it has when its task is built. Use it as a
+    context manager, or call :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        words: Mapping[str, Any],
+        processes: int = 2,
+        seconds: float = 10.0,
+        megabytes: int = 1024,
+    ) -> None:
+        self.seconds = seconds
+        self._words = dict(words) | {"seconds": seconds, "megabytes": megabytes}
+        self._workers = [self._start() for _ in range(processes)]
+        self._starts = 0  # processes that were killed since the last one was ready
+
+    def __enter__(self) -> RewardWorkers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the processes."""
+        return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+
+    def scores(
+        self, questions: Sequence[RewardQuestion], answers: Sequence[str]
+    ) -> list[Scored]:
+        """Score answer i as one to question i, for all i, and return the scores in this order.
+
+        An answer whose reward raises an error, is no finite number, takes too long or too much memory has the value
+        None. If a process is killed from outside, another one scores its answer again. Raises :class:`WeftError` if the
+        task cannot be built.
+        """
+        for number, worker in enumerate(self._workers):
+            if worker.item is not None:  # of a call that was interrupted
+                self._replace(number)
+        asked = list(zip(questions, answers, strict=True))
+        scored: dict[int, Scored] = {}
+        waiting, attempts = deque(range(len(asked))), [0] * len(asked)
+        while len(scored) < len(asked):
+            for worker in self._workers:
+                if worker.ready and worker.item is None and waiting:
+                    worker.item = waiting.popleft()
+                    attempts[worker.item] += 1
+                    self._ask(worker, *asked[worker.item])
+            for number, reply in self._replies():
+                worker, item = self._workers[number], self._workers[number].item
+                if "ended" in reply or "late" in reply:
+                    self._replace(number)
+                worker.item = None
+                if item is None:
+                    continue
+                if "ended" in reply and attempts[item] < ATTEMPTS:
+                    waiting.appendleft(item)
+                else:
+                    scored[item] = _scored_of(reply)
+        return [scored[item] for item in range(len(asked))]
+
+    def _ask(self, worker: _Worker, question: RewardQuestion, answer: str) -> None:
+        worker.deadline = time.monotonic() + self.seconds
+        worker.send({"question": asdict(question), "answer": encodable(answer)})
+
+    def _replies(self) -> list[tuple[int, dict[str, Any]]]:
+        """Wait until a process has something to say, has ended or is late, and return what each such process says.
+
+        The pair has the number of the process, and its reply with one of the keys value, error, ended and late. That a
+        process is ready is noted here. Raises :class:`WeftError` for a process that does not get ready.
+        """
+        busy = [w for w in self._workers if w.item is not None or not w.ready]
+        with DefaultSelector() as selector:
+            for worker in busy:
+                selector.register(worker.process.stdout, EVENT_READ)  # type: ignore[arg-type]
+                if worker.to_send:
+                    selector.register(worker.process.stdin, EVENT_WRITE)  # type: ignore[arg-type]
+            first = min(worker.deadline for worker in busy)
+            selector.select(max(0.0, first - time.monotonic()))
+        replies = []
+        for number, worker in enumerate(self._workers):
+            if worker not in busy:
+                continue
+            if worker.to_send:
+                worker.write()
+            reply = self._reply_of(worker)
+            if worker.ready and reply:
+                replies.append((number, reply))
+            elif not worker.ready and "ready" in reply:
+                worker.ready, self._starts = True, 0
+            elif "ended" in reply and self._may_start_again(worker):
+                self._replace(number)
+            elif reply:
+                why = reply.get("error") or f"its process {_ending(worker)}"
+                self.close()
+                raise WeftError(f"the task {self._name} cannot be built: {why}")
+        return replies
+
+    def _may_start_again(self, worker: _Worker) -> bool:
+        """Return whether a process that ended before it was ready was killed from outside, and not again and again."""
+        self._starts += 1
+        return worker.process.wait() < 0 and self._starts < STARTS
+
+    def _reply_of(self, worker: _Worker) -> dict[str, Any]:
+        """Return the reply of a process; empty if it has none yet."""
+        line = worker.read()
+        if line:
+            reply: dict[str, Any] = json.loads(line)
+            return reply
+        if line is None:
+            return {"ended": True}
+        if time.monotonic() >= worker.deadline:
+            limit = self.seconds if worker.ready else START
+            return {"late": True, "error": f"took longer than {limit:g} s"}
+        return {}
+
+    @property
+    def _name(self) -> str:
+        return repr(self._words["task"]["reward"])
+
+    def _replace(self, number: int) -> None:
+        self._workers[number].kill()
+        self._workers[number] = self._start()
+
+    def _start(self) -> _Worker:
+        environment = {k: v for k, v in os.environ.items() if k not in OF_RANKS}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "weft.rl.reward_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        assert process.stdin and process.stdout
+        os.set_blocking(process.stdin.fileno(), False)
+        os.set_blocking(process.stdout.fileno(), False)
+        worker = _Worker(process, time.monotonic() + START)
+        worker.send(self._words)
+        return worker
+
+
+def _scored_of(reply: Mapping[str, Any]) -> Scored:
+    if "ended" in reply:
+        return Scored(None, "its process ended, and the next one did, too")
+    return Scored(reply.get("value"), reply.get("error", ""))
+
+
+def _ending(worker: _Worker) -> str:
+    """Return how a process ended, in words."""
+    code = worker.process.wait()
+    return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -1,0 +1,35 @@
+"""Prompts of a data set, with the right answer of each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from weft.registry import register
+from weft.rl.answer_scorers import SCORERS
+from weft.rl.prompt_task import PromptTask
+from weft.rl.rollout import RewardQuestion
+from weft.section import Section
+
+
+class DatasetSettings(Section):
+    """Settings of prompts with right answers."""
+
+    scorer: Literal["exact", "contains", "number", "regex"] = Field(
+        "exact",
+        description=(
+            "How an answer is compared with the right one: 'exact': the same text but for blanks around it; "
+            "'contains': the right answer stands in it; 'number': the last number of both is the same; "
+            "'regex': the right answer is a regular expression that all of it matches."
+        ),
+    )
+
+
+@register("task", "dataset", settings=DatasetSettings, title="Prompts of a data set")
+class Dataset(PromptTask):
+    """Asks the prompts of a file, and rewards an answer that agrees with the right one by 1, and any other by 0."""
+
+    def score(self, question: RewardQuestion, answer: str) -> float:
+        compare = SCORERS[self.settings.own(DatasetSettings).scorer]
+        return compare(answer, question.answer)
