@@ -12,8 +12,9 @@ from weft.errors import WeftError
 from weft.recipe import Task
 from weft.recipe.host_section import section_of
 from weft.rl.answer_scorers import SCORERS
+from weft.rl.build_task import reward_task
 from weft.rl.prompt_task import read_prompts
-from weft.rl.reward_task import RewardTask, reward_task
+from weft.rl.reward_task import RewardTask
 
 
 def dataset(path: Path, seed: int = 0, **settings: Any) -> RewardTask:

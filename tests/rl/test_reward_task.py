@@ -12,7 +12,8 @@ from weft.recipe import Task, build_recipe
 from weft.recipe.host_section import section_of
 from weft.recipe.read import settings_without_use
 from weft.registry import names, register
-from weft.rl.reward_task import RewardTask, reward_task
+from weft.rl.build_task import reward_task
+from weft.rl.reward_task import RewardTask
 from weft.rl.rollout import RewardQuestion
 from weft.section import validated
 

@@ -15,7 +15,7 @@ import pytest
 from weft.errors import WeftError
 from weft.recipe import Task
 from weft.recipe.host_section import section_of
-from weft.rl.reward_task import reward_task
+from weft.rl.build_task import reward_task
 from weft.rl.reward_workers import RewardWorkers, Scored, reward_workers, task_words
 from weft.rl.rollout import RewardQuestion
 

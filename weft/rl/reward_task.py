@@ -1,4 +1,4 @@
-"""Tasks whose answers get a reward, and the base that each of them has."""
+"""The base of tasks whose answers get a reward."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hashlib import blake2b
 from random import Random
 from typing import TYPE_CHECKING
 
-from weft.errors import UsageError, WeftError
-from weft.registry import find
+from weft.errors import UsageError
 from weft.rl.rollout import RewardQuestion
 
 if TYPE_CHECKING:
@@ -76,22 +75,3 @@ def is_held_out(prompt: str | Messages) -> bool:
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
     digest = blake2b(text.encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT == 0
-
-
-def reward_task(settings: Task, seed: int = 0) -> RewardTask:
-    """Build the task that ``settings``, a table ``[[tasks]]`` of a recipe, names as ``reward``.
-
-    ``seed``: seed of its questions. Raises :class:`UsageError` if there is no such task, and :class:`WeftError` if a
-    plugin gives what is no task.
-    """
-    if ".py:" in settings.reward:
-        from weft.rl.function_task import FunctionTask
-
-        return FunctionTask(settings, seed)
-    technique = find("task", settings.reward, "tasks.reward")
-    task = technique.implementation(settings, seed)
-    if not isinstance(task, RewardTask):
-        raise WeftError(
-            f"{technique} gives {type(task).__name__}; derive it from weft.rl.reward_task.RewardTask"
-        )
-    return task
