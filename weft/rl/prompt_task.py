@@ -19,7 +19,7 @@ PROMPTS = ("prompt", "messages", "question", "problem")
 ANSWERS = ("answer", "solution", "completion")
 
 
-class Prompts(NamedTuple):
+class SplitQuestions(NamedTuple):
     """Questions of a file: those for ``training``, and those for evaluation, ``held_out``."""
 
     training: list[RewardQuestion]
@@ -38,7 +38,7 @@ class PromptTask(RewardTask):
         self._order: tuple[int, list[int]] = (-1, [])
 
     @cached_property
-    def prompts(self) -> Prompts:
+    def prompts(self) -> SplitQuestions:
         """The questions. Raises :class:`WeftError` if they cannot be read, or if there are none for training."""
         path, held_out = self.settings.path, self.settings.held_out
         if not path:
@@ -58,7 +58,7 @@ class PromptTask(RewardTask):
             raise WeftError(
                 f"{path}: all of its prompts are held out for evaluation; add more"
             )
-        return Prompts(training, apart)
+        return SplitQuestions(training, apart)
 
     def question(
         self, index: int, held_out: bool = False, level: int | None = None
