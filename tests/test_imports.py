@@ -203,6 +203,7 @@ BESIDE_NET = {
     "prove/pool.py": {"pickle", "multiprocessing.connection"},
     "checkpoint/writer.py": {"multiprocessing.connection"},
     "generate/prefill_process.py": {"multiprocessing.connection"},
+    "rl/reward_workers.py": {"selectors"},
 }
 
 
