@@ -1,0 +1,27 @@
+"""CISPO: the clipped ratio is a weight, so that no token loses its gradient (MiniMax 2025, 2506.13585)."""
+
+from typing import Any
+
+from weft.registry import register
+
+
+@register(
+    "policy-loss",
+    "cispo",
+    title="CISPO: the clipped ratio is a weight, so that no token loses its gradient",
+    paper="MiniMax 2025 (2506.13585)",
+    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
+    figure="the same loss and gradients under every layout to 1e-10",
+)
+def cispo() -> dict[str, Any]:
+    """Return the settings of CISPO.
+
+    The ratio, at most 5, is a weight of the log-probability without a gradient of its own.
+    """
+    return {
+        "normaliser": "tokens",
+        "form": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "advantage": "group",
+    }

@@ -1,0 +1,18 @@
+"""DAPO: every token counts equally, and the ratio may rise further than fall (Yu et al. 2025, 2503.14476)."""
+
+from typing import Any
+
+from weft.registry import register
+
+
+@register(
+    "policy-loss",
+    "dapo",
+    title="DAPO: every token counts equally, and the ratio may rise further than fall",
+    paper="Yu et al. 2025 (2503.14476)",
+    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
+    figure="the same loss and gradients under every layout to 1e-10",
+)
+def dapo() -> dict[str, Any]:
+    """Return the settings of DAPO: every token of the step counts equally, and the ratio is limited to at most 1.28."""
+    return {"normaliser": "tokens", "clip_high": 0.28, "advantage": "group"}

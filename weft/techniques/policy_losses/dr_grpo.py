@@ -1,0 +1,18 @@
+"""Dr. GRPO: no division by lengths or by the spread of rewards (Liu et al. 2025, 2503.20783)."""
+
+from typing import Any
+
+from weft.registry import register
+
+
+@register(
+    "policy-loss",
+    "dr-grpo",
+    title="Dr. GRPO: no division by lengths or by the spread of rewards",
+    paper="Liu et al. 2025 (2503.20783)",
+    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
+    figure="the same loss and gradients under every layout to 1e-10",
+)
+def dr_grpo() -> dict[str, Any]:
+    """Return the settings of Dr. GRPO: sums are divided by a constant, and advantages by nothing."""
+    return {"normaliser": "constant", "advantage": "none"}

@@ -1,0 +1,24 @@
+"""GSPO: one ratio for each answer (Zheng et al. 2025, 2507.18071)."""
+
+from typing import Any
+
+from weft.registry import register
+
+
+@register(
+    "policy-loss",
+    "gspo",
+    title="GSPO: one ratio for each answer",
+    paper="Zheng et al. 2025 (2507.18071)",
+    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
+    figure="the same loss and gradients under every layout to 1e-10",
+)
+def gspo() -> dict[str, Any]:
+    """Return the settings of GSPO: the ratio is that of the whole answer, per token, and has narrow limits."""
+    return {
+        "normaliser": "sequence",
+        "ratio": "sequence",
+        "clip_low": 0.0003,
+        "clip_high": 0.0004,
+        "advantage": "group",
+    }

@@ -1,0 +1,31 @@
+"""PPO: advantages by a critic (Schulman et al. 2017, 1707.06347)."""
+
+from typing import Any
+
+from weft.registry import register
+
+
+@register(
+    "policy-loss",
+    "ppo",
+    title="PPO: advantages by a critic",
+    paper="Schulman et al. 2017 (1707.06347)",
+    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
+    figure="the same loss and gradients under every layout to 1e-10",
+)
+def ppo() -> dict[str, Any]:
+    """Return the settings of PPO.
+
+    Advantages are generalised advantage estimates, whitened over all tokens of the step.
+    """
+    return {
+        "normaliser": "tokens",
+        "advantage": "gae",
+        "whiten": True,
+        "trace": 0.95,
+        "kl": "k1",
+        "kl_weight": 0.05,
+        "kl_in": "reward",
+        "value_weight": 0.1,
+        "value_clip": 0.2,
+    }

@@ -1,0 +1,28 @@
+"""REINFORCE++: returns of tokens, whitened over the step (Hu et al. 2025, 2501.03262)."""
+
+from typing import Any
+
+from weft.registry import register
+
+
+@register(
+    "policy-loss",
+    "reinforce-plus-plus",
+    title="REINFORCE++: returns of tokens, whitened over the step",
+    paper="Hu et al. 2025 (2501.03262)",
+    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
+    figure="the same loss and gradients under every layout to 1e-10",
+)
+def reinforce_plus_plus() -> dict[str, Any]:
+    """Return the settings of REINFORCE++.
+
+    The advantage of a token is the sum of the rewards from there on, whitened over all tokens of the step.
+    """
+    return {
+        "normaliser": "tokens",
+        "advantage": "returns",
+        "whiten": True,
+        "kl": "k1",
+        "kl_weight": 0.01,
+        "kl_in": "reward",
+    }

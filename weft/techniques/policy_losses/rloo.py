@@ -1,0 +1,28 @@
+"""RLOO: each answer compared with the mean of the others (Ahmadian et al. 2024, 2402.14740)."""
+
+from typing import Any
+
+from weft.registry import register
+
+
+@register(
+    "policy-loss",
+    "rloo",
+    title="RLOO: each answer compared with the mean of the others",
+    paper="Ahmadian et al. 2024 (2402.14740)",
+    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
+    figure="the same loss and gradients under every layout to 1e-10",
+)
+def rloo() -> dict[str, Any]:
+    """Return the settings of RLOO.
+
+    The ratio is that of the whole answer, and the divergence k1 is subtracted from rewards.
+    """
+    return {
+        "normaliser": "sequence",
+        "ratio": "product",
+        "advantage": "leave-one-out",
+        "kl": "k1",
+        "kl_weight": 0.05,
+        "kl_in": "reward",
+    }

@@ -1,0 +1,18 @@
+"""SAPO: a soft gate in place of clipping (Qwen team 2025, 2511.20347)."""
+
+from typing import Any
+
+from weft.registry import register
+
+
+@register(
+    "policy-loss",
+    "sapo",
+    title="SAPO: a soft gate in place of clipping",
+    paper="Qwen team 2025 (2511.20347)",
+    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
+    figure="the same loss and gradients under every layout to 1e-10",
+)
+def sapo() -> dict[str, Any]:
+    """Return the settings of SAPO: a sigmoid of the ratio takes the place of its limits."""
+    return {"normaliser": "sequence", "form": "sapo", "advantage": "group"}
