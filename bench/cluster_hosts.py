@@ -3,7 +3,8 @@
 Hosts are network namespaces (:mod:`hosts`). A tiny model of random weights, float32. Clients on the router's host read
 streams all the while, and each must get what a service of one engine writes when it has nothing else to do. Engines
 join by ``weft engine --join``, drain and join anew, have their cables pulled, and move answers to each other over
-cables of a given rate. One of them is cut over two ranks (``--layout tp=2``). A second service has roles.
+cables of a given rate. One of them is cut over two ranks (``--layout tp=2``), of which one is stopped and killed. A
+second service has roles.
 
     python bench/cluster_hosts.py [--rate 20mbit] [--clients 12] [--json bench/results/cluster_hosts.json]
 """
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -208,6 +210,19 @@ async def mixed(show: Show) -> None:
         await service.has_joined(3)
         return {"joined_again_s": round(time.monotonic() - begun, 2)}
 
+    async def freeze_rank() -> dict[str, Any]:
+        """Stop the second rank of the engine that has two; the engine joins anew when it goes on."""
+        rank = rank_processes(machines[3])[1]
+        os.kill(rank, signal.SIGSTOP)
+        try:
+            noticed = await service.loss_of("engine-3")
+            await asyncio.sleep(2)
+        finally:
+            os.kill(rank, signal.SIGCONT)
+        begun = time.monotonic()
+        await service.has_joined(3)
+        return {"noticed_s": round(noticed, 2), "joined_again_s": round(time.monotonic() - begun, 2)}  # fmt: skip
+
     async def kill_rank() -> dict[str, Any]:
         """Kill the second rank of the engine that has two: the engine ends as a whole, and is started again."""
         process = service.engines["engine-3"]
@@ -230,6 +245,7 @@ async def mixed(show: Show) -> None:
     await show.step("cable of an engine", lambda: pull(2))
     await show.step("cable of an engine of two ranks", lambda: pull(3))
     await show.step("cable of the router", isolate)
+    await show.step("a rank is stopped", freeze_rank)
     await show.step("a rank is killed", kill_rank)
 
 

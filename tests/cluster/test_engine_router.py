@@ -144,6 +144,35 @@ def test_frozen_is_noticed_within_two_seconds_and_joins_anew() -> None:
         until(lambda: all(engine.empty() for engine in cluster.engines))
 
 
+def test_an_engine_whose_rank_is_stopped_says_so_and_joins_anew_with_it() -> None:
+    request = asked([5, 6, 7], 60)
+    plain = alone(request)[0].written
+    silent = "its rank 1 has given no sign of life for 1.3 s"
+    with Cluster(1, slow=0.01) as cluster:
+        halted, tokens, thaw = cluster.engines[0], 0, threading.Event()
+
+        def seen(event: TokenEvent) -> None:
+            nonlocal tokens
+            tokens += 1
+            if tokens == 10:  # a step that waits for the rank
+                cluster.engines.append(cluster.add("e1"))
+                until(lambda: len(cluster.router.links) == 2)
+                step = halted.engine.step
+                halted.engine.step = lambda: (thaw.wait(30), step())[1]  # type: ignore[method-assign]
+                halted.engine.silence = lambda: "" if thaw.is_set() else silent  # type: ignore[method-assign]
+
+        written = asyncio.run(written_by(cluster.router, [request], seen))
+        assert written == [plain]
+        assert f"engine e0 is given up: {silent}; 1 answers go on elsewhere" in cluster.said  # fmt: skip
+        time.sleep(0.4)
+        assert [*cluster.router.links] == ["e1"]  # it waits for its rank
+        thaw.set()
+        until(lambda: len(cluster.router.links) == 2)
+        until(lambda: all(engine.empty() for engine in cluster.engines))
+        turn = asyncio.run(written_by(cluster.router, [request, request, request]))
+        assert turn == [plain] * 3
+
+
 def test_a_cut_engine_keeps_its_blocks_and_joins_anew() -> None:
     request = asked(list(range(40)), 30)
     plain = alone(request)[0].written

@@ -24,6 +24,7 @@ def test_streams_are_whole_while_hosts_are_cut_off(tmp_path: Path) -> None:
     steps = {row["what"]: row for row in mixed["steps"]}
     assert all(row["streams"] for row in steps.values())
     assert steps["cable of an engine"]["noticed_s"] < 5
+    assert steps["a rank is stopped"]["noticed_s"] < 5
     assert steps["a rank is killed"]["processes_left"] == 0
     (row,) = roles["steps"]
     assert row["moved_bytes"] and row["moved_bytes"] % row["bytes_of_a_token"] == 0

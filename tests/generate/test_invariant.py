@@ -172,6 +172,15 @@ def test_what_cannot_be(shape: dict[str, Any]) -> None:
         Engine(build(**shape), invariant=True)
 
 
+def test_a_cache_exists_before_the_first_step() -> None:
+    """As for blocks that come from another engine, or from files, before anything was computed here."""
+    engine = Engine(build(), 64, invariant=True)
+    assert engine.block_form()
+    (generation,) = engine.submit([1, 2, 3], 4)
+    engine.run()
+    assert len(generation.written) == 4
+
+
 def test_adapters_are_refused() -> None:
     with pytest.raises(UsageError, match="what adapters add depends on the batch"):
         Engine(build(), invariant=True).add_adapter("one", HostAdapter((), ()))

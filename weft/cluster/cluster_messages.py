@@ -2,7 +2,7 @@
 
 The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``move``, ``lenders``, ``lend``, ``memories``,
 ``beat``, ``leave`` and ``end``; an engine sends ``about`` when it connects, then ``kept``, ``taken``, ``refused``,
-``tokens``, ``result``, ``moved``, ``beat``, ``drain`` and ``failed``.
+``tokens``, ``result``, ``moved``, ``beat``, ``drain``, ``halted`` and ``failed``.
 """
 
 import time

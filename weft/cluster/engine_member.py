@@ -49,6 +49,9 @@ from weft.net.wire import Frame, Head, SealedConnection, WireBroken
 #: Seconds in which a frame of a request that comes from another engine must come, as its prompt may still be computed.
 ARRIVAL_S = 600.0
 
+#: Seconds for which an engine waits for a rank of its own that gives no sign of life, before it ends.
+SILENT_RANK_S = 60.0
+
 #: Seconds between two looks whether the grammar of a request that is to move is compiled.
 PREPARED_S = 0.02
 
@@ -199,7 +202,11 @@ class EngineMember:
         return WeftError(f"the engine has failed: {self.thread.failure}")
 
     def _dial(self, channel: Channel, router: Address) -> SealedConnection:
-        """Connect with the router and be taken. Raises OSError, and :class:`RouterRefusal`."""
+        """Connect with the router and be taken, once all ranks of this engine give signs of life.
+
+        Raises OSError, :class:`RouterRefusal`, and :class:`WeftError` if a rank gives none for long.
+        """
+        self._await_ranks()
         about = self.about._replace(hung=self._pulse.take())
         seat = ask_to_join(channel, router, about)
         if seat.again:
@@ -207,6 +214,14 @@ class EngineMember:
             self.say(f"it was given up: {seat.again}; joins anew")
         self.say(f"joined {router[0]}:{router[1]} as {self.about.name}")
         return seat.connection
+
+    def _await_ranks(self) -> None:
+        """Wait until no rank is silent. Raises :class:`WeftError` after :data:`SILENT_RANK_S` seconds."""
+        deadline = _after(SILENT_RANK_S)
+        while (why := self.engine.silence()) and not self._ended.is_set():
+            if time.monotonic() > deadline:
+                raise WeftError(f"the engine ends: {why}")
+            self._ended.wait(BEAT_S)
 
     def _serve(self, connection: SealedConnection, redial: float) -> bool:
         """Do what the router asks for over ``connection``; return whether the engine may end.
@@ -237,6 +252,10 @@ class EngineMember:
                     raise WireBroken(
                         f"no sign of life for {ROUTER_SILENT_S:g} s"
                     ) from None
+                if why := self.engine.silence():
+                    current.outbox.put({"kind": "halted", "why": why})
+                    current.outbox.close(DIAL_S)
+                    raise WireBroken(why)
                 kind = frame.head["kind"]
                 if kind == "leave":
                     return True
@@ -606,3 +625,8 @@ class EngineMember:
             }
             current.outbox.put(message)
             current.tokens, current.begun, current.failures = [], [], []
+
+
+def _after(seconds: float) -> float:
+    """Return the time on the monotonic clock in so many ``seconds``."""
+    return time.monotonic() + seconds

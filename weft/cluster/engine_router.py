@@ -847,6 +847,8 @@ class EngineRouter:
                 self._take_move(link, head)
             elif kind == "drain":
                 self._drain(link, head["move"])
+            elif kind == "halted":
+                raise OSError(head["why"])
             elif kind == "failed":
                 raise EngineFailed(f"its engine has failed: {head['why']}")
 

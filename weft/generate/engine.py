@@ -356,6 +356,13 @@ class Engine:
             self.scheduler.add(left[0])
 
     @torch.inference_mode()
+    def silence(self) -> str:
+        """Return which of the engine's other ranks gives no sign of life, in words; "" if all do. May be called in any
+        thread, a few times a second.
+        """
+        return self.reader.tickets.silence() if isinstance(self.reader, Leader) else ""
+
+    @torch.inference_mode()
     def block_form(self) -> list[LayerPart]:
         """Return one part per layer, which says what a cache block holds of the whole model. Allocates the cache if
         necessary.

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,6 +16,10 @@ from weft.net.endpoint import process_endpoint
 from weft.net.groups import limit
 from weft.net.lost import PeerLost
 from weft.net.wire import SealedConnection
+
+#: Seconds between two signs of life of a rank, and without any until the rank counts as silent. With the time that a
+#: router takes to hear of it, a service notices a stopped rank within two seconds.
+BEAT_S, SILENT_S = 0.25, 1.25
 
 #: Seconds that the first rank waits at its end until the others have its last message.
 END_S = 10.0
@@ -47,6 +52,9 @@ class TicketWriter:
         endpoint = process_endpoint()
         self.place = (endpoint.address, name, secret)
         self.number = 0
+        # when each rank has given its last sign of life, and since when this process has been looking without a pause
+        self._heard: dict[int, float] = {}
+        self._looks_since = self._looked = time.monotonic()
         self._waiting = {rank: SimpleQueue[Any]() for rank in range(1, ranks)}
         self._ended = {rank: threading.Event() for rank in range(1, ranks)}
         self._channel = endpoint.open(name, secret, self._deliver)
@@ -57,6 +65,22 @@ class TicketWriter:
         for queue in self._waiting.values():
             queue.put(message)
         return self.number
+
+    def silence(self) -> str:
+        """Return which rank has given no sign of life for :data:`SILENT_S` seconds, in words; "" if there is none. To
+        be called a few times a second: what came while this process was stopped itself is not held against a rank.
+        """
+        now = time.monotonic()
+        if now - self._looked > SILENT_S / 2:
+            self._looks_since = now
+        self._looked = now
+        for rank, heard in sorted(self._heard.items()):
+            silent = now - max(heard, self._looks_since)
+            if silent > SILENT_S and not self._ended[rank].is_set():
+                return (
+                    f"its rank {rank} has given no sign of life for {now - heard:.1f} s"
+                )
+        return ""
 
     def close(self) -> None:
         """Let all readers end after the messages written so far."""
@@ -70,12 +94,22 @@ class TicketWriter:
     def _deliver(self, connection: SealedConnection) -> None:
         """Send one rank its messages, in a thread of its own."""
         rank, message = int(connection.hello["rank"]), object()
+        self._heard[rank] = time.monotonic()
+        listener = partial(self._listen, rank, connection)
+        threading.Thread(target=listener, name="weft-beats", daemon=True).start()
         with suppress(OSError):  # who is gone is missed in the next collective
             while message is not None:
                 message = self._waiting[rank].get()
                 connection.send({"message": message})
         self._ended[rank].set()
         connection.close()
+
+    def _listen(self, rank: int, connection: SealedConnection) -> None:
+        """Note the signs of life of a rank, in a thread of its own."""
+        with suppress(OSError):
+            while True:
+                connection.receive()
+                self._heard[rank] = time.monotonic()
 
 
 class TicketReader:
@@ -91,11 +125,23 @@ class TicketReader:
         seconds = patience.total_seconds() if patience else 600.0
         channel = process_endpoint().join(name, secret)
         self._connection = channel.dial((host, port), {"rank": rank}, seconds)
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, name="weft-beats", daemon=True).start()
 
     def next(self) -> Any:
         """Wait for the next message and return it; None if there are no more."""
         self.number += 1
         try:
-            return self._connection.receive().head["message"]
+            message = self._connection.receive().head["message"]
         except OSError as error:
+            self._over.set()
             raise PeerLost("rank 0, which hands out the steps, is gone") from error
+        if message is None:
+            self._over.set()
+        return message
+
+    def _beat(self) -> None:
+        """Give signs of life until the end, in a thread of its own."""
+        with suppress(OSError):
+            while not self._over.wait(BEAT_S):
+                self._connection.send({})
