@@ -25,10 +25,15 @@ if TYPE_CHECKING:
     from weft.generate.open_engine import EngineOptions
     from weft.net.endpoint import Address, Endpoint
 
+#: The model's name for an engine that writes rollouts with the weights of a training run.
+POLICY = "policy:"
 #: Seconds that the ranks of an engine get to end once its answers have.
 LEAVE_S = 30.0
 
-_join = "The address of the router: the one that weft serve --cluster has printed."
+_join = (
+    "The address of the router: the one that weft serve --cluster has printed, or with --checkpoint policy: "
+    "the one that a training run has printed."
+)
 _name = "The engine's name for the router and in metrics; by default host and process."
 _role = (
     "prefill: compute prompts, and let other engines go on after the first token; decode: go on with answers that "
@@ -68,7 +73,10 @@ def engine_command(
         Path | None, typer.Option(metavar="FILE", help=_joined_file)
     ] = None,
 ) -> int:
-    """Run an engine that answers the requests of a router (weft serve --cluster FILE), until the router lets it go."""
+    """Run an engine that answers the requests of a router (weft serve --cluster FILE), until the router lets it go.
+
+    With --checkpoint policy: it writes rollouts for a training run with [roles.rollout], which sends it the weights.
+    """
     import torch
 
     from weft.checkpoint.model import tokenizer_of
@@ -92,8 +100,10 @@ def engine_command(
     router = read_address(join, "--join")
     if joined_file is not None:
         _mark(joined_file, False)
-    set_secret(secret, "weft engine")
     checkpoint = options.checkpoint
+    if checkpoint == POLICY:
+        return _write_rollouts(options, router, name, secret, redial)
+    set_secret(secret, "weft engine")
     name = name or f"{platform.node()}-{os.getpid()}"
 
     def note_joined(joined: bool) -> None:
@@ -249,6 +259,36 @@ def _open_cache(
         role="cache",
     )
     return stock, about
+
+
+def _write_rollouts(
+    options: "EngineOptions",
+    run: tuple[str, int],
+    name: str,
+    secret: Path | None,
+    redial: float,
+) -> int:
+    """Run an engine that writes rollouts for the training run at the address ``run``, until the run lets it go."""
+    import torch
+
+    from weft.net.endpoint import process_endpoint
+    from weft.net.sockets import own_address
+    from weft.rl.rollout_engine import SECRET, run_rollout_engine
+
+    own = os.environ.get(SECRET, "")  # of a run that has started this engine
+    if not own:
+        set_secret(secret, "weft engine")
+    called = name or f"{platform.node()}-{os.getpid()}"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    endpoint = process_endpoint(own_address(run[0]))
+    try:
+        run_rollout_engine(
+            endpoint, run, own, called, warn, redial, options.cache, device
+        )
+    finally:
+        endpoint.close()
+    warn(f"engine {called} ends")
+    return 0
 
 
 def _mark(file: Path, joined: bool) -> None:

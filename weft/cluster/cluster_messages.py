@@ -2,7 +2,7 @@
 
 The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``move``, ``lenders``, ``lend``, ``memories``,
 ``beat``, ``leave`` and ``end``; an engine sends ``about`` when it connects, then ``kept``, ``taken``, ``refused``,
-``tokens``, ``result``, ``moved``, ``beat``, ``drain``, ``halted`` and ``failed``.
+``tokens``, ``result``, ``moved``, ``weights``, ``beat``, ``drain``, ``halted`` and ``failed``.
 """
 
 import time
@@ -66,6 +66,7 @@ class EngineAbout(NamedTuple):
         ``host``, ``port``: where other engines reach it.
         ``hung``: longest time in seconds, since it last joined, in which the engine computed and its threads could not
             run (:class:`weft.cluster.pulse.Pulse`).
+        ``weights``: version of its weights, where a training run changes them; else 0.
     """
 
     name: str
@@ -85,6 +86,7 @@ class EngineAbout(NamedTuple):
     host: str = ""
     port: int = 0
     hung: float = 0.0
+    weights: int = 0
 
 
 #: The parts that an engine may have in answering: computing prompts, writing, and keeping blocks for the others.

@@ -53,6 +53,7 @@ class EngineLink:
         ``borrowable``: largest number of tokens that the engine can keep in blocks of other engines.
         ``headroom``: fraction of the cache that counts as used while the engine has urgent answers. It keeps room free
             for them.
+        ``weights``: version of the weights that write the engine's next token.
     """
 
     about: EngineAbout
@@ -74,8 +75,10 @@ class EngineLink:
     tokens: int = 0
     borrowable: int = 0
     headroom: float = 0.0
+    weights: int = 0
 
     def __post_init__(self) -> None:
+        self.weights = self.about.weights
         self.role = self.role or self.about.role
 
     @property

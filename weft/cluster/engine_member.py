@@ -185,6 +185,20 @@ class EngineMember:
         else:
             self._current.outbox.put({"kind": "drain", "move": move})
 
+    def leave(self) -> None:
+        """Let :meth:`run` return at once, without a word to the router."""
+        self._ended.set()
+        if self._current is not None:
+            self._current.outbox.close()
+
+    def take_weights(self, version: int, install: Callable[[], None]) -> Future[None]:
+        """Let the engine go on with other weights from its next step; what was computed with others is computed again.
+
+        ``version``: number of the weights. ``install``: function that writes them into the model. Returns a future that
+        is completed when the engine has them.
+        """
+        return self.thread.call(partial(self._install, version, install))
+
     def close(self) -> None:
         """End the engine's thread; :meth:`run` returns or raises."""
         self._ended.set()
@@ -207,7 +221,9 @@ class EngineMember:
         Raises OSError, :class:`RouterRefusal`, and :class:`WeftError` if a rank gives none for long.
         """
         self._await_ranks()
-        about = self.about._replace(hung=self._pulse.take())
+        about = self.about._replace(
+            hung=self._pulse.take(), weights=self.engine.scheduler.version
+        )
         seat = ask_to_join(channel, router, about)
         if seat.again:
             self._call(self.kept.drop_all)  # the same router has them go on elsewhere
@@ -241,6 +257,9 @@ class EngineMember:
         current = self._current = RouterWork(Outbox(connection, beat, BEAT_S))
         current.outbox.start()
         self._call(partial(self._show_kept, current))
+        self._call(
+            partial(self._say_weights, current)
+        )  # they may be newer than `about`
         if self._draining.is_set():
             self.drain()
         self._note_joined(True)
@@ -404,6 +423,17 @@ class EngineMember:
         return self._compiled.compile(kind, text)
 
     # Called in the engine's thread.
+
+    def _install(self, version: int, install: Callable[[], None]) -> None:
+        self.thread.take_weights(version, install)
+        if self._current is not None:
+            self._send_tokens(self._current)  # those of the weights of before
+            self._say_weights(self._current)
+
+    def _say_weights(self, current: RouterWork) -> None:
+        """Tell the router which weights write the tokens that it gets from now on."""
+        if version := self.engine.scheduler.version:
+            current.outbox.put({"kind": "weights", "version": version})
 
     def _land(
         self,
@@ -616,7 +646,12 @@ class EngineMember:
         if self.thread.failure is not None:
             current.outbox.put({"kind": "failed", "why": str(self.thread.failure)})
             current.outbox.close(DIAL_S)
-        elif current.tokens:
+        else:
+            self._send_tokens(current)
+
+    @staticmethod
+    def _send_tokens(current: RouterWork) -> None:
+        if current.tokens:
             message = {
                 "kind": "tokens",
                 "tokens": current.tokens,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from math import inf
 
 from weft.errors import WeftError
 
@@ -22,6 +23,7 @@ class EngineProcesses:
     ``share``: fraction of the free memory that all engines together use. Each engine gets an equal part of it, and an
     equal part of the processor's cores. ``say`` prints a line. ``ranks``: processes of each engine. ``gpus``: names of
     this host's GPUs, as ``CUDA_VISIBLE_DEVICES`` has them, which are dealt to the ranks of the engines in turn.
+    ``environment``: environment variables of the processes; None: those of this process.
 
     Once all have joined, a process that ends by a fault is started again. The processes inherit the variable
     ``WEFT_SECRET``.
@@ -36,11 +38,13 @@ class EngineProcesses:
         say: Callable[[str], None],
         ranks: int = 1,
         gpus: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.say = say
         computing = [role for role in roles if role != "cache"]
         threads = max(1, (os.cpu_count() or 1) // (max(1, len(computing)) * ranks))
-        self._environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
+        given = os.environ if environment is None else environment
+        self._environment = {"OMP_NUM_THREADS": str(threads), **given}
         devices = iter(gpus_of_engines(len(computing), ranks, gpus))
         # engines that share their memory: all of this host's, or those of a GPU
         beside = -(-len(computing) * ranks // len(gpus)) if gpus else len(roles)
@@ -76,20 +80,31 @@ class EngineProcesses:
             start_new_session=True,
         )
 
-    def await_joined(self, joined: Callable[[], int]) -> None:
+    def await_joined(self, joined: Callable[[], int], limit: float = inf) -> None:
         """Wait until all engines have joined. From then on, start engines again that end by a fault. ``joined``:
-        returns how many have joined.
+        returns how many have joined. ``limit``: seconds to wait.
 
-        Raises :class:`WeftError` if an engine ends before it has joined.
+        Raises :class:`WeftError` if an engine ends before it has joined, or if some have not joined in time.
         """
+        deadline = time.monotonic() + limit
         while joined() < len(self._commands):
             for name, process in self._running.items():
                 if (code := process.poll()) is not None:
                     raise WeftError(
                         f"{name} has ended with exit code {code} before it joined; its own lines say why"
                     )
+            if time.monotonic() >= deadline:
+                raise WeftError(
+                    f"{joined()} of {len(self._commands)} engines have joined within {limit:g} s; their own lines say "
+                    "what the others do"
+                )
             time.sleep(0.05)
         self._thread.start()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Number of each engine's present process, by the engine's name."""
+        return {name: process.pid for name, process in self._running.items()}
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOK_S):

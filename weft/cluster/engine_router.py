@@ -194,14 +194,21 @@ class EngineRouter:
 
     @asynccontextmanager
     async def answers(
-        self, requests: Sequence[AnswerRequest], session: str = "", key: str = ""
+        self,
+        requests: Sequence[AnswerRequest],
+        session: str = "",
+        key: str = "",
+        weights: int = 0,
     ) -> AsyncIterator["RoutedAnswers"]:
+        """Do as :meth:`weft.generate.backend.Backend.answers`. ``weights``: version of the oldest weights that may
+        write the answers; only engines that have these or newer ones get them.
+        """
         if self._cut:
             raise ServerEnding("the server ends; ask again later")
         answers = RoutedAnswers(self, asyncio.get_running_loop())
         self._open.add(answers)
         try:
-            self._begin(answers, requests, session, key)
+            self._begin(answers, requests, session, key, weights)
             for flight in answers.generations:
                 await asyncio.wrap_future(flight.accepted)
             yield answers
@@ -278,6 +285,7 @@ class EngineRouter:
         requests: Sequence[AnswerRequest],
         session: str,
         key: str,
+        weights: int,
     ) -> None:
         """Submit all requests. Raises :class:`NoEngine`, :class:`Busy` and :class:`UsageError`."""
         with self._lock:
@@ -291,12 +299,15 @@ class EngineRouter:
                         ),
                         len(answers.generations) + i,
                         session,
+                        weights=weights,
                     )
                     for i in range(request.answers)
                 ]
                 for flight in flights if key else ():
                     flight.key = kept_key(f"{key} {flight.index}", flight.request)
-                link = self._keeper(request, flights) or self._choose(request, session)
+                link = self._keeper(request, flights) or self._choose(
+                    request, session, weights=weights
+                )
                 answers.generations += flights
                 for flight in flights:
                     self.recent.note(flight, time.monotonic())
@@ -318,9 +329,14 @@ class EngineRouter:
         return next(keepers, None)
 
     def _choose(
-        self, request: AnswerRequest, session: str, flight: Flight | None = None
+        self,
+        request: AnswerRequest,
+        session: str,
+        flight: Flight | None = None,
+        weights: int = 0,
     ) -> EngineLink:
-        """Return the engine for ``request``, which belongs to ``flight`` if it was begun elsewhere.
+        """Return the engine for ``request``, which belongs to ``flight`` if it was begun elsewhere. ``weights``:
+        version of the oldest weights that may answer it.
 
         Raises :class:`NoEngine` if there is none, :class:`Busy` if all have too many answers, and :class:`UsageError`
         if none can ever answer it.
@@ -333,6 +349,7 @@ class EngineRouter:
             link
             for link in able
             if link.takes(request.adapter, tokens, request.answers)
+            and link.weights >= weights
             and (flight is None or link.tries(flight))
         ]
         if not fitting:
@@ -416,6 +433,7 @@ class EngineRouter:
             link
             for link in self._able()
             if link.name != flight.engine
+            and link.weights == self.links[flight.engine].weights
             and link.role in roles
             and link.takes(request.adapter, tokens, 1)
         ]
@@ -682,7 +700,7 @@ class EngineRouter:
                 continue
             request = each.continued()
             try:
-                link = self._choose(request, each.session, each)
+                link = self._choose(request, each.session, each, each.weights)
             except (NoEngine, Busy):
                 self._waiting.append(each)
                 continue
@@ -845,6 +863,9 @@ class EngineRouter:
                     self._release(link)
             elif kind == "moved":
                 self._take_move(link, head)
+            elif kind == "weights":
+                link.weights = head["version"]
+                self._continue_waiting()
             elif kind == "drain":
                 self._drain(link, head["move"])
             elif kind == "halted":
@@ -884,6 +905,8 @@ class EngineRouter:
         """Note a token, or the end of an answer; return the event for the client."""
         _accept(flight)
         if message.token is not None:
+            if not flight.versions or flight.versions[-1][1] != link.weights:
+                flight.versions.append((len(flight.tokens), link.weights))
             flight.tokens.append(message.token)
             flight.losses.clear()
             link.tokens += 1

@@ -59,6 +59,9 @@ class Flight:
         ``prompt_scores``: log-probabilities of the prompt's tokens, if they were asked for.
         ``log_probabilities``: those of ``tokens``, if they were asked for.
         ``engine``: name of the engine that writes the answer; empty if it waits for an engine.
+        ``weights``: version of the oldest weights that may write the answer's next tokens.
+        ``versions``: pairs of the index of a token and the version of the weights that have written the tokens from
+            there on.
         ``losses``: losses of engines with the answer since its last token. Those of engines that join anew, as they
             were only cut off, are taken from them.
         ``alone``: whether the answer was already :attr:`accused` of making engines crash when its engine got it. As the
@@ -82,6 +85,8 @@ class Flight:
     prompt_scores: list[LogProbability] = field(default_factory=list)
     log_probabilities: list[LogProbability] = field(default_factory=list)
     engine: str = ""
+    weights: int = 0
+    versions: list[tuple[int, int]] = field(default_factory=list)
     losses: list[EngineLoss] = field(default_factory=list)
     alone: bool = False
     since: float = 0.0

@@ -156,6 +156,15 @@ class EngineThread:
         self.searches.pop(search, None)
         search.end()
 
+    def take_weights(self, version: int, install: Callable[[], None]) -> None:
+        """Let all further tokens come from other weights. Requests that run go on from the tokens that they have.
+
+        ``version``: number of the new weights. ``install``: function that writes them into the model.
+        """
+        self._pass_on(self.engine.drain())
+        install()
+        self._pass_on(self.engine.weights_changed(version))
+
     def _check_room(self, count: int) -> None:
         written = len(self.tells) + sum(search.width for search in self.searches)
         if written + count > self.most:
@@ -207,7 +216,15 @@ class EngineThread:
                 self.engine.settle()  # as no step does it soon
 
     def _step(self) -> None:
-        for written in self.engine.step():
+        self._pass_on(self.engine.step())
+        for search, best in [*self.searches.items()]:
+            search.advance()
+            if not search.beams:
+                del self.searches[search]
+                best.set_result(search.best())
+
+    def _pass_on(self, results: Sequence[Written]) -> None:
+        for written in results:
             generation = written.request
             self._written += written.token is not None
             if (
@@ -216,8 +233,3 @@ class EngineThread:
                 else self.tells.get(generation)
             ):
                 tell(written)
-        for search, best in [*self.searches.items()]:
-            search.advance()
-            if not search.beams:
-                del self.searches[search]
-                best.set_result(search.best())

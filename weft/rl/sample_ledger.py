@@ -181,6 +181,11 @@ class SampleLedger:
             self._sample(row).leases[task] = lease.number
         return lease
 
+    def oldest_version(self, place: int) -> int:
+        """Return the version of the oldest weights that may draw the group at ``place``."""
+        versions = [v for v in self._trained_at if self._in_time(place, v)]
+        return min(versions, default=self.version)
+
     def holds(self, lease: SampleLease, row: SampleRow) -> bool:
         """Return whether ``row`` is still worked on under ``lease``."""
         samples = self._groups.get(row.place, [])

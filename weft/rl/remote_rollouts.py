@@ -1,0 +1,351 @@
+"""Rollouts by engines in processes of their own, which write while the policy is trained.
+
+The engines join a router, as those of a service do: it shares the requests out, and lets another engine go on with the
+answers of one that was killed or frozen. New here is that weights change while engines write. The ledger of samples
+admits groups as far ahead as the bound on staleness allows, and the router gives an answer only to engines whose
+weights are new enough for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, Protocol
+from uuid import uuid4
+
+import torch
+
+from weft.cluster.engine_router import EngineRouter, RoutedAnswers, RouterModel
+from weft.cluster.flight import Flight
+from weft.errors import WeftError
+from weft.generate.backend import AnswerRequest, Busy, NoEngine
+from weft.generate.sampling import Sampling
+from weft.net.endpoint import Endpoint
+from weft.recipe import ModelShape
+from weft.rl.rollout import AnswerGroup, GroupRequest, VersionSpan, WrittenAnswer
+from weft.rl.sample_ledger import ROLLOUT, LedgerTask, SampleLease, SampleLedger
+from weft.rl.weight_channel import WeightSender
+from weft.version import VERSION
+
+T = torch.Tensor
+
+#: Tasks of the ledger between engines and trainer.
+TASKS = (ROLLOUT, LedgerTask("train", ("answer",), whole=True))
+#: Seconds until a group is offered again that no engine has taken, and between two looks whether anything is written.
+AGAIN_S, LOOK_S = 0.02, 0.5
+#: Answers that every engine takes at a time, whether it writes them or lets them wait.
+WIDEST = 256
+#: Holder of all that the router's engines write, and of what is trained.
+ENGINES, TRAINER = "engines", "trainer"
+
+
+class PolicySource(Protocol):
+    """Interface of whoever gathers the policy's weights from the ranks that train."""
+
+    def changed(self) -> Mapping[str, T]:
+        """Return the whole parameters that may have changed since the last call, on the host, as new tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteSettings:
+    """How engines in processes of their own write rollouts.
+
+    Attributes:
+        ``bound``: largest number of policy updates between the weights that begin an answer and those that it trains.
+        ``batch``: groups of an update.
+        ``most``: largest number of tokens of an answer.
+        ``stops``: token ids that end an answer.
+        ``how``: settings of sampling.
+        ``requests``: answers that an engine writes at the same time.
+        ``cache``: tokens that an engine's cache holds.
+        ``budget``: most tokens of an engine's step.
+        ``dtype``: type in which the weights travel.
+        ``weights``: "bfloat16" to generate with all weights in bfloat16, else "float".
+        ``invariant``: whether log-probabilities do not depend on other requests.
+        ``patience``: seconds that an answer waits for an engine when there is none.
+        ``stall``: seconds without any new token until the run gives up.
+    """
+
+    bound: int
+    batch: int
+    most: int
+    stops: frozenset[int] = frozenset()
+    how: Sampling = field(default_factory=Sampling)
+    requests: int = 64
+    cache: int = 16384
+    budget: int = 512
+    dtype: str = "float32"
+    weights: str = "float"
+    invariant: bool = False
+    patience: float = 60.0
+    stall: float = 600.0
+
+
+class RemoteRollouts:
+    """Has engines that join at ``endpoint`` write the rollouts of a training run. It belongs to the first rank that
+    trains; the other ranks have :class:`PolicyParts`.
+
+    ``secret``: known to the run and its engines. ``shape``: the policy's shape. ``policy``: gathers its weights.
+    ``say`` prints a line. ``started``: called once the first weights can be had, to wait for the engines that the run
+    itself has started. ``ended``: called at the end with the names of the engines that have joined.
+
+    Groups are returned in the order in which they were asked for. :meth:`take_weights` counts as trained what
+    :meth:`finished` has returned before. All methods are called in one thread.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        secret: str,
+        shape: ModelShape,
+        policy: PolicySource,
+        settings: RemoteSettings,
+        say: Callable[[str], None],
+        started: Callable[[EngineRouter], None] = lambda router: None,
+        ended: Callable[[Sequence[str]], None] = lambda names: None,
+    ) -> None:
+        self.settings, self.policy = settings, policy
+        self.ledger = SampleLedger(TASKS, settings.bound, settings.batch)
+        self._started, self._ended = started, ended
+        fingerprint = blake2b(shape.model_dump_json().encode()).hexdigest()
+        model = RouterModel(fingerprint, shape.vocab, shape.embed, {})
+        self.router = EngineRouter(
+            endpoint,
+            secret,
+            model,
+            say,
+            patience=settings.patience,
+            balances=False,
+            name="a training run",
+        )
+        about = {
+            "run": uuid4().hex,
+            "version": VERSION,
+            "fingerprint": fingerprint,
+            "shape": shape.model_dump(mode="json"),
+            "most": max(WIDEST, 4 * settings.requests),
+        }
+        for name in ("dtype", "weights", "cache", "budget", "requests", "invariant"):
+            about[name] = getattr(settings, name)
+        self.sender = WeightSender(endpoint, secret, about)
+        self._changed = threading.Condition()
+        self._queue: deque[GroupRequest] = deque()
+        self._requests: dict[int, GroupRequest] = {}  # by place
+        self._written: dict[int, AnswerGroup] = {}
+        self._leases: list[SampleLease] = []  # what is being trained
+        # versions of weights as the trainer counts them, by the ledger's, which begins at 0 in each life of a run
+        self._versions: dict[int, int] = {}
+        self._failure: WeftError | None = None
+        self._tokens_at = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="weft-rollouts", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def lags(self) -> Counter[int]:
+        """Number of trained answers by their lag in policy updates."""
+        return self.ledger.lags
+
+    def request(self, groups: Sequence[GroupRequest]) -> None:
+        """Ask for the answers of ``groups``, which are begun as soon as their staleness is sure to be in bounds."""
+        with self._changed:
+            self._queue += groups
+            self._admit()
+
+    def finished(self, count: int) -> list[AnswerGroup]:
+        """Wait for the next ``count`` groups, and return them in the order in which they were asked for.
+
+        Raises :class:`WeftError` if they cannot be written, and :class:`ValueError` if fewer were asked for.
+        """
+        with self._changed:
+            known = len(self._queue) + len(self._requests)
+            if count > known or count > self.ledger.slots:
+                raise ValueError(f"{count} groups are wanted, and {known} asked for")
+            self._tokens_at = time.monotonic()
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                lease = self.ledger.take("train", TRAINER, count)
+                if lease is not None:
+                    break
+                self._changed.wait(LOOK_S)
+                self._check_stall()
+            self._leases.append(lease)
+            places = [*dict.fromkeys(row.place for row in lease.rows)]
+            for place in places:
+                del self._requests[place]
+            return [self._written.pop(place) for place in places]
+
+    def take_weights(self, version: int) -> None:
+        """Send the engines the newest weights, which are version ``version``; they take them while they write.
+        Collective over the ranks that train.
+
+        An answer that is begun from now on is written by weights that are new enough for the bound on staleness, which
+        are these for a bound of 0. Answers under way go on with these weights from their next tokens. The first call
+        also waits for the engines. Raises :class:`WeftError` if these do not come.
+        """
+        changed = self.policy.changed()
+        first = not self._versions
+        with self._changed:
+            for lease in self._leases:
+                self.ledger.finish(lease)
+            self._leases.clear()
+            self._versions[0 if first else self.ledger.advance()] = version
+            oldest = self.ledger.version - self.settings.bound
+            self._versions = {at: v for at, v in self._versions.items() if at >= oldest}  # fmt: skip
+        self.sender.publish(version, changed)
+        if first:
+            self._started(self.router)
+        with self._changed:
+            self._admit()
+
+    def close(self) -> None:
+        """End the engines, as far as they have joined, and all that waits for them."""
+        self._loop.call_soon_threadsafe(self._cancel)
+        self._thread.join()
+        names = [*self.router.links]
+        self.router.close()
+        self.sender.close()
+        self._ended(names)
+        self._loop.close()
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        ending = asyncio.gather(*self._tasks, return_exceptions=True)
+        ending.add_done_callback(lambda _: self._loop.stop())
+
+    def _check_stall(self) -> None:
+        """Raise :class:`WeftError` if nothing was written for too long. The lock is held."""
+        if time.monotonic() - self._tokens_at < self.settings.stall:
+            return
+        links = self.router.links.values()
+        engines = ", ".join(f"{link.name} (weights {link.weights})" for link in links)
+        raise WeftError(
+            f"no token of a rollout has come for {self.settings.stall:g} s; joined: {engines or 'no engine'}"
+        )
+
+    def _admit(self) -> None:
+        """Begin as many groups as have slots. The lock is held."""
+        while self._queue and self._versions:
+            place = self.ledger.admit(self._queue[0].answers)
+            if place is None:
+                return
+            self._requests[place] = self._queue.popleft()
+            lease = self.ledger.take("rollout", ENGINES, 1, self.ledger.version)
+            assert lease is not None
+            oldest = self._versions[self.ledger.oldest_version(place)]
+            work = self._write(lease, self._requests[place], oldest)
+            self._loop.call_soon_threadsafe(self._begin, work)
+
+    # In the event loop.
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _write(
+        self, lease: SampleLease, request: GroupRequest, oldest: int
+    ) -> None:
+        """Have a group's answers written by weights of version ``oldest`` or newer, and note them."""
+        place, since = lease.rows[0].place, time.monotonic()
+        asked = AnswerRequest(
+            request.prompt,
+            self.settings.most,
+            replace(self.settings.how, seed=request.seed),
+            (),  # stop tokens are written, as they are trained
+            request.answers,
+            0,
+            "",
+            None,
+            priority=place,
+        )
+        while True:
+            try:
+                async with self.router.answers([asked], weights=oldest) as answers:
+                    written = await self._collect(answers)
+                break
+            except (Busy, NoEngine) as error:
+                # those that wait for weights or for room wait on; `finished` has the limit of that
+                late = time.monotonic() - since > self.settings.patience
+                if isinstance(error, NoEngine) and late:
+                    return self._fail(error)
+                await asyncio.sleep(AGAIN_S)
+            except Exception as error:
+                return self._fail(error)
+        with self._changed:
+            known = {version: at for at, version in self._versions.items()}
+            spans = {
+                row: [VersionSpan(s.first, known[s.version]) for s in answer.versions]
+                for row, answer in zip(lease.rows, written, strict=True)
+            }
+            self.ledger.finish(lease, versions=spans)
+            self._written[place] = AnswerGroup(request, written)
+            self._changed.notify_all()
+
+    async def _collect(self, answers: RoutedAnswers) -> tuple[WrittenAnswer, ...]:
+        """Wait for all tokens of ``answers``; an answer ends behind its stop token."""
+        flights = answers.generations
+        written: dict[int, WrittenAnswer] = {}
+        lengths = [0] * len(flights)
+        while len(written) < len(flights):
+            event = await answers.next()
+            if event.number in written:
+                continue
+            self._tokens_at = time.monotonic()
+            lengths[event.number] += event.token is not None
+            stopped = event.token in self.settings.stops
+            if stopped or event.finished:
+                how = "stop" if stopped else event.finished
+                flight, length = flights[event.number], lengths[event.number]
+                written[event.number] = _answer_of(flight, length, how)
+            if stopped and not event.finished:
+                await answers.cancel(event.number)
+        return tuple(written[number] for number in range(len(flights)))
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = self._failure or WeftError(f"rollouts have ended: {error}")
+            self._changed.notify_all()
+
+
+class PolicyParts:
+    """The part of a rank other than the first one in rollouts on other processes: it sends its parts of the weights.
+
+    ``policy``: gathers the weights.
+    """
+
+    def __init__(self, policy: PolicySource) -> None:
+        self.policy = policy
+
+    def request(self, groups: Sequence[GroupRequest]) -> None:
+        """Do nothing, as the first rank asks for all groups."""
+
+    def finished(self, count: int) -> list[AnswerGroup]:
+        """Return no groups, as the first rank gets all of them."""
+        return []
+
+    def take_weights(self, version: int) -> None:
+        """Send this rank's parts of the newest weights to the first rank. Collective over the ranks that train."""
+        self.policy.changed()
+
+    def close(self) -> None:
+        """Do nothing, as the first rank ends the engines."""
+
+
+def _answer_of(flight: Flight, length: int, finished: str) -> WrittenAnswer:
+    """Return the first ``length`` tokens of an answer, as more may have come since."""
+    chosen = [each[0] for each in flight.log_probabilities[:length]]
+    spans = [VersionSpan(*pair) for pair in flight.versions if pair[0] < length]
+    return WrittenAnswer(
+        tuple(flight.tokens[:length]), tuple(chosen), tuple(spans), finished
+    )

@@ -1,0 +1,199 @@
+"""An engine in a process of its own that writes rollouts for a training run, with the weights that the run sends."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from uuid import uuid4
+
+import torch
+
+from weft.cluster.cluster_messages import EngineAbout
+from weft.cluster.engine_member import EngineMember
+from weft.cluster.joining import unreached
+from weft.errors import UsageError, WeftError
+from weft.generate.engine import Engine
+from weft.layout.dims import Box, Logical
+from weft.layout.mesh import Mesh
+from weft.models.products import NARROW
+from weft.models.transformer import Transformer
+from weft.net.endpoint import Address, Endpoint
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
+from weft.rl.weight_channel import AGAIN_S, WeightReceiver
+from weft.version import VERSION
+
+T = torch.Tensor
+
+#: The environment variable with the secret of engines that a run has started itself.
+SECRET = "WEFT_ROLLOUT_SECRET"
+
+
+class RolloutModel:
+    """The policy in the process of an engine, whose parameters are written from messages.
+
+    ``shape``: the policy's shape. ``dtype``: type in which the parameters come. ``weights``: "bfloat16" to generate
+    with all weights and the cache in bfloat16, else "float".
+    """
+
+    def __init__(
+        self, shape: ModelShape, dtype: str, weights: str, device: torch.device
+    ) -> None:
+        wide = "float64" if dtype == "float64" else "float32"
+        self.model: Transformer
+        self.model, state = parallelize(
+            shape, Mesh.single(device), Train(dtype=wide), _no_values, summed=False
+        )
+        if weights == NARROW:
+            self.model.to(torch.bfloat16)
+        self._held = {held.name: held for held in state.held}
+
+    @torch.no_grad()
+    def install(self, tensors: Mapping[str, T]) -> None:
+        """Write whole parameters, by name, into the model. Raises :class:`WeftError` for one that it does not have."""
+        for name, values in tensors.items():
+            if (held := self._held.get(name)) is None:
+                raise WeftError(f"the policy has no parameter {name}")
+            held.parameter.data.copy_(values)
+
+
+def _no_values(name: str, logical: Logical, box: Box) -> T:
+    return torch.zeros(())
+
+
+def reach_run(
+    endpoint: Endpoint, run: Address, secret: str, patience: float
+) -> WeightReceiver:
+    """Connect with the training run at the address ``run``, and try again for ``patience`` seconds.
+
+    Raises :class:`WeftError` if it cannot be reached, or sends no weights.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return WeightReceiver(endpoint, run, secret)
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise unreached(f"{run[0]}:{run[1]}", error) from None
+            time.sleep(AGAIN_S)
+
+
+class RolloutEngine:
+    """An engine that joins the router of the training run at ``run``, and takes each new version of its weights.
+
+    ``endpoint``: this process's endpoint. ``secret``: known to the run and its engines. ``name``: the engine's name for
+    the router. ``say`` prints a line. ``cache``: tokens that its cache holds; 0: as many as the run says. ``patience``:
+    seconds for which it tries to reach the run.
+
+    The constructor waits for the first version of the weights. Raises :class:`WeftError` if the run cannot be reached.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        run: Address,
+        secret: str,
+        name: str,
+        say: Callable[[str], None],
+        cache: int = 0,
+        patience: float = 0.0,
+        device: str = "cpu",
+    ) -> None:
+        self.endpoint, self.run, self.secret = endpoint, run, secret
+        self.weights = reach_run(endpoint, run, secret, patience)
+        about = self.weights.about
+        if about["version"] != VERSION:
+            raise UsageError(
+                f"the run has Weft {about['version']}, and this engine {VERSION}; install the same version"
+            )
+        shape = ModelShape.model_validate(about["shape"])
+        self.model = RolloutModel(
+            shape, about["dtype"], about["weights"], torch.device(device)
+        )
+        try:
+            self.weights.first(self.model.install)
+        except OSError as error:
+            raise unreached(f"{run[0]}:{run[1]}", error) from None
+        self.engine = Engine(
+            self.model.model,
+            cache or about["cache"],
+            about["budget"],
+            about["requests"],
+            invariant=about["invariant"],
+        )
+        self.engine.scheduler.version = self.weights.version
+        size = self.engine.reader.size
+        self.failure: Exception | None = None
+        self.member = EngineMember(
+            self.engine,
+            EngineAbout(
+                name=name,
+                instance=uuid4().hex,
+                version=VERSION,
+                fingerprint=about["fingerprint"],
+                vocab=shape.vocab,
+                embed=shape.embed,
+                cache=self.engine.scheduler.pool.blocks * size,
+                block=size,
+                most=about["most"],
+                searches=False,
+                adapters={},
+            ),
+            say,
+        )
+
+    def work(self, redial: float) -> None:
+        """Write answers until the run ends, or cannot be reached for ``redial`` seconds.
+
+        Raises :class:`WeftError` if it cannot be reached, or if its weights cannot be used.
+        """
+        self.weights.start(self._take, self._fail)
+        try:
+            self.member.run(self.endpoint, self.run, self.secret, redial)
+        except WeftError as error:
+            raise (self.failure or error) from None
+        finally:
+            self.close()
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        """End the engine."""
+        self.weights.close()
+        self.member.close()
+        self.engine.close()
+
+    def drain(self, move: bool = False) -> None:
+        """Ask the router for no more requests. ``move``: other engines go on with the present ones at once."""
+        self.member.drain(move)
+
+    def _take(self, version: int, tensors: Mapping[str, T]) -> None:
+        done = self.member.take_weights(version, lambda: self.model.install(tensors))
+        done.result()
+
+    def _fail(self, error: Exception) -> None:
+        """End the engine, which would go on with old weights."""
+        self.failure = WeftError(f"the weights cannot be used: {error}")
+        self.member.leave()
+
+
+def run_rollout_engine(
+    endpoint: Endpoint,
+    run: Address,
+    secret: str,
+    name: str,
+    say: Callable[[str], None],
+    redial: float,
+    cache: int = 0,
+    device: str = "cpu",
+) -> None:
+    """Run a :class:`RolloutEngine` in this process until its training run lets it go, or a signal ends it."""
+    engine = RolloutEngine(endpoint, run, secret, name, say, cache, redial, device)
+
+    def ask_to_end(number: int, frame: object) -> None:
+        engine.drain(move=True)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask_to_end)
+    engine.work(redial)
