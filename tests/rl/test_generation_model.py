@@ -12,6 +12,8 @@ from tests.checkpoint.test_experts import numbers, part_of
 from weft.checkpoint.boxes import intersection, volume
 from weft.errors import UsageError
 from weft.generate.engine import Engine
+from weft.generate.leader import follow_leader
+from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh, from_all
@@ -130,6 +132,77 @@ def test_weights_of_any_layout_generate_on_each_rank(pool: Any) -> None:
     pool.run(4, moved_in_turn, CASES, "")
 
 
+OF_GROUPS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("tp=4", "tp=2", SHAPE, {"bucket": 1000}),
+    ("pp=2,shard=2", "pp=2,tp=2", TIED, {}),
+    ("dp=2,tp=2", "pp=2", LORA, {"freeze": []}),
+    ("shard=4", "cp=2,ep=2", EXPERTS, {}),
+]  # fmt: skip
+
+
+def train_a_little(state: State) -> None:
+    state.expose()
+    for h in state.held:
+        if changes(h):
+            h.local.mul_(-1.5)
+    state.release()
+
+
+def texts_in_turn(cases: list[Any]) -> list[list[list[int]]]:
+    """On every rank: weights come, texts are written over several ranks, weights change, and the texts go on."""
+    written = []
+    for training, layout, shape, options in cases:
+        moved_under(training, layout, shape, dict(options))
+        mesh = Mesh.create(Layout.parse(training), "cpu")
+        state = built(shape, mesh)
+        own = generation(shape, mesh, state, layout)
+        own.refresh(1)
+        texts: list[Generation] = []
+        reader, engine = None, None
+        if own.leads:
+            engine = Engine(own.model, size=4, ranks=True)
+            engine.weights_changed(1)
+            texts += engine.submit(PROMPT, 8, GREEDY)
+            while len(texts[0].written) < 3:
+                engine.step()
+            engine.rest()
+        else:
+            reader = follow_leader(own.model)
+        train_a_little(state)
+        own.refresh(2)
+        if engine is not None:
+            engine.weights_changed(2)
+            texts += engine.submit(PROMPT, 8, GREEDY)
+            engine.run()
+            engine.close()
+            assert texts[0].versions[0] == (0, 1) and texts[0].versions[1][1] == 2
+        else:
+            follow_leader(own.model, reader)
+        written.append([text.written for text in texts])
+    return written
+
+
+@pytest.mark.slow(6)
+def test_ranks_generate_together_in_turn_with_training(pool: Any) -> None:
+    per_rank = pool.run(4, texts_in_turn, OF_GROUPS)
+    for case, (_, _, shape, _) in enumerate(OF_GROUPS):
+        state = built(shape, Mesh.single())
+        own = generation(shape, Mesh.single(), state)
+        own.refresh(1)
+        first = alone(own.model, PROMPT, 8)
+        train_a_little(state)
+        for texts in filter(None, (rank[case] for rank in per_rank)):
+            going, late = texts
+            common = [a == b for a, b in zip(going, first, strict=False)]
+            count = max(3, common.index(False) if False in common else 8)
+            assert (
+                going[count:]
+                == alone(own.model, PROMPT + going[:count], 8)[: 8 - count]
+            )
+            assert going[:3] == first[:3] and late == alone(own.model, PROMPT, 8)
+        assert sum(bool(rank[case]) for rank in per_rank) == 2 - (case == 1)
+
+
 def alone(model: Any, prompt: list[int], count: int) -> list[int]:
     engine = Engine(model, budget=1000)
     (text,) = engine.submit(prompt, count, GREEDY)
@@ -204,7 +277,7 @@ def test_a_version_that_comes_again_finds_no_blocks_of_the_first_time() -> None:
 
 
 @pytest.mark.parametrize(("layout", "options", "said"), [
-    ("tp=2", {}, "1 ranks train, and 2 would generate together under tp=2; give a layout of one rank or of 1"),
+    ("tp=2", {}, "1 ranks train, and 2 would generate together under tp=2; give a layout whose number of ranks"),
     ("dp=2", {}, "generation goes over tp, cp, pp and ep, and has no use for dp"),
     ("", {"weights": "int8"}, "a policy generates with weights float or bfloat16, not 'int8'"),
 ])  # fmt: skip

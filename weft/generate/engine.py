@@ -438,6 +438,16 @@ class Engine:
             written += self.receive(self.sent.popleft())
         return written
 
+    def rest(self) -> list[Written]:
+        """Wait for all passes under way, and let the other ranks return from
+        :func:`weft.generate.leader.follow_leader`, so that all ranks can do something else, such as train. Return the
+        tokens that the passes have given. Requests stay, and the next step goes on with them.
+        """
+        written = self.drain()
+        if isinstance(self.reader, Leader):
+            self.reader.rest()
+        return written
+
     def _send(self) -> bool:
         """Launch the next forward pass; return whether there was anything to compute."""
         self.prepare()

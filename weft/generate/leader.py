@@ -56,6 +56,9 @@ T = torch.Tensor
 #: The fields of a layout that generation uses; all others are for training.
 READ = ("tp", "cp", "pp", "ep", "dispatch", "order")
 
+#: What the first rank says when the others are to return, as no step follows for a while.
+REST = "rest"
+
 #: The dispatchers to experts on other ranks that take a different number of tokens from each rank.
 SENDS = ("all-to-all", "per-rank")
 
@@ -118,13 +121,9 @@ class RankReader:
     """
 
     def __init__(self, model: Transformer, size: int) -> None:
-        self.model, self.mesh, world, patience = (
-            model,
-            model.mesh,
-            dist.group.WORLD,
-            limit(),
-        )
-        assert world is not None
+        self.model, self.mesh, patience = model, model.mesh, limit()
+        self.all = group_of(model)
+        self.rank = self.all.rank()
         ranks = self.mesh.size("dp")
         self.group = self.mesh.group("dp") if ranks > 1 else None
         self.size = size + -size % ranks
@@ -134,23 +133,20 @@ class RankReader:
             if self.group is None
             else [striped(each, self.group) for each in pages]
         )
-        stages, stage = (
-            dist.get_process_group_ranks(self.mesh.group("pp")),
-            self.mesh.rank("pp"),
-        )
+        stages, stage = (self.mesh.numbers("pp"), self.mesh.rank("pp"))
         self.before, self.after = ([None, *stages][stage], [*stages, None][stage + 1])
         self.depth = len(stages)
         self.shelf = AdapterShelf(model, self.pages)
         # who has logits, by the place along cp
         self.ends = rank_table(self.mesh.layout)[0, -1, :, 0, 0, 0].tolist()
         self.wire = Wire(
-            world, self.mesh.device, patience.total_seconds() if patience else 600
+            self.all, self.mesh.device, patience.total_seconds() if patience else 600
         )
         links = [
-            (self.before, world.rank()),
-            (world.rank(), self.after),
-            *((rank, 0) for rank in range(1, world.size())),
-            *((0, rank) for rank in range(1, world.size())),
+            (self.before, self.rank),
+            (self.rank, self.after),
+            *((rank, 0) for rank in range(1, self.all.size())),
+            *((0, rank) for rank in range(1, self.all.size())),
         ]
         self.wire.connect({(a, b) for a, b in links if a is not None and b is not None})
 
@@ -191,8 +187,7 @@ class RankReader:
         wanted = stripes.place[row.wanted] - stripes.first
         wanted = wanted[(wanted >= 0) & (wanted < stripes.count)].to(mesh.device)
         logits = self.model.scores(x, wanted)[0]
-        rank = dist.get_rank()
-        if len(wanted) and rank and rank in self.ends:
+        if len(wanted) and self.rank and self.rank in self.ends:
             self.wire.send(Value("logits", 0, number), logits, 0, self.depth)
         return stripes, logits
 
@@ -231,7 +226,7 @@ class RankReader:
         vector = torch.empty(self.model.shape.embed, device=x.device)
         if self.after is None:
             vector = pooled(gather_tokens(x, self.mesh)[0, : len(ids)], last)
-        dist.broadcast(vector, self.ends[0])
+        dist.broadcast(vector, group=self.all, group_src=self.ends[0])
         return vector
 
     def take_adapter(self, number: int, name: str, adapter: HostAdapter | None) -> int:
@@ -241,12 +236,13 @@ class RankReader:
         Return the number of cache blocks that the adapter takes on the rank where it takes most.
         """
         sent = [adapter]
-        dist.broadcast_object_list(sent, 0, device=self.mesh.device)
+        device = self.mesh.device
+        dist.broadcast_object_list(sent, group=self.all, device=device, group_src=0)
         assert sent[0] is not None
         blocks = torch.tensor(
             self.shelf.add(name, own_part(sent[0], self.model)), device=self.mesh.device
         )
-        dist.all_reduce(blocks, dist.ReduceOp.MAX)
+        dist.all_reduce(blocks, dist.ReduceOp.MAX, group=self.all)
         return int(blocks)
 
     def held_parts(self) -> list[LayerPart]:
@@ -296,7 +292,7 @@ class Leader(RankReader):
     """
 
     def __init__(self, model: Transformer, size: int) -> None:
-        tickets = open_tickets()
+        tickets = open_tickets(group_of(model))
         assert isinstance(tickets, TicketWriter)
         self.tickets = tickets
         self.tickets.give([size])
@@ -384,7 +380,7 @@ class Leader(RankReader):
 
     @property
     def _others(self) -> range:
-        return range(1, dist.get_world_size())
+        return range(1, self.all.size())
 
     def _settle(self) -> None:
         """Receive the logits of all steps under way, as what a rank sends arrives in order."""
@@ -407,6 +403,10 @@ class Leader(RankReader):
                 self.tickets.give(("take_adapter", name, None)), name, adapter
             )
 
+    def rest(self) -> None:
+        """Let the other ranks return from :func:`follow_leader`, which they call again before the next step."""
+        self.tickets.give((REST,))
+
     def close(self) -> None:
         """Tell the other ranks to end."""
         self.tickets.close()
@@ -423,19 +423,39 @@ def naming_lost_rank() -> Iterator[None]:
         raise
 
 
-def follow_leader(model: Transformer) -> RankReader:
-    """Compute this rank's part of the first rank's steps until the first rank's engine ends; return this rank's reader.
-    Called on every other rank.
+class Follower(RankReader):
+    """Reader of a rank that computes the steps which the first rank describes. ``tickets``: where it reads them."""
 
+    def __init__(self, model: Transformer, tickets: TicketReader) -> None:
+        self.tickets = tickets
+        (size,) = tickets.next()
+        super().__init__(model, size)
+
+
+def group_of(model: Transformer) -> dist.ProcessGroup:
+    """Return the process group of the ranks over which ``model`` is cut."""
+    group = model.mesh.step_group or dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def follow_leader(model: Transformer, reader: Follower | None = None) -> Follower:
+    """Compute this rank's part of the first rank's steps until the first rank's engine rests or ends; return this
+    rank's reader. Called on every other rank.
+
+    ``reader``: the reader that an earlier call returned, when the engine goes on after a rest; None: the engine is new.
     Ctrl-C is left to the first rank, which may have answers to finish.
     """
-    tickets = open_tickets()
-    assert isinstance(tickets, TicketReader)
     with noted_signals(stop_signals()):
-        (size,) = tickets.next()
-        reader = RankReader(model, size)
+        if reader is None:
+            tickets = open_tickets(group_of(model))
+            assert isinstance(tickets, TicketReader)
+            reader = Follower(model, tickets)
+        tickets = reader.tickets
         while (ticket := tickets.next()) is not None:
             what, *given = ticket
+            if what == REST:
+                break
             if what == "run":
                 given[0] = PackedRow.of(given[0])
             getattr(reader, what)(tickets.number, *given)

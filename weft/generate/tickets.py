@@ -25,18 +25,19 @@ BEAT_S, SILENT_S = 0.25, 1.25
 END_S = 10.0
 
 
-def open_tickets() -> "TicketWriter | TicketReader":
-    """Open the connection over which the first rank sends messages to all others. Return a writer on the first rank and
-    a reader on each other rank. All ranks must call it.
+def open_tickets(group: dist.ProcessGroup) -> "TicketWriter | TicketReader":
+    """Open the connection over which the first rank of ``group`` sends messages to all others of it. Return a writer on
+    the first rank and a reader on each other rank. All ranks of the group must call it.
     """
     # The store of the default process group; PyTorch has no public way to it.
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store, rank = dist.distributed_c10d._get_default_store(), group.rank()
+    members = ",".join(map(str, dist.get_process_group_ranks(group)))
     # the same on all ranks
-    book = store.add(f"weft/tickets/{rank}", 1)
-    key = f"weft/tickets/book-{book}"
+    book = store.add(f"weft/tickets/{members}/{rank}", 1)
+    key = f"weft/tickets/{members}/book-{book}"
     if rank:
         return TicketReader(rank, *json.loads(store.get(key)))
-    writer = TicketWriter(dist.get_world_size())
+    writer = TicketWriter(group.size())
     store.set(key, json.dumps(writer.place))
     return writer
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -113,22 +114,47 @@ class Mesh:
             island, members = island_ranks(layout, rank)
             layout = layout.inside
             island_store = enter_group(members, f"island-{island}")
-        rank = dist.get_rank()  # in the island
-        place = Place.of(layout, rank)
-        table = rank_table(layout)
-        ranks = torch.from_numpy(table[0].copy())  # [pp, dp, shard, cp, tp]
+        mesh = cls._over(layout, device, rank_table(layout))
+        return replace(mesh, island=island, islands=islands, island_store=island_store)
+
+    @classmethod
+    def of_groups(
+        cls,
+        layout: Layout,
+        device: torch.device | str,
+        members: Sequence[Sequence[int]],
+    ) -> Mesh:
+        """Return the mesh of ``layout`` over one of several groups of ranks, that of this rank. All ranks of the
+        default process group must call it.
+
+        ``members``: for each group the world ranks that are its ranks 0, 1 and so on, in ascending order. Each rank of
+        the default process group is in one group.
+        """
+        # [group, pp, dp, shard, cp, tp]
+        table = np.asarray(members)[:, rank_table(layout)[0]]
+        return cls._over(layout, torch.device(device), table)
+
+    @classmethod
+    def _over(cls, layout: Layout, device: torch.device, table: np.ndarray) -> Mesh:
+        """Return the mesh of this rank's group. ``table``: world ranks, ``[group, pp, dp, shard, cp, tp]``."""
+        rank = dist.get_rank()
+        ranks = torch.from_numpy(table.copy())
+        own = int(np.argwhere(table == rank)[0][0])
+        local = int(rank_table(layout)[0][table[own] == rank][0])
+        place = Place.of(layout, local)
         groups = {
-            name: group_along(ranks, axis, name) for axis, name in enumerate(LIVE_AXES)
+            name: group_along(ranks, axis, name)
+            for axis, name in enumerate(LIVE_AXES, 1)
         }
         # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
-        holders = ranks.flatten(2, 3).sort(dim=2).values  # [pp, dp, state, tp]
-        groups["state"] = group_along(holders, 2, "state")
+        holders = ranks.flatten(3, 4).sort(dim=3).values  # [group, pp, dp, state, tp]
+        groups["state"] = group_along(holders, 3, "state")
         if layout.ep > 1:
-            folded = torch.from_numpy(expert_table(layout, table)[0].copy())
-            together = torch.from_numpy(exchange_table(layout, table)[0].copy())
+            folded = torch.from_numpy(expert_table(layout, table).copy())
+            together = torch.from_numpy(exchange_table(layout, table).copy())
             groups |= {
                 name: group_along(folded, i, name)
-                for i, name in enumerate(ExpertSizes._fields, 1)
+                for i, name in enumerate(ExpertSizes._fields, 2)
             }
         for axis, group in groups.items():
             # all index arithmetic rests on this
@@ -145,25 +171,16 @@ class Mesh:
                 groups[f"within {block}"] = group_along(blocks, -1, f"within_{block}")
                 groups[f"across {block}"] = group_along(blocks, -2, f"across_{block}")
         if layout.secondary:
-            near = holders.unflatten(2, (-1, layout.secondary))
-            groups["near"] = group_along(near, 3, "near")
+            near = holders.unflatten(3, (-1, layout.secondary))
+            groups["near"] = group_along(near, 4, "near")
         device_mesh = DeviceMesh.from_group(
             [groups[axis] for axis in LIVE_AXES],
             device.type,
-            mesh=ranks.contiguous(),
+            mesh=ranks[own].contiguous(),
             mesh_dim_names=LIVE_AXES,
         )
-        return cls(
-            layout,
-            device,
-            place,
-            device_mesh,
-            groups,
-            dist.group.WORLD,
-            island,
-            islands,
-            island_store,
-        )
+        step = group_along(ranks.flatten(1).sort(dim=1).values, 1, "step")
+        return cls(layout, device, place, device_mesh, groups, step)
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along ``axes`` together.
@@ -200,6 +217,12 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of an axis, or of another group whose name :class:`Mesh` lists."""
         return self._group[axis]
+
+    def numbers(self, axis: str) -> list[int]:
+        """Return the numbers that the ranks of :meth:`group` have in the layout, in the order of the group."""
+        assert self.step_group is not None
+        ranks = dist.get_process_group_ranks(self.group(axis))
+        return [dist.get_group_rank(self.step_group, rank) for rank in ranks]
 
     def sharing(self, logical: Logical) -> tuple[str, str]:
         """Return the names of two groups of ranks: first those that hold the same part of a parameter's state, then

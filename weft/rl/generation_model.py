@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from weft.errors import UsageError
-from weft.generate.leader import check_layout, mesh_of_rank
+from weft.generate.leader import check_layout, of_parameters
 from weft.layout.dims import Box, Logical, Tensor
 from weft.layout.mesh import Mesh, from_all
 from weft.layout.parts import NAMES
@@ -16,6 +16,7 @@ from weft.models.products import NARROW
 from weft.parallel.build import parallelize
 from weft.parallel.state import Held, State
 from weft.recipe import ModelShape, Train
+from weft.rl.generation_groups import computed_boxes, generation_groups
 from weft.rl.weight_moves import BUCKET, WeightMover, WeightsMoved, weight_plan
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class GenerationModel:
         ``model``: the model that :class:`weft.generate.engine.Engine` takes. Its parameters have no values before the
             first :meth:`refresh`.
         ``mesh``: the ranks that generate together with this rank.
+        ``leads``: whether this rank holds the engine of its group; the others call
+            :func:`weft.generate.leader.follow_leader`. When the engine rests, they return, and all can train.
         ``version``: number of the weights that the model has; -1: none yet.
         ``shared``: names of the parameters that share their memory with the state.
     """
@@ -56,14 +59,10 @@ class GenerationModel:
         bucket: int = BUCKET,
     ) -> None:  # fmt: skip
         check_layout(layout, shape)
-        _check_ranks(mesh, layout)
         self.training, self.state, self.bucket = mesh, state, bucket
-        self.mesh = (
-            Mesh.single(mesh.device)
-            if layout.world == 1
-            else mesh_of_rank(layout, str(mesh.device))
-        )
+        self.mesh = generation_mesh(shape, mesh, layout, state)
         self.model, self.held = model_to_fill(shape, self.mesh, train, weights)
+        self.leads = self.mesh.step_group is None or self.mesh.step_group.rank() == 0
         self.version = -1
         self.shared: frozenset[str] = frozenset()
         self._movers: dict[bool, WeightMover] = {}
@@ -179,14 +178,24 @@ def _no_values(name: str, logical: Logical, box: Box) -> T:
     return torch.zeros(())
 
 
-def _check_ranks(mesh: Mesh, layout: Layout) -> None:
-    """Raise :class:`UsageError` if the ranks of ``mesh`` cannot be divided into groups that generate under
-    ``layout``."""
-    if layout.world not in (1, mesh.layout.world):
+def generation_mesh(
+    shape: ModelShape, mesh: Mesh, layout: Layout, state: State
+) -> Mesh:
+    """Return the mesh of the ranks with which this rank generates under ``layout``. Collective over the ranks of
+    ``mesh``, which train ``state``. Raises :class:`UsageError` if they cannot be divided into such groups.
+    """
+    if mesh.layout.world % layout.world:
         raise UsageError(
             f"{mesh.layout.world} ranks train, and {layout.world} would generate together under {layout}; "
-            f"give a layout of one rank or of {mesh.layout.world}"
+            "give a layout whose number of ranks divides those that train"
         )
+    if layout.world == 1:
+        return Mesh.single(mesh.device)
+    cut = of_parameters(layout)
+    held = from_all({h.name: [h.box] for h in state.held}, mesh.step_group)
+    needed = [computed_boxes(shape, cut, rank) for rank in range(cut.world)]
+    groups = generation_groups(cut, held, needed)
+    return Mesh.of_groups(groups.layout, mesh.device, groups.members)
 
 
 def _check_weights(weights: str, shape: ModelShape, mesh: Mesh) -> None:

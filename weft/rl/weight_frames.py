@@ -141,7 +141,7 @@ def weight_frames(
             "frame": number,
             "frames": len(frames),
             "pieces": listed,
-            "xxh3": checksum(payload),
+            "xxh3": checksum(memoryview(payload)),
         }
         yield Frame(head, memoryview(payload))
 

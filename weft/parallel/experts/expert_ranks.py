@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
-import torch.distributed as dist
 
 from weft.layout.axes import FOLDED
 from weft.layout.boundary import untyped
@@ -44,9 +43,7 @@ class ExpertRanks(Homes):
         self.items = experts * self.pieces
         spare = layout.spare if layout.placement != "static" else 0
         axes = (FOLDED, "tp") if layout.folds_tp else (FOLDED,)
-        placements = [
-            Place.of(layout, rank) for rank in dist.get_process_group_ranks(group)
-        ]
+        placements = [Place.of(layout, rank) for rank in mesh.numbers("exchange")]
         places = [place.along(*axes) for place in placements]
         self.homes = [range(*part(self.items, count, place)) for place in places]
         sizes = [len(home) + spare for home in self.homes]

@@ -1,0 +1,158 @@
+"""Which of the ranks that train generate together, and which part of the model each of them gets.
+
+Ranks are grouped at intervals, so that what a rank trains is as far as possible part of what it generates with, and
+need not come from another rank (HybridFlow, Sheng et al. 2024, 2409.19256, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weft.checkpoint.boxes import intersection, volume
+from weft.layout.dims import Box
+from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
+from weft.layout.placement import Place, rank_table
+from weft.models.transformer import Transformer
+from weft.parallel.build import whole_model
+from weft.parallel.held_stages import hold_stages
+from weft.recipe import ModelShape
+from weft.rl.weight_moves import Boxes
+
+
+class GenerationGroups(NamedTuple):
+    """How ranks are grouped for generation.
+
+    ``layout``: layout of a group, with the order of axes by which its ranks are numbered. ``members``: for each group
+    its ranks, ascending. ``kept``: elements that ranks generate with and have trained themselves, over all ranks.
+    """
+
+    layout: Layout
+    members: list[list[int]]
+    kept: int
+
+
+def computed_boxes(shape: ModelShape, layout: Layout, rank: int) -> dict[str, Box]:
+    """Return the boxes of the parameters with which ``rank`` of ``layout`` computes, by name. No process group is
+    needed.
+    """
+    return {name: box for name, (box, _) in _boxes(shape, layout, rank).items()}
+
+
+def trained_boxes(
+    shape: ModelShape, layout: Layout, rank: int, seq_len: int = 1024
+) -> dict[str, Box]:
+    """Return the boxes of the parameters whose state ``rank`` of ``layout`` holds in training, by name. No process
+    group is needed.
+
+    ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline stages.
+    """
+    return {
+        name: box for name, (_, box) in _boxes(shape, layout, rank, seq_len).items()
+    }
+
+
+def _boxes(
+    shape: ModelShape, layout: Layout, rank: int, seq_len: int = 1024
+) -> dict[str, tuple[Box, Box]]:
+    """The boxes that a rank computes with and whose state it holds."""
+    mesh = Mesh(layout, torch.device("meta"), Place.of(layout, rank))
+    if layout.pp == 1:
+        model = whole_model(shape, mesh)
+        return {
+            name: (logical.box, mesh.place.hold(logical).box)
+            for name, logical in model.logical_parameters()
+        }
+    stages = hold_stages(shape, mesh, seq_len)
+    model = Transformer(shape, mesh, layers=stages.layers, ends=stages.ends)
+    return {
+        name: (logical.box, mesh.place.hold(logical, stages.copies(name)).box)
+        for name, logical in model.logical_parameters()
+    }
+
+
+def generation_groups(
+    layout: Layout, held: Sequence[Boxes], needed: Sequence[Mapping[str, Box]]
+) -> GenerationGroups:
+    """Divide ranks into groups that generate under ``layout``, so that ranks keep as many elements as possible.
+
+    ``held``: for each rank that trains the boxes that it holds, by name. ``needed``: for each rank of ``layout`` the
+    boxes that it computes with. The number of ranks is a multiple of those of ``layout``. Of the ways in which ranks
+    follow each other at equal intervals along every axis, that with the most kept elements is chosen, and among equal
+    ones that whose groups have the nearest neighbours.
+    """
+    world, size = len(held), layout.world
+    kept = common_elements(held, needed)
+    best: tuple[int, int] | None = None
+    chosen: GenerationGroups | None = None
+    for order in _orders(layout):
+        ordered = layout.model_copy(update={"order": order}) if order else layout
+        # the rank of the given layout that has the coordinates of each rank of the ordered one
+        same = rank_table(layout).flatten()[np.argsort(rank_table(ordered).flatten())]
+        for members in _spread(ordered, world // size):
+            count = int(kept[members, same[None]].sum())
+            spread = int((members[:, -1] - members[:, 0]).sum())
+            if best is None or (-count, spread) < best:
+                best = -count, spread
+                chosen = GenerationGroups(ordered, members.tolist(), count)
+    assert chosen is not None
+    return chosen
+
+
+def common_elements(
+    held: Sequence[Boxes], needed: Sequence[Mapping[str, Box]]
+) -> np.ndarray:
+    """Return how many elements a rank has in ``held`` that a place of ``needed`` needs: ``[ranks, places]``."""
+    common = np.zeros((len(held), len(needed)), dtype=np.int64)
+    for name in {name for place in needed for name in place}:
+        known: dict[tuple[Box, Box], int] = {}
+        for rank, boxes in enumerate(held):
+            for box in boxes.get(name, ()):
+                for index, place in enumerate(needed):
+                    if name not in place:
+                        continue
+                    pair = box, place[name]
+                    if pair not in known:
+                        both = intersection(*pair)
+                        known[pair] = 0 if both is None else volume(both)
+                    common[rank, index] += known[pair]
+    return common
+
+
+def _orders(layout: Layout) -> list[str]:
+    """The orders of the axes that ``layout`` cuts, the usual one first; "" for the one that is given."""
+    if layout.order:
+        return [""]
+    axes = [axis for axis in layout.axis_order if layout.size(axis) > 1]
+    return [" ".join(order) for order in permutations(axes)] if len(axes) > 1 else [""]
+
+
+def _spread(layout: Layout, groups: int) -> Iterator[np.ndarray]:
+    """Yield tables of ranks ``[groups, ranks of layout]``, in which ranks lie at equal intervals along every axis."""
+    sizes = [layout.size(axis) for axis in layout.axis_order if layout.size(axis) > 1]
+    for factors in _factors(groups, len(sizes) + 1):
+        shape = [
+            factors[0],
+            *(n for pair in zip(sizes, factors[1:], strict=True) for n in pair),
+        ]
+        ranks = np.arange(prod(shape)).reshape(shape)
+        of_groups = range(0, len(shape), 2)
+        ranks = ranks.transpose([*of_groups, *range(1, len(shape), 2)])
+        yield ranks.reshape(groups, -1)
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to write ``number`` as a product of ``count`` factors."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factors(number // first, count - 1):
+                yield (first, *rest)
