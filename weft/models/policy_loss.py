@@ -210,6 +210,7 @@ class PolicyObjective(TokenObjective):
         kl = torch.zeros_like(logp)
         if settings.needs_reference:
             kl = divergence(logp, numbers.reference, settings.kl)
+            kl = kl * ratio if settings.kl_ratio else kl
             if settings.kl_in == "loss":
                 losses = losses + settings.kl_weight * kl
         mismatch = torch.where(

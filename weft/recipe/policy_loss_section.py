@@ -119,6 +119,10 @@ class PolicyLoss(Section):
     kl_weight: NonNegativeFloat = Field(
         0.0, description="Weight of the divergence from the reference model."
     )
+    kl_ratio: bool = Field(
+        False,
+        description="Whether the divergence in the loss is multiplied by the ratio, as DeepSeek-V3.2 does.",
+    )
     kl_in: Literal["loss", "reward"] = Field(
         "loss",
         description=(

@@ -10,8 +10,8 @@ from weft.registry import register
     "dapo",
     title="DAPO: every token counts equally, and the ratio may rise further than fall",
     paper="Yu et al. 2025 (2503.14476)",
-    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
-    figure="the same loss and gradients under every layout to 1e-10",
+    proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
+    figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def dapo() -> dict[str, Any]:
     """Return the settings of DAPO: every token of the step counts equally, and the ratio is limited to at most 1.28."""

@@ -10,8 +10,8 @@ from weft.registry import register
     "grpo",
     title="GRPO: answers compared within their group, without a critic",
     paper="Shao et al. 2024 (2402.03300)",
-    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
-    figure="the same loss and gradients under every layout to 1e-10",
+    proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
+    figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def grpo() -> dict[str, Any]:
     """Return the settings of GRPO: every answer counts equally, however long it is."""

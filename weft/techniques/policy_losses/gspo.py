@@ -10,8 +10,8 @@ from weft.registry import register
     "gspo",
     title="GSPO: one ratio for each answer",
     paper="Zheng et al. 2025 (2507.18071)",
-    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
-    figure="the same loss and gradients under every layout to 1e-10",
+    proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
+    figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def gspo() -> dict[str, Any]:
     """Return the settings of GSPO: the ratio is that of the whole answer, per token, and has narrow limits."""

@@ -10,8 +10,8 @@ from weft.registry import register
     "rloo",
     title="RLOO: each answer compared with the mean of the others",
     paper="Ahmadian et al. 2024 (2402.14740)",
-    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
-    figure="the same loss and gradients under every layout to 1e-10",
+    proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
+    figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def rloo() -> dict[str, Any]:
     """Return the settings of RLOO.

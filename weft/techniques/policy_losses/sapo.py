@@ -10,8 +10,8 @@ from weft.registry import register
     "sapo",
     title="SAPO: a soft gate in place of clipping",
     paper="Qwen team 2025 (2511.20347)",
-    proof="tests/rl/test_advantages.py, tests/models/test_policy_loss.py",
-    figure="the same loss and gradients under every layout to 1e-10",
+    proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
+    figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
 def sapo() -> dict[str, Any]:
     """Return the settings of SAPO: a sigmoid of the ratio takes the place of its limits."""
