@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from weft.errors import UsageError
 from weft.generate.best_answer import Verifier, answer_start, rated_answers
 from weft.generate.engine import Engine
 from weft.generate.sampling import Sampling
+from weft.recipe import Task
+from weft.rl.build_task import reward_task
+from weft.rl.rollout import RewardQuestion
 
 #: A template that opens reasoning itself and has no variable for it.
 OPENING = (
@@ -213,3 +217,21 @@ def test_a_model_that_writes_is_no_verifier(command: Command, writer: Path) -> N
     assert code == 2 and "writes texts and scores none; --verifier is for" in err
     code, _, err = command("generate", "--from", writer, "--prompt", "a", "--think", 2)
     assert code == 2 and "--think is for --chat" in err
+
+
+def test_a_reward_model_gives_rewards_of_the_same_scores(judge: Path) -> None:
+    model, *_ = open_model(str(judge), "cpu", lambda line: None)
+    verify = Verifier(model, load_tokenizer(str(judge)), "J", TALK)
+    plain, squashed = (
+        reward_task(Task(reward="reward-model", model=str(judge), scale=scale))
+        for scale in ("none", "logistic")
+    )
+    question = RewardQuestion("begin")
+    scores = [verify(answer) for answer in ("four", "six", "hm")]
+    assert len(set(scores)) == 3
+    for answer, score in zip(("four", "six", "hm"), scores, strict=True):
+        assert plain.score(question, answer) == score
+        logistic = squashed.score(question, answer)
+        assert logistic == pytest.approx(1 / (1 + math.exp(-score)))
+    with pytest.raises(UsageError, match=r"needs tasks.model"):
+        reward_task(Task(reward="reward-model")).score(question, "four")

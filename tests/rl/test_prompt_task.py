@@ -10,7 +10,6 @@ import pytest
 
 from weft.errors import WeftError
 from weft.recipe import Task
-from weft.recipe.host_section import section_of
 from weft.rl.answer_scorers import SCORERS
 from weft.rl.build_task import reward_task
 from weft.rl.prompt_task import read_prompts
@@ -18,7 +17,7 @@ from weft.rl.reward_task import RewardTask
 
 
 def dataset(path: Path, seed: int = 0, **settings: Any) -> RewardTask:
-    section = section_of(Task, {"reward": "dataset", "path": str(path), **settings})
+    section = Task(reward="dataset", path=str(path), **settings)
     return reward_task(section, seed)
 
 
@@ -105,7 +104,7 @@ def test_too_few_prompts(tmp_path: Path) -> None:
         task.question(0)
         task.question(0, held_out=True)
     with pytest.raises(WeftError, match=r"set tasks.path to a file of prompts"):
-        reward_task(section_of(Task, {"reward": "dataset"})).question(0)
+        reward_task(Task(reward="dataset")).question(0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from weft import registry
 from weft.errors import UsageError, WeftError
 from weft.recipe import Task, build_recipe
-from weft.recipe.host_section import section_of
 from weft.recipe.read import settings_without_use
 from weft.registry import names, register
 from weft.rl.build_task import reward_task
@@ -20,7 +19,7 @@ from weft.section import validated
 
 def task(reward: str, seed: int = 0, **settings: Any) -> RewardTask:
     """The task of a table ``[[tasks]]``."""
-    section = section_of(Task, {"reward": reward, **settings})
+    section = Task(reward=reward, **settings)
     return reward_task(section, seed)
 
 

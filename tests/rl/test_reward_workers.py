@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weft.errors import WeftError
 from weft.recipe import Task
-from weft.recipe.host_section import section_of
 from weft.rl.build_task import reward_task
 from weft.rl.reward_workers import RewardWorkers, Scored, reward_workers, task_words
 from weft.rl.rollout import RewardQuestion
@@ -42,11 +42,11 @@ def judge(answer, question):
 QUESTION = RewardQuestion("?", facts={"factor": 0.5})
 
 
-def table(folder: Path, **settings: object) -> Task:
+def table(folder: Path, **settings: Any) -> Task:
     file = folder / "reward.py"
     if not file.exists():
         file.write_text(REWARD)
-    section: Task = section_of(Task, {"reward": f"{file}:judge", **settings})
+    section = Task(reward=f"{file}:judge", **settings)
     return section
 
 

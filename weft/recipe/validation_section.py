@@ -77,6 +77,21 @@ class Task(HostSection):
             "File of prompts for evaluation, for a reward with a path. Left out: an eighth of the prompts in path."
         ),
     )
+    ask: str = Field(
+        "",
+        description=(
+            "Words around each question of a task with a reward, in which {question} stands for it. "
+            "Left out: the question alone."
+        ),
+    )
+    tag: str = Field(
+        "",
+        pattern=r"^[\w.-]*$",
+        description=(
+            "Tag around the answer in what the model writes: the reward is for the text between <TAG> and "
+            "</TAG>, and 0 without them. Left out: all that the model writes is the answer."
+        ),
+    )
     workers: int = Field(
         2, ge=1, description="Number of processes that score answers by the reward."
     )
@@ -128,11 +143,13 @@ class Task(HostSection):
             raise ValueError(
                 "path is missing; name a file of questions, or set reward to a task that makes them"
             )
-        of_rewards = {"held_out", "workers", "seconds", "megabytes"}
+        of_rewards = {"held_out", "ask", "tag", "workers", "seconds", "megabytes"}
         if (given := sorted(of_rewards & self.model_fields_set)) and not self.reward:
             raise ValueError(
                 f"{given[0]} is for a task with a reward; set reward, or leave it out"
             )
+        if self.ask and "{question}" not in self.ask:
+            raise ValueError("ask has no {question}; write where the question stands")
         return self
 
     @property

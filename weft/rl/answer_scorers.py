@@ -11,14 +11,14 @@ from decimal import Decimal
 
 #: A number in ASCII digits, with or without commas between thousands.
 NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
-#: Characters of a number that still counts as one.
-LONGEST_NUMBER = 60
+#: Characters of a number that still counts as one, and those at the end of a text in which its last number is sought.
+LONGEST_NUMBER, TAIL = 60, 10_000
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number of a text; None if there is none, or if it is too long to be meant."""
+    """Return the last number of a text; None if its end has none, or if the number is too long to be meant."""
     last = ""
-    for match in NUMBER.finditer(text):
+    for match in NUMBER.finditer(text[-TAIL:]):
         last = match.group()
     if not last or len(last) > LONGEST_NUMBER:
         return None

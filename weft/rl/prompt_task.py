@@ -70,14 +70,14 @@ class PromptTask(RewardTask):
                     f"{self.settings.path}: none of its prompts is held out for evaluation (1 of {HELD_OUT} is, by its "
                     "text); add more, or set tasks.held_out to a file"
                 )
-            return apart[index % len(apart)]
+            return self.asked(apart[index % len(apart)])
         training = self.prompts.training
         epoch, place = divmod(index, len(training))
         if self._order[0] != epoch:
             order = list(range(len(training)))
             Random(f"{self.seed}/{epoch}").shuffle(order)
             self._order = epoch, order
-        return training[self._order[1][place]]
+        return self.asked(training[self._order[1][place]])
 
 
 def read_prompts(path: str) -> list[RewardQuestion]:

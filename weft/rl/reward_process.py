@@ -18,7 +18,6 @@ from typing import IO, Any
 from weft.errors import WeftError
 from weft.plugins import load_plugins
 from weft.recipe import Task
-from weft.recipe.host_section import section_of
 from weft.rl.build_task import reward_task
 from weft.rl.reward_task import RewardTask
 from weft.rl.rollout import RewardQuestion
@@ -39,7 +38,8 @@ def run_reward_process() -> None:
     words = json.loads(requests.readline())
     try:
         load_plugins(words["plugins"])
-        task = reward_task(section_of(Task, words["task"]), words["seed"])
+        task = reward_task(Task(**words["task"]), words["seed"])
+        task.prepare()
     except (WeftError, ValueError) as error:
         return _reply(replies, {"error": str(error)})
     except BaseException as error:
@@ -59,7 +59,7 @@ def run_reward_process() -> None:
 
 
 def _scored(task: RewardTask, request: Mapping[str, Any]) -> dict[str, Any]:
-    given = task.score(RewardQuestion(**request["question"]), request["answer"])
+    given = task.reward(RewardQuestion(**request["question"]), request["answer"])
     try:
         value = float(given)
     except (TypeError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import blake2b
 from random import Random
 from typing import TYPE_CHECKING
@@ -47,8 +48,27 @@ class RewardTask:
         """Return the reward of an answer, as a rule from 0 to 1. Never executes text of the answer in this process."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Load what :meth:`score` needs, such as a model. Called once, in the process that scores."""
+
+    def reward(self, question: RewardQuestion, text: str) -> float:
+        """Return the reward of a text that answers ``question``.
+
+        If the recipe's table has a ``tag``, the answer is what stands between the last two tags, and a text without
+        them gets 0.
+        """
+        answer = tagged(text, self.settings.tag) if self.settings.tag else text
+        return 0.0 if answer is None else self.score(question, answer)
+
     def close(self) -> None:
         """Free what the task holds, such as a loaded model."""
+
+    def asked(self, question: RewardQuestion) -> RewardQuestion:
+        """Return ``question`` with the words of ``ask`` around its prompt, if the recipe's table has such words."""
+        if not self.settings.ask or not isinstance(question.prompt, str):
+            return question
+        prompt = self.settings.ask.replace("{question}", question.prompt)
+        return replace(question, prompt=prompt)
 
     def draw(
         self, index: int, held_out: bool, make: Callable[[Random], RewardQuestion]
@@ -63,11 +83,18 @@ class RewardTask:
         for _ in range(TRIES):
             question = make(random)
             if is_held_out(question.prompt) == held_out:
-                return question
+                return self.asked(question)
         raise UsageError(
             f"tasks.reward = {self.settings.reward!r}: its settings give too few different questions to hold some out; "
             "make them more"
         )
+
+
+def tagged(text: str, tag: str) -> str | None:
+    """Return what stands between the last ``<tag>`` of a text and the ``</tag>`` behind it; None if there is none."""
+    _, opening, rest = text.rpartition(f"<{tag}>")
+    answer, closing, _ = rest.partition(f"</{tag}>")
+    return answer if opening and closing else None
 
 
 def is_held_out(prompt: str | Messages) -> bool:

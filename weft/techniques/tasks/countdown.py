@@ -1,0 +1,108 @@
+"""Countdown: reach a number from given numbers with the four basic operations."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+from random import Random
+
+from pydantic import Field
+
+from weft.registry import register
+from weft.rl.reward_task import RewardTask
+from weft.rl.rollout import RewardQuestion
+from weft.section import Section
+
+#: Characters of an answer that is read; the parser never sees more.
+LONGEST = 200
+#: All characters that an answer may have.
+ALLOWED = re.compile(r"[0-9+\-*/() ]+", re.ASCII)
+
+
+class CountdownSettings(Section):
+    """Settings of the game of numbers."""
+
+    numbers: int = Field(3, ge=2, le=6, description="How many numbers are given.")
+    largest: int = Field(20, ge=2, le=1000, description="Largest number that is given.")
+
+
+@register("task", "countdown", settings=CountdownSettings, title="Countdown")
+class Countdown(RewardTask):
+    """Asks to make a number of others, "3 5 7 -> 22:", and rewards an expression such as "3*5+7" by 1.
+
+    Each given number is to be used exactly once. Every question has a solution. Answers are parsed into a tree whose
+    nodes are checked, and never evaluated by Python. Level n of difficulty gives n + 2 numbers.
+    """
+
+    @property
+    def levels(self) -> int:  # type: ignore[override]
+        return self.settings.own(CountdownSettings).numbers - 1
+
+    def question(
+        self, index: int, held_out: bool = False, level: int | None = None
+    ) -> RewardQuestion:
+        settings = self.settings.own(CountdownSettings)
+        count = settings.numbers if level is None else level + 2
+
+        def make(random: Random) -> RewardQuestion:
+            while True:
+                numbers = [random.randint(1, settings.largest) for _ in range(count)]
+                total, answer = Fraction(numbers[0]), str(numbers[0])
+                for number in numbers[1:]:
+                    sign = random.choice("+-*/")
+                    total = _combined(sign, total, Fraction(number))
+                    answer = f"({answer}{sign}{number})"
+                if total.denominator == 1 and 0 < total <= 10 * settings.largest:
+                    break
+            given = sorted(numbers)
+            prompt = f"{' '.join(map(str, given))} -> {total}:"
+            return RewardQuestion(
+                prompt, answer[1:-1], {"numbers": given, "target": int(total)}
+            )
+
+        return self.draw(index, held_out, make)
+
+    def score(self, question: RewardQuestion, answer: str) -> float:
+        expression = answer.strip()
+        if len(expression) > LONGEST or not ALLOWED.fullmatch(expression):
+            return 0.0
+        try:
+            tree = ast.parse(expression, mode="eval").body
+            value = _value(tree)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # fmt: skip
+            return 0.0
+        used = Counter(_numbers(tree))
+        right = value == question.facts["target"] and used == Counter(
+            question.facts["numbers"]
+        )
+        return float(right)
+
+
+def _combined(sign: str, first: Fraction, second: Fraction) -> Fraction:
+    if sign == "+":
+        return first + second
+    if sign == "-":
+        return first - second
+    return first * second if sign == "*" else first / second
+
+
+#: The operations, by their nodes; all others are refused.
+SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+
+
+def _value(node: ast.expr) -> Fraction:
+    """Return the value of an expression. Raises :class:`ValueError` if it has any other node than those known."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
+        return _combined(SIGNS[type(node.op)], _value(node.left), _value(node.right))
+    raise ValueError(type(node).__name__)
+
+
+def _numbers(tree: ast.expr) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            yield node.value
