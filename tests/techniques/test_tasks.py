@@ -13,9 +13,9 @@ import pytest
 from weft.errors import UsageError
 from weft.recipe import Task
 from weft.rl.build_task import reward_task
-from weft.rl.json_schema import check_schema, matches
 from weft.rl.reward_task import RewardTask
 from weft.rl.rollout import RewardQuestion
+from weft.rl.schema_matching import check_schema, matches
 
 
 def task(reward: str, **settings: Any) -> RewardTask:

@@ -9,9 +9,9 @@ from pydantic import Field, field_validator
 
 from weft.errors import UsageError
 from weft.registry import register
-from weft.rl.json_schema import check_schema, matches
 from weft.rl.prompt_task import PromptTask
 from weft.rl.rollout import RewardQuestion
+from weft.rl.schema_matching import check_schema, matches
 from weft.section import Section
 
 #: Characters of an answer that is read.
