@@ -1,0 +1,110 @@
+"""Curriculum by pass rate: levels of difficulty are asked the more, the more there is to learn from them.
+
+A level whose questions are all answered right, or all wrong, gives groups without signal. The chance of a level follows
+the variance of its rewards, p (1 - p) for a pass rate p, which is largest where half of the answers are right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, NamedTuple
+
+from weft.errors import WeftError
+
+#: Right and wrong answers that each level is assumed to have had: a level that was never asked counts as half right.
+PRIOR = 1.0
+
+
+class LevelResult(NamedTuple):
+    """Rewards of answers to questions of one level: their sum, each from 0 to 1, and their number."""
+
+    level: int
+    passed: float
+    answers: int
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Pass rates by level of difficulty, and the level of each question that follows from them.
+
+    All values follow from the results so far alone, so that ranks that see the same results agree.
+
+    Attributes:
+        ``passed``, ``answers``: for each level, the sum of rewards and the number of answers, of which older ones
+            count less.
+        ``memory``: number of answers after which a result of a level counts 1/e of what it did.
+        ``floor``: least chance of a level beside that of an even choice, from 0 to 1.
+    """
+
+    passed: tuple[float, ...]
+    answers: tuple[float, ...]
+    memory: float = 512.0
+    floor: float = 0.1
+
+    @classmethod
+    def of_levels(cls, levels: int, **settings: float) -> Curriculum:
+        """Return the curriculum of a run that begins. ``settings``: values of ``memory`` and ``floor``."""
+        return cls((0.0,) * levels, (0.0,) * levels, **settings)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Pass rate of each level, from 0 to 1."""
+        pairs = zip(self.passed, self.answers, strict=True)
+        return tuple((p + PRIOR) / (n + 2 * PRIOR) for p, n in pairs)
+
+    @property
+    def chances(self) -> tuple[float, ...]:
+        """Probability of each level for the next questions."""
+        variances = [rate * (1 - rate) for rate in self.rates]
+        total, even = sum(variances), self.floor / len(variances)
+        return tuple(even + (1 - self.floor) * v / total for v in variances)
+
+    def level(self, index: int, seed: int = 0) -> int:
+        """Return the level of question number ``index``, which follows from the seed and the results so far."""
+        levels = range(len(self.answers))
+        return Random(f"level {seed}/{index}").choices(levels, self.chances)[0]
+
+    def after(self, results: Iterable[LevelResult]) -> Curriculum:
+        """Return the curriculum after more results, in their order. Raises :class:`WeftError` for an unknown level."""
+        passed, answers = [*self.passed], [*self.answers]
+        for result in results:
+            if not 0 <= result.level < len(answers):
+                raise WeftError(
+                    f"a question of level {result.level}, and the task has the levels 0 to {len(answers) - 1}"
+                )
+            kept = math.exp(-result.answers / self.memory)
+            passed[result.level] = passed[result.level] * kept + result.passed
+            answers[result.level] = answers[result.level] * kept + result.answers
+        return replace(self, passed=tuple(passed), answers=tuple(answers))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all values as JSON, from which :meth:`from_json` makes the same curriculum."""
+        return {
+            "passed": [*self.passed],
+            "answers": [*self.answers],
+            "memory": self.memory,
+            "floor": self.floor,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], levels: int) -> Curriculum:
+        """Return the curriculum of saved ``values``. ``levels``: number of levels that the task has now.
+
+        Levels that the task has gained have no results yet. Raises :class:`WeftError` if it has lost levels.
+        """
+        saved = len(values["answers"])
+        if saved > levels:
+            raise WeftError(
+                f"the curriculum of this checkpoint has {saved} levels, and the task has {levels}; give it the "
+                "settings that it had"
+            )
+        more = (0.0,) * (levels - saved)
+        return cls(
+            (*values["passed"], *more),
+            (*values["answers"], *more),
+            values["memory"],
+            values["floor"],
+        )
