@@ -126,7 +126,7 @@ def test_answers_are_blocks_of_code(sandbox: CodeSandbox) -> None:
 @pytest.mark.parametrize(
     "every",
     [
-        pytest.param(8, marks=pytest.mark.slow(4)),
+        pytest.param(8, marks=pytest.mark.slow(8)),
         pytest.param(1, marks=[pytest.mark.soak, pytest.mark.slow(40)]),
     ],
 )

@@ -45,7 +45,7 @@ class CodeSettings(Section):
 
 
 @register("task", "code", settings=CodeSettings, title="Python code judged by asserts")
-class Code(PromptTask):
+class CodeTask(PromptTask):
     """Asks the prompts of a file for Python code, and rewards code whose tests pass.
 
     A record has ``tests`` (or ``test_list``), a list of asserts, and perhaps ``setup`` (or ``test_setup_code``), code
