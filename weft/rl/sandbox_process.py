@@ -43,7 +43,7 @@ LONGEST = 1 << 16
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Attributes(ctypes.Structure):
+class _Attributes(ctypes.Structure):
     """Argument of mount_setattr."""
 
     _fields_ = (
@@ -54,23 +54,23 @@ class Attributes(ctypes.Structure):
     )
 
 
-def check(result: int, what: str) -> None:
+def _check(result: int, what: str) -> None:
     """Raise :class:`OSError`, which names the system call, if its result says that it failed."""
     if result:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def leave_everything() -> None:
+def _leave_everything() -> None:
     """Give up the network, the right to write, and root's rights. Raises :class:`OSError` where this is not allowed."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-    check(libc.unshare(NEWUSER | NEWNET | NEWNS | NEWIPC | NEWUTS), "unshare")
-    everything = Attributes(0, 0, PRIVATE, 0)
+    _check(libc.unshare(NEWUSER | NEWNET | NEWNS | NEWIPC | NEWUTS), "unshare")
+    everything = _Attributes(0, 0, PRIVATE, 0)
     size = ctypes.sizeof(everything)
-    check(
+    _check(
         libc.syscall(
             MOUNT_SETATTR, AT_FDCWD, b"/", RECURSIVE, ctypes.byref(everything), size
         ),
@@ -78,9 +78,9 @@ def leave_everything() -> None:
     )
     for folder in HIDDEN:
         if os.path.isdir(folder) and not os.path.islink(folder):
-            check(libc.mount(b"none", folder.encode(), b"tmpfs", 0, b"size=4k"), "mount")  # fmt: skip
-    everything = Attributes(READ_ONLY, 0, 0, 0)
-    check(
+            _check(libc.mount(b"none", folder.encode(), b"tmpfs", 0, b"size=4k"), "mount")  # fmt: skip
+    everything = _Attributes(READ_ONLY, 0, 0, 0)
+    _check(
         libc.syscall(
             MOUNT_SETATTR, AT_FDCWD, b"/", RECURSIVE, ctypes.byref(everything), size
         ),
@@ -88,14 +88,14 @@ def leave_everything() -> None:
     )
 
 
-def give_up_rights() -> None:
+def _give_up_rights() -> None:
     """Give up the rights over the own namespaces, so that what is read-only or hidden remains so."""
     header, nothing = (ctypes.c_uint32 * 2)(CAPSET, 0), (ctypes.c_uint32 * 6)()
-    check(libc.prctl(NO_NEW_RIGHTS, 1, 0, 0, 0), "prctl")
-    check(libc.capset(header, nothing), "capset")
+    _check(libc.prctl(NO_NEW_RIGHTS, 1, 0, 0, 0), "prctl")
+    _check(libc.capset(header, nothing), "capset")
 
 
-def limit(space: int, seconds: float) -> None:
+def _limit(space: int, seconds: float) -> None:
     """Limit the memory of this process to ``space`` bytes, and what else it may use."""
     for what, most in (
         (resource.RLIMIT_AS, space),
@@ -108,7 +108,7 @@ def limit(space: int, seconds: float) -> None:
         resource.setrlimit(what, (most, most))
 
 
-def judge(request: dict[str, object]) -> list[bool]:
+def _judge(request: dict[str, object]) -> list[bool]:
     """Run the code of a request, then each of its tests, and return which of them pass."""
     names: dict[str, object] = {"__name__": "answer"}
     tests = request["tests"]
@@ -128,7 +128,7 @@ def judge(request: dict[str, object]) -> list[bool]:
     return passed
 
 
-def run_alone(request: dict[str, object], writing: int, null: int, space: int, word: str) -> None:  # fmt: skip
+def _run_alone(request: dict[str, object], writing: int, null: int, space: int, word: str) -> None:  # fmt: skip
     """Judge a request in this process, the first of its namespace, and end it. ``word`` begins the result."""
     try:
         libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
@@ -138,24 +138,24 @@ def run_alone(request: dict[str, object], writing: int, null: int, space: int, w
         os.closerange(4, 4096)
         os.setsid()
         signal.alarm(0)
-        give_up_rights()
-        limit(space, float(str(request["seconds"])))
-        passed = judge(request)
+        _give_up_rights()
+        _limit(space, float(str(request["seconds"])))
+        passed = _judge(request)
         os.write(3, (word + json.dumps(passed)).encode())
     finally:
         os._exit(0)
 
 
-def guard(request: dict[str, object], reply: int, null: int, space: int) -> None:
+def _guard(request: dict[str, object], reply: int, null: int, space: int) -> None:
     """Run a request in a new process, for at most its seconds, and write the result to the pipe ``reply``."""
     libc.prctl(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     word = secrets.token_hex(16)
     reading, writing = os.pipe()
-    check(libc.unshare(NEWPID), "unshare")
+    _check(libc.unshare(NEWPID), "unshare")
     child = os.fork()
     if child == 0:
         os.close(reading)
-        run_alone(request, writing, null, space, word)
+        _run_alone(request, writing, null, space, word)
     os.close(writing)
     result, end = b"", time.monotonic() + float(str(request["seconds"]))
     while len(result) <= LONGEST:
@@ -173,7 +173,7 @@ def guard(request: dict[str, object], reply: int, null: int, space: int) -> None
     os._exit(0)
 
 
-def answer(line: str, null: int, base: int) -> str:
+def _answer(line: str, null: int, base: int) -> str:
     """Run the request of a line, and return the reply: a list of which tests pass, or null if the code did not end."""
     request = json.loads(line)
     reading, writing = os.pipe()
@@ -181,7 +181,7 @@ def answer(line: str, null: int, base: int) -> str:
     if guardian == 0:
         os.close(reading)
         try:
-            guard(request, writing, null, base + (int(request["megabytes"]) << 20))
+            _guard(request, writing, null, base + (int(request["megabytes"]) << 20))
         finally:
             os._exit(1)
     os.close(writing)
@@ -191,7 +191,7 @@ def answer(line: str, null: int, base: int) -> str:
     return said or "null"
 
 
-def main() -> None:
+def _main() -> None:
     """Take requests as lines of JSON, and write a line for each, until the input ends."""
     replies = os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDWR)
@@ -201,7 +201,7 @@ def main() -> None:
     try:
         for module in (*MODULES, *sys.argv[1:]):
             importlib.import_module(module)
-        leave_everything()
+        _leave_everything()
         replies.write('{"ready": true}\n')
     except (OSError, ImportError) as error:
         replies.write(json.dumps({"error": str(error)}) + "\n")
@@ -209,9 +209,9 @@ def main() -> None:
     finally:
         replies.flush()
     for line in sys.stdin:
-        replies.write(answer(line, null, base) + "\n")
+        replies.write(_answer(line, null, base) + "\n")
         replies.flush()
 
 
 if __name__ == "__main__":
-    main()
+    _main()
