@@ -204,6 +204,7 @@ BESIDE_NET = {
     "checkpoint/writer.py": {"multiprocessing.connection"},
     "generate/prefill_process.py": {"multiprocessing.connection"},
     "rl/reward_workers.py": {"selectors"},
+    "rl/control/array_frames.py": {"multiprocessing.connection"},
 }
 
 

@@ -76,6 +76,9 @@ def with_planned_layout(recipe: Recipe, ranks: int | None) -> tuple[Recipe, list
         )
     if world == 1:
         return recipe, []
+    if recipe.control is not None:  # there is nothing to choose
+        layout = recipe.layout.model_copy(update={"dp": world})
+        return recipe.model_copy(update={"layout": layout}), ["--layout", f"dp={world}"]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if gpus:
         device, memory = (
@@ -156,6 +159,10 @@ def _live(recipe: Recipe, out: Path | None, resume: str | None) -> Ending:
     device = device_type(recipe)
     with rank_process(device, recipe.train.timeout, recipe.train.threads):
         mesh = Mesh.create(recipe.layout, own_device(device))
+        if recipe.control is not None:
+            from weft.rl.control.control_run import control_job
+
+            return Ending(recipe, control_job(recipe, mesh, out, resume), mesh.speaks)
         if recipe.layout.world == 1:  # there are no others to be slower than
             return Ending(
                 recipe, train_job(prepare(recipe), mesh, out, resume), mesh.speaks

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weft.checkpoint.run_state import Progress
     from weft.checkpoint.storage import Storage
     from weft.layout.mesh import Mesh
-    from weft.parallel.state import State
+    from weft.layout.parts import Part
     from weft.recipe import ModelShape
 
 
@@ -31,6 +31,25 @@ class Listener(Protocol):
 
         ``kind``: the kind; ``step``: the step that the record belongs to, by default the current step.
         """
+
+
+class StagedTiers(Protocol):
+    """Tiers of a state, as :class:`Checkpoints` sees them."""
+
+    @property
+    def staging(self) -> Path | None:
+        """Folder for the copy of the state that a save makes; None: the copy is in main memory."""
+
+
+class SavedState(Protocol):
+    """State whose parts :class:`Checkpoints` saves; :class:`weft.parallel.state.State` is such an object."""
+
+    @property
+    def tiers(self) -> StagedTiers:
+        """Where the state is kept."""
+
+    def saved(self) -> Mapping[str, Part]:
+        """Return this rank's parts of the tensors to save, by name."""
 
 
 class Checkpoints:
@@ -56,7 +75,7 @@ class Checkpoints:
     def __init__(
         self,
         levels: Sequence[LevelStore],
-        state: State,
+        state: SavedState,
         progress: Progress,
         about: Mapping[str, Any],
         files: Mapping[str, bytes],

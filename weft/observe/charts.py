@@ -59,6 +59,14 @@ CHARTS = (
     Chart("Loss", "Per real token, or pair of answers", "", ".4f", (
         Series("train", "loss", "--c1", "training", smooth=True), Series("validation", "loss", "--c2", "validation"),
     )),
+    Chart("Return", "Mean of the episodes that ended in the step, and of evaluations", "", ".4~g", (
+        Series("train", "return", "--c1", "training", smooth=True),
+        Series("evaluation", "return", "--c2", "evaluation"),
+    )),
+    Chart("Transitions", "Steps of environments per second, all ranks", "", ".4s",
+          (Series("train", "transitions_per_s", "--c1", smooth=True),)),
+    Chart("Updates for each transition", "Of the whole run so far", "", ".4~g",
+          (Series("train", "ratio", "--c3"),)),
     Chart("Throughput", "Real tokens per second, all ranks", "", ".4s",
           (Series("train", "tokens_per_s", "--c1", smooth=True),)),
     Chart("Model flops utilisation", "Of the peak of the devices", "~%", ".2~%",

@@ -11,10 +11,12 @@ from rich.text import Text
 
 #: Value of a train record -> (label, width, how to write it). The order is that of the display.
 CELLS = {
+    "return": ("return", 7, lambda v: f"{v:.2f}"),
     "loss": ("loss", 7, lambda v: f"{v:.4f}"),
     "grad_norm": ("grad", 6, lambda v: f"{v:.3g}"),
     "lr": ("lr", 7, lambda v: f"{v:.1e}"),
     "tokens_per_s": ("tok/s", 6, lambda v: compact(v)),
+    "transitions_per_s": ("transitions/s", 6, lambda v: compact(v)),
     "mfu": ("MFU", 5, lambda v: f"{v:.1%}"),
     "memory_now_gib": ("memory", 8, lambda v: f"{v:.2f} GiB"),
     "memory_gib": ("peak", 8, lambda v: f"{v:.2f} GiB"),

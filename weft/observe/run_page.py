@@ -201,7 +201,11 @@ def headline_numbers(records: Records) -> list[tuple[str, str, str]]:
                     f"{ratio}steps {steps[0]:,} to {steps[-1]:,}",
                 )
             )
+    for record in records.get("evaluation", [])[-1:]:
+        about = f"mean over {record['episodes']} episodes · step {record['step']:,}"
+        shown.append(("Return", f"{record['return']:.1f}", about))
     for name, title, show in (
+        ("transitions_per_s", "Transitions per second", compact),
         ("tokens_per_s", "Tokens per second", compact),
         ("mfu", "MFU", "{:.1%}".format),
     ):

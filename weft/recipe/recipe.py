@@ -11,6 +11,7 @@ from weft.plugins import check_plugin, load_plugins_of
 from weft.recipe.adapter import Adapter
 from weft.recipe.checkpoint_section import Checkpoint
 from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
+from weft.recipe.control_section import Control, check_beside_control
 from weft.recipe.data_section import ANSWER_PAIRS, Data
 from weft.recipe.generate_section import Generate
 from weft.recipe.host_section import with_techniques
@@ -129,6 +130,10 @@ class Recipe(Section):
     generate: Generate | None = Field(
         None, description="Sample texts to generate at the end of the run."
     )
+    control: Control | None = Field(
+        None,
+        description="Learn to act in environments, instead of training a language model.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -187,6 +192,8 @@ class Recipe(Section):
         refuse_conflicts(AskedRecipe(**dict(self)))
         self._check_loss()
         self._check_rewards()
+        if self.control is not None:
+            check_beside_control(self)
         return self
 
     @property
@@ -196,6 +203,7 @@ class Recipe(Section):
             self.resilience.survive
             and self.layout.world > 1
             and self.layout.island == 1
+            and self.control is None
         )
 
     @property

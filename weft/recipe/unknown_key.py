@@ -8,6 +8,9 @@ from weft.errors import nearest
 from weft.recipe.elsewhere import here_it_is
 from weft.section import fields_at, sections_of
 
+#: Sections whose settings are meant only where no other section has a setting of that name.
+SPECIAL = ("sync", "control")
+
 
 def unknown_key(path: list[str], value: Any, model: type[BaseModel]) -> str:
     """Return the error line for the unknown key at ``path``, with the nearest valid key.
@@ -39,7 +42,7 @@ def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str
     """Return a list of all settings (``section.key``) of ``model`` whose key is ``name``. None: those of
     :class:`Recipe`.
 
-    If other sections have a key of this name, a setting of ``sync`` is left out.
+    If other sections have a key of this name, settings of :data:`SPECIAL` sections are left out.
     """
     if model is None:
         from weft.recipe.recipe import Recipe
@@ -48,8 +51,5 @@ def settings_called(name: str, model: type[BaseModel] | None = None) -> list[str
     sections = [
         section for section in sections_of(model) if name in fields_at(model, [section])
     ]
-    return [
-        f"{section}.{name}"
-        for section in sections
-        if section != "sync" or sections == ["sync"]
-    ]
+    usual = [section for section in sections if section not in SPECIAL]
+    return [f"{section}.{name}" for section in usual or sections]

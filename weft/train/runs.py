@@ -69,15 +69,18 @@ class Run:
         ]
 
 
-def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job:
+def prepare_run(recipe: Recipe, out: Path | None, resume: str | None) -> Job | None:
     """Prepare a job (:func:`weft.train.setup.prepare`) and check the storage of its run before ranks start.
 
     ``out``: the folder to create. ``resume``: the run or checkpoint to continue. Checks whether both can be used,
-    whether the storage can be written, and whether the newest checkpoint is of this model.
+    whether the storage can be written, and whether the newest checkpoint is of this model. A recipe with ``[control]``
+    has no data to prepare, and the result is None.
     """
     recipe = as_recorded(recipe, out, resume)
     with Lease() as lease:
         run = open_run(recipe, out, resume, lease, 0)
+    if recipe.control is not None:
+        return None
     job = prepare(recipe)
     if not run.fresh:
         checkpoint = open_checkpoint(

@@ -1,0 +1,341 @@
+"""The section ``[control]``: a small policy learns to act in environments, in place of a language model on texts."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from weft.section import Section
+
+#: Methods that learn from transitions of older policies.
+OFF_POLICY = ("dqn", "sac")
+#: Sections that mean something beside ``[control]``, and of ``[train]`` and ``[layout]`` the settings that do.
+BESIDE_CONTROL = (
+    "name",
+    "plugins",
+    "layout",
+    "train",
+    "checkpoint",
+    "observe",
+    "control",
+)
+OF_TRAIN, OF_LAYOUT = ("seed", "dtype", "device", "threads", "timeout"), ("dp",)
+
+
+class RewardTerm(Section):
+    """Soft penalty for one component of the observation that is far from zero."""
+
+    index: int = Field(
+        0, ge=0, description="Component of the observation, counted from 0."
+    )
+    limit: PositiveFloat = Field(
+        1.0, description="Absolute value from which on the penalty is whole."
+    )
+    free: float = Field(
+        0.0,
+        ge=0,
+        description="Absolute value up to which there is no penalty; between 'free' and 'limit' it grows linearly.",
+    )
+    penalty: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description=(
+            "Size of the whole penalty: with control.reward = 'product' the share of the "
+            "reward that is lost, with 'sum' what is subtracted from the reward."
+        ),
+    )
+    ends: bool = Field(
+        False,
+        description="End the episode, without a reward, as soon as 'limit' is passed.",
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.free >= self.limit:
+            raise ValueError(
+                f"free = {self.free:g} is not below limit = {self.limit:g}; lower free"
+            )
+        return self
+
+
+class Control(Section):
+    """Section of control: environments with Gymnasium's interface, and how a policy learns to act in them."""
+
+    environment: str = Field(
+        "CartPole-v1",
+        description=(
+            "Environment: an id that Gymnasium knows, or 'module:name' of a class or function "
+            "of your own that returns one."
+        ),
+    )
+    settings: dict[str, Any] = Field(
+        {}, description="Keyword arguments for the environment."
+    )
+    time_limit: int = Field(
+        0,
+        ge=0,
+        description="Steps after which an episode is truncated; 0: the environment's own limit.",
+    )
+    reward: Literal["own", "product", "sum"] = Field(
+        "own",
+        description=(
+            "Reward to learn from: the environment's 'own'; its progress multiplied by soft "
+            "penalties ('product', as in CaRL); or its progress minus the penalties ('sum')."
+        ),
+    )
+    progress: int | None = Field(
+        None,
+        ge=0,
+        description=(
+            "Component of the observation whose growth beyond its best of the episode is the "
+            "progress, for reward = 'product' and 'sum'. Left out: the environment's own reward."
+        ),
+    )
+    terms: tuple[RewardTerm, ...] = Field(
+        (), description="Soft penalties of reward = 'product' and 'sum'."
+    )
+    method: Literal["ppo", "dqn", "sac"] = Field(
+        "ppo",
+        description=(
+            "How the policy learns: from its own newest steps ('ppo'), or from stored "
+            "transitions, for choices ('dqn') or continuous actions ('sac')."
+        ),
+    )
+    policy: Literal["auto", "categorical", "gaussian", "beta"] = Field(
+        "auto",
+        description=(
+            "Distribution of actions with method = 'ppo'; 'auto': categorical for choices, "
+            "beta for bounded actions, else gaussian."
+        ),
+    )
+    hidden: tuple[PositiveInt, ...] = Field(
+        (64, 64), description="Widths of the hidden layers of each network."
+    )
+    transitions: PositiveInt = Field(
+        100_000,
+        description="Steps of environments in the whole run, over all ranks together.",
+    )
+    environments: PositiveInt = Field(
+        8,
+        description=(
+            "Environments that run side by side, over all ranks together. With 'dqn' and "
+            "'sac' each is an asynchronous worker."
+        ),
+    )
+    processes: int = Field(
+        0,
+        ge=0,
+        description=(
+            "Processes of each rank that hold its environments, with method = 'ppo'; 0: one "
+            "for each core, or fewer if there are fewer environments."
+        ),
+    )
+    step_seconds: PositiveFloat = Field(
+        60.0,
+        description=(
+            "Seconds after which an environment that does not answer counts as hanging, and is "
+            "started anew."
+        ),
+    )
+    horizon: PositiveInt = Field(
+        128,
+        description="Steps of each environment between two updates of the policy, with method = 'ppo'.",
+    )
+    epochs: PositiveInt = Field(
+        4, description="Times that method = 'ppo' learns from the same steps."
+    )
+    minibatch: PositiveInt = Field(
+        256, description="Transitions in each update, over all ranks together."
+    )
+    lr: PositiveFloat = Field(3e-4, description="Learning rate of Adam.")
+    decay: bool = Field(
+        False, description="Lower the learning rate linearly to 0 over the run."
+    )
+    gamma: float = Field(
+        0.99, ge=0, le=1, description="Discount of a reward one step later."
+    )
+    trace: float = Field(
+        0.95,
+        ge=0,
+        le=1,
+        description=(
+            "Weight of later steps in generalised advantage estimation (its lambda), with "
+            "method = 'ppo'."
+        ),
+    )
+    clip: PositiveFloat = Field(
+        0.2,
+        description="Largest change of an action's probability ratio that 'ppo' rewards.",
+    )
+    entropy: float = Field(
+        0.0, ge=0, description="Weight of the policy's entropy in the loss of 'ppo'."
+    )
+    value: float = Field(
+        0.5, ge=0, description="Weight of the critic's loss in the loss of 'ppo'."
+    )
+    max_norm: PositiveFloat = Field(
+        0.5,
+        description="Norm to which gradients are clipped, with method = 'ppo' and 'dqn'.",
+    )
+    cutoff: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description=(
+            "Share of ranks that must have all their steps before the others stop collecting "
+            "and learn from what they have; 1: every rank waits for every other."
+        ),
+    )
+    replay: PositiveInt = Field(
+        100_000, description="Transitions that are kept to learn from ('dqn', 'sac')."
+    )
+    warmup: PositiveInt = Field(
+        1_000,
+        description="Transitions by random actions before learning begins ('dqn', 'sac').",
+    )
+    ratio: float = Field(
+        0.0,
+        ge=0,
+        description=(
+            "Most updates for each transition ('dqn', 'sac'). 0: the learner never waits for "
+            "transitions, and the ratio that comes out is recorded."
+        ),
+    )
+    lockstep: bool = Field(
+        False,
+        description=(
+            "Workers wait for the learner after each step and the learner for them ('dqn', "
+            "'sac'): every step of all environments is followed by one update for each."
+        ),
+    )
+    average: float = Field(
+        0.005,
+        gt=0,
+        le=1,
+        description="Share of the new weights in each update of the target networks ('dqn', 'sac').",
+    )
+    explore: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description=(
+            "Share of random actions of 'dqn', to which it falls from 1 in the first tenth of "
+            "the run."
+        ),
+    )
+    every: PositiveInt = Field(
+        1_000,
+        description="Transitions in a step of the run, after which it is recorded and may be saved ('dqn', 'sac').",
+    )
+    episodes: PositiveInt = Field(
+        100,
+        description="Episodes by which the policy is evaluated at the end of the run.",
+    )
+    evaluate: int = Field(
+        0, ge=0, description="Steps of the run between evaluations; 0: only at the end."
+    )
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the run: a step collects transitions and learns from them."""
+        size = (
+            self.every
+            if self.method in OFF_POLICY
+            else self.environments * self.horizon
+        )
+        return -(-self.transitions // size)
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        off_policy = self.method in OFF_POLICY
+        fields = type(self).model_fields
+        # a recorded recipe has every field
+        asked = {key for key in fields if getattr(self, key) != fields[key].default}
+        only_stored = {
+            "replay",
+            "warmup",
+            "ratio",
+            "lockstep",
+            "average",
+            "explore",
+            "every",
+        }
+        only_newest = {
+            "horizon", "epochs", "trace", "clip", "entropy", "value", "processes", "cutoff", "policy", "decay",
+        }  # fmt: skip
+        for key in sorted(asked & (only_newest if off_policy else only_stored)):
+            raise ValueError(
+                f"{key} does nothing for method = {self.method!r}; leave it out"
+            )
+        if self.method != "dqn" and "explore" in asked:
+            raise ValueError(
+                f"explore does nothing for method = {self.method!r}; leave it out"
+            )
+        if self.reward == "own" and (self.terms or self.progress is not None):
+            raise ValueError(
+                "terms and progress are for reward = 'product' or 'sum', and it is 'own'; set reward"
+            )
+        if self.reward != "own" and not self.terms and self.progress is None:
+            raise ValueError(
+                f"reward = {self.reward!r} without terms or progress is the environment's own; add [[control.terms]]"
+            )
+        if off_policy and self.warmup < self.minibatch:
+            raise ValueError(
+                f"warmup = {self.warmup} transitions are too few for a minibatch of {self.minibatch}; raise warmup"
+            )
+        if off_policy and self.replay < self.warmup:
+            raise ValueError(
+                f"replay = {self.replay} keeps fewer transitions than warmup = {self.warmup}; raise replay"
+            )
+        if self.lockstep and self.ratio:
+            raise ValueError(
+                "lockstep has one update for each transition; leave ratio out"
+            )
+        if ":" in self.environment:
+            module, _, name = self.environment.partition(":")
+            if not module or not name:
+                raise ValueError(
+                    "it should be an id of Gymnasium, or module:name of your own"
+                )
+        return self
+
+
+def check_beside_control(recipe: Any) -> None:
+    """Raise :class:`ValueError` for the first setting of ``recipe`` that means nothing in a run with ``[control]``."""
+    control = recipe.control
+    for name in sorted(recipe.model_fields_set):
+        if (
+            name not in BESIDE_CONTROL
+            and getattr(recipe, name) != type(recipe).model_fields[name].default
+        ):
+            raise ValueError(
+                f"[{name}] does nothing beside [control], which trains a policy of its own; leave it out"
+            )
+    for name, kept in (("train", OF_TRAIN), ("layout", OF_LAYOUT)):
+        section = getattr(recipe, name)
+        fields = type(section).model_fields
+        for key in sorted(section.model_fields_set - set(kept)):
+            if getattr(section, key) != fields[key].default:
+                raise ValueError(
+                    f"{name}.{key} does nothing beside [control]; use {' or '.join(f'{name}.{k}' for k in kept)}, or "
+                    "leave it out"
+                )
+    if recipe.train.dtype == "bfloat16":
+        raise ValueError(
+            "train.dtype = 'bfloat16' is too coarse for control; use 'float32' or 'float64'"
+        )
+    if recipe.checkpoint.export:
+        raise ValueError(
+            "checkpoint.export is for language models; leave it out, checkpoints hold the policy"
+        )
+    ranks = recipe.layout.dp
+    if control.method in OFF_POLICY and ranks > 1:
+        raise ValueError(
+            f"control.method = {control.method!r} has one learner, and layout.dp = {ranks}; use "
+            "control.environments for more workers, or method = 'ppo'"
+        )
+    if control.environments % ranks:
+        raise ValueError(
+            f"control.environments = {control.environments} cannot be divided by layout.dp = {ranks}; change one of "
+            "them"
+        )

@@ -1,0 +1,64 @@
+"""State of a control run as checkpoints take it: tensors by name, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weft.layout.dims import Tensor, whole_box
+from weft.layout.mesh import Mesh
+from weft.layout.parts import NAMES, Part
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class NoTiers:
+    """Tiers of a state that is always in memory."""
+
+    staging: Path | None = None
+
+
+class ControlState:
+    """Tensors of a control run by name; every rank of ``mesh`` has all of them."""
+
+    tiers = NoTiers()
+
+    def __init__(self, tensors: Mapping[str, T], mesh: Mesh) -> None:
+        self._tensors, self._mesh = tensors, mesh
+
+    def saved(self) -> dict[str, Part]:
+        """Return all tensors as parts, of which one rank saves each."""
+        rank, ranks = self._mesh.rank("dp"), self._mesh.layout.dp
+        return {
+            name: Part(
+                t.detach(),
+                whole_box(t.shape),
+                Tensor(tuple(t.shape), NAMES[t.dtype]),
+                rank,
+                ranks,
+            )
+            for name, t in self._tensors.items()
+        }
+
+
+def adam_tensors(
+    optimizer: torch.optim.Adam, names: Mapping[T, str]
+) -> dict[str, T]:  # fmt: skip
+    """Return Adam's moments and step counts by name, as tensors that the optimizer goes on to use.
+
+    ``names``: names of the parameters. Moments that the optimizer has not made yet are made, as zeros.
+    """
+    tensors: dict[str, T] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            slots = optimizer.state[p]
+            if not slots:
+                slots["step"] = torch.zeros(())
+                slots["exp_avg"] = torch.zeros_like(p)
+                slots["exp_avg_sq"] = torch.zeros_like(p)
+            tensors |= {f"optimizer.{slot}.{names[p]}": t for slot, t in slots.items()}
+    return tensors

@@ -1,0 +1,156 @@
+"""Process that holds environments and steps them as its parent asks. It needs no PyTorch.
+
+An episode that ends is followed by the next one within the same step: the answer has the last observation of the old
+episode and the first of the new one, so there are no transitions that lead from one episode into another.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from ctypes import CDLL
+from typing import Any
+
+import numpy as np
+
+from weft.rl.control.array_frames import FramePipe
+from weft.rl.control.environment_kinds import (
+    ActionForm,
+    action_form,
+    flat_observation,
+    form_in_words,
+    make_environment,
+    native_action,
+)
+from weft.rl.control.simple_reward import SimpleReward
+
+#: What the marker says between steps.
+IDLE = -1
+
+
+def episode_seed(*numbers: int) -> int:
+    """Return a seed that depends on all of ``numbers``."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+class EpisodeRunner:
+    """One environment with its reward, whose episodes follow each other.
+
+    ``about``: what :class:`weft.rl.control.environment_pool.EnvironmentPool` sends; ``number``: number of the
+    environment among all of the run; ``seed``: seed of its first episode.
+    """
+
+    def __init__(self, about: Mapping[str, Any], seed: int) -> None:
+        self.environment = make_environment(
+            about["environment"], about["settings"], about["time_limit"]
+        )
+        self.form: ActionForm = action_form(self.environment)
+        high = max((term["index"] for term in about["terms"]), default=0)
+        if max(high, about["progress"] or 0) >= self.form.observed:
+            from weft.errors import UsageError
+
+            raise UsageError(
+                f"control.terms and control.progress name component {max(high, about['progress'] or 0)} of an "
+                f"observation that has {self.form.observed}; count from 0"
+            )
+        self._reward = SimpleReward(about["reward"], about["progress"], about["terms"])
+        self.begin(seed)
+
+    def begin(self, seed: int | None = None) -> np.ndarray:
+        """Begin an episode and return its first observation, ``[observed]``."""
+        seen, _ = self.environment.reset(seed=seed)
+        self.observation = flat_observation(self.form, seen)
+        self._reward.begin(self.observation)
+        return self.observation
+
+    def step(self, action: np.ndarray) -> dict[str, Any]:
+        """Act once, and begin the next episode if this one has ended.
+
+        Returns ``final``: the observation after the step; ``observation``: the one to act on next; ``reward``, ``own``
+        (the environment's own reward), ``terminated`` and ``truncated``.
+        """
+        native = native_action(self.form, action, self.environment.action_space)
+        seen, own, terminated, truncated, _ = self.environment.step(native)
+        final = flat_observation(self.form, seen)
+        shaped = self._reward.after_step(final, float(own))
+        if not (np.isfinite(final).all() and np.isfinite(shaped.reward)):
+            raise ValueError("it returned a number that is not finite")
+        terminated = bool(terminated) or shaped.ended
+        truncated = bool(truncated) and not terminated
+        if terminated or truncated:
+            self.begin()
+        else:
+            self.observation = final
+        return {
+            "observation": self.observation,
+            "final": final,
+            "reward": shaped.reward,
+            "own": float(own),
+            "terminated": terminated,
+            "truncated": truncated,
+        }
+
+
+def end_with_parent() -> None:
+    """Let this process end with its parent, and leave Ctrl-C to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def in_words(error: BaseException) -> str:
+    """Return an error as one line."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    return text if is_usage(error) else f"{type(error).__name__}: {text}"
+
+
+def is_usage(error: BaseException) -> bool:
+    """Return whether ``error`` is Weft's own line for a user, which needs no name of its class."""
+    from weft.errors import WeftError
+
+    return isinstance(error, WeftError)
+
+
+def run_environments(pipe_handle: int, marker_handle: int) -> None:
+    """Make environments and step them, until the pipe is closed.
+
+    ``pipe_handle``: inherited descriptor of a pipe, whose first message says which environments to make;
+    ``marker_handle``: of memory that tells the parent which environment is being stepped.
+    """
+    end_with_parent()
+    pipe, marker = FramePipe(pipe_handle), mmap.mmap(marker_handle, 8)
+
+    def mark(number: int) -> None:
+        marker[:8] = number.to_bytes(8, "little", signed=True)
+
+    try:
+        about = pipe.receive().head
+        runners = []
+        for number, seed in zip(about["numbers"], about["seeds"], strict=True):
+            mark(number)
+            runners.append(EpisodeRunner(about, seed))
+        mark(IDLE)
+        first = np.stack([runner.observation for runner in runners])
+        form = form_in_words(runners[0].form)
+        pipe.send({"form": form}, {"observation": first})
+        while True:
+            actions = pipe.receive().arrays["action"]
+            steps = []
+            for number, runner, action in zip(about["numbers"], runners, actions, strict=True):  # fmt: skip
+                mark(number)
+                steps.append(runner.step(action))
+            mark(IDLE)
+            answer = {key: np.array([step[key] for step in steps]) for key in steps[0]}
+            pipe.send({}, answer)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except Exception as error:
+        usage = type(error).__name__ == "UsageError"
+        with suppress(OSError):
+            pipe.send({"failed": in_words(error), "usage": usage}, {})
+        os._exit(1)

@@ -1,0 +1,73 @@
+"""Evaluation of a policy by whole episodes, each action the policy's best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.errors import WeftError
+from weft.layout.dims import part
+from weft.layout.mesh import Mesh, from_all
+from weft.recipe.control_section import Control
+from weft.rl.control.environment_pool import EnvironmentPool
+
+#: Stream of the seeds of evaluation, which no training episode has.
+EVALUATION = 3
+
+
+class Evaluated(NamedTuple):
+    """Result of an evaluation: means and deviation over the episodes.
+
+    ``mean``, ``std``: of the returns to learn from; ``own``: mean of the environment's own returns; ``steps``: mean
+    length; ``episodes``: number of episodes.
+    """
+
+    mean: float
+    std: float
+    own: float
+    steps: float
+    episodes: int
+
+
+def evaluate_policy(
+    best: Callable[[np.ndarray], np.ndarray],
+    settings: Control,
+    about: Mapping[str, Any],
+    mesh: Mesh,
+    processes: int,
+    seed: int,
+    stops: Callable[[], bool] = lambda: False,
+) -> Evaluated | None:
+    """Run ``settings.episodes`` episodes with the policy's best actions. Collective.
+
+    Every environment has an equal share of the episodes, so that short episodes do not count more often. ``best``: the
+    best actions for observations ``[environments, observed]``; ``about``: as :class:`EnvironmentPool` takes it;
+    ``processes``: of each rank; ``stops``: whether the run is to end at once. Returns None in that case.
+    """
+    count = min(settings.episodes, settings.environments)
+    first, last = part(count, mesh.layout.dp, mesh.rank("dp"))
+    results: list[tuple[float, float, int]] = []
+    if first < last:
+        numbers = range(first, last)
+        quotas = np.array([part(settings.episodes, count, n) for n in numbers])
+        left = quotas[:, 1] - quotas[:, 0]
+        with EnvironmentPool(about, numbers, processes, settings.step_seconds, (seed, EVALUATION)) as pool:  # fmt: skip
+            sums = np.zeros((len(left), 3))
+            while (left > 0).any() and not stops():
+                step = pool.step(best(pool.observations))
+                sums += np.stack([step.rewards, step.own, np.ones(len(left))], -1)
+                ended = step.terminated | step.truncated
+                for e in np.flatnonzero(ended & (left > 0)):
+                    results.append((sums[e, 0], sums[e, 1], int(sums[e, 2])))
+                left = left - ended
+                sums[ended | step.dropped] = 0
+    everyone = from_all((bool(stops()), results), mesh.step_group)
+    if any(stopped for stopped, _ in everyone):
+        return None
+    rows = np.array([row for _, theirs in everyone for row in theirs])
+    if not len(rows):
+        raise WeftError("no episode of the evaluation has ended; lower control.time_limit")  # fmt: skip
+    mean, own, steps = rows.mean(0).tolist()
+    return Evaluated(mean, float(rows[:, 0].std()), own, steps, len(rows))

@@ -1,0 +1,303 @@
+"""Proximal policy optimisation whose result does not depend on the number of ranks (Schulman et al. 2017, 1707.06347).
+
+Environments, noise, and the cut into minibatches are numbered over all ranks. A minibatch is the same transitions
+however many ranks hold them: each rank computes with those that it has collected, and sums over the minibatch (of
+gradients, and of the advantages' mean and deviation) go over all ranks, as in CaRL (Jaeger et al. 2025, 2504.17838).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weft.recipe.control_section import Control
+from weft.rl.control.action_policy import ActionPolicy
+from weft.rl.control.environment_pool import EnvironmentPool
+from weft.rl.control.episode_advantages import episode_advantages
+
+T = torch.Tensor
+
+#: Adds a tensor up over all ranks, in place.
+SumOverRanks = Callable[[T], None]
+
+#: Streams of random numbers that must not be the same.
+ACTIONS, ORDER = 1, 2
+
+
+@dataclass(frozen=True)
+class CollectedSteps:
+    """Steps that the environments of a rank have taken with one policy; arrays are ``[steps, environments, ...]``.
+
+    Attributes:
+        ``observations``, ``actions``, ``log_probabilities``: what was observed, what was done, and how likely it was.
+        ``advantages``, ``returns``: what the policy and the critic learn.
+        ``learns``: whether a step counts; those of a dropped episode do not.
+        ``first``: number of the first environment among all of the run.
+    """
+
+    observations: np.ndarray
+    actions: np.ndarray
+    log_probabilities: np.ndarray
+    advantages: np.ndarray
+    returns: np.ndarray
+    learns: np.ndarray
+    first: int
+
+
+@dataclass
+class EpisodeCount:
+    """Sums over episodes that have ended: number, returns, the environments' own returns, and steps."""
+
+    episodes: int = 0
+    returns: float = 0.0
+    own: float = 0.0
+    steps: int = 0
+
+    def numbers(self) -> list[float]:
+        """Return the sums, to be added up over ranks."""
+        return [self.episodes, self.returns, self.own, self.steps]
+
+
+class RunningEpisodes:
+    """Returns and lengths of the episodes under way in ``count`` environments; ``ended`` has those that ended."""
+
+    def __init__(self, count: int) -> None:
+        self._return, self._own = np.zeros(count), np.zeros(count)
+        self._steps = np.zeros(count, int)
+        self.ended = EpisodeCount()
+
+    def add(
+        self, rewards: np.ndarray, own: np.ndarray, ended: np.ndarray, lost: np.ndarray
+    ) -> None:
+        """Add a step: rewards, own rewards, whether an episode ended with it, and whether it was lost."""
+        self._return += rewards
+        self._own += own
+        self._steps += 1
+        self.ended.episodes += int(ended.sum())
+        self.ended.returns += float(self._return[ended].sum())
+        self.ended.own += float(self._own[ended].sum())
+        self.ended.steps += int(self._steps[ended].sum())
+        for sums in (self._return, self._own, self._steps):
+            sums[ended | lost] = 0
+
+    def take(self) -> EpisodeCount:
+        """Return the sums over the episodes that have ended since the last call."""
+        taken, self.ended = self.ended, EpisodeCount()
+        return taken
+
+
+def action_generators(
+    seed: int, step: int, numbers: Sequence[int]
+) -> list[np.random.Generator]:
+    """Return a generator of actions for each environment, which depends on its number and the ``step`` of the run."""
+    return [
+        np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, ACTIONS, step, n])))
+        for n in numbers
+    ]  # fmt: skip
+
+
+def collect_steps(
+    pool: EnvironmentPool,
+    policy: ActionPolicy,
+    settings: Control,
+    generators: Sequence[np.random.Generator],
+    first: int,
+    episodes: RunningEpisodes,
+    stops: Callable[[int], bool] = lambda step: False,
+) -> CollectedSteps:
+    """Act in all environments of ``pool`` for ``settings.horizon`` steps, and estimate advantages.
+
+    ``generators``: of actions, one for each environment; ``first``: number of the pool's first environment;
+    ``episodes``: where returns are counted. ``stops(taken)`` says after each step, of which ``taken`` have been taken,
+    whether this rank shall stop with what it has, because enough others have all their steps.
+    """
+    like = next(policy.parameters())
+    rows: list[dict[str, np.ndarray]] = []
+    begun = np.zeros(len(pool.observations), int)  # where each episode began
+    learns = np.ones((settings.horizon, len(begun)), bool)
+    for t in range(settings.horizon):
+        seen = pool.observations
+        with torch.no_grad():
+            inputs = torch.as_tensor(seen, dtype=like.dtype, device=like.device)
+            actions = policy.draw(policy.outputs(inputs), generators)
+            acted = torch.as_tensor(actions, device=like.device)
+            if policy.kind != "categorical":
+                acted = acted.to(like.dtype)
+            judged = policy.judge(inputs, acted)
+            values = policy.values(inputs)
+        step = pool.step(actions)
+        ended = step.terminated | step.truncated
+        episodes.add(step.rewards, step.own, ended, step.dropped)
+        for e in np.flatnonzero(step.dropped):
+            learns[begun[e] : t + 1, e] = False
+        begun[ended | step.dropped] = t + 1
+        rows.append({
+            "observations": seen, "actions": actions, "finals": step.finals,
+            "log_probabilities": judged.log_probabilities.double().cpu().numpy(),
+            "values": values.double().cpu().numpy(), "rewards": step.rewards,
+            "terminated": step.terminated, "ended": ended | step.dropped,
+        })  # fmt: skip
+        if stops(t + 1):
+            break
+    steps = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+    count = len(rows)
+    # what follows the collected steps, not what an earlier rollout had left in later rows
+    next_values = np.empty_like(steps["values"])
+    next_values[:-1] = steps["values"][1:]
+    again = steps["ended"].copy()
+    again[-1] = True
+    if again.any():
+        with torch.no_grad():
+            finals = torch.as_tensor(
+                steps["finals"][again], dtype=like.dtype, device=like.device
+            )
+            next_values[again] = policy.values(finals).double().cpu().numpy()
+    estimate = episode_advantages(
+        steps["rewards"], steps["values"], next_values, steps["terminated"], steps["ended"],
+        settings.gamma, settings.trace,
+    )  # fmt: skip
+    return CollectedSteps(
+        steps["observations"],
+        steps["actions"],
+        steps["log_probabilities"],
+        estimate.advantages,
+        estimate.returns,
+        learns[:count],
+        first,
+    )
+
+
+class OwnShare(NamedTuple):
+    """A minibatch, as one rank sees it.
+
+    ``rows``: this rank's transitions in it, as indices ``step x environments + environment`` into its own; ``size``:
+    number of transitions in it over all ranks.
+    """
+
+    rows: np.ndarray
+    size: int
+
+
+def minibatches(
+    collected: CollectedSteps,
+    settings: Control,
+    number: int,
+    seed: int,
+    add_up: SumOverRanks,
+) -> Iterator[OwnShare]:
+    """Yield the minibatches of all epochs of the run's step ``number``, each as this rank's share. Collective.
+
+    The order is drawn over all transitions of all ranks, so a minibatch does not depend on who holds what.
+    """
+    every, own = settings.environments, collected.learns.shape[1]
+    mask = torch.zeros(settings.horizon, every, dtype=torch.int32)
+    here = slice(collected.first, collected.first + own)
+    mask[: len(collected.learns), here] = torch.from_numpy(collected.learns).int()
+    add_up(mask)
+    learns = mask.numpy().reshape(-1) > 0
+    count = max(1, round(int(learns.sum()) / settings.minibatch))
+    for epoch in range(settings.epochs):
+        order = np.random.default_rng([seed, ORDER, number, epoch]).permutation(
+            len(learns)
+        )
+        for ids in np.array_split(order[learns[order]], count):
+            step, environment = ids // every, ids % every
+            held = (environment >= here.start) & (environment < here.stop)
+            yield OwnShare(
+                step[held] * own + environment[held] - here.start, len(ids)
+            )  # fmt: skip
+
+
+class Learned(NamedTuple):
+    """Means over the minibatches of a step of the run.
+
+    ``loss``: of policy, critic and entropy together; ``critic``: the critic's loss; ``entropy``: of the policy; ``kl``:
+    estimate of how far the policy has moved from the one that collected (k3); ``clipped``: share of transitions whose
+    ratio was clipped; ``grad_norm``: norm of the gradients before clipping; ``updates``: number of minibatches.
+    """
+
+    loss: float
+    critic: float
+    entropy: float
+    kl: float
+    clipped: float
+    grad_norm: float
+    updates: int
+
+
+def learn_from_steps(
+    policy: ActionPolicy,
+    optimizer: torch.optim.Optimizer,
+    collected: CollectedSteps,
+    settings: Control,
+    number: int,
+    seed: int,
+    add_up: SumOverRanks,
+) -> Learned:
+    """Update ``policy`` with the steps that all ranks have collected. Collective.
+
+    ``number``: number of the run's step, from which with ``seed`` the order is drawn; ``add_up``: adds a tensor up over
+    all ranks.
+    """
+    like = next(policy.parameters())
+    flat = {
+        name: torch.as_tensor(getattr(collected, name), device=like.device).flatten(0, 1)
+        for name in ("observations", "actions", "log_probabilities", "advantages", "returns")
+    }  # fmt: skip
+    flat = {
+        name: value.to(like.dtype)
+        if value.is_floating_point()
+        else value
+        for name, value in flat.items()
+    }  # fmt: skip
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    sizes = [p.numel() for p in parameters]
+    sums = np.zeros(6)
+    updates = 0
+    for share in minibatches(collected, settings, number, seed, add_up):
+        rows = torch.from_numpy(share.rows).to(like.device)
+        batch = {name: value[rows] for name, value in flat.items()}
+        advantages = standardised(batch["advantages"], share.size, add_up)
+        judged = policy.judge(batch["observations"], batch["actions"])
+        values = policy.values(batch["observations"])
+        log_ratio = judged.log_probabilities - batch["log_probabilities"]
+        ratio = log_ratio.exp()
+        bounded = ratio.clamp(1 - settings.clip, 1 + settings.clip)
+        gain = torch.minimum(ratio * advantages, bounded * advantages).sum()
+        critic = 0.5 * (values - batch["returns"]).square().sum()
+        entropy = judged.entropies.sum()
+        loss = settings.value * critic - gain - settings.entropy * entropy
+        gradients = torch.autograd.grad(loss / share.size, parameters)
+        with torch.no_grad():
+            seen = torch.stack([
+                loss, critic, entropy, (ratio - 1 - log_ratio).sum(), (bounded != ratio).sum().to(loss.dtype)
+            ])  # fmt: skip
+            together = torch.cat([*(g.flatten() for g in gradients), seen / share.size])
+            add_up(together)
+            *summed, means = together.split([*sizes, len(seen)])
+            norm = torch.cat(summed).norm()
+            shrink = (settings.max_norm / (norm + 1e-12)).clamp(max=1.0)
+            for parameter, gradient in zip(parameters, summed, strict=True):
+                parameter.grad = gradient.view_as(parameter) * shrink
+        optimizer.step()
+        sums += [*means.tolist(), float(norm)]
+        updates += 1
+    loss_, critic_, entropy_, kl, clipped, norm_ = (sums / updates).tolist()
+    return Learned(loss_, critic_, entropy_, kl, clipped, norm_, updates)
+
+
+def standardised(advantages: T, size: int, add_up: SumOverRanks) -> T:
+    """Return a rank's ``advantages`` of a minibatch, made mean 0 and deviation 1 over all ranks. Collective.
+
+    ``size``: number of transitions in the minibatch over all ranks.
+    """
+    total = advantages.sum().reshape(1)
+    add_up(total)
+    centred = advantages - total / size
+    squares = centred.square().sum().reshape(1)
+    add_up(squares)
+    return centred / ((squares / max(1, size - 1)).sqrt() + 1e-8)
