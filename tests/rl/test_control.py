@@ -19,6 +19,15 @@ from weft.layout.parts import Part
 from weft.recipe.control_section import Control
 from weft.recipe.read import build_recipe
 from weft.rl.control.action_policy import ActionPolicy, policy_kind
+from weft.rl.control.control_ppo import (
+    CollectedSteps,
+    RunningEpisodes,
+    action_generators,
+    collect_steps,
+    learn_from_steps,
+    minibatches,
+    standardised,
+)
 from weft.rl.control.environment_kinds import (
     ActionForm,
     LineWalk,
@@ -29,15 +38,6 @@ from weft.rl.control.environment_pool import EnvironmentPool
 from weft.rl.control.environment_process import EpisodeRunner, episode_seed
 from weft.rl.control.episode_advantages import episode_advantages
 from weft.rl.control.on_policy import SeenObservations, environment_words
-from weft.rl.control.ppo import (
-    CollectedSteps,
-    RunningEpisodes,
-    action_generators,
-    collect_steps,
-    learn_from_steps,
-    minibatches,
-    standardised,
-)
 from weft.rl.control.simple_reward import SimpleReward
 
 WALK = "weft.rl.control.environment_kinds:LineWalk"

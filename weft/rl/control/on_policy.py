@@ -17,16 +17,16 @@ from weft.layout.mesh import Mesh, from_all
 from weft.recipe.control_section import Control
 from weft.recipe.recipe import Recipe
 from weft.rl.control.action_policy import ActionPolicy, policy_kind
-from weft.rl.control.control_state import adam_tensors
-from weft.rl.control.environment_pool import EnvironmentPool
-from weft.rl.control.method_step import MethodStep
-from weft.rl.control.ppo import (
+from weft.rl.control.control_ppo import (
     RunningEpisodes,
     SumOverRanks,
     action_generators,
     collect_steps,
     learn_from_steps,
 )
+from weft.rl.control.control_state import adam_tensors
+from weft.rl.control.environment_pool import EnvironmentPool
+from weft.rl.control.method_step import MethodStep
 
 T = torch.Tensor
 
