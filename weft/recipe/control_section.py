@@ -6,20 +6,6 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from weft.section import Section
 
-#: Methods that learn from transitions of older policies.
-OFF_POLICY = ("dqn", "sac")
-#: Sections that mean something beside ``[control]``, and of ``[train]`` and ``[layout]`` the settings that do.
-BESIDE_CONTROL = (
-    "name",
-    "plugins",
-    "layout",
-    "train",
-    "checkpoint",
-    "observe",
-    "control",
-)
-OF_TRAIN, OF_LAYOUT = ("seed", "dtype", "device", "threads", "timeout"), ("dp",)
-
 
 class RewardTerm(Section):
     """Soft penalty for one component of the observation that is far from zero."""
@@ -236,106 +222,20 @@ class Control(Section):
     )
 
     @property
+    def off_policy(self) -> bool:
+        """Whether the method learns from stored transitions of older policies."""
+        return self.method in ("dqn", "sac")
+
+    @property
     def steps(self) -> int:
         """Number of steps of the run: a step collects transitions and learns from them."""
-        size = (
-            self.every
-            if self.method in OFF_POLICY
-            else self.environments * self.horizon
-        )
+        size = self.every if self.off_policy else self.environments * self.horizon
         return -(-self.transitions // size)
 
     @model_validator(mode="after")
     def _together(self) -> Self:
-        off_policy = self.method in OFF_POLICY
-        fields = type(self).model_fields
-        # a recorded recipe has every field
-        asked = {key for key in fields if getattr(self, key) != fields[key].default}
-        only_stored = {
-            "replay",
-            "warmup",
-            "ratio",
-            "lockstep",
-            "average",
-            "explore",
-            "every",
-        }
-        only_newest = {
-            "horizon", "epochs", "trace", "clip", "entropy", "value", "processes", "cutoff", "policy", "decay",
-        }  # fmt: skip
-        for key in sorted(asked & (only_newest if off_policy else only_stored)):
-            raise ValueError(
-                f"{key} does nothing for method = {self.method!r}; leave it out"
-            )
-        if self.method != "dqn" and "explore" in asked:
-            raise ValueError(
-                f"explore does nothing for method = {self.method!r}; leave it out"
-            )
-        if self.reward == "own" and (self.terms or self.progress is not None):
-            raise ValueError(
-                "terms and progress are for reward = 'product' or 'sum', and it is 'own'; set reward"
-            )
-        if self.reward != "own" and not self.terms and self.progress is None:
-            raise ValueError(
-                f"reward = {self.reward!r} without terms or progress is the environment's own; add [[control.terms]]"
-            )
-        if off_policy and self.warmup < self.minibatch:
-            raise ValueError(
-                f"warmup = {self.warmup} transitions are too few for a minibatch of {self.minibatch}; raise warmup"
-            )
-        if off_policy and self.replay < self.warmup:
-            raise ValueError(
-                f"replay = {self.replay} keeps fewer transitions than warmup = {self.warmup}; raise replay"
-            )
-        if self.lockstep and self.ratio:
-            raise ValueError(
-                "lockstep has one update for each transition; leave ratio out"
-            )
-        if ":" in self.environment:
-            module, _, name = self.environment.partition(":")
-            if not module or not name:
-                raise ValueError(
-                    "it should be an id of Gymnasium, or module:name of your own"
-                )
+        # whoever trains a language model need not read these rules
+        from weft.recipe.control_rules import check_control
+
+        check_control(self)
         return self
-
-
-def check_beside_control(recipe: Any) -> None:
-    """Raise :class:`ValueError` for the first setting of ``recipe`` that means nothing in a run with ``[control]``."""
-    control = recipe.control
-    for name in sorted(recipe.model_fields_set):
-        if (
-            name not in BESIDE_CONTROL
-            and getattr(recipe, name) != type(recipe).model_fields[name].default
-        ):
-            raise ValueError(
-                f"[{name}] does nothing beside [control], which trains a policy of its own; leave it out"
-            )
-    for name, kept in (("train", OF_TRAIN), ("layout", OF_LAYOUT)):
-        section = getattr(recipe, name)
-        fields = type(section).model_fields
-        for key in sorted(section.model_fields_set - set(kept)):
-            if getattr(section, key) != fields[key].default:
-                raise ValueError(
-                    f"{name}.{key} does nothing beside [control]; use {' or '.join(f'{name}.{k}' for k in kept)}, or "
-                    "leave it out"
-                )
-    if recipe.train.dtype == "bfloat16":
-        raise ValueError(
-            "train.dtype = 'bfloat16' is too coarse for control; use 'float32' or 'float64'"
-        )
-    if recipe.checkpoint.export:
-        raise ValueError(
-            "checkpoint.export is for language models; leave it out, checkpoints hold the policy"
-        )
-    ranks = recipe.layout.dp
-    if control.method in OFF_POLICY and ranks > 1:
-        raise ValueError(
-            f"control.method = {control.method!r} has one learner, and layout.dp = {ranks}; use "
-            "control.environments for more workers, or method = 'ppo'"
-        )
-    if control.environments % ranks:
-        raise ValueError(
-            f"control.environments = {control.environments} cannot be divided by layout.dp = {ranks}; change one of "
-            "them"
-        )

@@ -11,7 +11,7 @@ from weft.plugins import check_plugin, load_plugins_of
 from weft.recipe.adapter import Adapter
 from weft.recipe.checkpoint_section import Checkpoint
 from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
-from weft.recipe.control_section import Control, check_beside_control
+from weft.recipe.control_section import Control
 from weft.recipe.data_section import ANSWER_PAIRS, Data
 from weft.recipe.generate_section import Generate
 from weft.recipe.host_section import with_techniques
@@ -193,6 +193,8 @@ class Recipe(Section):
         self._check_loss()
         self._check_rewards()
         if self.control is not None:
+            from weft.recipe.control_rules import check_beside_control
+
             check_beside_control(self)
         return self
 

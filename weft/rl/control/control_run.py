@@ -22,7 +22,6 @@ from weft.layout.mesh import Mesh, from_all
 from weft.observe.display import Display
 from weft.observe.host import describe_machine
 from weft.observe.run_metrics import Metrics
-from weft.recipe.control_section import OFF_POLICY
 from weft.recipe.recipe import Recipe
 from weft.rl.control.control_state import ControlState
 from weft.rl.control.method_step import ControlMethod
@@ -169,7 +168,7 @@ def open_method(recipe: Recipe, mesh: Mesh) -> ControlMethod:
     If the environments cannot be started on one rank, all ranks raise its error.
     """
     assert recipe.control is not None
-    if recipe.control.method in OFF_POLICY:
+    if recipe.control.off_policy:
         from weft.rl.control.off_policy import OffPolicy
 
         return OffPolicy(recipe, mesh)
