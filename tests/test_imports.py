@@ -201,8 +201,6 @@ BESIDE_NET = {
     "serve/front.py": {"socket"},
     "checkpoint/convert/shards.py": {"pickle"},
     "prove/pool.py": {"pickle", "multiprocessing.connection"},
-    "checkpoint/writer.py": {"multiprocessing.connection"},
-    "generate/prefill_process.py": {"multiprocessing.connection"},
     "rl/reward_workers.py": {"selectors"},
     "rl/control/array_frames.py": {"multiprocessing.connection"},
 }

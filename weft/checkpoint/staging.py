@@ -10,7 +10,6 @@ import tempfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from weft.layout.dims import Box, extents
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.memory.nameless_file import nameless_file, reserve
 from weft.memory.pinned import pin, unpin
+from weft.net.child_pipe import PipeEnd, RunningProcess, call_in_child, open_child
 
 if TYPE_CHECKING:
     from weft.checkpoint.write_task import Report, WriteTask
@@ -107,20 +107,12 @@ class WriterProcess:
             self._bytes.zero_()
         if pinned:  # a GPU copies straight into it
             pin(self._bytes)
-        self._pipe, theirs = Pipe()
-        handles = theirs.fileno(), self._file.fileno()
-        # A fresh interpreter that runs nothing else: multiprocessing's spawn would run the main program again.
-        command = [
-            sys.executable,
-            "-c",
-            "import sys; from weft.checkpoint.writer import run_writer; run_writer(*map(int, sys.argv[1:]))",
-            *map(str, handles),
-        ]
-        # In a session of its own: a terminal's Ctrl-C is for the rank, which then waits for its writer.
-        self.process = subprocess.Popen(
-            command, pass_fds=handles, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
+        memory = self._file.fileno()
+
+        def start(theirs: PipeEnd) -> RunningProcess:
+            return call_in_child("weft.checkpoint.writer", "run_writer", theirs, memory)
+
+        self._pipe, self.process = open_child(start)
 
     def serves(self, size: int) -> bool:
         """Return whether the process is alive and the shared memory has at least ``size`` bytes."""

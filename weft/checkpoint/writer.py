@@ -14,7 +14,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from weft.checkpoint.pack import elements, index_within
 from weft.checkpoint.storage import Storage, StorageError
 from weft.checkpoint.write_task import Commit, Report, WriteTask
 from weft.errors import WeftError
+from weft.net.child_pipe import parent_pipe
 
 if TYPE_CHECKING:
     from weft.layout.dims import Box, Tensor
@@ -41,7 +41,7 @@ def run_writer(pipe_handle: int, memory_handle: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(5)
-    pipe = Connection(pipe_handle)
+    pipe = parent_pipe(pipe_handle)
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     memory = mmap.mmap(memory_handle, 0, flags=flags, prot=mmap.PROT_READ)
     with suppress(EOFError, OSError):  # the rank has ended

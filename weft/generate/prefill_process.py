@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import prod
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,6 +24,13 @@ from weft.generate.engine import Engine
 from weft.generate.reader import PackedRow, PagedReader
 from weft.generate.shared_arena import SharedArena, aligned_bytes
 from weft.generate.shared_model import SharedModel, attach_model
+from weft.net.child_pipe import (
+    PipeEnd,
+    RunningProcess,
+    call_in_child,
+    open_child,
+    parent_pipe,
+)
 
 T = torch.Tensor
 
@@ -40,43 +45,18 @@ QUOTA, WRITING, BEAT = range(3)
 CONTROLS = 3
 
 
-class RunningProcess(Protocol):
-    """A process that was started; :class:`subprocess.Popen` is such an object."""
-
-    def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
-
-    def kill(self) -> None:
-        """End the process at once."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended; return its exit code."""
-
-
 #: Starts the process with its end of a pipe and the file descriptors of both arenas.
-Starter = Callable[[Connection, int, int], RunningProcess]
+Starter = Callable[[PipeEnd, int, int], RunningProcess]
 
 
 class PrefillLost(WeftError):
     """Error of a pass that will not end, as the process that computes it is gone."""
 
 
-def start_interpreter(pipe: Connection, weights: int, cache: int) -> RunningProcess:
+def start_interpreter(pipe: PipeEnd, weights: int, cache: int) -> RunningProcess:
     """Start the process as an interpreter of its own. See :data:`Starter`."""
-    handles = pipe.fileno(), weights, cache
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from weft.generate.prefill_process import run_prefill; run_prefill(*map(int, sys.argv[1:]))",
-        *map(str, handles),
-    ]
-    # in a session of its own: Ctrl-C is for the server, whose answers end first
-    return subprocess.Popen(
-        command,
-        pass_fds=handles,
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
-        start_new_session=True,
+    return call_in_child(
+        __name__, run_prefill.__name__, pipe, weights, cache, stdout=sys.stderr
     )
 
 
@@ -103,6 +83,7 @@ class PrefillProcess:
         self._cores, self._size = list(cores), engine.reader.size
         self._arena = share_cache(engine)
         self._control, self._logits = self._arena["control"], self._arena["logits"]
+        self._pipe: PipeEnd
         self._process: RunningProcess | None = None
         self._failures = 0
         self.ready, self.sent = False, 0
@@ -115,14 +96,10 @@ class PrefillProcess:
 
     def restart(self) -> None:
         """Start the process; :meth:`look` notices when it is ready."""
-        self._pipe, theirs = Pipe()
         self._control[WRITING] = 0.0
-        try:
-            self._process = self._start(
-                theirs, self._shared.arena.handle, self._arena.handle
-            )
-        finally:
-            theirs.close()
+        arenas = self._shared.arena.handle, self._arena.handle
+        child = open_child(lambda theirs: self._start(theirs, *arenas))
+        self._pipe, self._process = child.pipe, child.process
         self._deadline = time.monotonic() + START_S
         about = self._shared.about | {
             "weights": self._shared.arena.form,
@@ -260,7 +237,7 @@ def run_prefill(pipe: int, weights: int, cache: int) -> None:
     and of the arenas of weights and cache.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve_prefill(Connection(pipe), weights, cache, apply_share)
+    serve_prefill(parent_pipe(pipe), weights, cache, apply_share)
     # the interpreter's own end takes long, and nothing is left to do
     os._exit(0)
 
@@ -288,7 +265,7 @@ class _Beats:
 
 @torch.inference_mode()
 def serve_prefill(
-    pipe: Connection,
+    pipe: PipeEnd,
     weights: int,
     cache: int,
     apply: Callable[[CoreShare], None],

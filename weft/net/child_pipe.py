@@ -1,0 +1,70 @@
+"""A pipe to a child process of this one: a fresh interpreter that calls one function with what it inherits.
+
+Nothing else runs in the child: multiprocessing's spawn would run the main program again.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import IO, NamedTuple, Protocol
+
+#: One end of a pipe between a process and its child.
+PipeEnd = Connection
+
+
+class RunningProcess(Protocol):
+    """A process that was started; :class:`subprocess.Popen` is such an object."""
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+
+    def kill(self) -> None:
+        """End the process at once."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process has ended; return its exit code."""
+
+
+class Child(NamedTuple):
+    """A child process. ``pipe``: this process's end of the pipe to it, which ends when the child does."""
+
+    pipe: PipeEnd
+    process: RunningProcess
+
+
+def open_child(start: Callable[[PipeEnd], RunningProcess]) -> Child:
+    """Open a pipe and call ``start``, which starts a process with the other end; return this end and the process."""
+    pipe, theirs = Pipe()
+    try:
+        return Child(pipe, start(theirs))
+    except BaseException:
+        pipe.close()
+        raise
+    finally:
+        theirs.close()
+
+
+def call_in_child(
+    module: str, function: str, pipe: PipeEnd, *handles: int, stdout: IO[str] | None = None
+) -> "subprocess.Popen[bytes]":  # fmt: skip
+    """Start an interpreter that calls ``function`` of ``module`` with inherited file descriptors: that of ``pipe`` and
+    ``handles``. ``stdout``: where what it prints goes; None: to this process's output.
+
+    The child is in a session of its own: a terminal's Ctrl-C is for this process, which then waits for the child.
+    """
+    inherited = pipe.fileno(), *handles
+    call = f"import sys; from {module} import {function}; {function}(*map(int, sys.argv[1:]))"
+    return subprocess.Popen(
+        [sys.executable, "-c", call, *map(str, inherited)],
+        pass_fds=inherited,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        start_new_session=True,
+    )
+
+
+def parent_pipe(handle: int) -> PipeEnd:
+    """Return the child's end of the pipe, whose inherited file descriptor is ``handle``."""
+    return PipeEnd(handle)
