@@ -21,9 +21,9 @@ from weft.layout.mesh import Mesh
 from weft.models.hooks import Hooks
 from weft.models.policy_loss import PolicyObjective
 from weft.prove.equality import Difference, compare_with_one_device, run_layout
-from weft.recipe import PolicyLoss, build_recipe
+from weft.recipe import PolicyLoss, Recipe, build_recipe
 from weft.rl.log_probabilities import token_log_probabilities
-from weft.train.setup import build_for_training, prepare
+from weft.train.setup import Job, build_for_training, prepare
 from weft.train.step import accumulate
 
 SLOW = pytest.mark.slow
@@ -47,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cispo": {"form": "cispo", "clip_low": 1.0, "kl": "k2", "kl_weight": 0.2},
     "sapo": {"form": "sapo", "normaliser": "sequence", "entropy": -0.1},
     "rloo": {"ratio": "product", "normaliser": "constant", "constant": 9, "off_policy": 0.01},
+    "ppo": {"advantage": "gae", "value_weight": 0.5, "value_clip": 0.3},
 }  # fmt: skip
 
 
@@ -68,6 +69,8 @@ def samples(count: int = 11) -> list[PolicySample]:
                 *(None if i == 5 else x for x in near[:1]),
                 old=None if i == 6 else near[1],
                 reference=near[2],
+                returns=rng.standard_normal(n),
+                values=0.4 * rng.standard_normal(n),
             )
         )
     return made
@@ -78,9 +81,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_corpus(tmp_path_factory.mktemp("policy"))
 
 
+def prepared(values: Recipe, critic: str = "shared") -> Job:
+    """A job whose model is a policy with a value head, or a critic with a trunk of its own."""
+    job = prepare(values)
+    shared = critic == "shared"
+    change = {"value_head": True} if shared else {"output": "score", "tied": False}
+    return dataclasses.replace(job, shape=job.shape.model_copy(update=change))
+
+
 def step(settings: PolicyLoss, values: Any, room: int, rows: int) -> dict[str, Any]:
     """Loss, gradients and figures of one step on one device, in passes of ``rows`` rows with room for ``room``."""
-    mesh, job = Mesh.single(torch.device("cpu")), prepare(values)
+    mesh, job = Mesh.single(torch.device("cpu")), prepared(values)
     objective = PolicyObjective(settings)
     with mock.patch("weft.train.setup.hooks_of", lambda *_: Hooks(objective=objective)):
         model, state = build_for_training(job.shape, mesh, values)
@@ -105,13 +116,17 @@ def test_packing_and_microbatches_change_nothing(corpus: str, name: str) -> None
     assert whole["policy.tokens"] == sum(s.learns.sum() for s in samples())
     assert whole["policy.mismatch"] > 0
     assert 0 < whole["policy.clipped_low"] + whole["policy.clipped_high"] < 1
+    head = whole["value_head"].norm()
+    assert (head > 0) == (whole["policy.value_loss"] > 0) == (name == "ppo")
 
 
-def difference(values: dict[str, Any], name: str) -> Difference | None:
+def difference(values: dict[str, Any], name: str, critic: str) -> Difference | None:
     """On every rank: the layout; on rank 0 what differs from one device."""
     settings = PolicyLoss(**VARIANTS[name])
     built = build_recipe(values)
     mesh, job = Mesh.create(built.layout, "cpu"), prepare(built)
+    if name == "ppo":
+        job = prepared(built, critic)
     rows = policy_rows(samples(), ROOM, settings)
     rows = RowList(rows.rows * 3)
     corpus = dataclasses.replace(job.corpus, train=rows)
@@ -128,6 +143,12 @@ CASES: list[Any] = [
     ({"cp": 2, "context": "zigzag"}, "gspo"),
     ({"pp": 2}, "cispo"),
     ({"pp": 2, "vocab_barriers": 1}, "dapo"),
+    ({"cp": 2, "tp": 2}, "ppo"),
+    ({"pp": 2}, "ppo"),
+    ({"tp": 2}, "ppo apart"),
+    pytest.param({"pp": 2, "cp": 2}, "ppo apart", marks=SLOW),
+    pytest.param({"shard": 2, "tp": 2}, "ppo", marks=SLOW),
+    pytest.param({"pp": 2, "dp": 2, "schedule": "zb-h1"}, "ppo", marks=SLOW),
     ({"pp": 2, "tp": 2, "vocab_barriers": 2}, "sapo"),
     pytest.param({"cp": 2, "tp": 2}, "rloo", marks=SLOW),
     pytest.param({"cp": 2, "shard": 2}, "grpo", marks=SLOW),
@@ -144,7 +165,9 @@ def test_equal_to_one_device(
 ) -> None:
     values = recipe(corpus, data__seq_len=ROOM).model_dump(mode="json")
     values |= {"layout": layout}
-    found = pool.run(Layout(**layout).world, difference, values, name)[0]
+    name, _, critic = name.partition(" ")
+    world = Layout(**layout).world
+    found = pool.run(world, difference, values, name, critic or "shared")[0]
     assert found.ok, found
 
 

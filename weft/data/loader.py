@@ -417,7 +417,7 @@ class Loader:
 
     def _row(self, sample: int) -> Row:
         row = self.order.row(sample)
-        if not self.ends:
+        if not self.ends or row.rollout is not None:
             return row
         labels, last = (
             np.full_like(row.labels, IGNORE),

@@ -128,6 +128,10 @@ def _check(sample: PolicySample, room: int, settings: PolicyLoss) -> None:
         raise WeftError(
             f"the loss has kl = {settings.kl!r}, and a sample lacks log-probabilities under the reference model"
         )
+    if settings.needs_values and (sample.returns is None or sample.values is None):
+        raise WeftError(
+            f"advantage = {settings.advantage!r} has a critic, and a sample lacks its values or what they should be"
+        )
     if settings.normaliser == "constant" and settings.constant is None:
         raise WeftError(
             "normaliser = 'constant' divides by constant, which is not set; set rl.loss.constant"

@@ -23,7 +23,10 @@ T = torch.Tensor
 #: Sums over the tokens of a step, by name.
 SUMS = (
     "tokens", "entropy", "kl", "ratio", "clipped_low", "clipped_high", "corrected", "correction", "mismatch",
+    "value", "value_loss", "value_clipped",
 )  # fmt: skip
+#: How many of these belong to a critic, the last ones.
+OF_CRITIC = 3
 #: Maxima over the tokens of a step, by name.
 MAXIMA = ("ratio", "mismatch")
 
@@ -42,8 +45,14 @@ class PolicyFigures:
 
     def add(self, sums: T, maxima: T) -> None:
         """Add the figures of a pass."""
-        self.sums = self.sums.to(sums.device) + sums
+        self.sums = self.sums.to(sums.device)
+        self.sums[:-OF_CRITIC] += sums
         self.maxima = torch.maximum(self.maxima.to(maxima.device), maxima)
+
+    def add_values(self, sums: T) -> None:
+        """Add the figures of a critic in a pass."""
+        self.sums = self.sums.to(sums.device)
+        self.sums[-OF_CRITIC:] += sums
 
     def take(self, mesh: Mesh) -> dict[str, float]:
         """Return the figures of all ranks since the last call, as means and shares per token, by name. Collective.
@@ -52,7 +61,9 @@ class PolicyFigures:
         reference model. ``policy.ratio``: mean ratio. ``policy.clipped_low`` and ``policy.clipped_high``: shares of
         tokens whose ratio was limited. ``policy.corrected``: share of tokens that the correction of the sampler
         touched. ``policy.correction``: mean weight of that correction. ``policy.mismatch``: mean absolute difference of
-        log-probabilities between trainer and sampler. ``policy.ratio_max`` and ``policy.mismatch_max``: maxima.
+        log-probabilities between trainer and sampler. ``policy.value``, ``policy.value_loss`` and
+        ``policy.value_clipped``: a critic's mean prediction, its mean loss, and the share of values that moved further
+        than allowed. ``policy.ratio_max`` and ``policy.mismatch_max``: maxima.
         """
         sums, maxima = self.sums.to(mesh.device), self.maxima.to(mesh.device)
         sums = step_sum(share_of_sum(sums, mesh, **BY_DATA | {"pp": V}), mesh)
@@ -69,6 +80,20 @@ class PolicyFigures:
             for name, value in zip(MAXIMA, maxima.tolist(), strict=True)
         }
         return {"policy.tokens": tokens, **means, **most}
+
+
+def clipped_value_losses(values: T, old: T, returns: T, most: float | None) -> T:
+    """Return half the squared error of a critic at each token, ``[tokens]`` (Schulman et al. 2017, PPO).
+
+    ``values``: what the critic predicts; ``old``: what it predicted at sampling; ``returns``: what it should predict;
+    all ``[tokens]``. ``most``: how far a value may move from ``old`` before its loss no longer falls; None: any
+    distance.
+    """
+    errors = (values - returns).square()
+    if most is not None:
+        limited = torch.maximum(torch.minimum(values, old + most), old - most)
+        errors = torch.maximum(errors, (limited - returns).square())
+    return errors / 2
 
 
 class TokenLosses(NamedTuple):
@@ -155,6 +180,10 @@ class PolicyObjective(TokenObjective):
     def has_entropy(self) -> bool:
         return self.settings.entropy != 0
 
+    @property
+    def has_values(self) -> bool:
+        return self.settings.needs_values
+
     def weigh(self, nll: T, entropy: T, batch: Batch, mesh: Mesh) -> Weighed:
         """Return this rank's share of the policy loss of ``batch`` and its derivatives, and add up the figures."""
         with untyped():
@@ -176,6 +205,31 @@ class PolicyObjective(TokenObjective):
             declare(loss, mesh, **BY_DATA | {"tp": I}),
             declare(slopes, mesh, **BY_DATA),
             None if entropies is None else declare(entropies, mesh, **BY_DATA),
+        )
+
+    def weigh_values(self, values: T, batch: Batch, mesh: Mesh) -> Weighed:
+        """Return this rank's share of the critic's loss and its derivatives, and add up the figures."""
+        with untyped():
+            tokens, settings = answer_tokens(batch, mesh), self.settings
+            numbers = tokens.numbers
+            with torch.enable_grad():
+                values = values.detach().double().requires_grad_()
+                losses = clipped_value_losses(
+                    values, numbers.values, numbers.returns, settings.value_clip
+                )
+                losses = torch.where(tokens.learned, losses, 0)
+                loss = settings.value_weight * (losses * numbers.scale).sum()
+                (slopes,) = torch.autograd.grad(loss, values)
+            moved = (values - numbers.values).abs()
+            cut = moved > (settings.value_clip or torch.inf)
+            kept = [
+                torch.where(tokens.learned, x.detach().double(), 0).sum()
+                for x in (values, losses, cut)
+            ]
+            self.figures.add_values(torch.stack(kept))
+        return Weighed(
+            declare(loss.detach(), mesh, **BY_DATA | {"tp": I}),
+            declare(slopes, mesh, **BY_DATA),
         )
 
     def token_losses(self, logp: T, entropy: T, tokens: AnswerTokens) -> TokenLosses:

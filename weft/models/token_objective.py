@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Weighed(NamedTuple):
     """Loss of a batch and its derivatives.
 
-    ``loss``: this rank's share of the loss. ``slopes``: derivative by each token's negative log-probability,
-    ``[tokens]``. ``entropies``: derivative by the entropy of each token's distribution, ``[tokens]``; None if the loss
-    does not depend on it.
+    ``loss``: this rank's share of the loss. ``slopes``: derivative by each token's negative log-probability, or by each
+    value of a critic, ``[tokens]``. ``entropies``: derivative by the entropy of each token's distribution,
+    ``[tokens]``; None if the loss does not depend on it.
     """
 
     loss: T
@@ -39,10 +39,23 @@ class TokenObjective:
         """Whether the loss has a derivative by the entropies of the tokens' distributions."""
         return False
 
+    @property
+    def has_values(self) -> bool:
+        """Whether a critic's values are part of the loss."""
+        return False
+
     def weigh(self, nll: T, entropy: T, batch: Batch, mesh: Mesh) -> Weighed:
         """Return this rank's share of the loss of ``batch``, and the loss's derivatives.
 
         ``nll``: negative log-probabilities of the labels of this rank's tokens, ``[tokens]``, equal on all ranks of
         ``tp``; 0 where there is no label. ``entropy``: entropies of the tokens' distributions, ``[tokens]``.
+        """
+        raise NotImplementedError
+
+    def weigh_values(self, values: T, batch: Batch, mesh: Mesh) -> Weighed:
+        """Return this rank's share of a critic's loss on ``batch``, and the loss's derivative by each value.
+
+        ``values``: the critic's prediction before each label of this rank's tokens, float64 ``[tokens]``, equal on all
+        ranks of ``tp``.
         """
         raise NotImplementedError

@@ -31,7 +31,14 @@ from weft.models.module import Module, Norm
 from weft.models.projections import Projections
 from weft.models.rope import angles, frequencies, rotate, score_scales
 from weft.models.widened import is_widened
-from weft.shapes.parameters import ROWS, Table, layer_table, outer_table, row_tokens
+from weft.shapes.parameters import (
+    ROWS,
+    VALUE_HEAD,
+    Table,
+    layer_table,
+    outer_table,
+    row_tokens,
+)
 
 if TYPE_CHECKING:
     from weft.data.batch import Batch
@@ -365,6 +372,8 @@ class Transformer(Module):
         self.blocks = nn.ModuleDict({str(i): Block(shape, mesh, i) for i in held})
         if "norm" in ends:
             self.norm = Norm(mesh, table, "norm", shape.norm_eps)
+            if shape.value_head:
+                self.weight(VALUE_HEAD)
         if "head" in ends and not shape.tied:
             head = self.weight("head")
             self.outputs: Any = nn.Module()
@@ -512,9 +521,19 @@ class Transformer(Module):
         if self.shape.output == "score":
             from weft.models.preference import reward_loss
             from weft.models.token_objective import TokenObjective
+            from weft.models.value_loss import value_loss
 
-            assert objective is not None and not isinstance(objective, TokenObjective)
+            assert objective is not None
+            if isinstance(objective, TokenObjective):
+                return value_loss(normed, self.output, batch, objective, self.mesh)
             return reward_loss(normed, self.output, batch, objective, self.mesh)
+        value: T | None = None
+        if self.shape.value_head and batch.rollout is not None:
+            from weft.models.value_loss import shared_value_loss
+
+            value = shared_value_loss(
+                normed, self.value_head, batch, objective, self.mesh
+            )
         hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
         first = (
             self.logical["head"].box[0][0]
@@ -525,9 +544,10 @@ class Transformer(Module):
         if of_answers and objective is not None:
             from weft.models.answer_loss import answer_loss
 
-            return answer_loss(
+            loss = answer_loss(
                 hidden, self.output, batch, first, self.loss_chunk, objective, self.mesh
             )
+            return loss if value is None else loss + value
         counts = None if batch.weights is None else batch.weights.flatten()
         return (hooks.criterion or linear_cross_entropy)(
             hidden,

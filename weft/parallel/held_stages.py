@@ -8,6 +8,7 @@ from weft.recipe import ModelShape
 from weft.schedule.actions import Table
 from weft.schedule.stages import Stage, assign_stages, make_table
 from weft.schedule.vocab import share_stage
+from weft.shapes.parameters import VALUE_HEAD
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class HeldStages:
     def _stages_with(self, name: str) -> list[int]:
         """List the stages of all ranks that compute with a parameter outside of the vocabulary shares."""
         kind, _, rest = name.partition(".")
-        if kind == "norm":
+        if kind in ("norm", VALUE_HEAD):
             return [len(self.stages) - 1]
         table, head = (
             kind == "embedding",

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from weft.data.batch import IGNORE, Batch
+from weft.errors import UsageError
 from weft.layout.boundary import gather_tokens, scatter_tokens
 from weft.layout.mesh import Mesh
 from weft.models.answer_loss import Objective, weigh
@@ -58,6 +59,11 @@ class OutputShard:
         self.objective = objective
         # in policy losses: also of the entropy
         self.policy = objective if isinstance(objective, TokenObjective) else None
+        if self.policy is not None and self.model.shape.value_head:
+            raise UsageError(
+                "layout.vocab_barriers cuts the output layer over all stages, and a critic that shares the policy's "
+                "trunk has its output on the last stage; leave layout.vocab_barriers out"
+            )
         self.temperature = 1.0 if self.policy is None else self.policy.temperature
         return {"E": self._look_up, "S": self._output, "C": self._combine, "T": self._weights, "G": self._add_up,
                 "D": self._embedding_gradient}  # fmt: skip

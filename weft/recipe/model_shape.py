@@ -393,6 +393,13 @@ class ModelShape(Section):
             "model. loss.kind = 'reward' sets it."
         ),
     )
+    value_head: bool = Field(
+        False,
+        description=(
+            "Give the model a second output beside the logits: a critic's prediction of the "
+            "rewards that follow a token. rl.method = 'ppo' sets it."
+        ),
+    )
     adapter: Adapter | None = Field(
         None,
         description=(

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from weft.data.batch import IGNORE, Batch
 from weft.data.loader import Loader
-from weft.data.order import RowList
 from weft.data.policy_rows import PolicySample, policy_rows
 from weft.layout.boundary import untyped
 from weft.layout.mesh import Mesh
@@ -21,29 +21,52 @@ from weft.train.step import loss_sum, sum_over_passes
 
 @dataclass
 class TokenRecorder(TokenObjective):
-    """Takes the place of a loss, and records each label's log-probability and entropy in a table.
+    """Takes the place of a loss, and records numbers of each label in a table.
 
-    ``table``: float64 ``[tokens of all texts, 2]``. The ``advantage`` of a token holds its index in the table.
+    ``table``: float64 ``[tokens of all texts, 3]``: log-probability, entropy of the distribution, a critic's value. The
+    ``advantage`` of a token in the rows holds its index in the table.
     """
 
     table: torch.Tensor
     temperature: float = 1.0
 
+    @property
+    def has_values(self) -> bool:
+        return True
+
     def weigh(
         self, nll: torch.Tensor, entropy: torch.Tensor, batch: Batch, mesh: Mesh
     ) -> Weighed:
+        return self._record(slice(0, 2), torch.stack((-nll, entropy), dim=1), batch)
+
+    def weigh_values(self, values: torch.Tensor, batch: Batch, mesh: Mesh) -> Weighed:
+        return self._record(slice(2, 3), values[:, None], batch)
+
+    def _record(self, columns: slice, values: torch.Tensor, batch: Batch) -> Weighed:
+        """Write ``values`` of this rank's tokens, ``[tokens, n]``, to the columns; return a loss of 0."""
         assert batch.rollout is not None
         with untyped():
             learned = batch.labels.flatten() != IGNORE
             at = batch.rollout.advantage.flatten()[learned].long()
-            values = torch.stack((-nll, entropy), dim=1)[learned]
-            self.table[at] = values.detach().double()
-        zero = torch.zeros((), dtype=torch.float64, device=nll.device)
-        return Weighed(zero, torch.zeros_like(nll))
+            self.table[at, columns] = values[learned].detach().double()
+            zero = torch.zeros((), dtype=torch.float64, device=values.device)
+            return Weighed(zero, torch.zeros_like(values[:, 0]))
+
+
+class TokenReadings(NamedTuple):
+    """Numbers of the marked tokens of texts, for each text float64 ``[n]``, 0 for tokens that are not marked.
+
+    ``log_probabilities``: log-probability of each token. ``entropies``: entropy of the distribution from which it would
+    be drawn. ``values``: a critic's prediction before it; zeros without a critic.
+    """
+
+    log_probabilities: list[np.ndarray]
+    entropies: list[np.ndarray]
+    values: list[np.ndarray]
 
 
 @torch.no_grad()
-def token_log_probabilities(
+def token_readings(
     model: Transformer,
     state: State | None,
     mesh: Mesh,
@@ -52,21 +75,22 @@ def token_log_probabilities(
     passes: int = 1,
     room: int = 1024,
     temperature: float = 1.0,
-) -> list[np.ndarray]:
-    """Compute the log-probability of every marked token of ``texts``. Collective; the same result on all ranks.
+) -> TokenReadings:
+    """Compute log-probabilities, entropies and values of every marked token of ``texts``, under any layout.
+
+    Collective; the result is the same on all ranks. A critic with a trunk of its own has values alone, and zeros for
+    the rest.
 
     Arguments:
         ``state``: state of the model; None on one device.
-        ``texts``: token ids of each text, and which of them are wanted.
+        ``texts``: token ids of each text, and which of them are marked; never the first one.
         ``rows``: number of rows that a rank computes in a forward pass.
         ``passes``: number of forward passes of a rank in a step.
         ``room``: number of tokens in a row. If the longest text has more, rows are as long as that text.
         ``temperature``: number by which logits are divided before the softmax.
-
-    Returns for each text float64 ``[n]``, with 0 for tokens that are not marked.
     """
     if not texts:
-        return []
+        return TokenReadings([], [], [])
     lengths = [len(ids) for ids, _ in texts]
     edges = np.cumsum([0, *lengths])
     room = max(room, *(length - 1 for length in lengths))
@@ -78,19 +102,44 @@ def token_log_probabilities(
         )
         for (ids, marked), first in zip(texts, edges, strict=False)
     ]
-    recorder = TokenRecorder(
-        torch.zeros(int(edges[-1]), 2, dtype=torch.float64, device=mesh.device),
-        temperature,
-    )
-    listed: RowList = policy_rows(samples, room, PolicyLoss())
+    table = torch.zeros(int(edges[-1]), 3, dtype=torch.float64, device=mesh.device)
+    recorder = TokenRecorder(table, temperature)
     batch = rows * passes * mesh.size("dp", "shard")
     loader = Loader(
-        listed, mesh.layout, mesh.batch_rank, mesh.rank("cp"), batch, rows, passes, room
+        policy_rows(samples, room, PolicyLoss()),
+        mesh.layout,
+        mesh.batch_rank,
+        mesh.rank("cp"),
+        batch,
+        rows,
+        passes,
+        room,
     )
     hooks, position = replace(model.hooks, objective=recorder), 0
     while (batches := loader.step(position)) is not None:
         loss_sum(model, batches, mesh, hooks)
         position += batch
-    table = recorder.table
-    table = table if state is None else sum_over_passes(table, state, mesh)
-    return np.split(table[:, 0].cpu().numpy(), edges[1:-1])
+    if state is not None:
+        table = sum_over_passes(table, state, mesh)
+    columns = (np.split(column, edges[1:-1]) for column in table.cpu().numpy().T)
+    return TokenReadings(*columns)
+
+
+def token_log_probabilities(
+    model: Transformer,
+    state: State | None,
+    mesh: Mesh,
+    texts: Sequence[tuple[Sequence[int], Sequence[bool]]],
+    rows: int = 1,
+    passes: int = 1,
+    room: int = 1024,
+    temperature: float = 1.0,
+) -> list[np.ndarray]:
+    """Compute the log-probability of every marked token of ``texts``: for each text float64 ``[n]``, 0 elsewhere.
+
+    Collective; the result is the same on all ranks. The arguments are those of :func:`token_readings`.
+    """
+    readings = token_readings(
+        model, state, mesh, texts, rows, passes, room, temperature
+    )
+    return readings.log_probabilities

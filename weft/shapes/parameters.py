@@ -23,6 +23,8 @@ ROWS = {
     "embed_tokens": "embedding.adapters.table.rows",
     "lm_head": "outputs.adapters.head.rows",
 }
+#: The output of a critic that shares a policy's trunk, which only training needs.
+VALUE_HEAD = "value_head"
 #: Statistics of experts' loads that routers keep and no gradient changes.
 STATISTICS = ("router.bias", "router.load")
 #: Elements of a weight in four bits that share a scale, and scales that share a mean and a step.
@@ -118,9 +120,12 @@ def adapter_scale(adapter: Adapter, path: str) -> float:
 def whole_weights(shape: ModelShape) -> list[str]:
     """Return the names of the weights that are trained whole beside an adapter: embedding, output layer, or both.
 
-    The list is empty without an adapter.
+    The list is empty without an adapter. A critic's output is always trained.
     """
-    return [VOCABULARY[name] for name in shape.adapter.whole] if shape.adapter else []
+    if not shape.adapter:
+        return []
+    whole = [VOCABULARY[name] for name in shape.adapter.whole]
+    return [*whole, VALUE_HEAD] if shape.value_head else whole
 
 
 def row_tokens(shape: ModelShape, weight: VocabularyWeight) -> tuple[int, ...]:
@@ -179,6 +184,9 @@ def parameters(model: ModelShape, vocab: int = 0) -> list[Parameter]:
     rows.norm("norm", rows.embed)
     if not model.tied:
         rows.vocabulary("lm_head", Dim("score", 1) if scores else entries)
+    if model.value_head:
+        about: dict[str, Any] = {"kind": "vector", "products": model.embed}
+        rows.add(VALUE_HEAD, Dim("score", 1), rows.embed, std=rows.std, **about)
     return rows.rows
 
 

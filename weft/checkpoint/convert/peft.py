@@ -25,6 +25,7 @@ from weft.shapes.foreign_names import ADAPTED, hf_name, inside_layer
 from weft.shapes.parameters import (
     ADAPTERS,
     ROWS,
+    VALUE_HEAD,
     VOCABULARY,
     adapter_alpha,
     adapter_rank,
@@ -231,7 +232,11 @@ class PeftAdapter:
         Raises :class:`WeftError` if the adapter does not fit that model.
         """
         table = whole_table(shape)
-        wanted = {name: row for name, row in table.items() if of_adapter(name, shape)}
+        wanted = {
+            name: row
+            for name, row in table.items()
+            if of_adapter(name, shape) and name != VALUE_HEAD
+        }
         named = {peft_name(name): name for name in wanted}
         twice = self._tied(shape)
         for theirs in (*named, *(name for name in self.sizes if name not in twice)):
@@ -332,7 +337,7 @@ def write_adapter(
     written = {
         peft_name(name): tensor.detach().cpu().contiguous()
         for name, tensor in tensors.items()
-        if of_adapter(name, shape)
+        if of_adapter(name, shape) and name != VALUE_HEAD
     }
     if shape.tied and adapter.whole:  # PEFT has a copy for each of the two
         config["modules_to_save"] = list(VOCABULARY)

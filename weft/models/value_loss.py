@@ -1,0 +1,42 @@
+"""The loss of a critic, which predicts at every token of an answer the rewards that follow (Schulman et al. 2017)."""
+
+import torch
+import torch.nn.functional as F
+
+from weft.data.batch import Batch
+from weft.layout.boundary import V, gather_tokens, share_of_sum, sum_over, untyped
+from weft.layout.mesh import Mesh
+from weft.models.answer_loss import Objective
+from weft.models.loss import with_gradient_of
+from weft.models.token_objective import TokenObjective
+
+T = torch.Tensor
+
+
+def value_loss(normed: T, head: T, batch: Batch, of: TokenObjective, mesh: Mesh) -> T:
+    """Return the loss of a critic on the answers in ``batch``, a float64 scalar.
+
+    ``normed``: outputs of the final norm, ``[rows, seq/cp/tp, embed]``; ``head``: weight of the critic's output, ``[1,
+    embed]``; ``of``: the loss as a function of the values.
+    """
+    # of the tokens that are here between blocks: [rows, seq/cp/tp, 1]
+    values = F.linear(normed, head).double()
+    with torch.no_grad():
+        whole = gather_tokens(values.detach(), mesh)  # [rows, seq/cp, 1]
+    loss, slopes, _ = of.weigh_values(whole.flatten(), batch, mesh)
+    with untyped():
+        chunks = slopes.view(whole.shape).chunk(mesh.size("tp"), dim=1)
+        own = chunks[mesh.rank("tp")]
+    return with_gradient_of(
+        loss,
+        lambda: sum_over("tp", share_of_sum((values * own).sum(), mesh, tp=V), mesh),
+    )
+
+
+def shared_value_loss(
+    normed: T, head: T, batch: Batch, of: Objective | None, mesh: Mesh
+) -> T | None:
+    """Return the loss of a critic that shares the policy's trunk, as :func:`value_loss`; None without such a loss."""
+    if not isinstance(of, TokenObjective) or not of.has_values:
+        return None
+    return value_loss(normed, head, batch, of, mesh)
