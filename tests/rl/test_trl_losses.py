@@ -18,7 +18,7 @@ from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
 from weft.models.hooks import Hooks
 from weft.models.policy_loss import PolicyObjective
-from weft.recipe import PolicyLoss, Train, policy_loss
+from weft.recipe import ModelShape, PolicyLoss, Train, policy_loss
 from weft.rl.advantages import ScoredAnswer, token_advantages
 from weft.rl.log_probabilities import token_log_probabilities
 from weft.shapes.foreign_names import hf_name
@@ -28,11 +28,11 @@ RECORDED = json.loads(recorded.RECORDED.read_text())
 SHAPE = trl_peer.SHAPE
 
 
-def mixed(**shares: float) -> Any:
-    """Values of a model: those of seed 1 plus shares of those of other seeds."""
+def mixed(base: int = 1, **shares: float) -> Any:
+    """Values of a model: those of a seed plus shares of those of other seeds."""
 
     def of(name: str, logical: Logical, box: Box) -> torch.Tensor:
-        total = trl_peer.values(1)(name, logical, box)
+        total = trl_peer.values(base)(name, logical, box)
         for seed, share in shares.items():
             total = total + share * trl_peer.values(int(seed[1:]))(name, logical, box)
         return total
@@ -40,14 +40,16 @@ def mixed(**shares: float) -> Any:
     return of
 
 
-def model_of(values: Any, objective: PolicyObjective | None = None) -> Any:
+def model_of(
+    values: Any, objective: PolicyObjective | None = None, shape: ModelShape = SHAPE
+) -> Any:
     """A model with these values, and its state."""
     from weft.parallel.build import parallelize
     from weft.recipe import Memory
 
     mesh = Mesh.single(torch.device("cpu"))
     return parallelize(
-        SHAPE, mesh, Train(dtype="float64"), values, 64, Memory(), hooks=Hooks(objective=objective)
+        shape, mesh, Train(dtype="float64"), values, 64, Memory(), hooks=Hooks(objective=objective)
     )  # fmt: skip
 
 
