@@ -3,7 +3,6 @@
 import re
 
 from weft.recipe import ModelShape
-from weft.shapes.parameters import VALUE_HEAD
 
 #: Hugging Face's names by Weft's, outside of layers and in a layer; ``{}`` is the number of an expert.
 HUGGING_FACE = {
@@ -162,7 +161,7 @@ def hf_names(name: str, shape: ModelShape | None = None) -> list[str]:
 
     The list has one name, or one for each expert. It is empty for a parameter that only training needs.
     """
-    if name.endswith("router.load") or name == VALUE_HEAD:
+    if name.endswith(("router.load", "value_head")):
         return []
     theirs = hf_name(name, shape)
     if "{}" not in theirs:
