@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from weft.models.transformer import Transformer
 from weft.net.endpoint import Endpoint
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
+from weft.rl.gathered_policy import GatheredPolicy
 from weft.rl.remote_rollouts import RemoteRollouts, RemoteSettings
 from weft.rl.rollout import (
     AnswerGroup,
@@ -30,13 +31,13 @@ from weft.rl.rollout import (
     WrittenAnswer,
 )
 from weft.rl.rollout_engine import RolloutEngine
-from weft.rl.weight_channel import WeightSender
 
 SHAPE = ModelShape(
     vocab=31, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5
 )
 STOP = 7
 MOST = 24
+T = torch.Tensor
 
 
 class Policy:
@@ -44,6 +45,10 @@ class Policy:
 
     def __init__(self) -> None:
         self.model, self.state = parallelize(SHAPE, Mesh.single(), Train(seed=2))
+        self.gathered = GatheredPolicy(Mesh.single(), self.state, "float32")
+
+    def changed(self) -> Mapping[str, T]:
+        return self.gathered.changed()
 
     @torch.no_grad()
     def train(self, groups: Sequence[AnswerGroup]) -> None:
@@ -121,9 +126,8 @@ class Run:
     def __init__(self, engines: int = 2, slow: float = 0.0, **more: Any) -> None:
         self.endpoint, self.policy = Endpoint("127.0.0.1"), Policy()
         self.said: list[str] = []
-        sender = WeightSender(Mesh.single(), self.policy.state, self.endpoint, "s")
         self.rollouts = RemoteRollouts(
-            self.endpoint, "s", SHAPE, sender, settings(**more), self.said.append
+            self.endpoint, "s", SHAPE, self.policy, settings(**more), self.said.append
         )
         self.engines = [self.add(f"e{i}", slow) for i in range(engines)]
 

@@ -106,4 +106,7 @@ for name, commands in {
     "bench": bench,
 }.items():
     app.add_typer(commands, name=name)
+app.command(
+    "rl", help="Train by rewards: the same as weft train, for a recipe with [rl]."
+)(train_command)
 app.command("plan", no_args_is_help=True)(plan_command)

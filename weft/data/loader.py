@@ -271,6 +271,18 @@ class Loader:
         own = self.sample_ranges(position)[first : first + ranks]
         return range(own[0].start, own[-1].stop)
 
+    def is_ready(self, position: int) -> bool:
+        """Return True: the samples of every step exist already."""
+        return True
+
+    def make_ready(self, position: int) -> bool:
+        """Return True: the samples of every step exist already."""
+        return True
+
+    def questions(self) -> dict[str, Any]:
+        """Return an empty dict: this loader asks the model nothing."""
+        return {}
+
     def step(self, position: int) -> list[Batch] | None:
         """Return the batches of this rank, one per pass, of the step that starts at sample ``position``.
 

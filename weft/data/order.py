@@ -285,7 +285,7 @@ class Order:
     epochs: int = 0
 
     def __post_init__(self) -> None:
-        if self.block > 2**20:
+        if self.streams and self.block > 2**20:
             least = min(self.weights)
             raise UsageError(
                 f"source weight {least} is below a millionth of all; raise it or drop the source"

@@ -201,12 +201,12 @@ class Answered:
     """Result of a model on a task of questions.
 
     ``questions``: number of questions; ``right``: number of questions that were answered right. ``loss``: mean
-    cross-entropy per token of the right answers.
+    cross-entropy per token of the right answers; None: the model has written answers of its own, which have none.
     """
 
     questions: int
     right: int
-    loss: float
+    loss: float | None
 
     @property
     def accuracy(self) -> float:

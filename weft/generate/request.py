@@ -200,6 +200,8 @@ class Generation(Request):
         ``siblings``: requests that go on from the same prompt once it is computed.
         ``versions``: which weights have drawn the tokens: pairs of the index of a written token, and of the number of
             the weights from this token on.
+        ``stopped``: the token that has ended the text, which is not one of ``ids``.
+        ``stop_log_probability``: its log-probability, if log-probabilities are kept.
     """
 
     how: Sampling = field(default_factory=Sampling)
@@ -211,6 +213,7 @@ class Generation(Request):
     top: int | None = None
     grammar: Grammar | None = None  # what the text may be
     stopped: int | None = None  # which of its stops came
+    stop_log_probability: float | None = None
     # "stop" or "length" in the end, or "error" if the grammar could not go on
     finished: str = ""
     log_probabilities: list[tuple[float, dict[int, float]]] = field(
@@ -307,7 +310,8 @@ class Generation(Request):
         """
         ends = token in self.stops
         if ends:
-            self.stopped = token
+            self.stopped, self.stop_log_probability = token, said and said[0]
+            said = None
             failed = self.grammar and self.grammar.failure
             self.finished = "error" if failed else "stop"
         else:

@@ -121,13 +121,14 @@ def next_tokens(
 def said_of(
     logits: T, texts: Sequence[SampledText], tokens: Sequence[int]
 ) -> dict[SampledText, tuple[float, dict[int, float]]]:
-    """Return, for those ``texts`` that keep log-probabilities, that of the text's token in ``tokens`` and those of the
-    likeliest other tokens. They are computed from the text's row of ``logits``.
+    """Return, for those ``texts`` that keep log-probabilities, that of the text's token in ``tokens``, which may be the
+    one that ends the text, and those of the likeliest other tokens. They are computed from the text's row of
+    ``logits``.
     """
     asked = [
         (text, token, text.generation.top)
         for text, token in zip(texts, tokens, strict=True)
-        if text.generation.top is not None and token not in text.generation.stops
+        if text.generation.top is not None
     ]
     if not asked:
         return {}

@@ -67,6 +67,27 @@ CHARTS = (
           (Series("train", "transitions_per_s", "--c1", smooth=True),)),
     Chart("Updates for each transition", "Of the whole run so far", "", ".4~g",
           (Series("train", "ratio", "--c3"),)),
+    Chart("Reward", "Mean of the answers that the policy has written", "", ".3f",
+          (Series("rollout", "reward", "--c1", smooth=True),)),
+    Chart("Right answers", "Share of questions that one, or one of all answers, gets right", "~%", ".1~%", (
+        Series("rollout", "pass@1", "--c1", "one", smooth=True), Series("rollout", "pass@all", "--c3", "one of all"),
+        Series("rollout", "teaching", "--c5", "questions with different rewards"),
+    )),
+    Chart("Length of answers", "Tokens", "", ".1f", (
+        Series("rollout", "length", "--c1", "mean"), Series("rollout", "length_most", "--c5", "longest"),
+    )),
+    Chart("Policy", "Divergence from the sampler and entropy, nats per token", "", ".3~g", (
+        Series("policy", "entropy", "--c1", "entropy"), Series("policy", "kl", "--c2", "divergence from the reference"),
+        Series("policy", "mismatch", "--c4", "difference of sampler and trainer"),
+    )),
+    Chart("Limited", "Share of tokens", "~%", ".2~%", (
+        Series("policy", "clipped", "--c1", "clipped"), Series("policy", "corrected", "--c4", "corrected"),
+    )),
+    Chart("Time of roles", "Seconds per rollout phase", "", ".3~g", (
+        Series("rollout", "rollout_s", "--c1", "writing and scoring"),
+        Series("rollout", "prepare_s", "--c5", "log-probabilities"),
+        Series("rollout", "weights_s", "--c2", "weights"), Series("rollout", "train_s", "--c3", "training"),
+    )),
     Chart("Throughput", "Real tokens per second, all ranks", "", ".4s",
           (Series("train", "tokens_per_s", "--c1", smooth=True),)),
     Chart("Model flops utilisation", "Of the peak of the devices", "~%", ".2~%",

@@ -13,6 +13,7 @@ from rich.text import Text
 CELLS = {
     "return": ("return", 7, lambda v: f"{v:.2f}"),
     "loss": ("loss", 7, lambda v: f"{v:.4f}"),
+    "reward": ("reward", 6, lambda v: f"{v:.3f}"),
     "grad_norm": ("grad", 6, lambda v: f"{v:.3g}"),
     "lr": ("lr", 7, lambda v: f"{v:.1e}"),
     "tokens_per_s": ("tok/s", 6, lambda v: compact(v)),

@@ -104,6 +104,7 @@ def page_of(run: RecordedRun) -> str:
         delays=delays.card(run.records.get("delays", [])),
         facts=facts.items(),
         events=events,
+        phases=answers_shown(run.records),
         recipe=json.dumps(run.recipe, indent=2),
     )
 
@@ -272,6 +273,18 @@ def run_facts(run: RecordedRun) -> dict[str, str]:
         "Working folder": head.get("folder"),
     }
     return {name: str(value) for name, value in facts.items() if value}
+
+
+#: Rollout phases of which answers are shown.
+PHASES = 12
+
+
+def answers_shown(records: Records) -> list[Record]:
+    """Return the recorded answers of some rollout phases, the first and the last among them; empty without any."""
+    kept = records.get("answers", [])
+    if len(kept) <= PHASES:
+        return kept
+    return [kept[i * (len(kept) - 1) // (PHASES - 1)] for i in range(PHASES)]
 
 
 def checkpoint_card(records: Records) -> Record:

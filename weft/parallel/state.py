@@ -8,7 +8,7 @@ the memory and gather it: those of :mod:`weft.parallel.sharded` from hooks of au
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -327,26 +327,34 @@ class State:
         self.settle()
         self.tiers.forget_sums()
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """Replace the learning parameters by their moving averages (``optimizer.ema``) inside of the ``with`` block.
 
         Nothing may save or update the state meanwhile. Afterwards every bit is as before.
         """
-        self._swap_averages()
+        return self.swapped("ema")
+
+    @contextmanager
+    def swapped(self, slot: str) -> Iterator[None]:
+        """Replace the learning parameters by their slot of this name, such as ``ema``, inside of the ``with`` block.
+
+        Parameters without the slot stay. Nothing may save or update the state meanwhile. Afterwards every bit is as
+        before.
+        """
+        self._swap(slot)
         try:
             yield
         finally:
-            self._swap_averages()
+            self._swap(slot)
 
     @torch.no_grad()
-    def _swap_averages(self) -> None:
+    def _swap(self, slot: str) -> None:
         self.expose()
         for h in self.learning:
-            if "ema" in h.slots:
-                average, now = h.slots["ema"].values, h.local.clone()
-                h.local.copy_(average)
-                average.copy_(now)
+            if slot in h.slots:
+                other, now = h.slots[slot].values, h.local.clone()
+                h.local.copy_(other)
+                other.copy_(now)
         self.release()  # what was gathered is of other values
 
     @property

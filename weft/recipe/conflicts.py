@@ -18,6 +18,7 @@ from weft.recipe.generate_section import Generate
 from weft.recipe.loss_section import Loss
 from weft.recipe.memory_section import MEMORY_RULES
 from weft.recipe.model_shape import ModelShape
+from weft.recipe.rl_section import Reinforcement
 from weft.recipe.step_techniques import AskedStep, asked_techniques, refuse_filled_twice
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
@@ -42,6 +43,7 @@ class AskedRecipe(AskedStep):
     tasks: tuple[Task, ...]
     checkpoint: Checkpoint
     generate: Generate | None
+    rl: Reinforcement | None
     staged: bool = False
 
     @property
@@ -210,6 +212,23 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
     Rule("tasks of a model that scores", "loss tasks",
          lambda a: bool(a.tasks) and a.loss.scores,
          "[[tasks]] ask what a model writes, and loss.kind = 'reward' trains one that scores", "leave tasks out"),
+    Rule("rewards over islands", "layout rl", lambda a: a.rl is not None and a.layout.island > 1,
+         "[rl] writes answers with one model, and layout.island = {0.layout.island} trains several",
+         "leave layout.island out"),
+    Rule("rewards with balance", "layout rl", lambda a: a.rl is not None and bool(a.layout.balance),
+         "layout.balance = {0.layout.balance!r} plans steps from documents that are known before, and [rl] writes them "
+         "meanwhile", "leave layout.balance out"),
+    Rule("rewards with vocabulary passes", "layout rl", lambda a: a.rl is not None and a.layout.vocab_barriers > 0,
+         "layout.vocab_barriers computes the output layer in passes of its own, without the loss of a policy",
+         "leave layout.vocab_barriers out"),
+    Rule("rewards without gradients", "optimizer rl",
+         lambda a: a.rl is not None and a.optimizer.estimate == "zeroth-order",
+         "[rl] needs gradients, and optimizer.estimate = 'zeroth-order' estimates them from losses alone",
+         "leave optimizer.estimate out"),
+    Rule("rewards of combined replicas", "resilience rl",
+         lambda a: a.rl is not None and (a.resilience.combines or bool(a.resilience.code)),
+         "[rl] divides losses by the tokens of all replicas together, and resilience combines replicas that have "
+         "divided by their own", "leave resilience.aggregate and resilience.code out"),
     Rule("pairs without zeroth order", "optimizer",
          lambda a: a.optimizer.pairs and a.optimizer.estimate != "zeroth-order",
          "optimizer.pairs is about the two points that zeroth-order estimates evaluate",

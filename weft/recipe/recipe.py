@@ -21,6 +21,7 @@ from weft.recipe.model_shape import ModelShape
 from weft.recipe.observe import Observe
 from weft.recipe.optimizer import Optimizer
 from weft.recipe.resilience import Resilience
+from weft.recipe.rl_section import Reinforcement, Roles
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
@@ -110,6 +111,16 @@ class Recipe(Section):
         description=(
             "Files of questions to ask the model during training, and tasks whose rewards it learns from."
         ),
+    )
+    rl: (
+        Annotated[SerializeAsAny[Reinforcement], with_techniques(Reinforcement)] | None
+    ) = Field(
+        None,
+        description="Reinforcement learning: the model learns from the rewards of answers that it writes itself.",
+    )
+    roles: Roles = Field(
+        Roles(),
+        description="Which ranks write answers in reinforcement learning, and how.",
     )
     checkpoint: Checkpoint = Field(
         Checkpoint(), description="Where checkpoints go, and how often they are saved."
@@ -277,7 +288,16 @@ class Recipe(Section):
     def _check_rewards(self) -> None:
         """Rewards are for runs that learn from them."""
         rewards = [task.reward for task in self.tasks if task.reward]
-        if rewards and getattr(self, "rl", None) is None:
+        if self.rl is not None and not rewards:
+            raise ValueError(
+                "[rl] learns from rewards, and no [[tasks]] has one; set reward in one of them, such as reward = "
+                "'addition'"
+            )
+        if self.rl is not None and self.loss.kind != "cross-entropy":
+            raise ValueError(
+                f"loss.kind = {self.loss.kind!r}, but the loss of [rl] is rl.method; leave [loss] out"
+            )
+        if rewards and self.rl is None:
             raise ValueError(
                 f"tasks.reward = {rewards[0]!r} rewards answers, and nothing in this recipe learns from rewards; add "
                 "[rl], or leave the task out"

@@ -41,7 +41,9 @@ def recipe_schema() -> Schema:
 
 def _section(tree: Schema, definitions: dict[str, Schema], name: str) -> Schema:
     """Return the definition of the recipe's section ``name``."""
-    reference: str = tree["properties"][name]["$ref"]
+    node = tree["properties"][name]
+    # a section that may be left out is one of two
+    reference: str = node.get("anyOf", [node])[0]["$ref"]
     return definitions[reference.rpartition("/")[2]]
 
 

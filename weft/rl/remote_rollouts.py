@@ -12,11 +12,13 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
+
+import torch
 
 from weft.cluster.engine_router import EngineRouter, RoutedAnswers, RouterModel
 from weft.cluster.flight import Flight
@@ -30,6 +32,8 @@ from weft.rl.sample_ledger import ROLLOUT, LedgerTask, SampleLease, SampleLedger
 from weft.rl.weight_channel import WeightSender
 from weft.version import VERSION
 
+T = torch.Tensor
+
 #: Tasks of the ledger between engines and trainer.
 TASKS = (ROLLOUT, LedgerTask("train", ("answer",), whole=True))
 #: Seconds until a group is offered again that no engine has taken, and between two looks whether anything is written.
@@ -38,6 +42,13 @@ AGAIN_S, LOOK_S = 0.02, 0.5
 WIDEST = 256
 #: Holder of all that the router's engines write, and of what is trained.
 ENGINES, TRAINER = "engines", "trainer"
+
+
+class PolicySource(Protocol):
+    """Interface of whoever gathers the policy's weights from the ranks that train."""
+
+    def changed(self) -> Mapping[str, T]:
+        """Return the whole parameters that may have changed since the last call, on the host, as new tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +64,7 @@ class RemoteSettings:
         ``requests``: answers that an engine writes at the same time.
         ``cache``: tokens that an engine's cache holds.
         ``budget``: most tokens of an engine's step.
-        ``dtype``: type of the weights, as the recipe's section ``train`` has it.
+        ``dtype``: type in which the weights travel.
         ``weights``: "bfloat16" to generate with all weights in bfloat16, else "float".
         ``invariant``: whether log-probabilities do not depend on other requests.
         ``patience``: seconds that an answer waits for an engine when there is none.
@@ -77,11 +88,11 @@ class RemoteSettings:
 
 class RemoteRollouts:
     """Has engines that join at ``endpoint`` write the rollouts of a training run. It belongs to the first rank that
-    trains; the other ranks have :class:`FollowingRollouts`.
+    trains; the other ranks have :class:`PolicyParts`.
 
-    ``secret``: known to the run and its engines. ``shape``: the policy's shape. ``sender``: sends this rank's parts of
-    its weights. ``say`` prints a line. ``started``: called once the first weights can be had, to wait for the engines
-    that the run itself has started. ``ended``: called at the end with the names of the engines that have joined.
+    ``secret``: known to the run and its engines. ``shape``: the policy's shape. ``policy``: gathers its weights.
+    ``say`` prints a line. ``started``: called once the first weights can be had, to wait for the engines that the run
+    itself has started. ``ended``: called at the end with the names of the engines that have joined.
 
     Groups are returned in the order in which they were asked for. :meth:`take_weights` counts as trained what
     :meth:`finished` has returned before. All methods are called in one thread.
@@ -92,13 +103,13 @@ class RemoteRollouts:
         endpoint: Endpoint,
         secret: str,
         shape: ModelShape,
-        sender: WeightSender,
+        policy: PolicySource,
         settings: RemoteSettings,
         say: Callable[[str], None],
         started: Callable[[EngineRouter], None] = lambda router: None,
         ended: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
-        self.settings, self.sender = settings, sender
+        self.settings, self.policy = settings, policy
         self.ledger = SampleLedger(TASKS, settings.bound, settings.batch)
         self._started, self._ended = started, ended
         fingerprint = blake2b(shape.model_dump_json().encode()).hexdigest()
@@ -121,7 +132,7 @@ class RemoteRollouts:
         }
         for name in ("dtype", "weights", "cache", "budget", "requests", "invariant"):
             about[name] = getattr(settings, name)
-        sender.about = about
+        self.sender = WeightSender(endpoint, secret, about)
         self._changed = threading.Condition()
         self._queue: deque[GroupRequest] = deque()
         self._requests: dict[int, GroupRequest] = {}  # by place
@@ -181,6 +192,7 @@ class RemoteRollouts:
         are these for a bound of 0. Answers under way go on with these weights from their next tokens. The first call
         also waits for the engines. Raises :class:`WeftError` if these do not come.
         """
+        changed = self.policy.changed()
         first = not self._versions
         with self._changed:
             for lease in self._leases:
@@ -189,7 +201,7 @@ class RemoteRollouts:
             self._versions[0 if first else self.ledger.advance()] = version
             oldest = self.ledger.version - self.settings.bound
             self._versions = {at: v for at, v in self._versions.items() if at >= oldest}  # fmt: skip
-        self.sender.publish(version)
+        self.sender.publish(version, changed)
         if first:
             self._started(self.router)
         with self._changed:
@@ -306,14 +318,14 @@ class RemoteRollouts:
             self._changed.notify_all()
 
 
-class FollowingRollouts:
-    """What a rank other than the first one does for rollouts on other processes: it sends its parts of the weights.
+class PolicyParts:
+    """The part of a rank other than the first one in rollouts on other processes: it sends its parts of the weights.
 
-    ``sender``: sends them.
+    ``policy``: gathers the weights.
     """
 
-    def __init__(self, sender: WeightSender) -> None:
-        self.sender = sender
+    def __init__(self, policy: PolicySource) -> None:
+        self.policy = policy
 
     def request(self, groups: Sequence[GroupRequest]) -> None:
         """Do nothing, as the first rank asks for all groups."""
@@ -323,12 +335,11 @@ class FollowingRollouts:
         return []
 
     def take_weights(self, version: int) -> None:
-        """Send this rank's parts of the newest weights to all engines. Collective over the ranks that train."""
-        self.sender.publish(version)
+        """Send this rank's parts of the newest weights to the first rank. Collective over the ranks that train."""
+        self.policy.changed()
 
     def close(self) -> None:
-        """End the connections to engines."""
-        self.sender.close()
+        """Do nothing, as the first rank ends the engines."""
 
 
 def _answer_of(flight: Flight, length: int, finished: str) -> WrittenAnswer:

@@ -47,19 +47,27 @@ class Scored(NamedTuple):
     why: str = ""
 
 
-def reward_workers(settings: Task, seed: int = 0) -> RewardWorkers:
-    """Start the processes that score answers by the task of ``settings``, a table ``[[tasks]]``, with its limits."""
-    words = task_words(settings, seed)
+def reward_workers(
+    settings: Task, seed: int = 0, modules: Sequence[str] | None = None
+) -> RewardWorkers:
+    """Start the processes that score answers by the task of ``settings``, a table ``[[tasks]]``, with its limits.
+
+    The other arguments are those of :func:`task_words`.
+    """
+    words = task_words(settings, seed, modules)
     return RewardWorkers(words, settings.workers, settings.seconds, settings.megabytes)
 
 
-def task_words(settings: Task, seed: int = 0) -> dict[str, Any]:
+def task_words(
+    settings: Task, seed: int = 0, modules: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Return what another process needs to build the task of ``settings``, a table ``[[tasks]]``, as JSON values.
 
-    ``seed``: seed of the task's questions. Loaded plugins come along.
+    ``seed``: seed of the task's questions. ``modules``: plugins to load, by default all that are loaded here.
     """
     values = settings.model_dump(mode="json", by_alias=True)
-    return {"task": values, "seed": seed, "plugins": sorted(plugins.loaded)}
+    names = plugins.loaded if modules is None else modules
+    return {"task": values, "seed": seed, "plugins": sorted(names)}
 
 
 @dataclass

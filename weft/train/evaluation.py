@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from weft.train.step import evaluate
 
 if TYPE_CHECKING:
+    from weft.data.tasks import Answered
     from weft.layout.mesh import Mesh
     from weft.models.transformer import Transformer
     from weft.parallel.state import State
     from weft.train.recorder import Recorder
     from weft.train.setup import Job
+    from weft.train.step_loader import AskedQuestions
 
 #: The name of validation beside the names of tasks.
 VALIDATION = "validation"
@@ -38,6 +40,7 @@ class Evaluation:
         ``interrupted``: function that returns whether this rank is asked to end the run. A task is given up on all
             ranks as soon as that is true on one rank.
         ``validations``: list to which each validation loss is appended.
+        ``questions``: questions that the run's loader asks, by the name of their task.
     """
 
     job: Job
@@ -48,9 +51,11 @@ class Evaluation:
     before_change: Callable[[], None]
     interrupted: Callable[[], bool]
     validations: list[float]
+    questions: Mapping[str, AskedQuestions] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._every = {task.name: task.every for task in self.job.tasks}
+        self._every |= {name: each.every for name, each in self.questions.items()}
         self._held_out = None
         held_out, every = self.job.corpus.validation, self.job.recipe.validation.every
         if held_out is not None and every:
@@ -111,6 +116,19 @@ class Evaluation:
         return loss
 
     def _ask(self, name: str) -> float | None:
+        answered = (
+            self.questions[name].ask() if name in self.questions else self._scored(name)
+        )
+        if answered is None:
+            self.recorder.event(
+                f"asked to stop: nobody waits for the answers to {name}"
+            )
+            return None
+        self.recorder.task(name, answered)
+        return answered.accuracy
+
+    def _scored(self, name: str) -> Answered | None:
+        """Return how the model answers the task ``name`` of known answers; None if a rank is asked to end the run."""
         from weft.train.score import scores
 
         task = next(task for task in self.job.tasks if task.name == name)
@@ -125,11 +143,4 @@ class Evaluation:
             passes=passes,
             room=seq_len,
         )
-        answered = task.answered(partial(ask, wanted=lambda: not self.interrupted()))
-        if answered is None:
-            self.recorder.event(
-                f"asked to stop: nobody waits for the answers to {name}"
-            )
-            return None
-        self.recorder.task(name, answered)
-        return answered.accuracy
+        return task.answered(partial(ask, wanted=lambda: not self.interrupted()))

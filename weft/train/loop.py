@@ -13,7 +13,6 @@ from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.train.evaluation import VALIDATION, Evaluation
 from weft.train.guard import Guard, Regroup
-from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import Job
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from weft.train.lowest_loss import LowestLoss
     from weft.train.recorder import Recorder
     from weft.train.step import Step
+    from weft.train.step_loader import StepLoader
     from weft.train.step_values import StepResult
 
 #: A run ends when so many steps in a row were skipped, because loss or gradient norm were not finite.
@@ -52,6 +52,7 @@ class Loop:
         ``lease``: keeps other runs from writing to this run's folders.
         ``guard``: object that is called at every step, to keep the run going when ranks are lost.
         ``lowest``: the lowest validation loss so far.
+        ``loader``: makes the batches of this rank.
         ``again``: whether the run continues from the state in the ranks' memory, after ranks left or joined.
             Evaluations and checkpoints that were due after the last step are then run first.
         ``stopped``: whether some rank asks to end the run.
@@ -71,6 +72,7 @@ class Loop:
     lease: Lease
     guard: Guard
     lowest: LowestLoss
+    loader: StepLoader
     again: bool = False
     stopped: bool = False
     skipped_in_a_row: int = 0
@@ -80,7 +82,6 @@ class Loop:
         self.batch = self.job.recipe.train.batch
         self.first = self.begun = self.progress.step
         self.steps = self.job.steps(self.progress)
-        self.loader = self.job.loader(self.job.corpus.train, self.mesh)
 
     def run(self) -> None:
         """Train to the end of the run. Collective.
@@ -99,6 +100,8 @@ class Loop:
         self.recorder.restart_clock()
         while self.begun < self.steps and not self.ending:
             self.lease.check()
+            if not self.prepare_samples():
+                break
             with self.guard.step(self.begun + 1):
                 results = self.recorder.watch(self.begun, self.take_step)
             self.begun += 1
@@ -130,21 +133,26 @@ class Loop:
             self.checkpoints.save(levels)
         self.keep_best()
 
+    def prepare_samples(self) -> bool:
+        """Make the samples of the next step, if they do not exist yet; return whether the run goes on. Collective."""
+        if not self.loader.is_ready(self.position):
+            self.account(self.step.finish())  # they may come from the newest weights
+            self.stopped = self.stopped or not self.loader.make_ready(self.position)
+        return not self.ending
+
     def take_step(self) -> list[StepResult]:
         """Fetch the next batches and take a step. Returns the results that have become final, oldest first."""
         with self.recorder.fetching():
             batches = self.loader.step(self.position)
         assert batches is not None  # the run has no more steps than its data
-        lr = learning_rate(self.job.recipe.optimizer, self.begun, self.steps)
+        lr = self.job.learning_rate(self.begun, self.steps)
         return self.step.take(batches, lr, self.wants_to_stop)
 
     def account(self, results: list[StepResult]) -> None:
         """Count and record the steps whose ``results`` have become final, and call the hook ``after_step``."""
         self.recorder.lap(results)
         for result in results:
-            lr = learning_rate(
-                self.job.recipe.optimizer, self.progress.step, self.steps
-            )
+            lr = self.job.learning_rate(self.progress.step, self.steps)
             self.check_samples(result)
             # The last step of an epoch has fewer samples; a run that is resumed for another epoch goes on behind them.
             left = max(

@@ -122,16 +122,25 @@ class Recorder:
 
     def task(self, name: str, answered: Answered) -> None:
         """Record and print the result ``answered`` of the task ``name``: accuracy, loss and number of questions."""
+        said = (
+            {} if answered.loss is None else {"loss": answered.loss}
+        )  # of answers that the model has written itself there is none
         self.log(
             f"task.{name}",
             accuracy=answered.accuracy,
-            loss=answered.loss,
             questions=answered.questions,
+            **said,
         )
         self._display.note(
             f"step {self._progress.step}: {name}: {answered.right} of {answered.questions} right "
-            f"({answered.accuracy:.1%}), loss {answered.loss:.3f}"
+            f"({answered.accuracy:.1%})"
+            + "".join(f", {key} {value:.3f}" for key, value in said.items())
         )
+
+    def reinforcement(self, phase: int, figures: Mapping[str, Any]) -> None:
+        """Record and show what rollout phase ``phase`` has brought, numbers by name such as ``reward``."""
+        self.log("rollout", phase=phase, **figures)
+        self._display.update(self._progress.step, reward=figures["reward"])
 
     def activations(self, choice: Mapping[str, Any]) -> None:
         """Record and print how many blocks' activations are offloaded.

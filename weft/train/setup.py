@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
@@ -22,6 +22,7 @@ from weft.layout.placement import Place
 from weft.memory.heap import passing_by_the_heap
 from weft.models.hooks import Hooks
 from weft.parallel.build import Built, check_fits, parallelize
+from weft.registry import find
 from weft.shapes.carried_files import context_length, files_of_run
 from weft.shapes.foreign_names import projection_name
 from weft.shapes.parameters import (
@@ -31,7 +32,7 @@ from weft.shapes.parameters import (
     parameters,
     projections,
 )
-from weft.train.rule_optimizer import RuleOptimizer, slot_bytes
+from weft.train.rule_optimizer import RuleOptimizer, learning_rate, slot_bytes
 
 # a recipe without model.from does not wait for what reads checkpoints
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ if TYPE_CHECKING:
     from weft.models.values import Values
     from weft.recipe import Adapter, Loss, ModelShape, Recipe, Train
     from weft.sync.coded import Code
+    from weft.train.step_loader import RunRecords, StepLoader
 
+
+J = TypeVar("J", bound="Job")
 
 #: Settings of a model that are about how it learns: a recipe's count for a model that it starts from, too.
 LEARNING = ("balance", "balance_loss", "z_loss", "bias_rate")
@@ -118,6 +122,21 @@ class Job:
             more=tuple(ranks[1:]), speeds=speeds,
             draws=self.recipe.train.seed if trains and self.shape.adapter and self.shape.adapter.dropout else None,
         )  # fmt: skip
+
+    def training_loader(
+        self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack
+    ) -> StepLoader:  # fmt: skip
+        """Return the loader of the samples that this rank trains on. Collective.
+
+        The other arguments are for jobs whose samples come from the model itself. ``built``: the model and its state.
+        ``recorder``: writes the run's records. ``interrupted``: function that returns whether this rank is asked to end
+        the run. ``stack``: closes what the loader has started, when the run ends.
+        """
+        return self.loader(self.corpus.train, mesh)
+
+    def learning_rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of step ``step`` (from 0) of ``steps``."""
+        return learning_rate(self.recipe.optimizer, step, steps)
 
     def _code(self, ranks: int) -> Code | None:
         """Return the gradient code of the recipe for so many replicas; None without one."""
@@ -195,13 +214,27 @@ def prepare(recipe: Recipe) -> Job:
 
     Raises :class:`UsageError` or :class:`WeftError` if they do not.
     """
+    if recipe.rl is not None:
+        job: Job = find("samples", "rl").implementation(recipe)
+        return job
     check_sources(recipe.data)
+    return completed_job(recipe, lambda own: open_data(recipe.data, own), Job)
+
+
+def completed_job(
+    recipe: Recipe, open_corpus: Callable[[Tokenizer | None], Corpus], kind: type[J]
+) -> J:
+    """Complete the model's shape, and check that layout, model, data and memory go together.
+
+    ``open_corpus``: function that opens the data, given the tokenizer of the model that the run starts from or None.
+    ``kind``: class of the result. Raises :class:`UsageError` or :class:`WeftError` if something does not fit.
+    """
     pretrained = pretrained_of(recipe)
     shape = _completed(recipe, pretrained)
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)
     check_names(shape, recipe.train)
     own = _own_tokenizer(recipe, pretrained)
-    corpus = open_data(recipe.data, own)
+    corpus = open_corpus(own)
     vocab = corpus.tokenizer.vocab
     if shape.vocab and vocab > shape.vocab:
         name = recipe.data.tokenizer or recipe.model.origin or "bytes"
@@ -223,7 +256,7 @@ def prepare(recipe: Recipe) -> Job:
 
         for p in parameters(shape):
             build_compressor(recipe.sync.compress).check(p.name, p.shape)
-    if corpus.validation is None and (
+    if (corpus.validation is None and recipe.rl is None) and (
         recipe.validation.keep_best or recipe.validation.patience
     ):
         name = "keep_best" if recipe.validation.keep_best else "patience"
@@ -246,7 +279,7 @@ def prepare(recipe: Recipe) -> Job:
             f"data.seq_len = {recipe.data.seq_len} is longer than the {most} tokens of the model's config.json "
             "(max_position_embeddings), which its export will say again",
         )
-    return Job(recipe, shape, corpus, notes, tasks, files=files)
+    return kind(recipe, shape, corpus, notes, tasks, files=files)
 
 
 def build_for_training(
@@ -276,15 +309,35 @@ def build_for_training(
             recipe.data.seq_len,
             memory,
             summed=not recipe.resilience.combines,
-            hooks=hooks_of(recipe.loss, shape.vocab, passed),
+            hooks=run_hooks(recipe, shape.vocab, passed),
             report=report,
             optimizer=RuleOptimizer(recipe.optimizer, mesh),
         )
+    if recipe.rl is not None and recipe.rl.policy_loss.needs_reference:
+        from weft.parallel.reference_weights import add_reference
+
+        add_reference(state)
     if mesh.islands > 1:
         from weft.train.island_state import add_slots
 
         add_slots(state, recipe.sync)
     return Built(model, state)
+
+
+def run_hooks(
+    recipe: Recipe, vocab: int, passed: Callable[[int, int], None] | None = None
+) -> Hooks:
+    """Return the functions that the passes of a run call: those of its policy loss, or of ``[loss]``.
+
+    ``vocab``: size of the vocabulary. ``passed``: called after each forward and backward pass with the number of passes
+    done and of all passes.
+    """
+    if recipe.rl is None:
+        return hooks_of(recipe.loss, vocab, passed)
+    from weft.models.policy_loss import PolicyObjective
+
+    objective = PolicyObjective(recipe.rl.policy_loss, recipe.rl.temperature)
+    return Hooks(objective=objective, passed=passed)
 
 
 def hooks_of(

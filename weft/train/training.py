@@ -125,7 +125,8 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
 
         job, notes = with_cached_reference(job, mesh)
     recorder = Recorder(job, mesh, run.folder)
-    model, state = build_state(job, mesh, run, recorder)
+    built = build_state(job, mesh, run, recorder)
+    model, state = built
     resumed = guard.fill(run, job, state, mesh)
     progress = resumed.progress
     mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
@@ -160,8 +161,10 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
         model, state, mesh, before_update, presence=presence, begun=progress.step, report=recorder.report,
     )  # fmt: skip
     step = build_step(context, recipe)
+    loader = job.training_loader(mesh, built, recorder, lambda: bool(signals), stack)
     evaluation = Evaluation(
-        job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations
+        job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations,
+        loader.questions(),
     )  # fmt: skip
     running = Running(recipe, run.folder, mesh, model, state, progress, recorder)
     callbacks = Callbacks(recipe.callbacks, running)
@@ -170,7 +173,7 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
         recorder.event(nothing_left(job, progress.step))
     return Loop(
         job, mesh, step, progress, recorder, checkpoints, evaluation, callbacks, signals, lease, guard, lowest,
-        again=run.in_memory,
+        loader, again=run.in_memory,
     )  # fmt: skip
 
 

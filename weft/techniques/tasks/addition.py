@@ -24,6 +24,10 @@ class AdditionSettings(Section):
             "Write the digits of the sum from right to left, which small models learn faster."
         ),
     )
+    padded: bool = Field(
+        False,
+        description="Write all numbers with leading zeros, which small models learn faster.",
+    )
 
 
 @register("task", "addition", settings=AdditionSettings, title="Sums of two numbers")
@@ -45,9 +49,10 @@ class Addition(RewardTask):
 
         def make(random: Random) -> RewardQuestion:
             first, second = random.randrange(limit), random.randrange(limit)
-            total = str(first + second)
+            width = settings.digits if settings.padded else 1
+            total = f"{first + second:0{width + settings.padded}}"
             answer = total[::-1] if settings.reversed else total
-            return RewardQuestion(f"{first}+{second}=", answer)
+            return RewardQuestion(f"{first:0{width}}+{second:0{width}}=", answer)
 
         return self.draw(index, held_out, make)
 

@@ -1,0 +1,188 @@
+"""Reinforcement learning as an ordinary run: rollout phases, their samples, resuming, and layouts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.api import start as train
+from weft.checkpoint.model import open_model
+from weft.errors import UsageError, WeftError
+from weft.recipe import Recipe, build_recipe
+from weft.rl.rollout import (
+    AnswerGroup,
+    GroupRequest,
+    RewardQuestion,
+    VersionSpan,
+    WrittenAnswer,
+)
+from weft.rl.scored_answers import ScoredGroup, check_scored, pass_at, phase_figures
+
+TREE: dict[str, Any] = {
+    "model": {"layers": 1, "embed": 32, "heads": 2, "ffn": 64, "tied": True},
+    "data": {"seq_len": 16},
+    "tasks": [{"reward": "addition", "digits": 1, "every": 0, "limit": 8}],
+    "rl": {"method": "grpo", "group": 4, "tokens": 3, "start": {"steps": 2}},
+    "train": {"steps": 6, "batch": 16, "threads": 1},
+    "optimizer": {"lr": 1e-3, "warmup": 1, "schedule": "constant"},
+    "validation": {"every": 0},
+    "checkpoint": {"every": 0},
+}
+
+
+def recipe(**sections: Any) -> Recipe:
+    tree = json.loads(json.dumps(TREE))
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values if isinstance(values, dict) else values
+    return build_recipe(tree)
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [r for line in lines if (r := json.loads(line))["kind"] == kind]
+
+
+def parameters(outcome: Any) -> dict[str, torch.Tensor]:
+    opened = open_model(str(outcome.checkpoint), "cpu", print)
+    return {name: p.detach().clone() for name, p in opened.model.named_parameters()}
+
+
+@pytest.fixture
+def letters(tmp_path: Path) -> dict[str, Any]:
+    """A reward that answers of an untrained model get in part: the share of small bytes."""
+    file, prompts = tmp_path / "reward.py", tmp_path / "prompts.jsonl"
+    file.write_text(
+        "def letters(answer, question):\n    return sum(c.isascii() for c in answer) / 3\n"
+    )
+    prompts.write_text(
+        "".join(
+            json.dumps({"prompt": f"say {i}", "answer": f"{i}"}) + "\n"
+            for i in range(64)
+        )
+    )
+    return {
+        "reward": f"{file}:letters",
+        "path": str(prompts),
+        "name": "letters",
+        "limit": 4,
+    }
+
+
+def test_a_run_learns_from_answers_that_it_writes(tmp_path: Path) -> None:
+    run = train(recipe(), out=tmp_path / "run").run
+    phases = records(run, "rollout")
+    assert [r["phase"] for r in phases] == [0, 1, 2, 3]
+    assert all(r["lags"] == {"0": 16} for r in phases)
+    assert all(0 <= r["pass@1"] <= r["pass@all"] <= 1 for r in phases)
+    (shown, *_) = records(run, "answers")
+    assert len(shown["groups"][0]["answers"]) == 4
+    assert {r["step"] for r in records(run, "task.addition")} == {0, 6}
+    policy = records(run, "policy")
+    assert len(policy) == 3 and all(r["entropy"] > 0 for r in policy)
+
+
+def test_a_resumed_run_is_the_same_to_the_last_bit(
+    tmp_path: Path, letters: dict[str, Any]
+) -> None:
+    loss = {"kl": "k3", "kl_weight": 0.1}
+    rl = {"rl": TREE["rl"] | {"loss": loss}, "tasks": [letters]}
+    whole = train(recipe(**rl), out=tmp_path / "whole")
+    train(recipe(**rl, train={"steps": 4}), out=tmp_path / "half")
+    resumed = train(recipe(**rl), resume=str(tmp_path / "half"))
+    a, b = parameters(whole), parameters(resumed)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    # which it would not be if the reference were not kept
+    assert any(r["kl"] > 0 for r in records(whole.run, "policy"))
+
+
+def test_several_updates_learn_from_one_phase(
+    tmp_path: Path, letters: dict[str, Any]
+) -> None:
+    given = recipe(
+        tasks=[letters],
+        rl={"batch": 8, "epochs": 2, "start": {"steps": 0}},
+        train={"steps": 8},
+    )
+    run = train(given, out=tmp_path / "run").run
+    assert [r["step"] for r in records(run, "rollout")] == [0, 4]
+    (first, *_) = records(run, "policy")
+    # later updates have moved away from the weights that wrote
+    assert first["ratio"] != 1.0
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"train": {"batch": 18}}, "no whole groups"),
+        ({"rl": {"batch": 3}}, "which 1 epochs do not divide"),
+        ({"tasks": []}, "no .*tasks.* has one"),
+        (
+            {
+                "loss": {"kind": "dpo"},
+                "data": {"kind": "preference", "path": "p.jsonl"},
+            },
+            "the loss of .rl. is rl.method",
+        ),
+        ({"rl": {"method": "grop"}}, "did you mean 'grpo'"),
+        ({"rl": {"tokens": 30}}, "more than data.seq_len = 16"),
+        ({"layout": {"island": 2}}, "leave layout.island out"),
+        ({"data": {"tokenizer": "train:300"}}, "reads none"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    sections: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        train(recipe(**sections), out=tmp_path / "run")
+
+
+def scored(rewards: list[float], lags: tuple[int, ...] = (0,)) -> ScoredGroup:
+    request = GroupRequest(0, RewardQuestion("?"), (1,), len(rewards), 0)
+    answers = tuple(
+        WrittenAnswer(
+            (1, 2), (-0.1, -0.2), (VersionSpan(0, 5 - lags[i % len(lags)]),), "stop"
+        )
+        for i in range(len(rewards))
+    )
+    whys = tuple("it raised" if math.isnan(reward) else "" for reward in rewards)
+    return ScoredGroup(AnswerGroup(request, answers), tuple(rewards), whys)
+
+
+def test_answers_without_a_reward_are_named_and_end_the_run_if_there_are_too_many() -> (
+    None
+):
+    nan = float("nan")
+    assert check_scored([scored([1, 0, 1, 0])], 0.2) == ""
+    assert "1 of 4 answers have no reward" in check_scored(
+        [scored([1, 0, nan, 0])], 0.3
+    )
+    with pytest.raises(
+        WeftError, match=r"it raised; that is more than rl.most_unscored = 0.2"
+    ):
+        check_scored([scored([1, nan, nan, 0])], 0.2)
+    with pytest.raises(WeftError):
+        check_scored([scored([nan, nan])], 1.0)
+
+
+def test_pass_at_k_counts_as_enumeration_does() -> None:
+    from itertools import combinations
+
+    right = [1, 0, 0, 1, 0]
+    for k in range(1, 6):
+        sets = [*combinations(right, k)]
+        assert pass_at(k, 2, 5) == pytest.approx(sum(map(any, sets)) / len(sets))
+
+
+def test_figures_of_a_phase() -> None:
+    figures = phase_figures([scored([1, 0], (0, 2)), scored([1, 1], (1,))], 5)
+    assert (
+        figures["reward"] == 0.75
+        and figures["pass@1"] == 0.75
+        and figures["pass@all"] == 1
+    )
+    assert figures["teaching"] == 0.5 and figures["lags"] == {"0": 1, "1": 2, "2": 1}

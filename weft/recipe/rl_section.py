@@ -1,0 +1,130 @@
+"""The sections ``[rl]`` and ``[roles]``: training by rewards for what the model writes itself."""
+
+from typing import ClassVar
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from weft.layout.layout import Layout
+from weft.recipe.host_section import HostSection
+from weft.recipe.policy_loss_section import PolicyLoss, policy_loss
+from weft.section import Section
+
+
+class SupervisedStart(Section):
+    """Section of the supervised steps before reinforcement learning, on the tasks' own answers."""
+
+    steps: NonNegativeInt = Field(
+        0,
+        description=(
+            "The first so many steps of the run learn the tasks' own right answers by "
+            "cross-entropy, so that some answers are right when rewards begin. 0: none."
+        ),
+    )
+    lr: PositiveFloat = Field(
+        1e-3, description="Learning rate of the supervised steps."
+    )
+
+
+class Reinforcement(HostSection):
+    """Section of reinforcement learning: the model writes answers to the questions of ``[[tasks]]``, which reward them,
+    and a policy loss makes the better ones more likely (docs/how-to/reinforcement-learning.md).
+    """
+
+    hosts: ClassVar = {"method": "policy-loss"}
+
+    method: str = Field(
+        "grpo",
+        description=(
+            "Method whose loss is minimised, such as 'grpo', 'dapo' or 'ppo' (docs/explanations/policy-losses.md). "
+            "Settings in [rl.loss] replace parts of it."
+        ),
+    )
+    group: PositiveInt = Field(
+        8,
+        description="Answers to each question, whose rewards are compared with each other.",
+    )
+    batch: NonNegativeInt = Field(
+        0,
+        description=(
+            "Questions of one rollout phase, between two of which all answers are written by the same weights. 0: as "
+            "many as one update takes, train.batch / rl.group."
+        ),
+    )
+    epochs: PositiveInt = Field(
+        1, description="How often the answers of a rollout phase are learned from."
+    )
+    tokens: PositiveInt = Field(64, description="Most tokens of an answer.")
+    temperature: PositiveFloat = Field(
+        1.0, description="Randomness of the answers: logits are divided by it."
+    )
+    staleness: NonNegativeInt = Field(
+        0,
+        description=(
+            "By how many rollout phases answers may be older than the weights that learn from "
+            "them. 0: every phase waits for the newest weights."
+        ),
+    )
+    redraw: NonNegativeInt = Field(
+        0,
+        description=(
+            "How often a question whose answers all get the same reward, from which nothing is learned, is replaced by "
+            "another question (dynamic sampling of DAPO). 0: never."
+        ),
+    )
+    most_unscored: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description=(
+            "Largest share of a phase's answers that may have no reward, because the task failed on them. The run ends "
+            "if there are more."
+        ),
+    )
+    start: SupervisedStart = Field(
+        SupervisedStart(), description="Supervised steps before the first rewards."
+    )
+    loss: PolicyLoss = Field(
+        PolicyLoss(), description="Parts of the method's loss that are to be otherwise."
+    )
+
+    @property
+    def policy_loss(self) -> PolicyLoss:
+        """All settings of the loss: those of the method, with the parts that ``[rl.loss]`` replaces."""
+        changes = {
+            name: getattr(self.loss, name) for name in self.loss.model_fields_set
+        }
+        loss = policy_loss(self.method, changes)
+        return (
+            loss
+            if loss.constant
+            else loss.model_copy(update={"constant": float(self.tokens)})
+        )
+
+
+class RolloutRole(Section):
+    """Section of the ranks that write answers."""
+
+    layout: Layout = Field(
+        Layout(),
+        description=(
+            "Layout of the model that writes, on the ranks of training. Left out: every rank "
+            "writes with a whole model of its own."
+        ),
+    )
+    ranks: NonNegativeInt = Field(
+        0,
+        description=(
+            "Processes that write while others train. 0: the ranks of training write and train in turn."
+        ),
+    )
+    threads: NonNegativeInt = Field(
+        0, description="Threads of each such process; 0: the cores divided among them."
+    )
+
+
+class Roles(Section):
+    """Section of the roles of reinforcement learning: which ranks do what, and how."""
+
+    rollout: RolloutRole = Field(
+        RolloutRole(), description="The ranks that write answers."
+    )

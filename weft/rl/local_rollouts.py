@@ -1,0 +1,91 @@
+"""Answers that the ranks of training write themselves, in turn with training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from weft.generate.sampling import Sampling
+from weft.rl.rollout import AnswerGroup, GroupRequest, VersionSpan, WrittenAnswer
+
+if TYPE_CHECKING:
+    from weft.generate.engine import Engine
+    from weft.generate.request import Generation
+
+
+class RolloutInterrupted(Exception):
+    """Raised when this rank is asked to end the run while it writes answers."""
+
+
+@dataclass
+class LocalRollouts:
+    """Source of answers that writes them with an engine in this process (:class:`weft.rl.rollout.RolloutSource`).
+
+    Attributes:
+        ``engine``: the engine.
+        ``sampling``: settings of sampling; the seed is that of each request.
+        ``most``: most tokens of an answer.
+        ``stops``: ids that end an answer.
+        ``interrupted``: function that returns whether this rank is asked to end the run.
+        ``version``: number of updates of the weights that write.
+    """
+
+    engine: Engine
+    sampling: Sampling
+    most: int
+    stops: Sequence[int]
+    interrupted: Callable[[], bool] = lambda: False
+    version: int = 0
+    waiting: list[GroupRequest] = field(default_factory=list)
+
+    def request(self, groups: Sequence[GroupRequest]) -> None:
+        """Ask for the answers of ``groups``; they are written when :meth:`finished` is called."""
+        self.waiting += groups
+
+    def finished(self, count: int) -> list[AnswerGroup]:
+        """Write the answers of the ``count`` groups that were asked for first, and return them.
+
+        Raises :class:`RolloutInterrupted` if this rank is asked to end the run meanwhile.
+        """
+        groups, self.waiting = self.waiting[:count], self.waiting[count:]
+        texts = [self._submit(group) for group in groups]
+        scheduler = self.engine.scheduler
+        while self.engine.step() or scheduler.running or scheduler.waiting:
+            if self.interrupted():
+                for generation in (each for answers in texts for each in answers):
+                    self.engine.cancel(generation)
+                raise RolloutInterrupted
+        return [
+            AnswerGroup(group, tuple(self._answer(each) for each in answers))
+            for group, answers in zip(groups, texts, strict=True)
+        ]
+
+    def _submit(self, group: GroupRequest) -> list[Generation]:
+        how = Sampling(temperature=self.sampling.temperature, seed=group.seed)
+        return self.engine.submit(
+            group.prompt, self.most, how, self.stops, group.answers, top=0
+        )
+
+    def _answer(self, generation: Generation) -> WrittenAnswer:
+        ids = generation.written
+        chances = [chance for chance, _ in generation.log_probabilities]
+        if (
+            generation.stopped is not None
+            and generation.stop_log_probability is not None
+        ):
+            ids, chances = (
+                [*ids, generation.stopped],
+                [*chances, generation.stop_log_probability],
+            )
+        spans = tuple(VersionSpan(*span) for span in generation.versions)
+        return WrittenAnswer(tuple(ids), tuple(chances), spans, generation.finished)
+
+    def take_weights(self, version: int) -> None:
+        """Tell the engine that its weights have changed, and are now those of ``version``."""
+        self.engine.weights_changed(version)
+        self.version = version
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()

@@ -1,0 +1,122 @@
+"""From the scored answers of a rollout phase to the samples that a policy loss learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weft.data.policy_rows import PolicySample
+from weft.parallel.reference_weights import REFERENCE
+from weft.rl.advantages import ScoredAnswer, token_advantages
+from weft.rl.log_probabilities import token_log_probabilities
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.parallel.build import Built
+    from weft.rl.rl_phases import RlPhases
+    from weft.rl.scored_answers import ScoredGroup
+
+
+@dataclass(frozen=True)
+class AnswerArrays:
+    """Token ids of a prompt and its answer, with a number for each of them, all ``[n]``.
+
+    ``ids``: token ids. ``learns``: which of them the policy has written. ``sampler``: log-probability of each written
+    token when it was drawn, 0 elsewhere.
+    """
+
+    ids: np.ndarray
+    learns: np.ndarray
+    sampler: np.ndarray
+
+
+def phase_samples(
+    groups: Sequence[ScoredGroup], job: RlPhases, built: Built, mesh: Mesh
+) -> list[PolicySample]:
+    """Return the samples of all answers of a rollout phase, group by group. Collective.
+
+    Computed are the advantages, and those log-probabilities that the loss compares with: under the weights before the
+    first update, and under the reference model. ``built``: the model that is trained, and its state.
+    """
+    loss = job.loss
+    texts = [
+        [_arrays(group, number) for number in range(len(group.rewards))]
+        for group in groups
+    ]
+    flat = [text for group in texts for text in group]
+    old = reference = None
+    if needs_old(job):
+        old = _log_probabilities(flat, job, built, mesh)
+    if loss.needs_reference:
+        with built.state.swapped(REFERENCE):
+            reference = _log_probabilities(flat, job, built, mesh)
+    count = iter(range(len(flat)))
+    scored = [
+        [
+            ScoredAnswer(
+                reward,
+                text.learns,
+                old[i] if old else None,
+                reference[i] if reference else None,
+            )
+            for text, reward, i in zip(of_group, group.rewards, count, strict=False)
+        ]
+        for of_group, group in zip(texts, groups, strict=True)
+    ]
+    valued = [each for group in token_advantages(scored, loss) for each in group]
+    # logits are divided by the temperature in training, and the sampler's log-probabilities are those without
+    known = job.rl.temperature == 1
+    return [
+        PolicySample(
+            text.ids,
+            text.learns,
+            value.advantage,
+            text.sampler if known else None,
+            old[i] if old else None,
+            reference[i] if reference else None,
+            value.returns,
+        )
+        for i, (text, value) in enumerate(zip(flat, valued, strict=True))
+    ]
+
+
+def needs_old(job: RlPhases) -> bool:
+    """Return whether log-probabilities under the weights before the first update of a phase are needed."""
+    loss = job.loss
+    in_reward = loss.needs_reference and loss.kl_in == "reward"
+    late = job.rl.staleness > 0
+    return (
+        job.updates_per_phase > 1
+        or late
+        or loss.correction.weight != "none"
+        or in_reward
+    )
+
+
+def _log_probabilities(
+    texts: Sequence[AnswerArrays], job: RlPhases, built: Built, mesh: Mesh
+) -> list[np.ndarray]:
+    rows, passes = job.recipe.rows_per_pass(mesh.layout)
+    return token_log_probabilities(
+        built.model,
+        built.state,
+        mesh,
+        [(text.ids.tolist(), text.learns.tolist()) for text in texts],
+        rows,
+        passes,
+        job.recipe.data.seq_len,
+        job.rl.temperature,
+    )
+
+
+def _arrays(group: ScoredGroup, number: int) -> AnswerArrays:
+    """Return the arrays of answer ``number`` of a group."""
+    prompt, answer = group.group.request.prompt, group.group.answers[number]
+    ids = np.array([*prompt, *answer.ids], np.int64)
+    learns = np.arange(len(ids)) >= len(prompt)
+    sampler = np.zeros(len(ids))
+    sampler[len(prompt) :] = answer.log_probabilities
+    return AnswerArrays(ids, learns, sampler)

@@ -1,0 +1,143 @@
+"""The questions of a run as token ids, in an order that depends on their numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weft.data.batch import IGNORE
+from weft.data.order import Row, hash_keys
+from weft.data.tasks import Question, Text, question_texts
+from weft.errors import UsageError
+from weft.rl.rollout import GroupRequest, RewardQuestion
+
+if TYPE_CHECKING:
+    from weft.data.chat.encode import ChatEncoder
+    from weft.data.tokenizer import Tokenizer
+    from weft.rl.reward_task import RewardTask
+
+#: First keys that keep the uses of random numbers apart: of answers, and of answers in evaluations.
+_TRAINING, _EVALUATION = 101, 102
+
+
+@dataclass(frozen=True)
+class TaskQuestion:
+    """A question with its number in the run and the task that scores it.
+
+    ``number``: index of the question in the run. ``task``: index of the task among those of the recipe. ``question``:
+    the question. ``text``: token ids of its prompt and of the reference answer, which is empty if none is known.
+    """
+
+    number: int
+    task: int
+    question: RewardQuestion
+    text: Text
+
+
+@dataclass(frozen=True)
+class QuestionStream:
+    """The questions of all tasks in turn.
+
+    Attributes:
+        ``tasks``: the tasks; question ``n`` of the run is of task ``n % len(tasks)``.
+        ``tokenizer``: the model's tokenizer.
+        ``encoder``: renders conversations; None for a model without a chat template, whose prompts are plain texts.
+        ``seed``: seed from which the seeds of all answers follow.
+        ``room``: most tokens of prompt and answer together.
+    """
+
+    tasks: Sequence[RewardTask]
+    tokenizer: Tokenizer
+    encoder: ChatEncoder | None
+    seed: int
+    room: int
+
+    def question(self, number: int) -> TaskQuestion:
+        """Return the question with this ``number`` of those that are trained on."""
+        index, task = divmod(number, len(self.tasks))
+        return self._opened(number, task, index, held_out=False)
+
+    def held_out(self, task: int, index: int) -> TaskQuestion:
+        """Return question ``index`` of those that the task with the index ``task`` keeps for evaluation."""
+        return self._opened(index, task, index, held_out=True)
+
+    def request(self, asked: TaskQuestion, answers: int, most: int) -> GroupRequest:
+        """Return the request for ``answers`` answers of up to ``most`` tokens to the training question ``asked``."""
+        return self._request(asked, answers, most, _TRAINING)
+
+    def evaluation_request(
+        self, asked: TaskQuestion, answers: int, most: int
+    ) -> GroupRequest:
+        """Return the request for answers to the held-out question ``asked``; the arguments are those of
+        :meth:`request`.
+        """
+        return self._request(asked, answers, most, _EVALUATION)
+
+    def check(self, supervised: bool) -> None:
+        """Ask each task for its first questions, and raise :class:`UsageError` if the model cannot read them.
+
+        ``supervised``: whether each of them needs a right answer.
+        """
+        for task in range(len(self.tasks)):
+            self.held_out(task, 0)
+            first = self.question(task)
+            if supervised:
+                supervised_row(first)
+
+    def _request(
+        self, asked: TaskQuestion, answers: int, most: int, use: int
+    ) -> GroupRequest:
+        prompt = tuple(asked.text.given)
+        if len(prompt) + most > self.room:
+            raise UsageError(
+                f"question {asked.number} has {len(prompt)} tokens, and with rl.tokens = {most} for the answer this is "
+                f"more than data.seq_len = {self.room}; raise data.seq_len or lower rl.tokens"
+            )
+        seed = int(
+            hash_keys(use, self.seed, asked.task, asked.number)[0] >> np.uint64(16)
+        )
+        return GroupRequest(asked.number, asked.question, prompt, answers, seed)
+
+    def _opened(
+        self, number: int, task: int, index: int, held_out: bool
+    ) -> TaskQuestion:
+        question = self.tasks[task].question(index, held_out)
+        if self.encoder is None and not isinstance(question.prompt, str):
+            raise UsageError(
+                f"task {task + 1} asks in messages, and the model's tokenizer has no chat template; set "
+                "data.chat.template"
+            )
+        given = Question(
+            f"question {number}", question.prompt, (question.answer or "-",)
+        )
+        (text,) = question_texts(given, self.tokenizer, self.encoder)
+        if not question.answer:
+            text = Text(text.given, ())
+        elif text.following[-1] not in self.stops:
+            text = Text(text.given, [*text.following, self.tokenizer.closing])
+        return TaskQuestion(number, task, question, text)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Ids of the tokens that end an answer."""
+        return self.tokenizer.stops
+
+    def answer_text(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer, without the token that ends it."""
+        return self.tokenizer.decode([i for i in ids if i not in self.stops])
+
+
+def supervised_row(asked: TaskQuestion) -> Row:
+    """Return a row that teaches the reference answer to a question. Raises :class:`UsageError` if none is known."""
+    given, following = asked.text
+    if not following:
+        raise UsageError(
+            f"rl.start.steps needs right answers, and question {asked.number} has none; set rl.start.steps = 0"
+        )
+    ids = np.array([*given, *following], np.int64)
+    labels = ids[1:].copy()
+    labels[: len(given) - 1] = IGNORE
+    return Row(ids[:-1], labels, np.zeros(1, np.int64))

@@ -1,0 +1,86 @@
+"""Batches of given answers, for proofs: the same rows under every layout, without a model that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weft.data.loader import Loader
+from weft.data.order import Row, RowList, hash_keys
+from weft.data.policy_rows import PolicySample, policy_rows
+
+if TYPE_CHECKING:
+    from weft.data.batch import Batch
+    from weft.layout.mesh import Mesh
+    from weft.rl.rl_phases import RlPhases
+
+
+def row_batches(
+    job: RlPhases, mesh: Mesh, rows: Sequence[Row], position: int
+) -> list[Batch]:
+    """Divide the ``rows`` of a step among the ranks of ``mesh``, and return the batches of this rank, one per pass.
+
+    Each row is one sample; the first of them has the number ``position``.
+    """
+    recipe = job.recipe
+    per_pass, passes = recipe.rows_per_pass(mesh.layout)
+    longest = (
+        recipe.data.seq_len
+        if recipe.train.compile
+        else max(len(row.tokens) for row in rows)
+    )
+    loader = Loader(
+        RowList(rows), mesh.layout, mesh.batch_rank, mesh.rank("cp"), recipe.train.batch, per_pass, passes, longest,
+        joined=not recipe.train.compile,
+    )  # fmt: skip
+    batches = loader.step(0) or []
+    return [replace(b, samples=tuple(position + i for i in b.samples)) for b in batches]
+
+
+@dataclass(frozen=True)
+class RecordedLoader:
+    """Loader of right answers with made-up advantages, by which layouts are compared (``weft verify``).
+
+    The answers of ``job``'s own questions stand in for those that a policy would write. ``mesh``: this rank's position
+    among the ranks.
+    """
+
+    job: RlPhases
+    mesh: Mesh
+
+    def is_ready(self, position: int) -> bool:
+        """Return True: nothing has to be written."""
+        return True
+
+    def make_ready(self, position: int) -> bool:
+        """Return True: nothing has to be written."""
+        return True
+
+    def questions(self) -> dict[str, Any]:
+        """Return an empty dict: nothing is asked."""
+        return {}
+
+    def island_samples(self, position: int) -> range:
+        """Return the numbers of the samples of the step that starts at sample ``position``."""
+        return range(position, position + self.job.recipe.train.batch)
+
+    def step(self, position: int) -> list[Batch]:
+        """Return the batches of this rank, one per pass, of the step that starts at sample ``position``."""
+        samples = [self._sample(number) for number in self.island_samples(position)]
+        rows = [policy_rows([s], len(s.ids), self.job.loss).rows[0] for s in samples]
+        return row_batches(self.job, self.mesh, rows, position)
+
+    def _sample(self, number: int) -> PolicySample:
+        given, following = self.job.questions.question(number).text
+        # without a known answer the prompt itself is one
+        ids = np.array([*given, *(following or given)], np.int64)
+        learns = np.arange(len(ids)) >= len(given)
+        drawn = hash_keys(number, np.arange(len(ids))) / 2.0**64
+        advantage = 2 * float(hash_keys(number, 1)[0] / 2.0**64) - 1
+        chances = -3 * drawn - 0.1
+        return PolicySample(
+            ids, learns, np.where(learns, advantage, 0), chances, reference=chances
+        )

@@ -1,0 +1,71 @@
+"""The job of a run of reinforcement learning: its loaders, in which a model writes, or known answers stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weft.generate.engine import Engine
+from weft.generate.sampling import Sampling
+from weft.rl.generation_model import GenerationModel
+from weft.rl.local_rollouts import LocalRollouts
+from weft.rl.recorded_loader import RecordedLoader
+from weft.rl.reward_workers import reward_workers
+from weft.rl.rl_loader import RlLoader
+from weft.rl.rl_phases import RlPhases
+
+if TYPE_CHECKING:
+    from weft.data.order import Order
+    from weft.layout.mesh import Mesh
+    from weft.parallel.build import Built
+    from weft.train.step_loader import RunRecords
+
+#: Most answers that are written at a time by one engine.
+AT_A_TIME = 256
+
+
+@dataclass(frozen=True)
+class RlJob(RlPhases):
+    """A checked recipe of reinforcement learning with its tasks opened, from which its loaders are made."""
+
+    def loader(self, order: Order, mesh: Mesh) -> RecordedLoader:  # type: ignore[override]
+        """Return a loader of known answers, for proofs that compare layouts. ``order`` is not read."""
+        return RecordedLoader(self, mesh)
+
+    def training_loader(
+        self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack
+    ) -> RlLoader:  # fmt: skip
+        """Return the loader whose batches are answers of ``built``, the model that is trained. Collective.
+
+        ``recorder``: writes the run's records. ``interrupted``: function that returns whether this rank is asked to end
+        the run. ``stack``: closes what the loader has started, when the run ends.
+        """
+        recipe, rl = self.recipe, self.rl
+        layout = recipe.roles.rollout.layout
+        generation = GenerationModel(
+            self.shape, mesh, layout, built.state, recipe.train
+        )
+        most = min(AT_A_TIME, -(-self.answers // mesh.layout.world))
+        generation.refresh(built.state.updates)
+        engine = Engine(
+            generation.model, tokens=(most + 1) * (recipe.data.seq_len + 16), limit=most
+        )
+        rollouts = LocalRollouts(
+            engine,
+            Sampling(temperature=rl.temperature),
+            rl.tokens,
+            self.questions.stops,
+            interrupted,
+        )
+        workers = [
+            reward_workers(task, recipe.train.seed, recipe.plugins)
+            for task in self.rewarded
+        ]
+        loader = RlLoader(
+            self, mesh, built, recorder, generation, rollouts, workers, interrupted,
+            lambda: built.state.updates,
+        )  # fmt: skip
+        stack.callback(loader.close)
+        return loader

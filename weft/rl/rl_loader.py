@@ -1,0 +1,283 @@
+"""The batches of reinforcement learning: answers that the policy has written, with what a policy loss needs of each.
+
+A run is a sequence of rollout phases. In each phase the newest weights write several answers to every question, tasks
+reward the answers, and some updates learn from them. All of it follows from the position in the run, the seed and the
+weights, under every layout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weft.data.order import permutation
+from weft.data.policy_rows import PolicySample, policy_rows
+from weft.data.tasks import Answered
+from weft.errors import WeftError
+from weft.layout.mesh import from_all
+from weft.models.policy_loss import PolicyObjective
+from weft.parallel.reference_weights import set_reference
+from weft.rl.local_rollouts import RolloutInterrupted
+from weft.rl.phase_samples import phase_samples
+from weft.rl.questions import TaskQuestion, supervised_row
+from weft.rl.recorded_loader import row_batches
+from weft.rl.scored_answers import ScoredGroup, check_scored, phase_figures
+from weft.train.step_loader import AskedQuestions
+
+if TYPE_CHECKING:
+    from weft.data.batch import Batch
+    from weft.layout.mesh import Mesh
+    from weft.parallel.build import Built
+    from weft.rl.generation_model import GenerationModel
+    from weft.rl.reward_workers import RewardWorkers
+    from weft.rl.rl_phases import RlPhases
+    from weft.rl.rollout import RolloutSource
+    from weft.train.step_loader import RunRecords
+
+
+class OwnScores(NamedTuple):
+    """What one rank has collected: its ``groups``, and whether it is asked to end the run (``interrupted``)."""
+
+    groups: list[ScoredGroup]
+    interrupted: bool
+
+
+@dataclass
+class RlLoader:
+    """Loader whose batches are answers of the policy. All methods but :meth:`island_samples` are collective.
+
+    Attributes:
+        ``job``: the checked recipe with its tasks.
+        ``mesh``: this rank's position among the ranks of the run.
+        ``built``: the model that is trained, and its state.
+        ``recorder``: writes the run's records, and prints.
+        ``generation``: the model that writes.
+        ``rollouts``: writes the answers to the questions of this rank.
+        ``rewards``: scores answers, for each task.
+        ``interrupted``: function that returns whether this rank is asked to end the run.
+        ``updates``: function that returns how many updates the weights have had.
+    """
+
+    job: RlPhases
+    mesh: Mesh
+    built: Built
+    recorder: RunRecords
+    generation: GenerationModel
+    rollouts: RolloutSource
+    rewards: Sequence[RewardWorkers]
+    interrupted: Callable[[], bool]
+    updates: Callable[[], int]
+    phase: int = -1
+    samples: list[PolicySample] = field(default_factory=list)
+    #: The number of updates of the weights that write at present.
+    written_by: int = -1
+    #: When the last rollout phase was complete, in seconds.
+    ended_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rl, self.batch = self.job.rl, self.job.recipe.train.batch
+        self.rows, self.passes = self.job.recipe.rows_per_pass(self.mesh.layout)
+
+    # --- what the training loop calls ---
+
+    def island_samples(self, position: int) -> range:
+        """Return the numbers of the samples of the step that starts at sample ``position``."""
+        return range(position, position + self.batch)
+
+    def is_ready(self, position: int) -> bool:
+        """Return whether the answers for the step that starts at sample ``position`` are written already."""
+        return (
+            position < self.job.supervised
+            or self.job.place(position).phase == self.phase
+        )
+
+    def make_ready(self, position: int) -> bool:
+        """Collect the answers for the step that starts at sample ``position``.
+
+        Returns False if a rank is asked to end the run meanwhile.
+        """
+        if position == self.job.supervised and self.job.loss.needs_reference:
+            set_reference(self.built.state)
+        try:
+            self._begin(self.job.place(position).phase)
+        except RolloutInterrupted:
+            return False
+        return True
+
+    def step(self, position: int) -> list[Batch]:
+        """Return the batches of this rank, one per pass, of the step that starts at sample ``position``."""
+        if position < self.job.supervised:
+            questions = map(
+                self.job.questions.question, range(position, position + self.batch)
+            )
+            return row_batches(
+                self.job, self.mesh, [*map(supervised_row, questions)], position
+            )
+        place = self.job.place(position)
+        assert place.phase == self.phase, "make_ready comes first"
+        count = self.job.answers
+        epoch, first = divmod(place.first, count)
+        order = permutation(count, self.job.recipe.train.seed, place.phase, epoch)
+        chosen = [self.samples[i] for i in order[first : first + self.batch]]
+        rows = [
+            policy_rows([sample], len(sample.ids), self.job.loss).rows[0]
+            for sample in chosen
+        ]
+        return row_batches(self.job, self.mesh, rows, position)
+
+    def close(self) -> None:
+        """End the processes that write and score."""
+        self.rollouts.close()
+        for workers in self.rewards:
+            workers.close()
+
+    # --- rollouts ---
+
+    def _begin(self, phase: int) -> None:
+        """Collect the answers of rollout phase ``phase``, and what the loss needs of them."""
+        begun = time.perf_counter()
+        self._log_policy()
+        self._refresh()
+        moved = time.perf_counter()
+        questions = self.job.phase_questions(phase)
+        groups = self._collected(questions)
+        spare = iter(self.job.spare_questions(phase))
+        for _ in range(self.rl.redraw):
+            poor = [i for i, group in enumerate(groups) if not group.teaches]
+            drawn = [question for question, _ in zip(spare, poor, strict=False)]
+            if not drawn:
+                break
+            for i, group in zip(poor, self._collected(drawn), strict=False):
+                if group.teaches:
+                    groups[i] = group
+        written = time.perf_counter()
+        if note := check_scored(groups, self.rl.most_unscored):
+            self.recorder.event(note)
+        self.samples = phase_samples(groups, self.job, self.built, self.mesh)
+        self.phase = phase
+        ended = time.perf_counter()
+        tokens = sum(
+            len(answer.ids) for group in groups for answer in group.group.answers
+        )
+        figures = phase_figures(groups, self.updates()) | {
+            "rollout_s": written - moved,
+            "rollout_tokens_per_s": tokens / (written - moved),
+            "weights_s": moved - begun,
+            "prepare_s": ended - written,
+        }
+        if self.ended_at:
+            figures["train_s"] = begun - self.ended_at
+        self.ended_at = ended
+        self.recorder.reinforcement(phase, figures)
+        self._keep_examples(phase, groups)
+
+    def _log_policy(self) -> None:
+        """Record what people watch of the policy loss since the last phase, such as entropy."""
+        objective = self.built.model.hooks.objective
+        assert isinstance(objective, PolicyObjective)
+        figures = objective.figures.take(self.mesh)
+        if figures["policy.tokens"]:
+            named = {
+                name.removeprefix("policy."): value for name, value in figures.items()
+            }
+            self.recorder.log("policy", **named)
+
+    def _refresh(self) -> None:
+        """Let the newest weights write from now on."""
+        version = self.updates()
+        if version != self.written_by:
+            self.generation.refresh(version)
+            self.rollouts.take_weights(version)
+            self.written_by = version
+
+    def _collected(self, questions: Sequence[TaskQuestion]) -> list[ScoredGroup]:
+        """Return the answers to ``questions`` with their rewards, in order. This rank writes its share of them."""
+        requests = [
+            self.job.questions.request(question, self.rl.group, self.rl.tokens)
+            for question in questions
+        ]
+        return self._written(questions, requests)
+
+    def _written(
+        self, questions: Sequence[TaskQuestion], requests: Sequence[Any]
+    ) -> list[ScoredGroup]:
+        own = self.job.own(range(len(questions)), self.mesh)
+        scored, interrupted = list[ScoredGroup](), False
+        try:
+            self.rollouts.request([requests[i] for i in own])
+            groups = self.rollouts.finished(len(own))
+            for i, group in zip(own, groups, strict=True):
+                texts = [
+                    self.job.questions.answer_text(answer.ids)
+                    for answer in group.answers
+                ]
+                asked = [group.request.question] * len(texts)
+                given = self.rewards[questions[i].task].scores(asked, texts)
+                rewards = tuple(
+                    float("nan") if each.value is None else each.value for each in given
+                )
+                scored.append(
+                    ScoredGroup(group, rewards, tuple(each.why for each in given))
+                )
+        except RolloutInterrupted:
+            interrupted = True
+        shares = from_all(OwnScores(scored, interrupted), self.mesh.step_group)
+        if any(share.interrupted for share in shares):
+            raise RolloutInterrupted
+        everyone = {group.number: group for share in shares for group in share.groups}
+        return [everyone[request.number] for request in requests]
+
+    def _keep_examples(self, phase: int, groups: Sequence[ScoredGroup]) -> None:
+        """Record a few answers with their rewards, for the browser of samples in the report."""
+        shown = [
+            {
+                "question": str(group.group.request.question.prompt),
+                "answers": [
+                    {
+                        "text": self.job.questions.answer_text(answer.ids),
+                        "reward": reward,
+                    }
+                    for answer, reward in zip(
+                        group.group.answers, group.rewards, strict=True
+                    )
+                ],
+            }
+            for group in groups[:2]
+        ]
+        self.recorder.log("answers", phase=phase, groups=shown)
+
+    # --- evaluation ---
+
+    def questions(self) -> dict[str, AskedQuestions]:
+        """Return the tasks with rewards, whose held-out questions the model is asked."""
+        return {
+            settings.title: AskedQuestions(settings.every, partial(self.ask, task))
+            for task, settings in enumerate(self.job.rewarded)
+        }
+
+    def ask(self, task: int) -> Answered | None:
+        """Let the newest weights answer the held-out questions of the task with the index ``task``.
+
+        Returns None if a rank is asked to end the run meanwhile.
+        """
+        self._refresh()
+        settings = self.job.rewarded[task]
+        questions = [
+            self.job.questions.held_out(task, index)
+            for index in range(settings.limit or 100)
+        ]
+        requests = [
+            self.job.questions.evaluation_request(question, 1, self.rl.tokens)
+            for question in questions
+        ]
+        try:
+            groups = self._written(questions, requests)
+        except RolloutInterrupted:
+            return None
+        scored = [reward for group in groups for reward in group.scored]
+        if not scored:
+            raise WeftError(f"task {settings.title}: no answer could be scored")
+        return Answered(len(questions), sum(reward >= 1 for reward in scored), None)

@@ -1,0 +1,140 @@
+"""The rollout phases of a run of reinforcement learning: its questions, and where a step stands among phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from weft.errors import UsageError
+from weft.rl.questions import QuestionStream, TaskQuestion
+from weft.train.rule_optimizer import learning_rate
+from weft.train.setup import Job
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.recipe import Task
+    from weft.recipe.policy_loss_section import PolicyLoss
+    from weft.recipe.rl_section import Reinforcement
+
+
+class PhasePlace(NamedTuple):
+    """Where a step stands among rollout phases.
+
+    ``phase``: number of the rollout phase. ``first``: index of the step's first sample among those that the phase
+    trains on, which repeat in every epoch.
+    """
+
+    phase: int
+    first: int
+
+
+@dataclass(frozen=True)
+class RlPhases(Job):
+    """A checked recipe of reinforcement learning with its tasks opened.
+
+    Attributes:
+        ``rewarded``: the tables ``[[tasks]]`` with a reward.
+        ``questions``: the questions of these tasks.
+    """
+
+    rewarded: tuple[Task, ...] = ()
+    questions: QuestionStream = field(default=None, repr=False)  # type: ignore[assignment]
+
+    def with_questions(
+        self, rewarded: tuple[Task, ...], questions: QuestionStream
+    ) -> Self:
+        """Return this job with the tables ``[[tasks]]`` that have a reward, and their questions."""
+        return replace(self, rewarded=rewarded, questions=questions)
+
+    @property
+    def rl(self) -> Reinforcement:
+        """The recipe's section ``[rl]``."""
+        assert self.recipe.rl is not None
+        return self.recipe.rl
+
+    @property
+    def loss(self) -> PolicyLoss:
+        """The settings of the policy loss."""
+        return self.rl.policy_loss
+
+    @property
+    def supervised(self) -> int:
+        """Number of samples of the supervised start."""
+        return self.rl.start.steps * self.recipe.train.batch
+
+    @property
+    def asked(self) -> int:
+        """Number of questions of a rollout phase."""
+        return self.rl.batch or self.recipe.train.batch // self.rl.group
+
+    @property
+    def answers(self) -> int:
+        """Number of answers of a rollout phase."""
+        return self.asked * self.rl.group
+
+    @property
+    def updates_per_phase(self) -> int:
+        """Number of updates that learn from the answers of one rollout phase."""
+        return self.answers * self.rl.epochs // self.recipe.train.batch
+
+    def place(self, position: int) -> PhasePlace:
+        """Return where the step that starts at sample ``position``, after the supervised start, stands among phases."""
+        return PhasePlace(
+            *divmod(position - self.supervised, self.answers * self.rl.epochs)
+        )
+
+    def phase_questions(self, phase: int) -> list[TaskQuestion]:
+        """Return the questions of rollout phase ``phase``."""
+        first = self._first_of(phase)
+        return [self.questions.question(first + i) for i in range(self.asked)]
+
+    def spare_questions(self, phase: int) -> Iterable[TaskQuestion]:
+        """Yield the questions that may replace those of rollout phase ``phase`` from which nothing is learned."""
+        first = self._first_of(phase) + self.asked
+        return (
+            self.questions.question(first + i)
+            for i in range(self.asked * self.rl.redraw)
+        )
+
+    def _first_of(self, phase: int) -> int:
+        return self.supervised + phase * self.asked * (1 + self.rl.redraw)
+
+    def own(self, numbers: Sequence[int], mesh: Mesh) -> list[int]:
+        """Return those of ``numbers`` whose questions this rank answers."""
+        rank, ranks = self.writer(mesh)
+        return [i for i in numbers if i % ranks == rank]
+
+    def writer(self, mesh: Mesh) -> tuple[int, int]:
+        """Return the number of this rank among those that write, and their number."""
+        place = 0
+        for axis in ("island", "dp", "shard", "pp", "cp", "ep", "tp"):
+            if mesh.size(axis) > 1:
+                place = place * mesh.size(axis) + mesh.rank(axis)
+        return place, mesh.layout.world
+
+    def learning_rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of step ``step`` of ``steps``: ``rl.start.lr`` in the supervised start."""
+        start = self.rl.start
+        if step < start.steps:
+            warm = max(1, start.steps // 10)
+            return start.lr * min(1.0, (step + 1) / warm)
+        return learning_rate(
+            self.recipe.optimizer, step - start.steps, steps - start.steps
+        )
+
+
+def check_rl(job: RlPhases) -> None:
+    """Raise :class:`UsageError` if numbers of ``[rl]`` and ``[train]`` do not go together."""
+    recipe, rl = job.recipe, job.rl
+    batch = recipe.train.batch
+    if not rl.batch and batch % rl.group:
+        raise UsageError(
+            f"train.batch = {batch} answers are no whole groups of rl.group = {rl.group}; make the batch a multiple "
+            "of it"
+        )
+    if job.answers * rl.epochs % batch:
+        raise UsageError(
+            f"a rollout phase has rl.batch x rl.group = {job.answers} answers, which {rl.epochs} epochs do not divide "
+            f"into updates of train.batch = {batch}; change one of them"
+        )

@@ -1,0 +1,73 @@
+"""From a recipe with ``[rl]`` to a job whose samples are answers of its own model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.data.bos import with_bos
+from weft.data.cache import digest
+from weft.data.chat.encode import own_encoder
+from weft.data.loader import Corpus
+from weft.data.order import Order
+from weft.data.tokenizer import load_tokenizer
+from weft.errors import UsageError
+from weft.rl.build_task import reward_task
+from weft.rl.questions import QuestionStream
+from weft.rl.rl_job import RlJob
+from weft.rl.rl_phases import check_rl
+from weft.train.setup import completed_job
+
+if TYPE_CHECKING:
+    from weft.data.tokenizer import Tokenizer
+    from weft.recipe import Recipe
+
+
+def prepare_rl(recipe: Recipe) -> RlJob:
+    """Complete the model's shape, open the tasks with rewards, and check that all goes together.
+
+    Raises :class:`UsageError` or :class:`weft.errors.WeftError` if it does not.
+    """
+    job = completed_job(recipe, lambda own: _corpus(recipe, own), RlJob)
+    rewarded = tuple(task for task in recipe.tasks if task.reward)
+    tokenizer = job.corpus.tokenizer
+    chats = any(task.chat for task in rewarded)
+    encoder = (
+        own_encoder(tokenizer, recipe.model.origin or "the tokenizer", "last")
+        if chats
+        else None
+    )
+    tasks = [reward_task(task, recipe.train.seed) for task in rewarded]
+    questions = QuestionStream(
+        tasks, tokenizer, encoder, recipe.train.seed, recipe.data.seq_len
+    )
+    job = job.with_questions(rewarded, questions)
+    check_rl(job)
+    questions.check(job.supervised > 0)
+    return job
+
+
+def _corpus(recipe: Recipe, own: Tokenizer | None) -> Corpus:
+    """Return a corpus without documents, with the run's tokenizer."""
+    data = recipe.data
+    if data.tokenizer.startswith("train:"):
+        raise UsageError(
+            f"data.tokenizer = {data.tokenizer!r} is trained on documents, and a run with [rl] reads none; name a "
+            "tokenizer, or leave it out for bytes"
+        )
+    tokenizer = (
+        own
+        if own and not data.tokenizer
+        else load_tokenizer(data.tokenizer, (), data.cache)
+    )
+    tokenizer = with_bos(tokenizer, data.bos)
+    tasks = [task.model_dump(mode="json") for task in recipe.tasks if task.reward]
+    identity = digest(
+        tasks,
+        tokenizer.fingerprint,
+        recipe.train.seed,
+        recipe.rl and recipe.rl.model_dump(mode="json"),
+    )
+    said = ", ".join(str(task["reward"]) for task in tasks)
+    return Corpus(
+        tokenizer, Order((), (), 0), None, f"answers to questions of {said}", identity
+    )

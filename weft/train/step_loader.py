@@ -1,0 +1,56 @@
+"""The interface of whoever makes the batches of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from weft.data.batch import Batch
+    from weft.data.tasks import Answered
+
+
+class AskedQuestions(NamedTuple):
+    """Questions that a loader asks the model that is trained.
+
+    ``every``: steps between two evaluations; 0: only at the beginning and at the end of the run. ``ask``: function that
+    asks them; it returns None if a rank is asked to end the run meanwhile.
+    """
+
+    every: int
+    ask: Callable[[], Answered | None]
+
+
+class RunRecords(Protocol):
+    """Interface of what records and shows a run, as far as loaders need it."""
+
+    def event(self, text: str) -> None:
+        """Print the line ``text``, and record it as an event of the run."""
+
+    def log(self, kind: str, step: int | None = None, /, **values: Any) -> None:
+        """Write a record of the kind ``kind`` with ``values`` for ``step``, by default the last final step."""
+
+    def reinforcement(self, phase: int, figures: Mapping[str, Any]) -> None:
+        """Record and show what rollout phase ``phase`` has brought, numbers by name such as ``reward``."""
+
+
+class StepLoader(Protocol):
+    """Interface of what makes the batches of this rank, step by step."""
+
+    def is_ready(self, position: int) -> bool:
+        """Return whether the samples of the step that starts at sample ``position`` exist already."""
+
+    def make_ready(self, position: int) -> bool:
+        """Make the samples of the step that starts at sample ``position``, which do not exist yet. Collective.
+
+        The weights are those after all earlier steps. Returns False if a rank is asked to end the run meanwhile.
+        """
+
+    def questions(self) -> Mapping[str, AskedQuestions]:
+        """Return the questions that the loader itself asks the model, by the name of the task."""
+
+    def step(self, position: int) -> Sequence[Batch] | None:
+        """Return the batches of the step that starts at sample ``position``, one per pass; None at the data's end."""
+
+    def island_samples(self, position: int) -> range:
+        """Return the numbers of the samples of this rank's island in the step that starts at sample ``position``."""
