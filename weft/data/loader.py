@@ -30,6 +30,7 @@ from weft.data.order import Order, Row, RowList, Stream, choose_held_out, hash_k
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import open_source
 from weft.data.validation_file import validation_source
+from weft.errors import UsageError
 from weft.layout.axes import BATCH_AXES, DATA_AXES
 from weft.layout.layout import Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
@@ -293,6 +294,11 @@ class Loader:
             return None
         end = min(position + self.batch, total or sys.maxsize)
         if self.plan is not None and self.layout.size(*DATA_AXES) > 1:
+            if self.of_rollouts:
+                raise UsageError(
+                    "layout.balance places documents one by one, and a policy loss sums over all tokens of an answer; "
+                    "leave layout.balance out"
+                )
             return self._balanced(self.plan, range(position, end))
         ranges = self.sample_ranges(position)
         # Slow ranks compute no padding: a pass has as many rows as samples, but at least one.

@@ -227,9 +227,9 @@ class PolicyObjective(TokenObjective):
                 for x in (values, losses, cut)
             ]
             self.figures.add_values(torch.stack(kept))
+            loss = loss.detach()
         return Weighed(
-            declare(loss.detach(), mesh, **BY_DATA | {"tp": I}),
-            declare(slopes, mesh, **BY_DATA),
+            declare(loss, mesh, **BY_DATA | {"tp": I}), declare(slopes, mesh, **BY_DATA)
         )
 
     def token_losses(self, logp: T, entropy: T, tokens: AnswerTokens) -> TokenLosses:
