@@ -13,16 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.data.batch import (
-    IGNORE,
-    Batch,
-    PairedRows,
-    Pairs,
-    Pass,
-    PassGroup,
-    Plan,
-    RolloutTokens,
-)
+from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, Pass, PassGroup, Plan
 from weft.data.bos import begins_otherwise, document_opening, with_bos
 from weft.data.cache import digest
 from weft.data.corpora import unread_files
@@ -296,8 +287,7 @@ class Loader:
         if self.plan is not None and self.layout.size(*DATA_AXES) > 1:
             if self.of_rollouts:
                 raise UsageError(
-                    "layout.balance places documents one by one, and a policy loss sums over all tokens of an answer; "
-                    "leave layout.balance out"
+                    "layout.balance places documents one by one; leave it out with a policy loss"
                 )
             return self._balanced(self.plan, range(position, end))
         ranges = self.sample_ranges(position)
@@ -336,7 +326,11 @@ class Loader:
         weights = np.ones(tokens.shape, np.float32)
         starts, padding = [], []
         draws, samples = np.zeros_like(tokens), iter(numbered)
-        rollout = RolloutTokens.blank(*tokens.shape) if self.of_rollouts else None
+        rollout = None
+        if self.of_rollouts:
+            from weft.data.batch_rollout import blank_numbers
+
+            rollout = blank_numbers(*tokens.shape)
         for r, line in enumerate(lines):
             filled = 0
             for row in line:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.data.batch import IGNORE, Batch, RolloutTokens
+from weft.data.batch import IGNORE, Batch
+from weft.data.batch_rollout import RolloutTokens
 from weft.layout.boundary import BY_DATA, I, V, declare, share_of_sum, step_sum, untyped
 from weft.layout.mesh import Mesh
 from weft.models.token_objective import TokenObjective, Weighed

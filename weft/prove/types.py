@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from weft.data.batch import Batch, PairedRows, Pairs, RolloutTokens
+from weft.data.batch import Batch, PairedRows, Pairs
+from weft.data.batch_rollout import blank_numbers
 from weft.errors import UsageError
 from weft.layout import boundary
 from weft.layout.axes import DATA_AXES, MODEL_AXES
@@ -192,7 +193,7 @@ def _meta_batch(mesh: Mesh, objective: Objective | None) -> Batch:
     edges = torch.tensor([0, length, 2 * length], dtype=torch.int32)
     pairs = Pairs.listed(np.ones(1), np.zeros(1))
     paired = PairedRows(pairs, np.arange(2), mesh.rank("cp") == 0) if of_pairs else None
-    rollout = RolloutTokens.blank(2, local).each(lambda x: x.to("meta"))
+    rollout = blank_numbers(2, local).each(lambda x: x.to("meta"))
     return _MetaBatch(
         tokens,
         labels,
