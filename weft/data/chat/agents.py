@@ -182,7 +182,9 @@ def from_adp(fields: Fields) -> tuple[list[Message], list[str]]:
 
 
 def _observed(messages: list[Message], item: _Observation) -> Message:
-    if item.source == "system":
+    if item.source == "system" or (
+        item.source == "environment" and item.name == "system"
+    ):
         return {"role": "system", "content": item.words()}
     # said before, or by another agent: there to be read
     if item.source in ("agent", "assistant"):
