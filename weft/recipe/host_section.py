@@ -46,7 +46,13 @@ class HostSection(Section):
                 settings = find(kind, value).settings
                 if settings is not None and not issubclass(cls, settings):
                     bases.append(settings)
+        bases += cls.more_settings(values)
         return _combined(cls, tuple(bases)) if bases else cls
+
+    @classmethod
+    def more_settings(cls, values: Mapping[str, Any]) -> tuple[type[Section], ...]:
+        """Return classes of further settings that the section has with these ``values``; in most sections none."""
+        return ()
 
     @classmethod
     def split(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,6 +5,7 @@ from typing import Any
 from weft.recipe.data_section import RECORD_FILES
 from weft.recipe.host_section import HostSection
 from weft.recipe.recipe import Recipe
+from weft.recipe.reward_settings import RewardSettings
 from weft.recipe.validation_section import Task
 from weft.registry import KINDS, Registered, setting_values
 
@@ -28,7 +29,8 @@ def recipe_schema() -> Schema:
         if isinstance(field.default, HostSection):
             settings = _settings_of_techniques(type(field.default))
             _section(tree, definitions, name)["properties"] |= settings
-    definitions["Task"]["properties"] |= _settings_of_techniques(Task)
+    more = RewardSettings.model_json_schema()["properties"]
+    definitions["Task"]["properties"] |= more | _settings_of_techniques(Task)
     _add_names(tree, definitions)
     # keys of a single source may stand in [data] itself, and a callback may be its name alone
     data, source = definitions["Data"], definitions["Source"]

@@ -1,5 +1,6 @@
 """The sections ``[validation]`` and ``[[tasks]]``: how a model is measured while it learns."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -71,44 +72,6 @@ class Task(HostSection):
             "make their questions themselves."
         ),
     )
-    held_out: str = Field(
-        "",
-        description=(
-            "File of prompts for evaluation, for a reward with a path. Left out: an eighth of the prompts in path."
-        ),
-    )
-    ask: str = Field(
-        "",
-        description=(
-            "Words around each question of a task with a reward, in which {question} stands for it. "
-            "Left out: the question alone."
-        ),
-    )
-    tag: str = Field(
-        "",
-        pattern=r"^[\w.-]*$",
-        description=(
-            "Tag around the answer in what the model writes: the reward is for the text between <TAG> and "
-            "</TAG>, and 0 without them. Left out: all that the model writes is the answer."
-        ),
-    )
-    workers: int = Field(
-        2, ge=1, description="Number of processes that score answers by the reward."
-    )
-    seconds: float = Field(
-        10.0,
-        gt=0,
-        description=(
-            "Longest time in seconds for the reward of one answer. An answer whose reward takes longer is left out."
-        ),
-    )
-    megabytes: int = Field(
-        1024,
-        ge=16,
-        description=(
-            "Memory in MB that a process may take while it scores, beside what the loaded task takes."
-        ),
-    )
     name: str = Field(
         "",
         pattern=r"^[\w.-]*$",
@@ -143,14 +106,15 @@ class Task(HostSection):
             raise ValueError(
                 "path is missing; name a file of questions, or set reward to a task that makes them"
             )
-        of_rewards = {"held_out", "ask", "tag", "workers", "seconds", "megabytes"}
-        if (given := sorted(of_rewards & self.model_fields_set)) and not self.reward:
-            raise ValueError(
-                f"{given[0]} is for a task with a reward; set reward, or leave it out"
-            )
-        if self.ask and "{question}" not in self.ask:
-            raise ValueError("ask has no {question}; write where the question stands")
         return self
+
+    @classmethod
+    def more_settings(cls, values: Mapping[str, Any]) -> tuple[type[Section], ...]:
+        if not values.get("reward"):
+            return ()
+        from weft.recipe.reward_settings import RewardSettings
+
+        return (RewardSettings,)
 
     @property
     def title(self) -> str:

@@ -40,7 +40,7 @@ class PromptTask(RewardTask):
     @cached_property
     def prompts(self) -> SplitQuestions:
         """The questions. Raises :class:`WeftError` if they cannot be read, or if there are none for training."""
-        path, held_out = self.settings.path, self.settings.held_out
+        path, held_out = self.settings.path, self.common.held_out
         if not path:
             raise UsageError(
                 f"tasks.reward = {self.settings.reward!r} has no questions of its own; set tasks.path to a "

@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from weft.errors import UsageError
+from weft.recipe.reward_settings import RewardSettings
 from weft.rl.rollout import RewardQuestion
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ class RewardTask:
         """Return the reward of an answer, as a rule from 0 to 1. Never executes text of the answer in this process."""
         raise NotImplementedError
 
+    @property
+    def common(self) -> RewardSettings:
+        """The settings that every task has."""
+        return self.settings.own(RewardSettings)
+
     def prepare(self) -> None:
         """Load what :meth:`score` needs, such as a model. Called once, in the process that scores."""
 
@@ -57,7 +63,7 @@ class RewardTask:
         If the recipe's table has a ``tag``, the answer is what stands between the last two tags, and a text without
         them gets 0.
         """
-        answer = tagged(text, self.settings.tag) if self.settings.tag else text
+        answer = tagged(text, self.common.tag) if self.common.tag else text
         return 0.0 if answer is None else self.score(question, answer)
 
     def close(self) -> None:
@@ -65,9 +71,9 @@ class RewardTask:
 
     def asked(self, question: RewardQuestion) -> RewardQuestion:
         """Return ``question`` with the words of ``ask`` around its prompt, if the recipe's table has such words."""
-        if not self.settings.ask or not isinstance(question.prompt, str):
+        if not self.common.ask or not isinstance(question.prompt, str):
             return question
-        prompt = self.settings.ask.replace("{question}", question.prompt)
+        prompt = self.common.ask.replace("{question}", question.prompt)
         return replace(question, prompt=prompt)
 
     def draw(

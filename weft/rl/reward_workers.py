@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weft import plugins
 from weft.encodable import encodable
 from weft.errors import WeftError
+from weft.recipe.reward_settings import RewardSettings
 
 if TYPE_CHECKING:
     from weft.recipe import Task
@@ -55,7 +56,8 @@ def reward_workers(
     The other arguments are those of :func:`task_words`.
     """
     words = task_words(settings, seed, modules)
-    return RewardWorkers(words, settings.workers, settings.seconds, settings.megabytes)
+    limits = settings.own(RewardSettings)
+    return RewardWorkers(words, limits.workers, limits.seconds, limits.megabytes)
 
 
 def task_words(

@@ -60,9 +60,9 @@ class CodeTask(PromptTask):
         from weft.rl.code_sandbox import CodeSandbox
 
         settings = self.settings.own(CodeSettings)
-        if settings.run_seconds >= self.settings.seconds:
+        if settings.run_seconds >= self.common.seconds:
             raise UsageError(
-                f"tasks.run_seconds = {settings.run_seconds:g} is not below tasks.seconds = {self.settings.seconds:g}, "
+                f"tasks.run_seconds = {settings.run_seconds:g} is not below tasks.seconds = {self.common.seconds:g}, "
                 "after which an answer is left out; lower one, or raise the other"
             )
         self._sandbox = CodeSandbox(

@@ -1,0 +1,56 @@
+"""Settings of tasks ``[[tasks]]`` that give rewards, beside those of the reward itself."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from weft.section import Section
+
+
+class RewardSettings(Section):
+    """Settings that every task with a reward has."""
+
+    held_out: str = Field(
+        "",
+        description=(
+            "File of prompts for evaluation, for a reward with a path. Left out: an eighth of the prompts in path."
+        ),
+    )
+    ask: str = Field(
+        "",
+        description=(
+            "Words around each question of a task with a reward, in which {question} stands for it. "
+            "Left out: the question alone."
+        ),
+    )
+    tag: str = Field(
+        "",
+        pattern=r"^[\w.-]*$",
+        description=(
+            "Tag around the answer in what the model writes: the reward is for the text between <TAG> and "
+            "</TAG>, and 0 without them. Left out: all that the model writes is the answer."
+        ),
+    )
+    workers: int = Field(
+        2, ge=1, description="Number of processes that score answers by the reward."
+    )
+    seconds: float = Field(
+        10.0,
+        gt=0,
+        description=(
+            "Longest time in seconds for the reward of one answer. An answer whose reward takes longer is left out."
+        ),
+    )
+    megabytes: int = Field(
+        1024,
+        ge=16,
+        description=(
+            "Memory in MB that a process may take while it scores, beside what the loaded task takes."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _has_question(self) -> Self:
+        if self.ask and "{question}" not in self.ask:
+            raise ValueError("ask has no {question}; write where the question stands")
+        return self
