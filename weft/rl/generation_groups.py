@@ -83,9 +83,10 @@ def generation_groups(
     """Divide ranks into groups that generate under ``layout``, so that ranks keep as many elements as possible.
 
     ``held``: for each rank that trains the boxes that it holds, by name. ``needed``: for each rank of ``layout`` the
-    boxes that it computes with. The number of ranks is a multiple of those of ``layout``. Of the ways in which ranks
-    follow each other at equal intervals along every axis, that with the most kept elements is chosen, and among equal
-    ones that whose groups have the nearest neighbours.
+    boxes that it computes with. The number of ranks is a multiple of those of ``layout``, whose order of axes may
+    change. Of the ways in which ranks follow each other at equal intervals along every axis, ascending as in any
+    process group, that with the most kept elements is chosen, and among equal ones that whose groups have the nearest
+    neighbours.
     """
     world, size = len(held), layout.world
     kept = common_elements(held, needed)
@@ -126,9 +127,7 @@ def common_elements(
 
 
 def _orders(layout: Layout) -> list[str]:
-    """The orders of the axes that ``layout`` cuts, the usual one first; "" for the one that is given."""
-    if layout.order:
-        return [""]
+    """The orders of the axes that ``layout`` cuts, that of the layout first."""
     axes = [axis for axis in layout.axis_order if layout.size(axis) > 1]
     return [" ".join(order) for order in permutations(axes)] if len(axes) > 1 else [""]
 

@@ -141,9 +141,9 @@ def model_to_fill(
     """
     _check_weights(weights, shape, mesh)
     dtype = "float64" if train.dtype == "float64" else "float32"
-    model, state = parallelize(
-        shape, mesh, Train(dtype=dtype), _no_values, summed=False
-    )
+    # without what learns, no process groups are made for gradients; not all ranks would be in equally many
+    train = Train(dtype=dtype, freeze=["*"])
+    model, state = parallelize(shape, mesh, train, _no_values, summed=False)
     if weights == NARROW:
         model.to(torch.bfloat16)
     return ModelToFill(model, state.held)
