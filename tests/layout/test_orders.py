@@ -13,8 +13,9 @@ import torch
 from tests.cases import recipe, write_corpus
 from tests.prove.test_equality import difference
 from weft.checkpoint.store import open_checkpoint
+from weft.layout.axes import LIVE_AXES
 from weft.layout.layout import Layout
-from weft.layout.mesh import LIVE_AXES, Mesh
+from weft.layout.mesh import Mesh
 from weft.layout.parts import Part
 from weft.net.groups import fake_rank
 from weft.recipe import build_recipe

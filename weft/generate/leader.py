@@ -32,6 +32,7 @@ from weft.generate.early_exit import EarlyExit
 from weft.generate.reader import PackedRow, pack, parts_of, pooled
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.tickets import TicketReader, TicketWriter, open_tickets
+from weft.layout.axis_groups import numbers_within
 from weft.layout.boundary import gather_tokens
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -133,7 +134,10 @@ class RankReader:
             if self.group is None
             else [striped(each, self.group) for each in pages]
         )
-        stages, stage = (self.mesh.numbers("pp"), self.mesh.rank("pp"))
+        stages, stage = (
+            numbers_within(self.mesh.group("pp"), self.all),
+            self.mesh.rank("pp"),
+        )
         self.before, self.after = ([None, *stages][stage], [*stages, None][stage + 1])
         self.depth = len(stages)
         self.shelf = AdapterShelf(model, self.pages)

@@ -20,6 +20,9 @@ CUTS: dict[str, tuple[str, ...]] = {
 #: Axes over which the sequences of a step are dealt out.
 BATCH_AXES = ("island", "dp", "shard")
 
+#: Axes with process groups, beside the folded ``ep``. No process group crosses ``island``.
+LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
+
 #: Axes whose ranks see different data, so that parameter gradients are summed over them.
 DATA_AXES = ("dp", "shard", "cp")
 

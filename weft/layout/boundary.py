@@ -13,9 +13,9 @@ import spmd_types as spmd
 import torch
 from spmd_types import I, P, R, S, V
 
-from weft.layout.axes import DATA_AXES, FOLDED, MODEL_AXES
+from weft.layout.axes import DATA_AXES, FOLDED, LIVE_AXES, MODEL_AXES
 from weft.layout.dims import Logical
-from weft.layout.mesh import LIVE_AXES, Mesh
+from weft.layout.mesh import Mesh
 
 T = torch.Tensor
 

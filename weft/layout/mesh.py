@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,22 +14,10 @@ from weft.errors import UsageError, WeftError
 from weft.layout.axes import AXES, BATCH_AXES, FOLDED
 from weft.layout.dims import Logical
 from weft.layout.layout import Layout
-from weft.layout.placement import (
-    ExpertSizes,
-    Place,
-    exchange_table,
-    expert_blocks,
-    expert_sizes,
-    expert_table,
-    island_ranks,
-    rank_table,
-)
-from weft.net.groups import enter_group, group_along
+from weft.layout.placement import Place, expert_sizes, island_ranks, rank_table
+from weft.net.groups import enter_group
 
 T = TypeVar("T")
-
-#: Axes with process groups, beside the folded ``ep``. No process group crosses ``island``.
-LIVE_AXES = ("pp", "dp", "shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -114,73 +101,10 @@ class Mesh:
             island, members = island_ranks(layout, rank)
             layout = layout.inside
             island_store = enter_group(members, f"island-{island}")
-        mesh = cls._over(layout, device, rank_table(layout))
-        return replace(mesh, island=island, islands=islands, island_store=island_store)
+        from weft.layout.axis_groups import axis_groups
 
-    @classmethod
-    def of_groups(
-        cls,
-        layout: Layout,
-        device: torch.device | str,
-        members: Sequence[Sequence[int]],
-    ) -> Mesh:
-        """Return the mesh of ``layout`` over one of several groups of ranks, that of this rank. All ranks of the
-        default process group must call it.
-
-        ``members``: for each group the world ranks that are its ranks 0, 1 and so on, in ascending order. Each rank of
-        the default process group is in one group.
-        """
-        # [group, pp, dp, shard, cp, tp]
-        table = np.asarray(members)[:, rank_table(layout)[0]]
-        return cls._over(layout, torch.device(device), table)
-
-    @classmethod
-    def _over(cls, layout: Layout, device: torch.device, table: np.ndarray) -> Mesh:
-        """Return the mesh of this rank's group. ``table``: world ranks, ``[group, pp, dp, shard, cp, tp]``."""
-        rank = dist.get_rank()
-        ranks = torch.from_numpy(table.copy())
-        own = int(np.argwhere(table == rank)[0][0])
-        local = int(rank_table(layout)[0][table[own] == rank][0])
-        place = Place.of(layout, local)
-        groups = {
-            name: group_along(ranks, axis, name)
-            for axis, name in enumerate(LIVE_AXES, 1)
-        }
-        # Context-parallel ranks share in holding the state: to the parameters they are data ranks like any other.
-        holders = ranks.flatten(3, 4).sort(dim=3).values  # [group, pp, dp, state, tp]
-        groups["state"] = group_along(holders, 3, "state")
-        if layout.ep > 1:
-            folded = torch.from_numpy(expert_table(layout, table).copy())
-            together = torch.from_numpy(exchange_table(layout, table).copy())
-            groups |= {
-                name: group_along(folded, i, name)
-                for i, name in enumerate(ExpertSizes._fields, 2)
-            }
-        for axis, group in groups.items():
-            # all index arithmetic rests on this
-            if dist.get_rank(group) != place.rank(axis):
-                raise RuntimeError(
-                    f"rank {rank} has another number along {axis} than its group gives it"
-                )
-        if layout.ep > 1:
-            groups["exchange"] = groups[FOLDED]
-            if layout.folds_tp:
-                groups["exchange"] = group_along(together, -1, "exchange")
-            for block in expert_blocks(layout):
-                blocks = together.unflatten(-1, (-1, block))
-                groups[f"within {block}"] = group_along(blocks, -1, f"within_{block}")
-                groups[f"across {block}"] = group_along(blocks, -2, f"across_{block}")
-        if layout.secondary:
-            near = holders.unflatten(3, (-1, layout.secondary))
-            groups["near"] = group_along(near, 4, "near")
-        device_mesh = DeviceMesh.from_group(
-            [groups[axis] for axis in LIVE_AXES],
-            device.type,
-            mesh=ranks[own].contiguous(),
-            mesh_dim_names=LIVE_AXES,
-        )
-        step = group_along(ranks.flatten(1).sort(dim=1).values, 1, "step")
-        return cls(layout, device, place, device_mesh, groups, step)
+        live = axis_groups(layout, device, rank_table(layout))
+        return cls(layout, device, *live, island, islands, island_store)
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along ``axes`` together.
@@ -217,12 +141,6 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of an axis, or of another group whose name :class:`Mesh` lists."""
         return self._group[axis]
-
-    def numbers(self, axis: str) -> list[int]:
-        """Return the numbers that the ranks of :meth:`group` have in the layout, in the order of the group."""
-        assert self.step_group is not None
-        ranks = dist.get_process_group_ranks(self.group(axis))
-        return [dist.get_group_rank(self.step_group, rank) for rank in ranks]
 
     def sharing(self, logical: Logical) -> tuple[str, str]:
         """Return the names of two groups of ranks: first those that hold the same part of a parameter's state, then

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError, WeftError
+from weft.layout.axes import LIVE_AXES
 from weft.layout.layout import AskedLayout, Layout
-from weft.layout.mesh import LIVE_AXES, Mesh
+from weft.layout.mesh import Mesh
 from weft.prove.equality import compare_with_one_device, run_layout
 from weft.prove.pool import ProcessPool
 from weft.recipe import Recipe, load_recipe

@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from weft.errors import UsageError
-from weft.layout.axes import AXES, BATCH_AXES, FOLDED
+from weft.layout.axes import AXES, BATCH_AXES, FOLDED, LIVE_AXES
 from weft.layout.layout import Layout
-from weft.layout.mesh import LIVE_AXES
 from weft.layout.placement import expert_sizes
 from weft.planner.cost import BITS, CONTEXT, RECOMPUTE, Plan, schedule_number, step_time
 from weft.planner.engine_constants import ENGINES

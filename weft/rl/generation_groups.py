@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from weft.checkpoint.boxes import intersection, volume
+from weft.layout.axis_groups import axis_groups
 from weft.layout.dims import Box
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -104,6 +105,20 @@ def generation_groups(
                 chosen = GenerationGroups(ordered, members.tolist(), count)
     assert chosen is not None
     return chosen
+
+
+def mesh_of_members(
+    layout: Layout, device: torch.device, members: Sequence[Sequence[int]]
+) -> Mesh:
+    """Return the mesh of ``layout`` over one of several groups of ranks, that of this rank. All ranks of the default
+    process group must call it.
+
+    ``members``: for each group the world ranks that are its ranks 0, 1 and so on, ascending. Each rank of the default
+    process group is in one group.
+    """
+    # [group, pp, dp, shard, cp, tp]
+    table = np.asarray(members)[:, rank_table(layout)[0]]
+    return Mesh(layout, device, *axis_groups(layout, device, table))
 
 
 def common_elements(

@@ -16,7 +16,7 @@ from weft.models.products import NARROW
 from weft.parallel.build import parallelize
 from weft.parallel.state import Held, State
 from weft.recipe import ModelShape, Train
-from weft.rl.generation_groups import computed_boxes, generation_groups
+from weft.rl.generation_groups import computed_boxes, generation_groups, mesh_of_members
 from weft.rl.weight_moves import BUCKET, WeightMover, WeightsMoved, weight_plan
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def generation_mesh(
     held = from_all({h.name: [h.box] for h in state.held}, mesh.step_group)
     needed = [computed_boxes(shape, cut, rank) for rank in range(cut.world)]
     groups = generation_groups(cut, held, needed)
-    return Mesh.of_groups(groups.layout, mesh.device, groups.members)
+    return mesh_of_members(groups.layout, mesh.device, groups.members)
 
 
 def _check_weights(weights: str, shape: ModelShape, mesh: Mesh) -> None:

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from weft.layout.axes import FOLDED
+from weft.layout.axis_groups import numbers_within
 from weft.layout.boundary import untyped
 from weft.layout.dims import Dim, part
 from weft.layout.mesh import Mesh
@@ -43,7 +44,9 @@ class ExpertRanks(Homes):
         self.items = experts * self.pieces
         spare = layout.spare if layout.placement != "static" else 0
         axes = (FOLDED, "tp") if layout.folds_tp else (FOLDED,)
-        placements = [Place.of(layout, rank) for rank in mesh.numbers("exchange")]
+        step = mesh.step_group
+        assert step is not None
+        placements = [Place.of(layout, rank) for rank in numbers_within(group, step)]
         places = [place.along(*axes) for place in placements]
         self.homes = [range(*part(self.items, count, place)) for place in places]
         sizes = [len(home) + spare for home in self.homes]
