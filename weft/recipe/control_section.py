@@ -183,8 +183,8 @@ class Control(Section):
         0.0,
         ge=0,
         description=(
-            "Most updates for each transition ('dqn', 'sac'). 0: the learner never waits for "
-            "transitions, and the ratio that comes out is recorded."
+            "Updates for each transition ('dqn', 'sac'), to which whoever is ahead waits. 0: "
+            "neither workers nor the learner wait, and the ratio that comes out is recorded."
         ),
     )
     lockstep: bool = Field(

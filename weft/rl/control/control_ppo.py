@@ -77,12 +77,30 @@ class RunningEpisodes:
         self._return += rewards
         self._own += own
         self._steps += 1
+        self._count(ended)
+        for sums in (self._return, self._own, self._steps):
+            sums[ended | lost] = 0
+
+    def add_for(self, number: int, reward: float, own: float, ended: bool) -> None:
+        """Add a step of the environment ``number`` alone: rewards, and whether an episode ended with it."""
+        here = np.arange(len(self._steps)) == number
+        self._return[number] += reward
+        self._own[number] += own
+        self._steps[number] += 1
+        self._count(here & ended)
+        if ended:
+            self.forget(number)
+
+    def forget(self, number: int) -> None:
+        """Forget the episode under way in the environment ``number``."""
+        for sums in (self._return, self._own, self._steps):
+            sums[number] = 0
+
+    def _count(self, ended: np.ndarray) -> None:
         self.ended.episodes += int(ended.sum())
         self.ended.returns += float(self._return[ended].sum())
         self.ended.own += float(self._own[ended].sum())
         self.ended.steps += int(self._steps[ended].sum())
-        for sums in (self._return, self._own, self._steps):
-            sums[ended | lost] = 0
 
     def take(self) -> EpisodeCount:
         """Return the sums over the episodes that have ended since the last call."""

@@ -17,7 +17,7 @@ from weft.checkpoint.reshard import load_parts
 from weft.checkpoint.run_checkpoints import Checkpoints
 from weft.checkpoint.run_state import Progress
 from weft.checkpoint.store import load_newest
-from weft.errors import UsageError, WeftError
+from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.observe.display import Display
 from weft.observe.host import describe_machine
@@ -169,7 +169,9 @@ def open_method(recipe: Recipe, mesh: Mesh) -> ControlMethod:
     """
     assert recipe.control is not None
     if recipe.control.off_policy:
-        raise UsageError("control.method = 'ppo' alone is there yet; leave it out")
+        from weft.rl.control.off_policy import OffPolicy
+
+        return OffPolicy(recipe, mesh)
     method: OnPolicy | None = None
     problem: WeftError | None = None
     try:

@@ -15,6 +15,8 @@ from weft.rl.control.environment_pool import EnvironmentPool
 
 #: Stream of the seeds of evaluation, which no training episode has.
 EVALUATION = 3
+#: Environments of an evaluation, even if the run has fewer.
+LEAST = 16
 
 
 class Evaluated(NamedTuple):
@@ -46,7 +48,7 @@ def evaluate_policy(
     best actions for observations ``[environments, observed]``; ``about``: as :class:`EnvironmentPool` takes it;
     ``processes``: of each rank; ``stops``: whether the run is to end at once. Returns None in that case.
     """
-    count = min(settings.episodes, settings.environments)
+    count = min(settings.episodes, max(settings.environments, LEAST))
     first, last = part(count, mesh.layout.dp, mesh.rank("dp"))
     results: list[tuple[float, float, int]] = []
     if first < last:

@@ -1,0 +1,74 @@
+"""Transitions that are kept, to be learned from more than once, in the order in which they came."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weft.rl.control.environment_kinds import ActionForm
+
+T = torch.Tensor
+
+
+class Transitions(NamedTuple):
+    """Transitions as rows: what was observed, done and earned, whether it terminated, and what was observed next."""
+
+    observations: T
+    actions: T
+    rewards: T
+    terminated: T
+    nexts: T
+
+
+class TransitionReplay:
+    """The newest ``capacity`` transitions of a run, from which rows are drawn with repeats.
+
+    ``form``: of the environment; ``dtype``: of the numbers; ``device``: where they are kept.
+
+    Attributes:
+        ``tensors``: what checkpoints keep, by name.
+        ``added``: number of transitions so far, of which the oldest may be gone.
+    """
+
+    def __init__(
+        self, capacity: int, form: ActionForm, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def empty(*shape: int, of: torch.dtype = dtype) -> T:
+            return torch.zeros(capacity, *shape, dtype=of, device=device)
+
+        actions = empty(of=torch.int64) if form.choices else empty(form.numbers)
+        self._rows = Transitions(
+            empty(form.observed), actions, empty(), empty(), empty(form.observed)
+        )
+        self._capacity, self._count = capacity, torch.zeros(1, dtype=torch.int64)
+        self.tensors = {
+            f"replay.{name}": rows for name, rows in self._rows._asdict().items()
+        }
+        self.tensors["replay.count"] = self._count
+
+    @property
+    def added(self) -> int:
+        return int(self._count)
+
+    def add(
+        self,
+        observation: np.ndarray,
+        action: np.ndarray,
+        reward: float,
+        terminated: bool,
+        following: np.ndarray,
+    ) -> None:
+        """Keep a transition, in place of the oldest if there is no room. ``following``: what was observed next."""
+        at = self.added % self._capacity
+        values = (observation, action, reward, terminated, following)
+        for rows, value in zip(self._rows, values, strict=True):
+            rows[at] = torch.tensor(value)
+        self._count += 1
+
+    def draw(self, count: int, generator: np.random.Generator) -> Transitions:
+        """Return ``count`` transitions, each drawn uniformly from all that are kept."""
+        at = generator.integers(min(self.added, self._capacity), size=count)
+        index = torch.from_numpy(at).to(self._rows.rewards.device)
+        return Transitions(*(rows[index] for rows in self._rows))
