@@ -74,13 +74,13 @@ class DqnLearner:
                 "or 'ppo'"
             )
         self._settings = settings
-        self.sizes = (form.observed, *settings.hidden, form.choices)
+        self.sizes: tuple[int, ...] = (form.observed, *settings.hidden, form.choices)
         generator = torch.Generator().manual_seed(seed)
         self.acting = perceptron(self.sizes, 1.0, generator, nn.ReLU).to(device, dtype)
         self._target = copy.deepcopy(self.acting).requires_grad_(False)
         self._optimizer = torch.optim.Adam(self.acting.parameters(), lr=settings.lr)
         modules = {"values": self.acting, "target": self._target}
-        self.tensors = learner_tensors(modules, [self._optimizer])
+        self.tensors: Mapping[str, T] = learner_tensors(modules, [self._optimizer])
 
     def update(
         self, batch: Transitions, draw: np.random.Generator
@@ -118,7 +118,11 @@ class SacLearner:
                 f"use {'dqn' if form.choices else 'ppo'!r}"
             )
         self._settings = settings
-        self.sizes = (form.observed, *settings.hidden, 2 * form.numbers)
+        self.sizes: tuple[int, ...] = (
+            form.observed,
+            *settings.hidden,
+            2 * form.numbers,
+        )
         generator = torch.Generator().manual_seed(seed)
         critic = (form.observed + form.numbers, *settings.hidden, 1)
         self.acting = perceptron(self.sizes, 1.0, generator, nn.ReLU).to(device, dtype)
@@ -140,7 +144,7 @@ class SacLearner:
             "targets": self._targets,
             "temperature": self._temperature,
         }
-        self.tensors = learner_tensors(
+        self.tensors: Mapping[str, T] = learner_tensors(
             modules, [self._actor_steps, self._critic_steps, self._temperature_steps]
         )
 
