@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from weft.models.transformer import Transformer
 from weft.net.endpoint import Endpoint
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
-from weft.rl.gathered_policy import GatheredPolicy
 from weft.rl.remote_rollouts import RemoteRollouts, RemoteSettings
 from weft.rl.rollout import (
     AnswerGroup,
@@ -31,13 +30,13 @@ from weft.rl.rollout import (
     WrittenAnswer,
 )
 from weft.rl.rollout_engine import RolloutEngine
+from weft.rl.weight_channel import WeightSender
 
 SHAPE = ModelShape(
     vocab=31, layers=2, embed=32, heads=4, kv_heads=2, ffn=48, init_std=0.5
 )
 STOP = 7
 MOST = 24
-T = torch.Tensor
 
 
 class Policy:
@@ -45,10 +44,6 @@ class Policy:
 
     def __init__(self) -> None:
         self.model, self.state = parallelize(SHAPE, Mesh.single(), Train(seed=2))
-        self.gathered = GatheredPolicy(Mesh.single(), self.state, "float32")
-
-    def changed(self) -> Mapping[str, T]:
-        return self.gathered.changed()
 
     @torch.no_grad()
     def train(self, groups: Sequence[AnswerGroup]) -> None:
@@ -70,6 +65,7 @@ def settings(**more: Any) -> RemoteSettings:
     values: dict[str, Any] = {
         "bound": 0,
         "batch": 2,
+        "group": 3,
         "most": MOST,
         "stops": frozenset({STOP}),
         "how": Sampling(),
@@ -126,8 +122,9 @@ class Run:
     def __init__(self, engines: int = 2, slow: float = 0.0, **more: Any) -> None:
         self.endpoint, self.policy = Endpoint("127.0.0.1"), Policy()
         self.said: list[str] = []
+        sender = WeightSender(Mesh.single(), self.policy.state, self.endpoint, "s")
         self.rollouts = RemoteRollouts(
-            self.endpoint, "s", SHAPE, self.policy, settings(**more), self.said.append
+            self.endpoint, "s", SHAPE, sender, settings(**more), self.said.append
         )
         self.engines = [self.add(f"e{i}", slow) for i in range(engines)]
 
@@ -201,6 +198,7 @@ def test_staleness_zero_streamed_is_the_synchronous_loop_bit_for_bit() -> None:
         assert all(link.tokens for link in run.rollouts.router.links.values())
 
 
+@pytest.mark.slow(3)
 def test_answers_go_on_with_new_weights_and_never_become_too_old() -> None:
     with Run(bound=1, slow=0.004, invariant=True) as run:
         models = {0: copy.deepcopy(run.policy.model)}
@@ -236,6 +234,7 @@ def test_answers_go_on_with_new_weights_and_never_become_too_old() -> None:
             assert said == answer.log_probabilities[span.first : end]
 
 
+@pytest.mark.slow(3)
 def test_killed_and_frozen_engines_change_no_sample() -> None:
     expected, policy = written_by_turns(5)
     with Run(engines=3, slow=0.004, invariant=True) as run:

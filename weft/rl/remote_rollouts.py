@@ -12,13 +12,12 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
-
-import torch
 
 from weft.cluster.engine_router import EngineRouter, RoutedAnswers, RouterModel
 from weft.cluster.flight import Flight
@@ -32,23 +31,12 @@ from weft.rl.sample_ledger import ROLLOUT, LedgerTask, SampleLease, SampleLedger
 from weft.rl.weight_channel import WeightSender
 from weft.version import VERSION
 
-T = torch.Tensor
-
 #: Tasks of the ledger between engines and trainer.
 TASKS = (ROLLOUT, LedgerTask("train", ("answer",), whole=True))
 #: Seconds until a group is offered again that no engine has taken, and between two looks whether anything is written.
 AGAIN_S, LOOK_S = 0.02, 0.5
-#: Answers that every engine takes at a time, whether it writes them or lets them wait.
-WIDEST = 256
 #: Holder of all that the router's engines write, and of what is trained.
 ENGINES, TRAINER = "engines", "trainer"
-
-
-class PolicySource(Protocol):
-    """Interface of whoever gathers the policy's weights from the ranks that train."""
-
-    def changed(self) -> Mapping[str, T]:
-        """Return the whole parameters that may have changed since the last call, on the host, as new tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +46,14 @@ class RemoteSettings:
     Attributes:
         ``bound``: largest number of policy updates between the weights that begin an answer and those that it trains.
         ``batch``: groups of an update.
+        ``group``: largest number of answers of a group.
         ``most``: largest number of tokens of an answer.
         ``stops``: token ids that end an answer.
         ``how``: settings of sampling.
         ``requests``: answers that an engine writes at the same time.
         ``cache``: tokens that an engine's cache holds.
         ``budget``: most tokens of an engine's step.
-        ``dtype``: type in which the weights travel.
+        ``dtype``: type of the weights, as the recipe's section ``train`` has it.
         ``weights``: "bfloat16" to generate with all weights in bfloat16, else "float".
         ``invariant``: whether log-probabilities do not depend on other requests.
         ``patience``: seconds that an answer waits for an engine when there is none.
@@ -73,6 +62,7 @@ class RemoteSettings:
 
     bound: int
     batch: int
+    group: int
     most: int
     stops: frozenset[int] = frozenset()
     how: Sampling = field(default_factory=Sampling)
@@ -88,11 +78,11 @@ class RemoteSettings:
 
 class RemoteRollouts:
     """Has engines that join at ``endpoint`` write the rollouts of a training run. It belongs to the first rank that
-    trains; the other ranks have :class:`PolicyParts`.
+    trains; the other ranks have :class:`FollowingRollouts`.
 
-    ``secret``: known to the run and its engines. ``shape``: the policy's shape. ``policy``: gathers its weights.
-    ``say`` prints a line. ``started``: called once the first weights can be had, to wait for the engines that the run
-    itself has started. ``ended``: called at the end with the names of the engines that have joined.
+    ``secret``: known to the run and its engines. ``shape``: the policy's shape. ``sender``: sends this rank's parts of
+    its weights. ``say`` prints a line. ``started``: called once the first weights can be had, to wait for the engines
+    that the run itself has started. ``ended``: called at the end with the names of the engines that have joined.
 
     Groups are returned in the order in which they were asked for. :meth:`take_weights` counts as trained what
     :meth:`finished` has returned before. All methods are called in one thread.
@@ -103,13 +93,13 @@ class RemoteRollouts:
         endpoint: Endpoint,
         secret: str,
         shape: ModelShape,
-        policy: PolicySource,
+        sender: WeightSender,
         settings: RemoteSettings,
         say: Callable[[str], None],
         started: Callable[[EngineRouter], None] = lambda router: None,
         ended: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
-        self.settings, self.policy = settings, policy
+        self.settings, self.sender = settings, sender
         self.ledger = SampleLedger(TASKS, settings.bound, settings.batch)
         self._started, self._ended = started, ended
         fingerprint = blake2b(shape.model_dump_json().encode()).hexdigest()
@@ -128,20 +118,23 @@ class RemoteRollouts:
             "version": VERSION,
             "fingerprint": fingerprint,
             "shape": shape.model_dump(mode="json"),
-            "most": max(WIDEST, 4 * settings.requests),
+            # others wait here, so that an engine that is ready gets them
+            "most": max(settings.requests, settings.group),
         }
         for name in ("dtype", "weights", "cache", "budget", "requests", "invariant"):
             about[name] = getattr(settings, name)
-        self.sender = WeightSender(endpoint, secret, about)
+        sender.about = about
         self._changed = threading.Condition()
         self._queue: deque[GroupRequest] = deque()
         self._requests: dict[int, GroupRequest] = {}  # by place
         self._written: dict[int, AnswerGroup] = {}
         self._leases: list[SampleLease] = []  # what is being trained
-        # versions of weights as the trainer counts them, by the ledger's, which begins at 0 in each life of a run
+        # versions of weights as the ledger counts them, which begins at 0 in each life of a run, by the trainer's
         self._versions: dict[int, int] = {}
         self._failure: WeftError | None = None
         self._tokens_at = time.monotonic()
+        # is set when an answer has ended, so that an engine may have room
+        self._room = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -190,18 +183,22 @@ class RemoteRollouts:
 
         An answer that is begun from now on is written by weights that are new enough for the bound on staleness, which
         are these for a bound of 0. Answers under way go on with these weights from their next tokens. The first call
-        also waits for the engines. Raises :class:`WeftError` if these do not come.
+        also waits for the engines. Raises :class:`WeftError` if these do not come, and :class:`ValueError` for a
+        version that is not newer than the last.
         """
-        changed = self.policy.changed()
+        if self._versions and version <= max(self._versions):
+            raise ValueError(f"version {version} of the weights is not newer than {max(self._versions)}")  # fmt: skip
         first = not self._versions
         with self._changed:
             for lease in self._leases:
                 self.ledger.finish(lease)
+            if self._leases:
+                self.ledger.advance()
             self._leases.clear()
-            self._versions[0 if first else self.ledger.advance()] = version
+            self._versions[version] = self.ledger.version
             oldest = self.ledger.version - self.settings.bound
-            self._versions = {at: v for at, v in self._versions.items() if at >= oldest}  # fmt: skip
-        self.sender.publish(version, changed)
+            self._versions = {v: at for v, at in self._versions.items() if at >= oldest}  # fmt: skip
+        self.sender.publish(version)
         if first:
             self._started(self.router)
         with self._changed:
@@ -242,7 +239,8 @@ class RemoteRollouts:
             self._requests[place] = self._queue.popleft()
             lease = self.ledger.take("rollout", ENGINES, 1, self.ledger.version)
             assert lease is not None
-            oldest = self._versions[self.ledger.oldest_version(place)]
+            least = self.ledger.oldest_version(place)
+            oldest = min(v for v, at in self._versions.items() if at >= least)
             work = self._write(lease, self._requests[place], oldest)
             self._loop.call_soon_threadsafe(self._begin, work)
 
@@ -273,23 +271,31 @@ class RemoteRollouts:
             try:
                 async with self.router.answers([asked], weights=oldest) as answers:
                     written = await self._collect(answers)
-                break
+                return self._note(lease, request, written)
             except (Busy, NoEngine) as error:
                 # those that wait for weights or for room wait on; `finished` has the limit of that
                 late = time.monotonic() - since > self.settings.patience
                 if isinstance(error, NoEngine) and late:
                     return self._fail(error)
-                await asyncio.sleep(AGAIN_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._room.wait(), AGAIN_S)
             except Exception as error:
                 return self._fail(error)
+
+    def _note(
+        self,
+        lease: SampleLease,
+        request: GroupRequest,
+        written: tuple[WrittenAnswer, ...],
+    ) -> None:
+        """Note that a group is written."""
         with self._changed:
-            known = {version: at for at, version in self._versions.items()}
             spans = {
-                row: [VersionSpan(s.first, known[s.version]) for s in answer.versions]
+                row: [VersionSpan(s.first, self._versions[s.version]) for s in answer.versions]
                 for row, answer in zip(lease.rows, written, strict=True)
-            }
+            }  # fmt: skip
             self.ledger.finish(lease, versions=spans)
-            self._written[place] = AnswerGroup(request, written)
+            self._written[lease.rows[0].place] = AnswerGroup(request, written)
             self._changed.notify_all()
 
     async def _collect(self, answers: RoutedAnswers) -> tuple[WrittenAnswer, ...]:
@@ -310,6 +316,9 @@ class RemoteRollouts:
                 written[event.number] = _answer_of(flight, length, how)
             if stopped and not event.finished:
                 await answers.cancel(event.number)
+            if stopped or event.finished:
+                self._room.set()
+                self._room = asyncio.Event()
         return tuple(written[number] for number in range(len(flights)))
 
     def _fail(self, error: Exception) -> None:
@@ -318,14 +327,14 @@ class RemoteRollouts:
             self._changed.notify_all()
 
 
-class PolicyParts:
-    """The part of a rank other than the first one in rollouts on other processes: it sends its parts of the weights.
+class FollowingRollouts:
+    """What a rank other than the first one does for rollouts on other processes: it sends its parts of the weights.
 
-    ``policy``: gathers the weights.
+    ``sender``: sends them.
     """
 
-    def __init__(self, policy: PolicySource) -> None:
-        self.policy = policy
+    def __init__(self, sender: WeightSender) -> None:
+        self.sender = sender
 
     def request(self, groups: Sequence[GroupRequest]) -> None:
         """Do nothing, as the first rank asks for all groups."""
@@ -335,11 +344,12 @@ class PolicyParts:
         return []
 
     def take_weights(self, version: int) -> None:
-        """Send this rank's parts of the newest weights to the first rank. Collective over the ranks that train."""
-        self.policy.changed()
+        """Send this rank's parts of the newest weights to all engines. Collective over the ranks that train."""
+        self.sender.publish(version)
 
     def close(self) -> None:
-        """Do nothing, as the first rank ends the engines."""
+        """End the connections to engines."""
+        self.sender.close()
 
 
 def _answer_of(flight: Flight, length: int, finished: str) -> WrittenAnswer:

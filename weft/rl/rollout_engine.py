@@ -3,63 +3,31 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from uuid import uuid4
 
 import torch
 
-from weft.cluster.cluster_messages import EngineAbout
+from weft.cluster.cluster_messages import ROUTER_SILENT_S, EngineAbout
 from weft.cluster.engine_member import EngineMember
 from weft.cluster.joining import unreached
 from weft.errors import UsageError, WeftError
 from weft.generate.engine import Engine
-from weft.layout.dims import Box, Logical
 from weft.layout.mesh import Mesh
-from weft.models.products import NARROW
-from weft.models.transformer import Transformer
 from weft.net.endpoint import Address, Endpoint
-from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
-from weft.rl.weight_channel import AGAIN_S, WeightReceiver
+from weft.rl.generation_model import model_to_fill, targets_of
+from weft.rl.weight_channel import AGAIN_S, VersionFrames, WeightReceiver
+from weft.rl.weight_frames import WeightIntake
 from weft.version import VERSION
 
-T = torch.Tensor
-
+#: Seconds between two looks whether weights have come.
+LOOK_S = 0.1
 #: The environment variable with the secret of engines that a run has started itself.
 SECRET = "WEFT_ROLLOUT_SECRET"
-
-
-class RolloutModel:
-    """The policy in the process of an engine, whose parameters are written from messages.
-
-    ``shape``: the policy's shape. ``dtype``: type in which the parameters come. ``weights``: "bfloat16" to generate
-    with all weights and the cache in bfloat16, else "float".
-    """
-
-    def __init__(
-        self, shape: ModelShape, dtype: str, weights: str, device: torch.device
-    ) -> None:
-        wide = "float64" if dtype == "float64" else "float32"
-        self.model: Transformer
-        self.model, state = parallelize(
-            shape, Mesh.single(device), Train(dtype=wide), _no_values, summed=False
-        )
-        if weights == NARROW:
-            self.model.to(torch.bfloat16)
-        self._held = {held.name: held for held in state.held}
-
-    @torch.no_grad()
-    def install(self, tensors: Mapping[str, T]) -> None:
-        """Write whole parameters, by name, into the model. Raises :class:`WeftError` for one that it does not have."""
-        for name, values in tensors.items():
-            if (held := self._held.get(name)) is None:
-                raise WeftError(f"the policy has no parameter {name}")
-            held.parameter.data.copy_(values)
-
-
-def _no_values(name: str, logical: Logical, box: Box) -> T:
-    return torch.zeros(())
 
 
 def reach_run(
@@ -86,7 +54,7 @@ class RolloutEngine:
     the router. ``say`` prints a line. ``cache``: tokens that its cache holds; 0: as many as the run says. ``patience``:
     seconds for which it tries to reach the run.
 
-    The constructor waits for the first version of the weights. Raises :class:`WeftError` if the run cannot be reached.
+    Raises :class:`WeftError` if the run cannot be reached.
     """
 
     def __init__(
@@ -108,21 +76,21 @@ class RolloutEngine:
                 f"the run has Weft {about['version']}, and this engine {VERSION}; install the same version"
             )
         shape = ModelShape.model_validate(about["shape"])
-        self.model = RolloutModel(
-            shape, about["dtype"], about["weights"], torch.device(device)
+        model, held = model_to_fill(
+            shape,
+            Mesh.single(torch.device(device)),
+            Train(dtype=about["dtype"]),
+            about["weights"],
         )
-        try:
-            self.weights.first(self.model.install)
-        except OSError as error:
-            raise unreached(f"{run[0]}:{run[1]}", error) from None
+        self._intake = WeightIntake(targets_of(held), self.weights.senders)
+        self._first = threading.Event()
         self.engine = Engine(
-            self.model.model,
+            model,
             cache or about["cache"],
             about["budget"],
             about["requests"],
             invariant=about["invariant"],
         )
-        self.engine.scheduler.version = self.weights.version
         size = self.engine.reader.size
         self.failure: Exception | None = None
         self.member = EngineMember(
@@ -144,12 +112,17 @@ class RolloutEngine:
         )
 
     def work(self, redial: float) -> None:
-        """Write answers until the run ends, or cannot be reached for ``redial`` seconds.
+        """Wait for weights, then write answers until the run ends, or cannot be reached for ``redial`` seconds.
 
         Raises :class:`WeftError` if it cannot be reached, or if its weights cannot be used.
         """
         self.weights.start(self._take, self._fail)
         try:
+            while not self._first.wait(LOOK_S) and self.failure is None:
+                if self.weights.silent > ROUTER_SILENT_S + redial:
+                    raise WeftError(
+                        f"the run at {self.run[0]}:{self.run[1]} has ended before it sent weights"
+                    )
             self.member.run(self.endpoint, self.run, self.secret, redial)
         except WeftError as error:
             raise (self.failure or error) from None
@@ -168,13 +141,20 @@ class RolloutEngine:
         """Ask the router for no more requests. ``move``: other engines go on with the present ones at once."""
         self.member.drain(move)
 
-    def _take(self, version: int, tensors: Mapping[str, T]) -> None:
-        done = self.member.take_weights(version, lambda: self.model.install(tensors))
-        done.result()
+    def _take(self, version: VersionFrames) -> None:
+        install = partial(self._install, version)
+        self.member.take_weights(version.number, install).result()
+        self._first.set()
+
+    def _install(self, version: VersionFrames) -> None:
+        complete = [self._intake.take(rank, frame) for rank, frame in version.frames]
+        if not complete[-1]:
+            raise WeftError(f"version {version.number} of the weights lacks a part")
 
     def _fail(self, error: Exception) -> None:
         """End the engine, which would go on with old weights."""
         self.failure = WeftError(f"the weights cannot be used: {error}")
+        self._first.set()
         self.member.leave()
 
 

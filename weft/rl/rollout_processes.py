@@ -1,15 +1,25 @@
-"""Engines for rollouts as processes of the host of the first training rank, which the run starts and ends."""
+"""Opens rollouts on other processes: those that the first training rank starts on its host, and any that join."""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from weft.cluster.engine_processes import EngineProcesses
-from weft.net.endpoint import Endpoint
+from weft.cluster.engine_router import EngineRouter
+from weft.errors import WeftError
+from weft.layout.mesh import Mesh, from_all
+from weft.net.endpoint import Endpoint, process_endpoint
+from weft.net.sockets import own_address
+from weft.parallel.state import State
+from weft.recipe import ModelShape
+from weft.rl.remote_rollouts import FollowingRollouts, RemoteRollouts, RemoteSettings
+from weft.rl.rollout import RolloutSource
 from weft.rl.rollout_engine import SECRET
+from weft.rl.weight_channel import WeightSender
 
 #: Variables by which launchers tell a process that it is a rank, which an engine is not.
 RANK_VARIABLES = re.compile(
@@ -58,3 +68,61 @@ def start_rollout_engines(
     return EngineProcesses(
         roles, f"{host}:{port}", words, 0.4, say, environment=environment
     )
+
+
+def open_remote_rollouts(
+    mesh: Mesh,
+    state: State,
+    shape: ModelShape,
+    settings: RemoteSettings,
+    engines: int,
+    say: Callable[[str], None],
+    threads: int = 0,
+    wait: float = 600.0,
+) -> RolloutSource:
+    """Return the rollouts of engines in other processes, for a run that trains ``state`` on the ranks of ``mesh``.
+    Collective over these ranks.
+
+    ``shape``: the policy's shape. ``engines``: how many engines the first rank starts on its host, with ``threads``
+    threads each (0: an equal share of the cores). Others join with ``weft engine --checkpoint policy:``, for which the
+    run must have ``WEFT_SECRET``; without ``engines``, the run waits until one has. ``wait``: seconds that the first
+    weights wait for engines. ``say`` prints a line.
+    """
+    group = mesh.step_group
+    endpoint = process_endpoint(own_address())
+    secret = from_all(rollout_secret(), group)[0]
+    sender = WeightSender(mesh, state, endpoint, secret, settings.weights)
+    if group is not None and group.rank():
+        return FollowingRollouts(sender)
+    host, port = endpoint.address
+    if not secret:
+        say(f"rollouts: weft engine --checkpoint policy: --join {host}:{port}")
+    elif not engines:
+        raise WeftError(
+            "rollouts wait for engines of other hosts, and WEFT_SECRET is not set; set it, or give ranks"
+        )
+    processes = start_rollout_engines(engines, endpoint, secret, say, threads) if engines else None  # fmt: skip
+
+    def started(router: EngineRouter) -> None:
+        if processes is not None:
+            processes.await_joined(lambda: len(router.links), wait)
+        await_engine(router, wait)
+
+    def ended(names: Sequence[str]) -> None:
+        if processes is not None:
+            processes.close(names)
+
+    return RemoteRollouts(
+        endpoint, secret, shape, sender, settings, say, started, ended
+    )
+
+
+def await_engine(router: EngineRouter, wait: float) -> None:
+    """Wait until an engine has joined ``router``. Raises :class:`WeftError` after ``wait`` seconds."""
+    deadline = time.monotonic() + wait
+    while not router.links:
+        if time.monotonic() >= deadline:
+            raise WeftError(
+                f"no engine for rollouts has joined for {wait:g} s; start one (weft engine --checkpoint policy:)"
+            )
+        time.sleep(0.05)

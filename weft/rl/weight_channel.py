@@ -1,26 +1,37 @@
-"""The channel by which a training run sends the policy's weights to engines that write its rollouts.
+"""The channel by which ranks that train send the policy's weights to engines that write rollouts in other processes.
 
-An engine connects, learns which model to build, and then gets every new version of the weights: one frame for each
-parameter that has changed, with a checksum, and a frame that completes the version. It goes on writing meanwhile.
+An engine connects with the first rank, learns which model to build and which ranks have parts of it, and connects with
+these too. At every new version each rank sends its own parts (:mod:`weft.rl.weight_frames`); no rank ever has all of
+them. The engine goes on writing until all frames of a version have come, and takes them between two steps.
 """
 
 from __future__ import annotations
 
 import threading
-import zlib
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from weft.cluster.cluster_messages import BEAT_S, ROUTER_SILENT_S
 from weft.errors import WeftError
-from weft.layout.parts import NAMES, TORCH_DTYPES
-from weft.net.endpoint import Address, Channel, Endpoint
-from weft.net.wire import Head, SealedConnection, WireBroken
-
-T = torch.Tensor
+from weft.layout.dims import Tensor, whole_box
+from weft.layout.mesh import Mesh, from_all
+from weft.layout.parts import NAMES
+from weft.models.products import NARROW
+from weft.net.endpoint import Address, Endpoint
+from weft.net.wire import Frame, Head, SealedConnection, WireBroken
+from weft.parallel.state import Held, State
+from weft.rl.generation_model import changes
+from weft.rl.weight_frames import (
+    Sources,
+    copied_sources,
+    moves_to_others,
+    weight_frames,
+)
 
 #: The name of the channel, and seconds that connecting may take.
 WEIGHTS, DIAL_S = "policy-weights", 5.0
@@ -29,36 +40,73 @@ AGAIN_S = 0.25
 
 
 class PolicyVersion(NamedTuple):
-    """A version of the policy's weights. ``number``: the version. ``tensors``: whole parameters on the host, by name,
-    each with the number of the version that has changed it last.
+    """This rank's part of a version of the policy's weights. ``number``: the version. ``sources``: a copy of the part
+    on the host.
     """
 
     number: int
-    tensors: Mapping[str, tuple[int, T]]
+    sources: Sources
 
 
 class WeightSender:
-    """Sends the policy's weights to all engines that connect to ``endpoint``.
+    """Sends this rank's parts of the policy to all engines that connect to ``endpoint``. Collective over the ranks of
+    ``mesh``, each of which has one.
 
-    ``secret``: known to the run and its engines. ``about``: what an engine must know to build the model, as JSON
-    values.
+    ``state``: the training state. ``secret``: known to the run and its engines. ``weights``: "bfloat16" if the engines
+    generate with all weights in bfloat16, or "float" for the type of the training state.
+
+    Attributes:
+        ``senders``: addresses of the ranks from which an engine gets weights, by the rank's number.
+        ``sent``: bytes sent to all engines so far.
     """
 
-    def __init__(self, endpoint: Endpoint, secret: str, about: Head) -> None:
-        self.about, self.sent = about, 0  # bytes
+    def __init__(
+        self,
+        mesh: Mesh,
+        state: State,
+        endpoint: Endpoint,
+        secret: str,
+        weights: str = "float",
+    ) -> None:
+        self.state, self.sent = state, 0
+        held = {h.name: [h.box] for h in state.held}
+        learning = [h.name for h in state.held if changes(h)]
+        self._tensors = {h.name: _as_sent(h, weights) for h in state.held}
+        group = mesh.step_group
+        said = (self._tensors, held, learning, endpoint.address)
+        everyones = from_all(said, group)
+        tensors: dict[str, Tensor] = {}
+        for of_rank, *_ in everyones:
+            tensors |= of_rank
+        needed = {name: [whole_box(tensor.shape)] for name, tensor in tensors.items()}
+        pairs = moves_to_others(tensors, [each[1] for each in everyones], [needed])
+        self.rank = group.rank() if group is not None else 0
+        learns = {name for each in everyones for name in each[2]}
+        self._moves = pairs.get((self.rank, 0), [])
+        self._learning = [move for move in self._moves if move.name in learns]
+        self._tensors = tensors
+        self.senders: dict[int, Address] = {
+            rank: each[3]
+            for rank, each in enumerate(everyones)
+            if rank == 0 or (rank, 0) in pairs
+        }
+        self.about: Head = {}
         self._newest = PolicyVersion(-1, {})
         self._changed, self._closed = threading.Condition(), False
-        self._channel: Channel = endpoint.open(WEIGHTS, secret, self._serve)
+        self._channel = endpoint.open(WEIGHTS, secret, self._serve)
 
-    def publish(self, number: int, changed: Mapping[str, T]) -> None:
-        """Send version ``number`` of the weights, and return at once.
-
-        ``changed``: parameters that differ from the version before, whole and on the host. Nobody may write into these
-        tensors afterwards.
+    def publish(self, version: int) -> None:
+        """Copy this rank's newest weights, which are number ``version``, and send the copy to all engines meanwhile.
+        Collective.
         """
-        tensors = {name: (number, tensor) for name, tensor in changed.items()}
+        self.state.bring_home()
+        self.state.settle()
+        first = self._newest.number < 0
+        own = {h.name: {h.box: h.local} for h in self.state.held}
+        moves = self._moves if first else self._learning
+        copies = {**self._newest.sources, **copied_sources(moves, self._tensors, own)}
         with self._changed:
-            self._newest = PolicyVersion(number, {**self._newest.tensors, **tensors})
+            self._newest = PolicyVersion(version, copies)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -72,7 +120,8 @@ class WeightSender:
 
     def _serve(self, connection: SealedConnection) -> None:
         with suppress(OSError, KeyError, TypeError):
-            connection.send({"kind": "about", **self.about})
+            senders = [[rank, *address] for rank, address in self.senders.items()]
+            connection.send({"kind": "about", "senders": senders, **self.about})
             number = connection.receive(limit=ROUTER_SILENT_S).head["version"]
             while not self._closed:
                 with self._changed:
@@ -81,76 +130,74 @@ class WeightSender:
                     newest = self._newest
                 if newest.number == number:
                     connection.send({"kind": "beat"})
-                    continue
-                self._send(connection, newest, number)
-                number = newest.number
+                else:
+                    self._send(connection, newest, number)
+                    number = newest.number
         connection.close()
 
     def _send(
         self, connection: SealedConnection, newest: PolicyVersion, known: int
     ) -> None:
-        """Send what has changed since the version ``known`` of the engine."""
-        changed = {
-            name: tensor
-            for name, (number, tensor) in newest.tensors.items()
-            if number > known
-        }
-        for name, tensor in changed.items():
-            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-            payload = memoryview(flat.numpy())  # type: ignore[arg-type]
-            head = {
-                "kind": "parameter",
-                "name": name,
-                "shape": [*tensor.shape],
-                "dtype": NAMES[tensor.dtype],
-                "checksum": zlib.crc32(payload),
-            }
-            self.sent += connection.send(head, [payload])
-        version = {"version": newest.number, "parameters": len(changed)}
-        connection.send({"kind": "version", **version})
+        """Send the newest version; an engine that has the version ``known`` gets only what changes in training."""
+        moves = self._moves if known < 0 else self._learning
+        tensors, sources = self._tensors, newest.sources
+        for head, payload in weight_frames(moves, tensors, sources, newest.number):
+            self.sent += connection.send({"kind": "weights", **head}, [payload])
+
+
+class VersionFrames(NamedTuple):
+    """All frames of a version of the weights. ``number``: the version. ``frames``: pairs of the rank that has sent a
+    frame, and the frame.
+    """
+
+    number: int
+    frames: list[tuple[int, Frame]]
 
 
 class WeightReceiver:
-    """Receives the policy's weights at an engine, in a thread of its own once :meth:`start` was called.
+    """Receives the policy's weights at an engine, in one thread for each rank that sends parts of them.
 
-    ``endpoint``: this process's endpoint. ``run``: address of the training run's endpoint. ``secret``: known to the run
-    and its engines. The constructor connects; ``about`` is then what the run has said of the model. Raises OSError if
-    nobody there sends weights.
+    ``endpoint``: this process's endpoint. ``run``: address of the training run's first rank. ``secret``: known to the
+    run and its engines. The constructor connects with the first rank alone; ``about`` is what the run has said of the
+    model. Raises OSError if nobody there sends weights.
     """
 
     def __init__(self, endpoint: Endpoint, run: Address, secret: str) -> None:
         self._channel, self._run = endpoint.join(WEIGHTS, secret), run
-        self.version = -1
-        self._closed = threading.Event()
-        self._connection, self.about = self._dial()
-
-    def first(self, install: Callable[[Mapping[str, T]], None]) -> None:
-        """Wait for the first version and install it. Raises OSError, and :class:`WeftError` for damaged weights."""
-        self._connection.send({"kind": "known", "version": self.version})
-        self.version, tensors = self._receive()
-        install(tensors)
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._connections: dict[int, SealedConnection] = {}
+        self.version, self._heard = -1, time.monotonic()
+        self._coming: dict[int, dict[int, list[Frame]]] = {}  # by version and rank
+        connection, self.about = self._dial(run)
+        self._connections[0] = connection
+        senders = self.about["senders"]
+        self.senders: dict[int, Address] = {rank: (host, port) for rank, host, port in senders}  # fmt: skip
 
     def start(
-        self,
-        take: Callable[[int, Mapping[str, T]], None],
-        failed: Callable[[Exception], None],
+        self, take: Callable[[VersionFrames], None], failed: Callable[[Exception], None]
     ) -> None:
-        """Receive all later versions, and call ``take`` with the number and the changed parameters of each.
+        """Receive all versions, and call ``take`` with each that is complete, unless a later one is complete already.
 
-        When the connection is lost, it is made again until :meth:`close` is called. ``failed``: called with an error
-        after which no more versions come.
+        A connection that is lost is made again until :meth:`close` is called. ``failed``: called with an error after
+        which no more versions come.
         """
-        run = threading.Thread(target=self._watch, args=(take, failed), daemon=True)
-        run.name = "weft-weights"
-        run.start()
+        for rank in self.senders:
+            work = partial(self._watch, rank, take, failed)
+            name = f"weft-weights-{rank}"
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    @property
+    def silent(self) -> float:
+        """Seconds since any of the ranks has said anything."""
+        return time.monotonic() - self._heard
 
     def close(self) -> None:
         """Receive no more."""
         self._closed.set()
-        self._connection.close()
+        self._channel.close()
 
-    def _dial(self) -> tuple[SealedConnection, Head]:
-        connection = self._channel.dial(self._run, {}, DIAL_S, ROUTER_SILENT_S)
+    def _dial(self, address: Address) -> tuple[SealedConnection, Head]:
+        connection = self._channel.dial(address, {}, DIAL_S, ROUTER_SILENT_S)
         try:
             head = connection.receive(limit=DIAL_S).head
         except BaseException:
@@ -158,57 +205,66 @@ class WeightReceiver:
             raise
         return connection, head
 
-    def _receive(self) -> tuple[int, dict[str, T]]:
-        """Return the next version with the parameters that it changes."""
-        tensors: dict[str, T] = {}
-        while True:
-            try:
-                frame = self._connection.receive(limit=ROUTER_SILENT_S)
-            except TimeoutError:
-                raise WireBroken(f"no sign of life for {ROUTER_SILENT_S:g} s") from None
-            head = frame.head
-            if head["kind"] == "parameter":
-                if zlib.crc32(frame.payload) != head["checksum"]:
-                    raise WeftError(f"the weights {head['name']} have come damaged")
-                tensors[head["name"]] = _tensor_of(head, frame.payload)
-            elif head["kind"] == "version":
-                if len(tensors) != head["parameters"]:
-                    raise WeftError(
-                        f"version {head['version']} of the weights has {head['parameters']} parameters, "
-                        f"and {len(tensors)} have come"
-                    )
-                return head["version"], tensors
-
     def _watch(
         self,
-        take: Callable[[int, Mapping[str, T]], None],
+        rank: int,
+        take: Callable[[VersionFrames], None],
         failed: Callable[[Exception], None],
     ) -> None:
         while not self._closed.is_set():
             try:
-                version, tensors = self._receive()
-                take(version, tensors)
-                self.version = version
+                connection = self._connections.pop(rank, None)
+                if connection is None:
+                    connection, about = self._dial(self.senders[rank])
+                    if rank == 0 and about["run"] != self.about["run"]:
+                        raise WeftError("another run listens where this engine's was")
+                connection.send({"kind": "known", "version": self.version})
+                while True:
+                    self._receive(rank, connection, take)
             except OSError:
-                self._connection.close()
-                self._dial_again(failed)
+                with self._lock:
+                    for ranks in self._coming.values():
+                        ranks.pop(rank, None)
+                self._closed.wait(AGAIN_S)
             except Exception as error:
-                return failed(error)
-
-    def _dial_again(self, failed: Callable[[Exception], None]) -> None:
-        """Connect with the run again, for as long as this engine may wait for it."""
-        before = self.about["run"]
-        while not self._closed.wait(AGAIN_S):
-            with suppress(OSError):
-                self._connection, self.about = self._dial()
-                if self.about["run"] != before:  # another life, which counts anew
-                    self.version = -1
-                self._connection.send({"kind": "known", "version": self.version})
+                if not self._closed.is_set():  # else the engine has ended meanwhile
+                    failed(error)
                 return
 
+    def _receive(
+        self,
+        rank: int,
+        connection: SealedConnection,
+        take: Callable[[VersionFrames], None],
+    ) -> None:
+        """Take a frame; if it completes a version, have it taken."""
+        try:
+            frame = connection.receive(limit=ROUTER_SILENT_S)
+        except TimeoutError:
+            raise WireBroken(f"no sign of life for {ROUTER_SILENT_S:g} s") from None
+        self._heard = time.monotonic()
+        if frame.head["kind"] != "weights":
+            return
+        number = frame.head["weights"]
+        with self._lock:
+            if number <= self.version:
+                return
+            ranks = self._coming.setdefault(number, {})
+            ranks.setdefault(rank, []).append(frame)
+            if {*self.senders} - ranks.keys() or any(
+                len(frames) < frames[0].head["frames"] for frames in ranks.values()
+            ):
+                return
+            frames = [(rank, each) for rank, of_rank in ranks.items() for each in of_rank]  # fmt: skip
+            self._coming = {at: of for at, of in self._coming.items() if at > number}
+            take(VersionFrames(number, frames))
+            self.version = number
 
-def _tensor_of(head: Head, payload: memoryview) -> T:
-    dtype = TORCH_DTYPES[head["dtype"]]
-    if not payload:
-        return torch.empty(head["shape"], dtype=dtype)
-    return torch.frombuffer(payload, dtype=torch.uint8).view(dtype).view(head["shape"])
+
+def _as_sent(held: Held, weights: str) -> Tensor:
+    """Return the whole tensor of which ``held`` is a part, in the type in which engines get it."""
+    dtype = held.local.dtype
+    if dtype.is_floating_point:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        dtype = torch.bfloat16 if weights == NARROW else wide
+    return Tensor(held.logical.shape, NAMES[dtype])

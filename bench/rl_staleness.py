@@ -1,0 +1,161 @@
+"""Updates per second with rollouts that are ahead of training by at most so many updates, against the synchronous loop.
+
+The ledger, the router, the channel of weights and the engines are the real ones, in threads of one process; the model
+is tiny. Each answer is written after a sleep drawn from U(20, 200) ms or from a log-normal distribution with the same
+mean, training sleeps for 60 ms. One run of every bound after another, with the same sleeps for the same answers; the
+order changes from turn to turn. The lag of every trained answer is counted.
+
+    OMP_NUM_THREADS=1 python bench/rl_staleness.py [--json bench/results/rl_staleness.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import threading
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from weft.generate.request import Generation
+from weft.generate.sampling import Sampling
+from weft.layout.mesh import Mesh
+from weft.net.endpoint import Endpoint
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
+from weft.rl.remote_rollouts import RemoteRollouts, RemoteSettings
+from weft.rl.rollout import GroupRequest, RewardQuestion
+from weft.rl.rollout_engine import RolloutEngine
+from weft.rl.weight_channel import WeightSender
+
+SHAPE = ModelShape(vocab=31, layers=1, embed=16, heads=2, kv_heads=1, ffn=16)
+TRAIN_S, MEAN_S = 0.06, 0.11
+
+
+def sleep_of(kind: str, seed: int) -> float:
+    """Seconds that the answer of this seed takes."""
+    chance = Random(seed)
+    if kind == "uniform":
+        return chance.uniform(0.02, 0.2)
+    return chance.lognormvariate(0, 0.8) * MEAN_S / 1.377  # e^(0.8^2 / 2)
+
+
+class SleepingEngine:
+    """An engine in threads, which writes one answer at a time and sleeps before each."""
+
+    def __init__(self, run: Endpoint, name: str, kind: str) -> None:
+        self.endpoint = Endpoint("127.0.0.1")
+        self.engine = RolloutEngine(self.endpoint, run.address, "s", name, lambda said: None)  # fmt: skip
+        step, awake = self.engine.engine.step, set[int]()
+
+        def slow_step() -> Any:
+            scheduler = self.engine.engine.scheduler
+            for request in [*scheduler.running, *scheduler.waiting][:1]:
+                assert isinstance(request, Generation)
+                if request.how.seed not in awake:
+                    awake.add(request.how.seed)
+                    time.sleep(sleep_of(kind, request.how.seed))
+            return step()
+
+        self.engine.engine.step = slow_step  # type: ignore[method-assign]
+        self.thread = threading.Thread(target=self.engine.work, args=(0.0,))
+        self.thread.start()
+
+    def close(self) -> None:
+        self.thread.join()
+        self.endpoint.close()
+
+
+def run(bound: int, kind: str, updates: int, batch: int, engines: int) -> dict[str, Any]:  # fmt: skip
+    """Train ``updates`` times, and return seconds and lags."""
+    _, state = parallelize(SHAPE, Mesh.single(), Train(seed=1))
+    endpoint = Endpoint("127.0.0.1")
+    sender = WeightSender(Mesh.single(), state, endpoint, "s")
+    settings = RemoteSettings(
+        bound=bound, batch=batch, group=1, most=2, requests=1, cache=1024, how=Sampling()
+    )  # fmt: skip
+    rollouts = RemoteRollouts(endpoint, "s", SHAPE, sender, settings, lambda said: None)
+    writers = []
+    for number in range(engines):
+        writers.append(SleepingEngine(endpoint, f"e{number}", kind))
+    rollouts.take_weights(0)
+    while len(rollouts.router.links) < engines:
+        time.sleep(0.01)
+    begun = time.perf_counter()
+    rollouts.request(
+        [
+            GroupRequest(n, RewardQuestion(""), (n % 31, 3, 4), 1, n)
+            for n in range(updates * batch)
+        ]
+    )
+    for update in range(updates):
+        groups = rollouts.finished(batch)
+        assert [each.request.number for each in groups] == [
+            *range(update * batch, (update + 1) * batch)
+        ]
+        time.sleep(TRAIN_S)
+        with torch.no_grad():
+            for held in state.held:
+                held.local += 1e-3
+        rollouts.take_weights(update + 1)
+    seconds = time.perf_counter() - begun
+    lags = {str(lag): count for lag, count in sorted(rollouts.lags.items())}
+    rollouts.close()
+    for writer in writers:
+        writer.close()
+    endpoint.close()
+    assert max(map(int, lags)) <= bound
+    return {"seconds": seconds, "lags": lags}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--updates", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: dict[str, Any] = {}
+    for kind in ("uniform", "lognormal"):
+        runs: dict[int, list[dict[str, Any]]] = {bound: [] for bound in given.bounds}
+        for turn in range(given.turns):
+            for bound in given.bounds[:: 1 if turn % 2 == 0 else -1]:
+                runs[bound].append(
+                    run(bound, kind, given.updates, given.batch, given.engines)
+                )
+        times = {
+            bound: statistics.median(each["seconds"] for each in of_bound)
+            for bound, of_bound in runs.items()
+        }
+        rows[kind] = {
+            str(bound): {
+                "seconds": round(times[bound], 3),
+                "times_as_fast": round(times[given.bounds[0]] / times[bound], 3),
+                "all_s": [round(each["seconds"], 3) for each in of_bound],
+                "lags": of_bound[-1]["lags"],
+            }
+            for bound, of_bound in runs.items()
+        }
+    row = {
+        "updates": given.updates,
+        "groups_of_an_update": given.batch,
+        "engines": given.engines,
+        "train_s": TRAIN_S,
+        "load": os.getloadavg()[0],
+        **rows,
+    }
+    print(json.dumps(row, indent=1))
+    if given.json:
+        given.json.write_text(json.dumps(row, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
