@@ -47,6 +47,7 @@ setup(
         "weft": [
             "*.html",
             "*/*.html",
+            "*/*.c",
             "*/*.svg",
             "*/*.css",
             "*/*.toml",

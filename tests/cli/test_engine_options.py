@@ -34,6 +34,7 @@ def test_an_engine_that_is_started_gets_every_option(tmp_path: Path) -> None:
         adapters=tmp_path / "a", models=None, ema=True, weights="int8", invariant=False,
         draft="small", ahead=4, early_layer=1, plugins=("json", "math"), layout="", host_cache=0.5,
         cache_folder=tmp_path, cache_folder_size=0.0, lend=True, cuda_graphs="off",
+        attention="gathered",
     )  # fmt: skip
     names = [field.name for field in fields(plain)]
     same = {name for name in names if getattr(plain, name) == getattr(changed, name)}

@@ -16,9 +16,9 @@ from tokenizers import processors
 
 from tests.cases import recipe
 from tests.chats import TEMPLATES, save_tokenizer
+from weft.cache import digest
 from weft.checkpoint.run_state import Progress
 from weft.data.bos import document_opening, with_bos
-from weft.data.cache import digest
 from weft.data.chat.source import open_chats
 from weft.data.corpora import source_fingerprint
 from weft.data.gguf_tokenizer import G, gguf_tokenizer

@@ -17,8 +17,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.cache import cache_root
 from weft.data import tokens as tokens_module
-from weft.data.cache import cache_root
 from weft.data.corpora import read_documents
 from weft.data.loader import open_data
 from weft.data.tokenizer import Tokenizer, load_tokenizer, sample_text

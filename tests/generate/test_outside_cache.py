@@ -191,6 +191,29 @@ def test_no_block_of_other_weights_adapters_tenants_or_sizes_is_used(
     assert not of_wide.fetched
 
 
+def test_blocks_of_other_models_are_kept_by_the_hash_of_their_weights() -> None:
+    """A fine-tune of the base that comes back under its name; another one of that name; one without a hash."""
+    base, tuned, other = (build("softmax", torch.float64) for _ in range(3))
+    for model, factor in ((tuned, 1.1), (other, 1.2)):
+        for p in model.parameters():
+            p.data *= factor
+    memory = HostBlocks(1 << 30)
+    fetched = []
+    cases = (tuned, b"1"), (tuned, b"1"), (other, b"2"), (other, b"")
+    for model, digest in cases:
+        engine, cache = engine_with(base, memory)
+        engine.add_model("m", model, digest)
+        text = write(engine, PROMPTS[4], adapter="m")
+        assert text.written == write(Engine(model), PROMPTS[4]).written
+        engine.remove_model("m")
+        assert "m" not in engine.adapter_digests
+        fetched.append(cache.fetched)
+    assert fetched == [0, 8, 0, 0]
+    plain, cache = engine_with(base, memory)
+    assert write(plain, PROMPTS[4]).written == write(Engine(base), PROMPTS[4]).written
+    assert not cache.fetched
+
+
 def test_new_weights_use_nothing_that_is_kept_and_keep_nothing() -> None:
     model, memory = build("softmax", torch.float64), HostBlocks(1 << 30)
     engine, cache = engine_with(model, memory)

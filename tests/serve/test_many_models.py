@@ -147,8 +147,8 @@ def test_models_come_into_memory_when_they_are_asked_for(
     )
     server.service.resident, server.server.adapters = models, [*members]
 
-    def adding(name: str, model: Transformer) -> None:
-        add(name, model)
+    def adding(name: str, model: Transformer, digest: bytes) -> None:
+        add(name, model, digest)
         seen.append(len(engine.reader.others))
 
     engine.add_model = adding  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from weft.data.cache import build_once, cache_root
+from weft.cache import build_once, cache_root
 from weft.errors import UsageError, WeftError
 
 #: What the hub's history says of an upload.

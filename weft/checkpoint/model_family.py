@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -46,6 +47,15 @@ class FamilyMember:
     digests: Digests | None = field(default=None, repr=False)
     own: int = 0
     stamps: Stamps = ()
+
+    @property
+    def digest(self) -> bytes:
+        """A hash of all weights of the model, which must have been opened."""
+        assert self.digests is not None
+        whole = blake2b(digest_size=16)
+        for name, digest in sorted(self.digests.items()):
+            whole.update(name.encode() + b"\0" + digest)
+        return whole.digest()
 
 
 class ModelFamily:

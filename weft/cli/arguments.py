@@ -97,6 +97,15 @@ _ahead = (
 )
 Ahead = Annotated[int, typer.Option("--ahead", min=0, help=_ahead)]
 
+_attention = (
+    "How new tokens attend to cached keys and values: native, by a kernel that is compiled "
+    "here (CPU); paged, by one of Triton (GPU); gathered, by PyTorch on a copy. "
+    "The fastest one if left out."
+)
+Attention = Annotated[
+    str, typer.Option("--attention", metavar="native|paged|gathered", help=_attention)
+]
+
 _early_layer = (
     "With --ahead: take the likely other tokens from this layer of the model "
     "instead of the small model, which continues from them while the "

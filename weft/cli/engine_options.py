@@ -11,6 +11,7 @@ import typer
 
 from weft.cli.arguments import (
     Ahead,
+    Attention,
     Draft,
     EarlyLayer,
     Ema,
@@ -158,6 +159,7 @@ def read_engine_options(
     layout: Spread = None,
     lend: Lend = False,
     cuda_graphs: CudaGraphs = OnOff.on,
+    attention: Attention = "",
     phases: Phases = "one",
     quota: QuotaWord = "",
 ) -> "EngineOptions":
@@ -191,6 +193,7 @@ def read_engine_options(
         layout=layout or "",
         lend=lend,
         cuda_graphs=cuda_graphs.value,
+        attention=attention,
         phases=phases,
         quota=quota,
     )

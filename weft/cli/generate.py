@@ -15,6 +15,7 @@ from rich.text import Text
 
 from weft.cli.arguments import (
     Ahead,
+    Attention,
     Draft,
     EarlyLayer,
     Ema,
@@ -135,6 +136,7 @@ def generate_command(
     draft: Draft = "",
     ahead: Ahead = 0,
     early_layer: EarlyLayer = 0,
+    attention: Attention = "",
     plugin: PluginModules = None,
     layout: Spread = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
@@ -250,6 +252,7 @@ def generate_command(
                 budget=budget,
                 drafter=drafter,
                 ranks=spread.world > 1,
+                attention=attention,
                 graphs=True,
             )
         ) as engine:

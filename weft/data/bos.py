@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import tokenizers
 
-from weft.data.cache import digest
+from weft.cache import digest
 from weft.errors import UsageError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.data.cache import digest
+from weft.cache import digest
 from weft.data.files import read_records
 from weft.data.reading import open_file, reading
 from weft.data.source_kinds import documents_of

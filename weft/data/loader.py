@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.cache import digest
 from weft.data.batch import (
     IGNORE,
     Batch,
@@ -24,7 +25,6 @@ from weft.data.batch import (
     RolloutTokens,
 )
 from weft.data.bos import begins_otherwise, document_opening, with_bos
-from weft.data.cache import digest
 from weft.data.corpora import unread_files
 from weft.data.order import Order, Row, RowList, Stream, choose_held_out, hash_keys
 from weft.data.tokenizer import Tokenizer, load_tokenizer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tokenizers
 
-from weft.data.cache import build_once, cache_root, digest
+from weft.cache import build_once, cache_root, digest
 from weft.data.corpora import read_documents, source_fingerprint
 from weft.encodable import encodable
 from weft.errors import UsageError, WeftError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weft.cache import build_once, cache_root, digest
 from weft.data.batch import Pairs
-from weft.data.cache import build_once, cache_root, digest
 from weft.data.corpora import read_documents, source_fingerprint
 from weft.data.files import source_files
 from weft.data.source_report import SourceReport

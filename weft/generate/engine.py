@@ -34,6 +34,7 @@ from weft.generate.sampling import Sampling
 from weft.generate.scheduler import ScheduledStep, Scheduler
 from weft.generate.step_curve import StepWatch
 from weft.generate.workflow import Workflow
+from weft.models.attention_backend import check_attention
 from weft.models.borrowed_keys import BlockLender, LenderLost
 from weft.models.invariant import check_invariant
 from weft.models.linear_attention import CHUNK
@@ -186,6 +187,7 @@ class Engine:
             check_early_layer(model, drafter.early_layer)
         if invariant:
             check_invariant(model.shape, model.mesh)
+        check_attention(attention, invariant, ranks)
         states = any(
             model.shape.mixer_of(i) != "softmax" for i in range(model.shape.layers)
         )
@@ -212,7 +214,7 @@ class Engine:
         self.outside: KeptBlocks | None = None  # beyond this engine's cache
         self.phases: StepTaker | None = None  # takes the steps in two processes
         self.watch: StepWatch | None = None  # of the seconds of steps
-        # hashes of adapters by their names
+        # hashes of adapters and other models by their names
         self.adapter_digests = {"": b""}
 
     def submit(
@@ -289,9 +291,12 @@ class Engine:
         keys[name] = shelf_keys(name, self.reader.add_adapter(name, adapter))
         self.adapter_digests[name] = adapter.digest
 
-    def add_model(self, name: str, model: Transformer) -> None:
+    def add_model(self, name: str, model: Transformer, digest: bytes = b"") -> None:
         """Let later requests name ``model`` in place of an adapter. Modules that the engine's own model has too are
         computed once for the requests of both (:mod:`weft.generate.chains`).
+
+        ``digest``: hash of all weights of ``model``, by which cache blocks of its texts are kept outside the engine's
+        cache; b"": they are not kept.
         """
         if not isinstance(self.reader, PagedReader) or self.reader.alike:
             raise UsageError(
@@ -304,6 +309,8 @@ class Engine:
         check_same_shape(name, model.shape, self.model.shape)
         self.reader.others[name] = model
         self.scheduler.adapter_keys[name] = []
+        if digest:
+            self.adapter_digests[name] = digest
 
     def remove_model(self, name: str) -> None:
         """Forget the model ``name``, of which no request may be left. Cache blocks of its texts are used again if a
@@ -311,6 +318,7 @@ class Engine:
         """
         assert isinstance(self.reader, PagedReader)
         del self.reader.others[name], self.scheduler.adapter_keys[name]
+        self.adapter_digests.pop(name, None)
 
     def probe(self) -> None:
         """Generate one token, which allocates the cache, so that the size of a cache block in bytes is known."""

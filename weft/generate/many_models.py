@@ -9,6 +9,7 @@ from weft.checkpoint.model_family import FamilyMember, ModelFamily
 from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import UsageError
 from weft.generate.engine import Engine
+from weft.models.transformer import Transformer
 
 
 def members_of(
@@ -40,7 +41,13 @@ def add_models(
 ) -> None:
     """Open the models ``members`` of ``family`` and add them to ``engine``, where they stay."""
     for member in members:
-        engine.add_model(member.name, family.open(member))
+        engine.add_model(member.name, *open_member(family, member))
+
+
+def open_member(family: ModelFamily, member: FamilyMember) -> tuple[Transformer, bytes]:
+    """Open ``member`` of ``family``; return its model, and the hash of its weights."""
+    model = family.open(member)
+    return model, member.digest
 
 
 class Room(NamedTuple):

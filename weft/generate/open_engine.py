@@ -25,6 +25,7 @@ from weft.generate.shared_model import SharedModel, share_model
 from weft.generate.split_phases import SplitPhases
 from weft.generate.start import leads
 from weft.layout.layout import Layout
+from weft.models.attention_backend import check_attention
 from weft.models.products import NARROW, read_only
 from weft.run.signals import leave_signals_to_others
 
@@ -65,6 +66,7 @@ class EngineOptions:
         ``cache_folder_size``: most GB of these files; None: :data:`FOLDER_GB`.
         ``lend``: whether engines lend each other blocks of their caches.
         ``cuda_graphs``: "on" or "off": whether decode steps are recorded as CUDA graphs, where this is possible.
+        ``attention``: name of the attention backend; "": the fastest one.
         ``phases``: "split" if a second process reads prompts, else "one".
         ``quota``: word of the quota of the process that reads prompts; "": half of the cores.
     """
@@ -91,6 +93,7 @@ class EngineOptions:
     cache_folder_size: float | None = None
     lend: bool = False
     cuda_graphs: str = "on"
+    attention: str = ""
     phases: str = "one"
     quota: str = ""
 
@@ -134,6 +137,7 @@ class EngineOptions:
             raise UsageError(
                 "--cache-folder-size is about a folder; give --cache-folder FOLDER too"
             )
+        check_attention(self.attention, self.invariant, self.spread.world > 1)
         self._check_phases()
         check_ahead(self.draft, self.ahead, self.early_layer, self.spread.world)
         policy_of(self.policy)
@@ -238,6 +242,7 @@ def open_engine(
         ),
         invariant=options.invariant,
         ranks=spread.world > 1,
+        attention=options.attention,
         graphs=options.cuda_graphs == "on",
     )
     members = dict[str, FamilyMember]()

@@ -29,7 +29,14 @@ from weft.models.adapter_shelf import AdapterShelf, LentAdapter
 from weft.models.attention_backend import choose_backend
 from weft.models.borrowed_keys import LentBlocks
 from weft.models.invariant import TILE, invariant
-from weft.models.paged import KeyValuePages, Reading, attending, layer_pages, slots
+from weft.models.paged import (
+    KeyValuePages,
+    Reading,
+    attending,
+    check_serves,
+    layer_pages,
+    slots,
+)
 from weft.models.queued_copy import queued_copy
 from weft.models.row_adapters import HostAdapter
 from weft.models.spans import PrefixTile, Span
@@ -213,6 +220,8 @@ class PagedReader:
         # held while the memory of any layer's cache is replaced
         self.growing = Lock()
         backend = choose_backend(attention, model.mesh.device)
+        if attention:
+            check_serves(backend, model, size)
         for each in self.pages:
             each.lent, each.growing = self.lent, self.growing
             if isinstance(each, KeyValuePages):

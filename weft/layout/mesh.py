@@ -72,7 +72,9 @@ class Mesh:
     ) -> Mesh:
         """Return the mesh of a single device, without process groups. Collectives return their input.
 
-        ``layout``: a layout of one rank, which may set other fields than axes; by default that of :class:`Layout`.
+        A model of such a mesh computes with its parameters themselves, in float32 or float64: computing in bfloat16
+        with float32 parameters needs a process group, also of one rank (:meth:`create`). ``layout``: a layout of one
+        rank, which may set other fields than axes; by default that of :class:`Layout`.
         """
         layout = layout or Layout()
         return cls(layout, torch.device(device), Place.of(layout, 0))

@@ -1,10 +1,12 @@
 """Attention backends: how new tokens attend to the keys and values in blocks of a paged cache.
 
 ``gathered`` copies the blocks that a call reads one behind the other, unless they lie so already, and runs PyTorch's
-attention on the copy. It works for everything. ``paged`` reads the blocks where they lie, with a kernel of Triton
-(:mod:`weft.models.paged_kernel`), and declares by :attr:`AttentionBackend.takes` what it can do. What it does not take
-is computed by ``gathered``: latent attention, float64, and passes that no batch may change. Texts that see cached
-tokens of other texts, or blocks of other engines, are not attended to by a backend at all (:mod:`weft.models.paged`).
+attention on the copy. It works for everything. Two others read the blocks where they lie: on GPUs ``paged``, with a
+kernel of Triton (:mod:`weft.models.paged_kernel`), and on the CPU ``native``, with a kernel in C for texts with few new
+tokens (:mod:`weft.models.native_kernel`). Each declares by :attr:`AttentionBackend.takes` what it can do. What it does
+not take is computed by ``gathered``: latent attention, float64, and passes that no batch may change. Texts that see
+cached tokens of other texts, or blocks of other engines, are not attended to by a backend at all
+(:mod:`weft.models.paged`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +18,17 @@ import torch
 
 from weft.errors import UsageError
 from weft.models.invariant import hiding_bias, is_invariant
+from weft.models.native_kernel import (
+    LANES,
+    TokenBatch,
+    attend_tokens,
+    batch_tokens,
+    has_kernel,
+)
 from weft.models.query_tiles import FEW_ROWS, TileBatch, tile_spans, tokens_of_tile
 from weft.models.queued_copy import queued_copy
 from weft.models.spans import (
+    SHORT,
     Span,
     SpanBatch,
     attend_batch,
@@ -47,7 +57,7 @@ class DecodeRows(NamedTuple):
 
 
 #: What one call of a backend computes.
-BackendPiece = SpanBatch | Span | TileBatch
+BackendPiece = SpanBatch | Span | TileBatch | TokenBatch
 
 
 class SpanKeys(NamedTuple):
@@ -78,6 +88,7 @@ class AttentionBackend:
             piece of work. Nothing is copied from or to the host.
         ``attend``: of the queries of all new tokens ``[tokens, heads, width]``, the cache, a piece of work, the window,
             and the results' tensor ``[tokens, heads, value elements]``: writes the piece's results into that tensor.
+        ``needs``: what a model and a machine need for it, in words.
     """
 
     name: str
@@ -85,6 +96,7 @@ class AttentionBackend:
     group: Callable[[Sequence[Span], T, int, T], Sequence[BackendPiece]]
     group_rows: Callable[[DecodeRows, T, int, T], BackendPiece]
     attend: Callable[[T, T, BackendPiece, int, T], None]
+    needs: str = "nothing"
 
 
 def gather_blocks(store: T, blocks: T) -> tuple[T, T]:
@@ -194,8 +206,75 @@ def _attend_paged(q: T, store: T, piece: BackendPiece, window: int, out: T) -> N
 
 
 PAGED = AttentionBackend(
-    "paged", _takes_paged, _group_paged, _rows_paged, _attend_paged
+    "paged",
+    _takes_paged,
+    _group_paged,
+    _rows_paged,
+    _attend_paged,
+    f"layers with keys and values in 16 or 32 bits and heads of at most {WIDEST} elements",
 )
+
+
+def _takes_native(q: T, store: T, width: int) -> bool:
+    plain = store.shape[0] == 2 and store.shape[-1] == q.shape[-1] == width
+    plain = plain and q.dtype == store.dtype == torch.float32
+    if not plain or q.device.type != "cpu" or is_invariant():
+        return False
+    group = q.shape[-2] // store.shape[3]
+    return store[0].is_contiguous() and has_kernel(width, group, store.shape[2])
+
+
+def _group_native(
+    spans: Sequence[Span], store: T, window: int, q: T
+) -> Sequence[BackendPiece]:
+    """PyTorch's attention is quicker for many tokens of a text, which all read the same keys."""
+    few = [span for span in spans if span.last - span.first <= SHORT]
+    pieces: list[BackendPiece] = [batch_tokens(few)] if few else []
+    return pieces + [span for span in spans if span.last - span.first > SHORT]
+
+
+def _rows_native(rows: DecodeRows, store: T, window: int, q: T) -> BackendPiece:
+    numbers = torch.arange(len(rows.tables), dtype=torch.int32)
+    keys = int(rows.places.max()) + 1
+    return TokenBatch(
+        rows.tables.contiguous(), numbers, numbers, rows.places.contiguous(), keys
+    )
+
+
+def _attend_native(q: T, store: T, piece: BackendPiece, window: int, out: T) -> None:
+    if isinstance(piece, TokenBatch):
+        attend_tokens(q, store, piece, window, out)
+    else:
+        _attend_gathered(q, store, piece, window, out)
+
+
+NATIVE = AttentionBackend(
+    "native",
+    _takes_native,
+    _group_native,
+    _rows_native,
+    _attend_native,
+    f"Linux, a C compiler, and layers with keys and values in float32 and heads of a multiple of {LANES} elements",
+)
+
+#: All backends by name.
+BACKENDS = {backend.name: backend for backend in (GATHERED, PAGED, NATIVE)}
+
+
+def check_attention(name: str, invariant: bool, ranks: bool) -> None:
+    """Raise :class:`UsageError` if ``name`` is neither "" nor a backend's, or a backend's that could compute nothing.
+
+    ``invariant``: whether no result may depend on the batch. ``ranks``: whether a model is cut over several ranks.
+    """
+    if name and name not in BACKENDS:
+        raise UsageError(f"there is no attention {name!r}; give {', '.join(BACKENDS)}")
+    if name in ("", GATHERED.name):
+        return
+    for option, given in (("--invariant", invariant), ("--layout", ranks)):
+        if given:
+            raise UsageError(
+                f"--attention {name} is for one rank, without --invariant; leave out {option}"
+            )
 
 
 def choose_backend(name: str, device: torch.device) -> AttentionBackend:
@@ -203,10 +282,13 @@ def choose_backend(name: str, device: torch.device) -> AttentionBackend:
 
     Raises :class:`UsageError` if there is no such backend, or if it does not run on ``device``.
     """
-    if name not in ("", GATHERED.name, PAGED.name):
-        raise UsageError(f"there is no attention {name!r}; give gathered or paged")
+    check_attention(name, False, False)
     if name == PAGED.name and not runs_triton(device):
         raise UsageError("paged attention needs a GPU and the package triton; leave it out")  # fmt: skip
+    if name == NATIVE.name and device.type != "cpu":
+        raise UsageError("native attention is for the CPU; leave it out")
     if name:
-        return PAGED if name == PAGED.name else GATHERED
+        return BACKENDS[name]
+    if device.type == "cpu":
+        return NATIVE
     return PAGED if device.type == "cuda" and runs_triton(device) else GATHERED

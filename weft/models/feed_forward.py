@@ -59,7 +59,11 @@ class FeedForward(Projections):
             from weft.models.pointwise_kernels import silu_times
 
             return self.project(silu_times(gate, up), "down")[0]
-        return self.project(self.activate(gate) * up, "down")[0]
+        activated = self.activate(gate)
+        # a result that nothing else reads, unless a gradient does
+        fresh = torch.is_inference_mode_enabled()
+        product = activated.mul_(up) if fresh else activated * up
+        return self.project(product, "down")[0]
 
     def forward(self, x: T, seen: object = None, early: object = None) -> T:
         """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape; ``seen`` and ``early`` are not used."""

@@ -17,6 +17,7 @@ from threading import Lock
 
 import torch
 
+from weft.errors import UsageError
 from weft.models.attention import Attend, repeat_heads
 from weft.models.attention_backend import (
     GATHERED,
@@ -202,9 +203,9 @@ class KeyValuePages(Pages):
         assert self.store is not None
         takes = self.backend.takes(q, self.store, width)
         backend = self.backend if takes else GATHERED
-        # a row may be filled up, unless all its tokens are texts'
-        empty = q.new_zeros if self.reading.rows is None else q.new_empty
-        out = empty(*q.shape[:3], width)
+        # a row may be filled up, and nothing writes the results of tokens of no text
+        whole = len(self.reading.slots) == q.shape[1]
+        out = (q.new_empty if whole else q.new_zeros)(*q.shape[:3], width)
         if window not in self.reading.batches:
             self.reading.batches[window] = self._pieces(backend, q, window)
         for piece in self.reading.batches[window]:
@@ -357,6 +358,22 @@ def layer_pages(model: Transformer, size: int) -> list[KeyValuePages | StatePage
     for number, each in enumerate(every):
         each.layer = number
     return every
+
+
+def check_serves(backend: AttentionBackend, model: Transformer, size: int) -> None:
+    """Raise :class:`UsageError` if ``backend`` can attend in no layer of ``model``. ``size``: tokens of a cache
+    block.
+    """
+    for layer in attention_layers(model):
+        if isinstance(layer, Attention) and layer.mixer == "softmax":
+            kv_heads, width = layer.kv_last - layer.kv_first, layer.head_dim
+            like = model.norm.scale
+            q = like.new_empty(1, model.shape.heads, width)
+            if backend.takes(q, like.new_empty(2, 1, size, kv_heads, width), width):
+                return
+    raise UsageError(
+        f"--attention {backend.name} needs {backend.needs}, which this model or machine lacks; leave it out"
+    )
 
 
 def slots(spans: Iterable[Span], size: int) -> list[int]:

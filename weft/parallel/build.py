@@ -72,7 +72,9 @@ def parallelize(
     """Build the model ``shape`` on this rank of ``mesh``, with its state; the name of each step of building is logged.
 
     ``train``: section of the recipe, for data types, recomputation and what ``train.freeze`` freezes; with an adapter,
-    all parameters of the base are frozen. ``memory``: section of the recipe that says where tensors rest, by default on
+    all parameters of the base are frozen. On :meth:`Mesh.single` the model computes in float32 where ``train.dtype`` is
+    bfloat16, as no state holds wider parameters there; ``model.to(torch.bfloat16)`` is for callers that want a model in
+    bfloat16 alone. ``memory``: section of the recipe that says where tensors rest, by default on
     the device. ``seq_len``: tokens of a sequence, by which layers are assigned to pipeline stages. ``optimizer``: the
     update rule; None for a state that is never updated.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weft.cache import digest
 from weft.data.bos import with_bos
-from weft.data.cache import digest
 from weft.data.chat.encode import own_encoder
 from weft.data.loader import Corpus
 from weft.data.order import Order

@@ -17,8 +17,8 @@ from statistics import median
 from typing import Any
 
 from weft.api import start
+from weft.cache import digest
 from weft.checkpoint.store import committed_checkpoints
-from weft.data.cache import digest
 from weft.errors import UsageError, WeftError
 from weft.observe.charts import RUNS as COLOURS
 from weft.observe.run_metrics import FILE as METRICS

@@ -10,7 +10,7 @@ from weft.checkpoint.model_family import FamilyMember, ModelFamily
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import Busy, ServerEnding
 from weft.generate.engine_thread import EngineThread
-from weft.generate.many_models import Room
+from weft.generate.many_models import Room, open_member
 from weft.generate.residency import Residency, Switch
 from weft.models.transformer import Transformer
 
@@ -19,12 +19,13 @@ class ResidentModels:
     """Lets requests wait until the model that they name is in memory.
 
     ``thread``: the engine that computes the models. ``openings``: for each model's name, a function that opens the
-    model. A request that names another model does not wait. ``residency``: decides which models are in memory.
-    ``most``: the largest number of requests that wait; further ones are refused.
+    model, and returns it with the hash of its weights. A request that names another model does not wait.
+    ``residency``: decides which models are in memory. ``most``: the largest number of requests that wait; further ones
+    are refused.
     """
 
     def __init__(
-        self, thread: EngineThread, openings: Mapping[str, Callable[[], Transformer]],
+        self, thread: EngineThread, openings: Mapping[str, Callable[[], tuple[Transformer, bytes]]],
         residency: Residency, most: int = 1024,
     ) -> None:  # fmt: skip
         self.thread, self.openings, self.most = thread, openings, most
@@ -108,8 +109,8 @@ class ResidentModels:
         try:
             for leaving in switch.leaving:
                 await self._called(partial(engine.remove_model, leaving))
-            model = await asyncio.to_thread(self.openings[name])
-            await self._called(partial(engine.add_model, name, model))
+            opened = await asyncio.to_thread(self.openings[name])
+            await self._called(partial(engine.add_model, name, *opened))
         except Exception as error:
             self.residency.fail(name)
             said = error if isinstance(error, WeftError) else None
@@ -156,5 +157,7 @@ def resident_models(
     def cost(name: str) -> float:
         return 1 if room.nbytes is None else max(1, members[name].own)
 
-    openings = {n: partial(family.open, member) for n, member in members.items()}
+    openings = {
+        name: partial(open_member, family, member) for name, member in members.items()
+    }
     return ResidentModels(thread, openings, Residency(limit, bound, cost), most)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from weft.cache import digest
 from weft.checkpoint.best import Best, read_best
-from weft.data.cache import digest
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from weft.cache import build_once, cache_root, digest
 from weft.checkpoint.resume_check import model_fingerprint
 from weft.data.batch import Batch, Pairs
-from weft.data.cache import build_once, cache_root, digest
 from weft.data.order import Order, Stream
 from weft.errors import WeftError
 from weft.layout.axes import MODEL_AXES

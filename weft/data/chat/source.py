@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.cache import build_once, cache_root, digest
 from weft.data.batch import Pairs
-from weft.data.cache import build_once, cache_root, digest
 from weft.data.chat.chat_template import (
     ChatTemplate,
     TemplateError,

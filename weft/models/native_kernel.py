@@ -1,0 +1,155 @@
+"""Attention of single tokens to keys and values in cache blocks, by a kernel in C that is compiled where it runs.
+
+The kernel (``native_kernel.c``) reads the blocks where they lie, as fast as memory gives them. A compiler makes it once
+per machine and shape of a head, in about half a second, and the file is kept in the cache folder
+(:func:`weft.cache.cache_root`). Without a compiler there is no kernel, and callers compute in another way.
+"""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from weft.cache import build_once, cache_root
+from weft.errors import WeftError
+from weft.models.spans import Span
+
+T = torch.Tensor
+
+SOURCE = Path(__file__).with_suffix(".c")
+
+#: How the kernel is compiled. Sums may be computed in any order, but numbers that are not finite stay what they are.
+FLAGS = (
+    "-O3", "-march=native", "-shared", "-fPIC", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math",
+    "-fno-math-errno", "-ffp-contract=fast",
+)  # fmt: skip
+
+#: Seconds that a compiler may take.
+COMPILE_S = 60.0
+
+#: Elements of a head must be a multiple of this, and at most :data:`WIDEST`.
+LANES, WIDEST = 16, 256
+
+
+class TokenBatch(NamedTuple):
+    """New tokens whose attention is one call of the kernel. All tensors are int32 and on the CPU.
+
+    Attributes:
+        ``tables``: cache blocks of each text, ``[texts, blocks]``; rows of shorter texts are padded.
+        ``rows``: index of each token in the packed row.
+        ``texts``: index in ``tables`` of each token's text.
+        ``places``: number of tokens before each token in its text.
+        ``keys``: the most keys that a token sees.
+    """
+
+    tables: T
+    rows: T
+    texts: T
+    places: T
+    keys: int
+
+
+def batch_tokens(spans: Sequence[Span]) -> TokenBatch:
+    """Return the new tokens of ``spans`` as one batch."""
+    blocks = max(len(span.table) for span in spans)
+    tokens = [
+        (row, text, span.past + row - span.first)
+        for text, span in enumerate(spans)
+        for row in range(span.first, span.last)
+    ]
+    rows, texts, places = torch.tensor(tokens, dtype=torch.int32).t().contiguous()
+    tables = [[*span.table, *[0] * (blocks - len(span.table))] for span in spans]
+    most = max(span.past + span.last - span.first for span in spans)
+    return TokenBatch(
+        torch.tensor(tables, dtype=torch.int32), rows, texts, places, most
+    )
+
+
+def attend_tokens(q: T, store: T, batch: TokenBatch, window: int, out: T) -> None:
+    """Write the attention of the tokens of ``batch`` into ``out``. The kernel must exist (:func:`has_kernel`).
+
+    ``q, out``: float32 ``[packed tokens, heads, width]``; ``store``: the cache of a layer, ``[2, blocks, size,
+    kv_heads, width]``; ``window``: the number of tokens that a token sees, itself included; 0: all.
+    """
+    heads, width = q.shape[1:]
+    size, kv_heads = store.shape[2:4]
+    kernel = compiled_kernel(width, heads // kv_heads, size)
+    assert kernel is not None
+    q = q.contiguous()
+    tensors = (q, *store, out, *batch[:4])
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+    blocks, scale = batch.tables.shape[1], ctypes.c_float(width**-0.5)
+
+    def attend(first: int, last: int) -> None:
+        scores = torch.empty(heads * batch.keys)
+        numbers = (first, last, blocks, kv_heads, window)
+        kernel(*pointers, *map(ctypes.c_int64, numbers), scale, ctypes.c_void_p(scores.data_ptr()))  # fmt: skip
+
+    count, threads = len(batch.rows), torch.get_num_threads()
+    if threads == 1 or count < 2:
+        attend(0, count)
+        return
+    edges = [count * i // threads for i in range(threads + 1)]
+    for done in [*_workers(threads).map(attend, edges[:-1], edges[1:])]:
+        assert done is None
+
+
+@cache
+def _workers(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "attention")
+
+
+def has_kernel(width: int, group: int, size: int) -> bool:
+    """Return whether there is a kernel for heads of ``width`` elements, of which ``group`` share a key head, and for
+    cache blocks of ``size`` tokens. It is compiled now if it was not before.
+    """
+    fits = width % LANES == 0 and 0 < width <= WIDEST
+    return fits and compiled_kernel(width, group, size) is not None
+
+
+@cache
+def compiled_kernel(width: int, group: int, size: int) -> Callable[..., None] | None:
+    """Return the kernel for such heads and blocks as a function of its arguments in C; None if it cannot be compiled
+    here.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    with suppress(OSError, WeftError, subprocess.SubprocessError):
+        compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+        if not compiler:
+            return None
+        macros = f"-DWIDTH={width}", f"-DGROUP={group}", f"-DSIZE={size}"
+        command = [*compiler.split(), *FLAGS, *macros, str(SOURCE), "-o"]
+        name = sha256(repr([*command, _processor()]).encode() + SOURCE.read_bytes())
+
+        def build(folder: Path) -> None:
+            subprocess.run(
+                [*command, str(folder / "kernel.so")],
+                check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_S,
+            )  # fmt: skip
+
+        folder = build_once(cache_root() / f"kernel-{name.hexdigest()[:24]}", build)
+        function = ctypes.CDLL(str(folder / "kernel.so")).weft_attend
+        function.restype = None
+        return function
+    return None
+
+
+def _processor() -> str:
+    """Return what tells processors apart for which compilers make different code."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.processor()
