@@ -12,19 +12,12 @@ cached tokens of other texts, or blocks of other engines, are not attended to by
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from weft.errors import UsageError
 from weft.models.invariant import hiding_bias, is_invariant
-from weft.models.native_kernel import (
-    LANES,
-    TokenBatch,
-    attend_tokens,
-    batch_tokens,
-    has_kernel,
-)
 from weft.models.query_tiles import FEW_ROWS, TileBatch, tile_spans, tokens_of_tile
 from weft.models.queued_copy import queued_copy
 from weft.models.spans import (
@@ -37,6 +30,9 @@ from weft.models.spans import (
     seen_blocks,
 )
 from weft.models.triton_use import TYPES, runs_triton
+
+if TYPE_CHECKING:  # the kernel's module is for steps of generation, not for what trains
+    from weft.models.native_kernel import TokenBatch
 
 T = torch.Tensor
 
@@ -57,7 +53,7 @@ class DecodeRows(NamedTuple):
 
 
 #: What one call of a backend computes.
-BackendPiece = SpanBatch | Span | TileBatch | TokenBatch
+BackendPiece: TypeAlias = "SpanBatch | Span | TileBatch | TokenBatch"
 
 
 class SpanKeys(NamedTuple):
@@ -220,6 +216,8 @@ def _takes_native(q: T, store: T, width: int) -> bool:
     plain = plain and q.dtype == store.dtype == torch.float32
     if not plain or q.device.type != "cpu" or is_invariant():
         return False
+    from weft.models.native_kernel import has_kernel
+
     group = q.shape[-2] // store.shape[3]
     return store[0].is_contiguous() and has_kernel(width, group, store.shape[2])
 
@@ -228,12 +226,16 @@ def _group_native(
     spans: Sequence[Span], store: T, window: int, q: T
 ) -> Sequence[BackendPiece]:
     """PyTorch's attention is quicker for many tokens of a text, which all read the same keys."""
+    from weft.models.native_kernel import batch_tokens
+
     few = [span for span in spans if span.last - span.first <= SHORT]
     pieces: list[BackendPiece] = [batch_tokens(few)] if few else []
     return pieces + [span for span in spans if span.last - span.first > SHORT]
 
 
 def _rows_native(rows: DecodeRows, store: T, window: int, q: T) -> BackendPiece:
+    from weft.models.native_kernel import TokenBatch
+
     numbers = torch.arange(len(rows.tables), dtype=torch.int32)
     keys = int(rows.places.max()) + 1
     return TokenBatch(
@@ -242,6 +244,8 @@ def _rows_native(rows: DecodeRows, store: T, window: int, q: T) -> BackendPiece:
 
 
 def _attend_native(q: T, store: T, piece: BackendPiece, window: int, out: T) -> None:
+    from weft.models.native_kernel import TokenBatch, attend_tokens
+
     if isinstance(piece, TokenBatch):
         attend_tokens(q, store, piece, window, out)
     else:
@@ -254,7 +258,7 @@ NATIVE = AttentionBackend(
     _group_native,
     _rows_native,
     _attend_native,
-    f"Linux, a C compiler, and layers with keys and values in float32 and heads of a multiple of {LANES} elements",
+    "Linux, a C compiler, and layers with keys and values in float32 and heads of a multiple of 16 elements",
 )
 
 #: All backends by name.

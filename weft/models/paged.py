@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
+from typing import TypeAlias
 
 import torch
 
@@ -102,7 +103,7 @@ class Reading:
 
 
 #: What one call of attention computes.
-Piece = BackendPiece | PrefixGroup | BorrowingGroup
+Piece: TypeAlias = "BackendPiece | PrefixGroup | BorrowingGroup"
 
 
 class Pages:
