@@ -95,7 +95,8 @@ def main() -> None:
         results["settings"] = shares(folder, given.rows, given.steps)
     results["load"] = round(os.getloadavg()[0], 1)
     for name, row in results["settings"].items():
-        print(f"{name:24} {row['sampling s'] * 1e3:6.1f} ms of {row['step s'] * 1e3:5.0f}: {row['share']:.1%}")  # fmt: skip
+        spent = f"{row['sampling s'] * 1e3:6.1f} ms of {row['step s'] * 1e3:5.0f}"
+        print(f"{name:24} {spent}: {row['share']:.1%}")
     if given.json:
         write(results, given.json)
 
