@@ -81,7 +81,7 @@ def test_answers_are_those_of_one_engine() -> None:
                 assert flight.score == pytest.approx(generation.score, abs=1e-4)
 
         asyncio.run(main())
-        assert all(link.submitted for link in cluster.router.links.values())
+        assert all(link.cache.submitted for link in cluster.router.links.values())
         until(lambda: all(engine.empty() for engine in cluster.engines))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from random import Random
 
 import pytest
@@ -58,6 +60,42 @@ def test_moved_again_and_again_the_text_stays() -> None:
         assert counts["answers_moved"] > 10 and not counts["answers_continued"]
         until(lambda: all(engine.empty() for engine in cluster.engines))
         assert not any(link.incoming for link in cluster.router.links.values())
+
+
+def test_a_move_is_told_while_the_engine_that_is_left_computes_on() -> None:
+    """What the other engine writes waits for it, and must not wait for a step of the first one."""
+    with Cluster(2, slow=0.002, router={"balances": False}) as cluster:
+        first, second = cluster.engines
+        requests = [asked([5, 6, i], 400) for i in range(2)]
+        times: dict[str, float] = {}
+
+        def seen(event: TokenEvent) -> None:
+            if times or event.number or event.token is None:
+                return
+            times["asked"] = time.monotonic()
+            step = first.engine.step
+            first.engine.step = lambda: (time.sleep(0.5), step())[1]  # type: ignore[method-assign]
+            with cluster.router._lock:
+                flight = next(
+                    f for f in cluster.router._flights.values() if f.engine == "e0"
+                )
+                cluster.router._move(flight, cluster.router.links["e1"], after_first=False)  # fmt: skip
+            mover = threading.Thread(target=follow)
+            mover.start()
+
+        def follow() -> None:
+            before = len(second.engine.scheduler.running)
+            until(lambda: len(second.engine.scheduler.running) > before)
+            times["there"] = time.monotonic()
+            until(lambda: cluster.router.moved)
+            times["told"] = time.monotonic()
+            first.engine.step = lambda: type(first.engine).step(first.engine)  # type: ignore[method-assign]
+
+        assert asyncio.run(written_by(cluster.router, requests, seen)) == [
+            one.written for request in requests for one in alone(request)
+        ]
+        until(lambda: "told" in times)
+        assert times["told"] - times["there"] < 0.25
 
 
 @pytest.mark.slow(3)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from weft.cluster.dispatch_policy import freest
+from weft.cluster.dispatch_policy import DispatchRequest, EngineView, freest
 from weft.errors import WeftError
 from weft.generate.block_pool import BlockPool
 from weft.generate.policies import policy_of
@@ -121,13 +120,30 @@ def test_a_slow_link_makes_others_wait_too() -> None:
     assert arrivals == pytest.approx([first + 8, first + 16, first + 24])
 
 
-def test_without_room_where_they_go_requests_wait_for_it() -> None:
+def test_without_room_where_they_go_requests_go_on_where_they_are() -> None:
     requests = [ClusterRequest(0.0, [i] * 12, 9) for i in range(4)]
     played = ClusterSimulation(
         [engine("p", "prefill"), engine("d", "decode", limit=1)], requests, freest, BlockLink(0, 1e9, 1)
     ).run()  # fmt: skip
-    spans = sorted((each.outcome.times[1], each.outcome.end) for each in played)
-    assert all(end < begin for (_, end), (begin, _) in pairwise(spans))  # fmt: skip
+    # what was refused once stays
+    assert sorted(each.engines for each in played) == [["p"]] * 3 + [["p", "d"]]
+    assert all(len(each.outcome.times) == 9 for each in played)
+
+
+def test_the_router_knows_what_it_has_sent_and_what_engines_said() -> None:
+    """A text's blocks count as cached from the moment when it was sent, and so does the room that it needs."""
+    seen = list[dict[str, tuple[int, float]]]()
+
+    def first(views: Sequence[EngineView], request: DispatchRequest) -> str:
+        seen.append({view.name: (view.known, view.usage) for view in views})
+        return "a"
+
+    alike = [ClusterRequest(0.001 * i, [*range(24), 40 + i], 2) for i in range(2)]
+    ClusterSimulation([engine("a"), engine("b")], alike, first).run()
+    assert seen == [{"a": (0, 0), "b": (0, 0)}, {"a": (24, 7), "b": (0, 0)}]
+    others = [ClusterRequest(0.001 * i, [i] * 24, 2) for i in range(4)]
+    played = ClusterSimulation([engine("a"), engine("b")], others, freest).run()
+    assert sorted(each.engines[0] for each in played) == ["a", "a", "b", "b"]
 
 
 @pytest.mark.parametrize("roles", [("any", "any"), ("prefill", "decode", "decode")])

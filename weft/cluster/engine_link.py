@@ -1,10 +1,10 @@
 """The router's end of the connection to an engine, and what the router knows of that engine."""
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from weft.cluster.cache_knowledge import CacheKnowledge
 from weft.cluster.cluster_messages import EngineAbout, EngineBeat, submit_message
 from weft.cluster.dispatch_policy import EngineView
 from weft.cluster.engine_loans import lendable_blocks
@@ -38,11 +38,7 @@ class EngineLink:
         ``beat``: the engine's last sign of life.
         ``flights``: answers that the engine writes, by number.
         ``calls``: searches and embeddings that the engine computes, by number.
-        ``submitted``: how many submissions were sent to the engine.
-        ``recent``: submissions that ``beat`` does not count yet. Each is a pair: the submission's number among all that
-            were sent to the engine, and the cache blocks that it needs.
-        ``freed``: cache blocks of answers that have left the engine since its last sign of life.
-        ``prefixes``: keys of the cache blocks that the engine probably holds, the oldest first.
+        ``cache``: what is known of the engine's cache.
         ``incoming``: events of the answers that are moving to this engine, by the answers' numbers here. They wait
             until the engine that an answer leaves has confirmed the move.
         ``role``: the engine's present part, as in ``about`` until the router chooses another one.
@@ -63,10 +59,6 @@ class EngineLink:
     )
     flights: dict[int, Flight] = field(default_factory=dict)
     calls: dict[int, RemoteCall] = field(default_factory=dict)
-    submitted: int = 0
-    recent: deque[tuple[int, int]] = field(default_factory=deque)
-    freed: int = 0
-    prefixes: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     incoming: dict[int, "EarlyEvents"] = field(default_factory=dict)
     role: str = ""
     kept: set[str] = field(default_factory=set)
@@ -80,6 +72,7 @@ class EngineLink:
     def __post_init__(self) -> None:
         self.weights = self.about.weights
         self.role = self.role or self.about.role
+        self.cache = CacheKnowledge(self.blocks)
 
     @property
     def name(self) -> str:
@@ -115,9 +108,7 @@ class EngineLink:
 
     def view(self, request: AnswerRequest) -> EngineView:
         """Return what a dispatch policy knows of the engine when it chooses one for ``request``."""
-        load, size = self.beat.load, self.about.block
-        usage = load.used + self.beat.demand + sum(blocks for _, blocks in self.recent)
-        usage = max(0, usage - self.freed)
+        usage = self.cache.usage
         if any(flight.priority < 0 for flight in self.flights.values()):
             usage += round(self.headroom * self.blocks)
         return EngineView(
@@ -125,8 +116,9 @@ class EngineLink:
             self.blocks,
             usage,
             len(self.flights) + len(self.incoming),
-            self._known(request) * size,
-            size,
+            self.cache.known(self._keys(request, [*request.ids, *request.written]))
+            * self.about.block,
+            self.about.block,
         )
 
     def ledger(self) -> EngineLedger:
@@ -164,9 +156,8 @@ class EngineLink:
         self, number: int, request: AnswerRequest, flights: Sequence[Flight]
     ) -> None:
         """Send ``request``, whose answers are ``flights`` and have numbers from ``number`` on."""
-        self.submitted += 1
         length = len(request.ids) + len(request.written)
-        self.recent.append((self.submitted, -(-length // self.about.block)))
+        self.cache.submit(-(-length // self.about.block))
         for flight in flights:
             flight.engine = self.name
             self.flights[flight.number] = flight
@@ -182,39 +173,21 @@ class EngineLink:
         self.outbox.put(*call.message(call.number))
 
     def note_beat(self, beat: EngineBeat) -> None:
-        """Take in a sign of life, and forget those submissions in ``recent`` that the engine has received, as ``beat``
-        counts them now.
-        """
-        self.beat, self.freed = beat, 0
-        while self.recent and self.recent[0][0] <= beat.taken:
-            self.recent.popleft()
+        """Take in a sign of life."""
+        self.beat = beat
+        self.cache.note_beat(beat.load.used + beat.demand, beat.taken)
 
     def let_go(self, flight: Flight) -> None:
         """Forget ``flight``, which the engine has ended, or which goes on elsewhere."""
         if self.flights.pop(flight.number, None) is not None:
-            self.freed += -(-flight.length // self.about.block)
+            self.cache.free(-(-flight.length // self.about.block))
 
     def remember(self, request: AnswerRequest, written: Sequence[int]) -> None:
         """Note which cache blocks the engine will hold: those of the prompt of ``request`` and of the tokens
         ``written`` after it.
         """
-        for key in self._keys(request, [*request.ids, *written]):
-            self.prefixes[key] = None
-            self.prefixes.move_to_end(key)
-        while len(self.prefixes) > self.blocks:
-            self.prefixes.popitem(last=False)
+        self.cache.remember(self._keys(request, [*request.ids, *written]))
 
-    def _known(self, request: AnswerRequest) -> int:
-        """Return how many full blocks of a prompt the engine's cache probably holds."""
-        if not self.prefixes:
-            return 0
-        blocks = 0
-        for key in self._keys(request, [*request.ids, *request.written]):
-            if key not in self.prefixes:
-                break
-            blocks += 1
-        return blocks
-
-    def _keys(self, request: AnswerRequest, ids: Sequence[int]) -> Sequence[bytes]:
+    def _keys(self, request: AnswerRequest, ids: Sequence[int]) -> Iterable[bytes]:
         root = root_key(0, request.adapter, request.tenant)
-        return [*chained_keys(root, ids, self.about.block)]
+        return chained_keys(root, ids, self.about.block)

@@ -386,9 +386,10 @@ class EngineMember:
             current.counts.pop(answer, None)
             current.keys.pop(answer, None)
             current.fresh.discard(answer)
-            self._report_move(current, answer, report)
 
         self._call(forget)
+        # not behind a step of this engine: tokens that the other one has written wait for it
+        self._report_move(current, answer, report)
 
     def _report_move(
         self, current: RouterWork, answer: int, report: MoveReport

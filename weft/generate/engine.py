@@ -199,8 +199,9 @@ class Engine:
         )
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = BlockPool(blocks, self.reader.size, states)
-        if graphs and isinstance(self.reader, PagedReader):
-            self.reader.record_graphs()
+        if isinstance(self.reader, PagedReader):
+            if graphs:
+                self.reader.record_graphs()
             if tokens is not None:
                 self.reader.reserve(blocks)
         self.model, self.drafter, self.scheduler = (

@@ -94,15 +94,19 @@ def token_places(table: Sequence[int], size: int, first: int, end: int) -> list[
 
 
 @torch.inference_mode()
-def write_layer(page: Pages, table: Sequence[int], first: int, values: T) -> None:
-    """Write ``values`` ``[parts, tokens, heads, width]``, which a :class:`LayerStream` has given, to the cache of a
-    layer. ``first``: index in the text of the first token; ``table``: numbers of the text's blocks.
+def write_layers(pages: Sequence[Pages], table: Sequence[int], first: int, layers: Sequence[T]) -> None:  # fmt: skip
+    """Write what a :class:`LayerStream` has given of tokens to the caches of all layers, ``pages``.
+
+    ``first``: index in the text of the first token. ``table``: numbers of the text's blocks. ``layers``: for each layer
+    ``[parts, tokens, heads, width]``.
     """
-    store = page.room(max(table) + 1)
-    places = token_places(table, page.size, first, first + values.shape[1])
-    at = torch.tensor(places, device=store.device)
-    for kept, each in zip(store, values.to(store.device), strict=True):
-        kept.flatten(0, 1).index_copy_(0, at, each)
+    tokens, size = layers[0].shape[1], pages[0].size
+    places = torch.tensor(token_places(table, size, first, first + tokens))
+    for page, values in zip(pages, layers, strict=True):
+        store = page.room(max(table) + 1)
+        at = places.to(store.device)
+        for kept, each in zip(store, values.to(store.device), strict=True):
+            kept.flatten(0, 1).index_copy_(0, at, each)
 
 
 def joined_layers(layers: Sequence[T], blocks: int, size: int) -> bytes:

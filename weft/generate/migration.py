@@ -30,7 +30,7 @@ from weft.generate.layer_stream import (
     LayerStream,
     can_stream,
     joined_layers,
-    write_layer,
+    write_layers,
 )
 from weft.generate.reader import PagedReader
 from weft.generate.request import Generation, Request
@@ -391,8 +391,7 @@ class Arrival:
         ]
         if isinstance(reader, PagedReader):
             self._expect(first, blocks, tokens, form)
-            for page, values in zip(reader.pages, layers, strict=True):
-                write_layer(page, self.taken.table, begin, values)
+            write_layers(reader.pages, self.taken.table, begin, layers)
         else:  # other ranks get theirs as if all had come in one frame
             payload = joined_layers(layers, blocks, reader.size)
             self._put(first, blocks, tokens, form, payload)

@@ -280,10 +280,10 @@ class PagedReader:
 
     @torch.inference_mode()
     def reserve(self, blocks: int) -> None:
-        """Let the cache have room for ``blocks`` blocks at once if decode steps are recorded, as these are recorded
-        again when the cache gets other memory.
+        """Let the cache have room for ``blocks`` blocks at once: in the host's memory, where blocks that are not used
+        take none, and if decode steps are recorded, as these are recorded again when the cache gets other memory.
         """
-        if self.decoding is None:
+        if self.decoding is None and self.model.mesh.device.type != "cpu":
             return
         for pages in self.pages:
             pages.reserved = blocks + 1

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from threading import Lock
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from weft.errors import UsageError
@@ -161,18 +163,36 @@ class Pages:
         blocks += self.spare
         if self.store is None:
             assert like is not None
-            count = max(blocks + ROOM // self.size, self.reserved)
-            self.store = like.new_zeros(parts, count, *shape)
+            least = blocks + ROOM // self.size
+            self.store = self._allocate(like, parts, least, shape)
         elif (held := self.store.shape[1]) < blocks:
             parts, _, *shape = self.store.shape
             # recorded passes are recorded anew, so that the memory seldom grows
             more = held if self.spare else held // 8
-            count = max(blocks + max(ROOM // self.size, more), self.reserved)
+            least = blocks + max(ROOM // self.size, more)
             with self.growing:
-                grown = self.store.new_zeros(parts, count, *shape)
+                grown = self._allocate(self.store, parts, least, shape)
                 grown[:, :held] = self.store
                 self.store = grown
         return self.store
+
+    def _allocate(self, like: T, parts: int, least: int, shape: Sequence[int]) -> T:
+        """Memory for all reserved blocks, or for ``least`` blocks if the host does not promise as much."""
+        count = max(least, self.reserved)
+        try:
+            return untouched_zeros(like, (parts, count, *shape))
+        except MemoryError:
+            return untouched_zeros(like, (parts, least, *shape))
+
+
+def untouched_zeros(like: T, shape: Sequence[int]) -> T:
+    """Return a tensor of zeros of this ``shape``, of the type and on the device of ``like``. In the host's memory, what
+    nobody has written yet takes no memory, and no time.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(*shape)
+    raw = torch.from_numpy(np.zeros(prod(shape) * like.itemsize, np.uint8))
+    return raw.view(like.dtype).view(*shape)
 
 
 class KeyValuePages(Pages):

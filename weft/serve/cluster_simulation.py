@@ -3,16 +3,21 @@
 As in :mod:`weft.serve.load_simulation`, the model is not run. Engines can differ in speed and role. An engine of the
 role ``prefill`` hands each request over once it has a first token: its cache blocks travel over a link in rounds while
 later parts of the prompt are computed, so that only the last part is waited for (DistServe, Zhong et al. 2024,
-2401.09670). A request may be a stage of a workflow that begins when earlier stages have ended. Events are played in the
-order of their times. The dispatch policies are those of the real router.
+2401.09670). If there is no room for it, it goes on where it is. As a real router, the simulated one sees only what
+engines say a few times a second and what it has sent since. A request may be a stage of a workflow that begins when
+earlier stages have ended. Events are played in the order of their times. The dispatch policies are those of the real
+router.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from random import Random
 from typing import Literal, NamedTuple
 
+from weft.cluster.cache_knowledge import CacheKnowledge
+from weft.cluster.cluster_messages import BEAT_S
 from weft.cluster.dispatch_policy import (
     DispatchPolicy,
     DispatchRequest,
@@ -141,10 +146,15 @@ class SimulatedRequest:
 
 @dataclass
 class _Travel:
-    """A request on its way to another engine, and the tokens whose blocks have been sent."""
+    """A ``request`` on its way to another engine. ``sent``: tokens whose blocks have been sent; ``computed``: of its
+    tokens, when it has left.
+    """
 
+    request: Request
+    source: "_Engine"
     to: "_Engine"
     sent: int = 0
+    computed: int = 0
 
 
 @dataclass
@@ -167,15 +177,16 @@ class _Pass:
 
 @dataclass(eq=False)
 class _Engine:
-    """State of a simulated engine. ``coming``: requests that will be handed over to it; ``arriving``: those that have
-    come and have no room yet; ``link``: when the engine's link is free again; ``passes``: those under way of an
-    engine with two phases; ``quota``: its quota.
+    """State of a simulated engine. ``known``: what the router knows of its cache; ``coming``: requests that will be
+    handed over to it; ``arriving``: those that have come and are not taken in yet; ``link``: when the engine's link is
+    free again; ``passes``: those under way of an engine with two phases; ``quota``: its quota.
     """
 
     setup: SimulatedEngine
+    known: CacheKnowledge
     step: ScheduledStep | None = None
     coming: set[Request] = field(default_factory=set)
-    arriving: list[Request] = field(default_factory=list)
+    arriving: list[_Travel] = field(default_factory=list)
     link: float = 0.0
     failed: bool = False
     passes: dict[Phase, _Pass] = field(default_factory=dict)
@@ -187,7 +198,17 @@ class _Engine:
 
     @property
     def requests(self) -> list[Request]:
-        return [*self.scheduler.running, *self.scheduler.waiting, *self.arriving]
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def blocks(self, request: Request) -> int:
+        """The blocks of a request's text."""
+        return -(-len(request.ids) // self.scheduler.pool.size)
+
+    def keys(self, request: Request) -> Iterator[bytes]:
+        """The keys of the full blocks of a request's text."""
+        scheduler = self.scheduler
+        root = root_key(scheduler.version, request.adapter, request.tenant)
+        return chained_keys(root, request.ids, scheduler.pool.size)
 
 
 class ClusterSimulation:
@@ -196,7 +217,8 @@ class ClusterSimulation:
     ``dispatch``: chooses the engine for a new request. After an engine of the role ``prefill`` has processed a prompt,
     the engine with the most free memory per answer goes on, as in the real router. ``link``: speed at which the
     request's cache blocks are then sent; None if no engine has that role. ``delays``: what the service adds to the
-    times of its engines; without it, times are those at the engines.
+    times of its engines; without it, times are those at the engines. ``seed``: draws at which moments engines tell the
+    router how full they are.
 
     Raises :class:`WeftError` if no engine of the cluster can take a request.
     """
@@ -208,11 +230,15 @@ class ClusterSimulation:
         dispatch: DispatchPolicy = freest,
         link: BlockLink | None = None,
         delays: ServiceDelays = NO_DELAYS,
+        seed: int = 0,
     ) -> None:
         self.now = 0.0
         self.load, self.dispatch, self.link = load, dispatch, link
         self.delays = delays
-        self.engines = {setup.name: _Engine(setup) for setup in engines}
+        self.engines = {
+            setup.name: _Engine(setup, CacheKnowledge(setup.scheduler.pool.blocks))
+            for setup in engines
+        }
         self.times = ClusterTimes(list(self.engines))
         self.requests = [
             SimulatedRequest(RequestOutcome(each.time, prompt=len(each.prompt)))
@@ -220,6 +246,8 @@ class ClusterSimulation:
         ]
         self._numbers: dict[Request, int] = {}
         self._travels: dict[Request, _Travel] = {}
+        self._refused = set[Request]()  # that no engine has taken in
+        self._beats = 0  # among the events
         self._open = [set(each.after) for each in load]
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -229,7 +257,10 @@ class ClusterSimulation:
                 self._followers[before].append(i)
             if not each.after:
                 self._at(each.time, self._send_request, i)
+        draw = Random(seed)
         for engine in self.engines.values():
+            self._beats += 1
+            self._at(BEAT_S * draw.random(), self._beat, engine)
             if engine.setup.phases is not None:
                 engine.scheduler.beside = True
                 engine.quota = engine.setup.phases.controller.initial
@@ -254,6 +285,18 @@ class ClusterSimulation:
         event = (time, next(self._order), lambda: action(*arguments))
         heapq.heappush(self._events, event)
 
+    def _beat(self, engine: _Engine) -> None:
+        """Let the router hear how full an engine is; again and again, as long as anything else happens."""
+        self._beats -= 1
+        if engine.failed or len(self._events) == self._beats:
+            return
+        scheduler = engine.scheduler
+        waiting = sum(engine.blocks(request) for request in scheduler.waiting)
+        used = len(scheduler.pool.owners) + waiting
+        engine.known.note_beat(used, engine.known.submitted)
+        self._beats += 1
+        self._at(self.now + BEAT_S, self._beat, engine)
+
     def _send_request(self, i: int) -> None:
         """Let the client send the request number ``i``."""
         self.requests[i].outcome.began = self.now
@@ -271,6 +314,8 @@ class ClusterSimulation:
     def _submit(self, request: Request) -> None:
         engine = self._choose(request, ("any", "prefill"), self.dispatch)
         engine.scheduler.add(request)
+        engine.known.submit(engine.blocks(request))
+        engine.known.remember(engine.keys(request))
         stage = request.workflow.stage if request.workflow else ""
         self.times.begin(engine.setup.name, request, stage, len(request.ids), self.now)
         if engine.setup.role == "prefill" and request.most > len(request.ids):
@@ -296,20 +341,13 @@ class ClusterSimulation:
         return self.engines[dispatch(views, asked)]
 
     def _view(self, engine: _Engine, request: Request, stage: str) -> EngineView:
-        scheduler, pool = engine.scheduler, engine.scheduler.pool
-        waiting = [*scheduler.waiting, *engine.arriving, *engine.coming]
-        known = 0
-        if pool.known:
-            root = root_key(scheduler.version, request.adapter, request.tenant)
-            keys = chained_keys(root, request.ids, pool.size)
-            known = len(pool.find(keys)) * pool.size
-        name = engine.setup.name
+        pool, name = engine.scheduler.pool, engine.setup.name
         return EngineView(
             name,
             pool.blocks,
-            len(pool.owners) + sum(-(-len(r.ids) // pool.size) for r in waiting),
-            len(scheduler.running) + len(waiting),
-            known,
+            engine.known.usage,
+            len(engine.requests) + len(engine.coming),
+            engine.known.known(engine.keys(request)) * pool.size,
             pool.size,
             self.times.seconds(name, stage),
             self.times.work(name),
@@ -425,6 +463,8 @@ class ClusterSimulation:
         self.times.token(name, request, self.now)
         if len(request.ids) > request.most:
             engine.scheduler.remove(request)
+            engine.known.free(engine.blocks(request))
+            engine.known.remember(engine.keys(request))
             self._stay(request)
             self.times.end(name, request)
             self._end(number)
@@ -446,7 +486,7 @@ class ClusterSimulation:
         to = self._choose(request, ("decode",), freest)
         if to is engine:
             return False
-        self._travels[request] = _Travel(to)
+        self._travels[request] = _Travel(request, engine, to)
         to.coming.add(request)
         return True
 
@@ -455,6 +495,8 @@ class ClusterSimulation:
 
         A request that lost its blocks computes tokens again whose blocks have been sent.
         """
+        if request in self._refused:
+            return
         if request not in self._travels and not self._book(engine, request):
             return
         travel, size = self._travels[request], engine.scheduler.pool.size
@@ -471,37 +513,57 @@ class ClusterSimulation:
 
     def _leave(self, engine: _Engine, request: Request) -> None:
         """Let a request that has its first token go to the engine that has its blocks."""
-        travel, computed = self._travels.pop(request), request.computed
+        travel = self._travels.pop(request)
+        travel.computed = request.computed
         assert self.link is not None
-        self.times.end(engine.setup.name, request, whole=False)
         engine.scheduler.remove(request)
         comes = max(engine.link, self.now) + self.link.latency
         self.requests[self._numbers[request]].stall += comes - self.now
-        self._at(comes, self._arrive, travel.to, request, computed)
+        self._at(comes, self._arrive, travel)
 
     def _stay(self, request: Request) -> None:
         """Stop sending a request's blocks."""
         if travel := self._travels.pop(request, None):
             travel.to.coming.discard(request)
 
-    def _arrive(self, engine: _Engine, request: Request, computed: int) -> None:
-        engine.coming.discard(request)
-        if engine.failed:  # its blocks are lost
-            self._submit(request)
+    def _arrive(self, travel: _Travel) -> None:
+        if travel.to.failed:
+            self._go_back(travel)
             return
-        request.computed = computed
-        stage = request.workflow.stage if request.workflow else ""
-        prompt = self.load[self._numbers[request]].prompt
-        self.times.begin(
-            engine.setup.name, request, stage, len(prompt), self.now, False
-        )
-        engine.arriving.append(request)
-        self._enter(request, engine)
+        travel.to.arriving.append(travel)
+        self._start(travel.to)
 
     def _admit(self, engine: _Engine) -> None:
-        """Start handed-over requests, in the order of their arrival, as long as there is room."""
-        while engine.arriving and _adopt(engine.scheduler, engine.arriving[0]):
-            del engine.arriving[0]
+        """Take in requests that were handed over, as far as there is room; the others go on where they were."""
+        arriving, engine.arriving = engine.arriving, []
+        for travel in arriving:
+            request, source = travel.request, travel.source
+            request.computed = travel.computed
+            if not _adopt(engine.scheduler, request):
+                self._go_back(travel)
+                continue
+            engine.coming.discard(request)
+            source.known.free(source.blocks(request))
+            engine.known.remember(engine.keys(request))
+            number = self._numbers[request]
+            stage = request.workflow.stage if request.workflow else ""
+            prompt, name = len(self.load[number].prompt), engine.setup.name
+            self.times.end(source.setup.name, request, whole=False)
+            self.times.begin(name, request, stage, prompt, self.now, False)
+            self.requests[number].engines.append(name)
+
+    def _go_back(self, travel: _Travel) -> None:
+        """Let a request that was not taken in go on where it was; what its cache there lacks is computed again."""
+        request, source = travel.request, travel.source
+        travel.to.coming.discard(request)
+        self._refused.add(request)
+        request.computed = 0
+        if source.failed:
+            self.times.end(source.setup.name, request, whole=False)
+            self._submit(request)
+            return
+        source.scheduler.add(request)
+        self._start(source)
 
     # Failures.
 
@@ -512,8 +574,10 @@ class ClusterSimulation:
 
     def _rescue(self, engine: _Engine) -> None:
         """Submit the requests of a failed engine again, with the tokens that they have."""
-        lost, engine.arriving = engine.requests, []
-        for request in lost:
+        arriving, engine.arriving = engine.arriving, []
+        for travel in arriving:
+            self._go_back(travel)
+        for request in engine.requests:
             engine.scheduler.remove(request)
             self._stay(request)
             self.times.end(engine.setup.name, request, whole=False)
@@ -537,13 +601,15 @@ def simulate_cluster(
     dispatch: DispatchPolicy = freest,
     link: BlockLink | None = None,
     delays: ServiceDelays = NO_DELAYS,
+    seed: int = 0,
 ) -> list[RequestOutcome]:
     """Simulate how ``engines`` answer ``load``. Returns the outcome of each request, in the order of the load.
 
     ``dispatch``: chooses the engine for a new request. After an engine of the role ``prefill`` has processed a prompt,
     the engine with the most free memory per answer goes on, as in the real router. ``link``: speed at which the
     request's cache blocks are then sent; None if no engine has that role.
-    ``delays``: what the service adds to the times of its engines.
+    ``delays``: what the service adds to the times of its engines. ``seed``: draws at which moments engines tell the
+    router how full they are.
     """
-    played = ClusterSimulation(engines, load, dispatch, link, delays).run()
+    played = ClusterSimulation(engines, load, dispatch, link, delays, seed).run()
     return [request.outcome for request in played]
