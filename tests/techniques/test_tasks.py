@@ -46,6 +46,7 @@ def test_right_answers_and_levels(name: str) -> None:
         ("3*5+7", 1),
         ("(3*5)+7", 1),
         ("7+5*3", 1),
+        ("3*5+7+0.0", 0),
         ("3*5+7+0", 0),  # a number that is not given
         ("22", 0),
         ("15+7", 0),

@@ -16,6 +16,7 @@ from weft.rl.rollout import RewardQuestion
 if TYPE_CHECKING:
     from weft.data.chat.encode import Messages
     from weft.recipe import Task
+    from weft.rl.environment import Environment
 
 #: Every so-manieth different question is held out: training never asks it.
 HELD_OUT = 8
@@ -65,6 +66,10 @@ class RewardTask:
         """
         answer = tagged(text, self.common.tag) if self.common.tag else text
         return 0.0 if answer is None else self.score(question, answer)
+
+    def environment(self) -> Environment | None:
+        """Return a new environment for a trajectory of several turns; None if a single answer is all there is."""
+        return None
 
     def close(self) -> None:
         """Free what the task holds, such as a loaded model."""

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from collections import Counter
-from collections.abc import Iterator
 from fractions import Fraction
 from random import Random
 
 from pydantic import Field
 
 from weft.registry import register
+from weft.rl.arithmetic import arithmetic_value, combined, numbers_in, parsed_arithmetic
 from weft.rl.reward_task import RewardTask
 from weft.rl.rollout import RewardQuestion
 from weft.section import Section
-
-#: Characters of an answer that is read; the parser never sees more.
-LONGEST = 200
-#: All characters that an answer may have.
-ALLOWED = re.compile(r"[0-9+\-*/() ]+", re.ASCII)
 
 
 class CountdownSettings(Section):
@@ -53,7 +46,7 @@ class Countdown(RewardTask):
                 total, answer = Fraction(numbers[0]), str(numbers[0])
                 for number in numbers[1:]:
                     sign = random.choice("+-*/")
-                    total = _combined(sign, total, Fraction(number))
+                    total = combined(sign, total, Fraction(number))
                     answer = f"({answer}{sign}{number})"
                 if total.denominator == 1 and 0 < total <= 10 * settings.largest:
                     break
@@ -66,43 +59,11 @@ class Countdown(RewardTask):
         return self.draw(index, held_out, make)
 
     def score(self, question: RewardQuestion, answer: str) -> float:
-        expression = answer.strip()
-        if len(expression) > LONGEST or not ALLOWED.fullmatch(expression):
-            return 0.0
         try:
-            tree = ast.parse(expression, mode="eval").body
-            value = _value(tree)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # fmt: skip
+            tree = parsed_arithmetic(answer)
+            value = arithmetic_value(tree, signed=False)
+        except (ValueError, ZeroDivisionError):
             return 0.0
-        used = Counter(_numbers(tree))
-        right = value == question.facts["target"] and used == Counter(
-            question.facts["numbers"]
-        )
-        return float(right)
-
-
-def _combined(sign: str, first: Fraction, second: Fraction) -> Fraction:
-    if sign == "+":
-        return first + second
-    if sign == "-":
-        return first - second
-    return first * second if sign == "*" else first / second
-
-
-#: The operations, by their nodes; all others are refused.
-SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-
-
-def _value(node: ast.expr) -> Fraction:
-    """Return the value of an expression. Raises :class:`ValueError` if it has any other node than those known."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return Fraction(node.value)
-    if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
-        return _combined(SIGNS[type(node.op)], _value(node.left), _value(node.right))
-    raise ValueError(type(node).__name__)
-
-
-def _numbers(tree: ast.expr) -> Iterator[int]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            yield node.value
+        used = Counter(numbers_in(tree))
+        given = Counter(question.facts["numbers"])
+        return float(value == question.facts["target"] and used == given)

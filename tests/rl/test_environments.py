@@ -1,0 +1,212 @@
+"""Conversations of several turns: tools, environments, and the tokens of what was written."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import chats
+from tests.techniques.test_tasks import hostile_answers
+from weft.data.chat.encode import own_encoder
+from weft.data.chat.trajectory import Trajectory
+from weft.data.chat.trajectory_records import (
+    adp_record,
+    adp_trajectory,
+    atif_record,
+    atif_trajectory,
+)
+from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.recipe import Task
+from weft.rl.build_task import reward_task
+from weft.rl.environment import Environment, EnvironmentStep
+from weft.rl.episode import ChatTurns, Episode, PlainTurns, TurnEncoder, write_episodes
+from weft.rl.rollout import (
+    AnswerGroup,
+    GroupRequest,
+    RewardQuestion,
+    VersionSpan,
+    WrittenAnswer,
+)
+
+BYTES = load_tokenizer("bytes")
+
+
+def call(expression: str, name: str = "calculator") -> str:
+    said = json.dumps({"name": name, "arguments": {"expression": expression}})
+    return f"<tool_call>\n{said}\n</tool_call>"
+
+
+class Scripted:
+    """A policy that says the turns of a script, in ids of its own choice: a text character by character."""
+
+    def __init__(self, tokenizer: Tokenizer, *scripts: Sequence[str], finished: str = "stop") -> None:  # fmt: skip
+        self.tokenizer, self.scripts = tokenizer, [list(s) for s in scripts]
+        self.finished_as, self.prompts = finished, list[tuple[int, ...]]()
+        self.waiting: list[GroupRequest] = []
+        self.seeds: list[int] = []
+
+    def request(self, groups: Sequence[GroupRequest]) -> None:
+        self.waiting = [*groups]
+
+    def finished(self, count: int) -> list[AnswerGroup]:
+        groups = []
+        # those that are done have nothing left to say
+        going = [script for script in self.scripts if script]
+        for script, group in zip(going, self.waiting, strict=True):
+            ids = [int(i) for char in script.pop(0) for i in self.tokenizer.encode(char)]  # fmt: skip
+            if self.finished_as == "stop":
+                ids.append(self.tokenizer.closing)
+            chances = tuple(-random.Random(f"{group.prompt}/{n}").random() for n in range(len(ids)))  # fmt: skip
+            self.prompts.append(group.prompt)
+            self.seeds.append(group.seed)
+            answer = WrittenAnswer(tuple(ids), chances, (VersionSpan(0, 7),), self.finished_as)  # fmt: skip
+            groups.append(AnswerGroup(group, (answer,)))
+        return groups[:count]
+
+    def take_weights(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def episodes(encoder: TurnEncoder, *questions: RewardQuestion, **more: Any) -> list[Episode]:  # fmt: skip
+    task = reward_task(Task(reward="calculator"))
+    made_of = []
+    for number, question in enumerate(questions):
+        environment = task.environment()
+        assert environment is not None
+        made_of.append(
+            Episode(environment, question, encoder, name=f"q{number}", seed=number, **more)
+        )  # fmt: skip
+    return made_of
+
+
+def written(policy: Scripted, *questions: RewardQuestion, **more: Any) -> list[Trajectory]:  # fmt: skip
+    encoder = PlainTurns(policy.tokenizer)
+    return write_episodes(episodes(encoder, *questions, **more), policy)
+
+
+QUESTION = RewardQuestion("12*34+5=", "413")
+
+
+def test_a_calculator_is_asked_and_the_answer_rewarded() -> None:
+    policy = Scripted(
+        BYTES,
+        [f"Let me see. {call('12*34+5')}", "It is 413."],
+        [call("12*34+5") + call("1/0"), call("1", "abacus"), "412"],
+        ["413"],
+    )
+    right, wrong, guessed = written(policy, QUESTION, QUESTION, QUESTION)
+    assert [t.reward for t in (right, wrong, guessed)] == [1, 0, 1]
+    assert [turn.source for turn in right.turns] == ["user", "agent", "agent"]
+    asked = right.turns[1]
+    assert asked.message == "Let me see." and asked.calls[0].name == "calculator"
+    assert [(o.id, o.content) for o in asked.observations] == [("call_1", "413")]
+    seen = [o.content for turn in wrong.turns for o in turn.observations]
+    assert seen[0] == "413" and seen[1].startswith("error: ZeroDivisionError")
+    assert seen[2] == "error: no tool is called 'abacus'; there is calculator"
+    ids = [c.id for turn in wrong.turns for c in turn.calls]
+    assert ids == ["call_1", "call_2", "call_3"]
+    assert len(set(policy.seeds)) == len(policy.seeds)
+
+
+def test_tokens_are_those_that_were_read_and_written() -> None:
+    """The policy's ids are not those that the tokenizer would write for its text, and are kept all the same."""
+    tokenizer = load_tokenizer("bytes")
+    policy = Scripted(tokenizer, [call("2+3"), call("7*7"), "54"])
+    (trajectory,) = written(policy, QUESTION)
+    text = trajectory.sequence()
+    last = trajectory.turns[-1].tokens
+    assert last is not None
+    assert tuple(text.ids) == last.prompt + last.ids
+    for turn, prompt in zip(trajectory.turns[1:], policy.prompts, strict=True):
+        assert turn.tokens is not None and turn.tokens.prompt == prompt
+    learned = [i for i, learns in zip(text.ids, text.learns, strict=True) if learns]
+    assert learned == [i for t in trajectory.turns if t.tokens for i in t.tokens.ids]
+    # a question of 8 characters and results "5" and "49" are not learned
+    assert len(text.ids) - len(learned) == len(tokenizer.prompt_ids("12*34+5=")) + 3
+
+
+def test_trajectories_of_episodes_go_out_and_in() -> None:
+    policy = Scripted(BYTES, [call("2+3") + call("1"), "7"])
+    (trajectory,) = written(policy, QUESTION)
+    out = json.loads(json.dumps(atif_record(trajectory)))
+    assert atif_trajectory(out) == trajectory
+    assert atif_trajectory(out).sequence() == trajectory.sequence()
+    adp = json.loads(json.dumps(adp_record(trajectory)))
+    assert adp_trajectory(adp) == trajectory.without_tokens()
+
+
+def test_episodes_end() -> None:
+    turns = [call("1"), call("2"), "3"]
+    (long,) = written(Scripted(BYTES, turns[:2]), QUESTION, turns=2)
+    assert long.facts["ended"] == "it has had its 2 turns" and long.reward == 0
+    (cut,) = written(Scripted(BYTES, turns[:1], finished="length"), QUESTION)
+    assert cut.facts["ended"] == "its turn was cut off"
+    (full,) = written(Scripted(BYTES, turns[:1]), QUESTION, room=60)
+    assert full.facts["ended"] == "the next turn begins behind 60 tokens"
+    for trajectory in (long, cut, full):
+        assert trajectory.turns[-1].observations
+        trajectory.sequence()
+
+
+def test_an_environment_that_fails_ends_its_own_episode_alone() -> None:
+    class Failing(Environment):
+        """Fails at its second step."""
+
+        steps = 0
+
+        def step(self, action: str) -> EnvironmentStep:
+            self.steps += 1
+            if self.steps == 2:
+                raise OSError("no more")
+            return EnvironmentStep([{"role": "user", "content": "go on"}], 0.5, False)
+
+    policy = Scripted(BYTES, ["a", "b"], [call("1"), "413"])
+    failing = Episode(Failing(), QUESTION, PlainTurns(BYTES), name="f")
+    (other,) = episodes(PlainTurns(BYTES), QUESTION)
+    broken, whole = write_episodes([failing, other], policy)
+    assert broken.facts["ended"] == "its environment raised OSError: no more"
+    assert broken.turns[-1].reward is None and broken.turns[-2].reward == 0.5
+    assert whole.reward == 1
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "smollm2"])
+def test_turns_are_those_of_the_chat_template(family: str, tmp_path: Path) -> None:
+    """All tokens together read as the template writes the whole conversation, with each end of a turn once."""
+    tokenizer = chats.tokenizer(tmp_path, family)
+    encoder = own_encoder(tokenizer, family)
+    policy = Scripted(tokenizer, [call("2+3"), "the user asks 5"])
+    chat = ChatTurns(encoder)
+    (trajectory,) = write_episodes(episodes(chat, QUESTION), policy)
+    shown = tokenizer.decode(trajectory.sequence().ids)
+    messages = [
+        {"role": "user", "content": QUESTION.prompt},
+        {"role": "assistant", "content": call("2+3")},
+        {"role": "tool", "content": "5", "tool_call_id": "call_1", "name": "calculator"},
+        {"role": "assistant", "content": "the user asks 5"},
+    ]  # fmt: skip
+    tools = [*(trajectory.tools or ())]
+    ids = encoder.tokens.encode(encoder.template.render(messages, tools))[0]
+    # the empty reasoning that a template writes before a last turn is the policy's own affair
+    whole = tokenizer.decode(ids).replace("<think>\n\n</think>\n\n", "")
+    assert whole.strip().startswith(shown.strip())
+    assert trajectory.sequence().ids.count(tokenizer.closing) == [*ids].count(tokenizer.closing)  # fmt: skip
+
+
+def test_hostile_actions_do_nothing(tmp_path: Path) -> None:
+    """As plain texts, as arguments of a call, and as broken calls; nothing is executed or rewarded."""
+    sentinel = tmp_path / "executed"
+    environment = reward_task(Task(reward="calculator")).environment()
+    assert environment is not None
+    for text in hostile_answers(sentinel):
+        for action in (text, call(text), f"<tool_call>{text}", f"<tool_call>{text}</tool_call>"):  # fmt: skip
+            environment.reset(QUESTION)
+            observation, reward, _ = environment.step(action)
+            assert reward == 0
+            assert all(len(message["content"]) <= 2000 for message in observation)
+    assert not sentinel.exists()

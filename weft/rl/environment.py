@@ -1,0 +1,58 @@
+"""Interface of environments: what an agent asks of the world, turn by turn, until its task is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weft.data.chat.trajectory import ToolUse
+
+if TYPE_CHECKING:
+    from weft.data.chat.encode import Messages
+    from weft.rl.rollout import RewardQuestion
+
+
+class EnvironmentStep(NamedTuple):
+    """What an environment answers to an action.
+
+    ``observation``: messages that the agent sees next, such as results of tools; ``reward``: reward of the action;
+    ``done``: whether the task is over.
+    """
+
+    observation: Messages
+    reward: float
+    done: bool
+
+
+class ReadAction(NamedTuple):
+    """The meaning of an agent's text: its ``message``, and the ``calls`` of tools in it."""
+
+    message: str
+    calls: tuple[ToolUse, ...]
+
+
+class Environment:
+    """Base of environments. An environment serves a single trajectory: a new one is made for each.
+
+    ``tools``: JSON schemas of the tools that the agent may call.
+    """
+
+    tools: Sequence[dict[str, Any]] = ()
+
+    def reset(self, question: RewardQuestion) -> Messages:
+        """Begin with a question, and return the messages that the agent sees first."""
+        prompt = question.prompt
+        if isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}]
+        return [*prompt]
+
+    def read(self, action: str) -> ReadAction:
+        """Return the meaning of the text ``action``, without acting. :meth:`step` reads it in the same way."""
+        return ReadAction(action, ())
+
+    def step(self, action: str) -> EnvironmentStep:
+        """Act as the text ``action`` says, and return what comes of it. Never executes the text as code."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Free what the environment holds."""

@@ -1,0 +1,227 @@
+"""Episodes: a policy and an environment in turns, whose tokens are kept as they were written.
+
+What an environment says is tokenized once and put behind the tokens that the policy has written. No token before is
+ever tokenized again, as a tokenizer writes other ids for the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+from weft.data.chat.trajectory import Observed, Trajectory, Turn, TurnTokens
+from weft.errors import WeftError
+from weft.rl.rollout import GroupRequest
+
+if TYPE_CHECKING:
+    from weft.data.chat.encode import ChatEncoder, Messages
+    from weft.data.tokenizer import Tokenizer
+    from weft.rl.environment import Environment
+    from weft.rl.rollout import RewardQuestion, RolloutSource, WrittenAnswer
+
+
+class TurnEncoder(Protocol):
+    """Interface of what turns messages of a conversation into token ids."""
+
+    def first(self, messages: Messages, tools: Messages) -> list[int]:
+        """Return the ids of the first messages, up to where the policy is to write."""
+
+    def following(self, messages: Messages, last: int) -> list[int]:
+        """Return the ids of messages behind a turn of the policy, up to where it is to write again.
+
+        ``last``: the last token id of its turn.
+        """
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of a turn of the policy."""
+
+
+class PlainTurns:
+    """Encodes messages as plain texts one after the other, for a model without a chat template."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def first(self, messages: Messages, tools: Messages) -> list[int]:
+        return self.tokenizer.prompt_ids(_texts(messages))
+
+    def following(self, messages: Messages, last: int) -> list[int]:
+        return [int(i) for i in self.tokenizer.encode(_texts(messages))]
+
+    def text(self, ids: Sequence[int]) -> str:
+        stops = self.tokenizer.stops
+        return self.tokenizer.decode([i for i in ids if i not in stops])
+
+
+def _texts(messages: Messages) -> str:
+    return "".join(str(message.get("content") or "") for message in messages)
+
+
+#: Words of the turns that stand before an observation while it is rendered; no template has them itself.
+_ASKED, _ANSWERED = "weft asks", "weft answers"
+
+
+class ChatTurns:
+    """Encodes messages by a chat template. ``encoder``: the encoder of the model's template."""
+
+    def __init__(self, encoder: ChatEncoder) -> None:
+        self.encoder = encoder
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.encoder.template.tokenizer
+
+    def first(self, messages: Messages, tools: Messages) -> list[int]:
+        return [int(i) for i in self.encoder.prompt(messages, tools or None)]
+
+    def following(self, messages: Messages, last: int) -> list[int]:
+        """Return the ids that the template writes behind the words of a turn of the assistant.
+
+        The template renders a conversation of other words, of which only the part behind them is used. The token that
+        ends the turn is left out if the policy has written it already.
+        """
+        before = [
+            {"role": "user", "content": _ASKED},
+            {"role": "assistant", "content": _ANSWERED},
+        ]
+        shown = self.encoder.template.render([*before, *messages], prompt=True)
+        place = shown.text.rfind(_ANSWERED)
+        if place < 0:
+            raise WeftError(
+                "the chat template does not write what the assistant has said; it cannot have several turns"
+            )
+        ids, starts, _ = self.encoder.tokens.encode(shown)
+        behind = [
+            int(i)
+            for i, start in zip(ids, starts, strict=True)
+            if start >= place + len(_ANSWERED)
+        ]
+        ended = last in self.tokenizer.stops and behind[:1] == [last]
+        return behind[1:] if ended else behind
+
+    def text(self, ids: Sequence[int]) -> str:
+        return PlainTurns(self.tokenizer).text(ids)
+
+
+class Episode:
+    """A trajectory while it is written: the policy writes behind :attr:`ids`, and :meth:`take` takes its turn.
+
+    Arguments:
+        ``environment``: environment of this episode alone.
+        ``question``: the question that it begins with.
+        ``encoder``: encodes what the environment says.
+        ``turns``: most turns of the policy.
+        ``room``: most tokens of the whole text before a turn.
+        ``name``: name of the trajectory.
+        ``seed``: seed from which the seeds of all turns follow.
+
+    Attributes:
+        ``ids``: all token ids so far.
+        ``done``: whether the episode is over.
+        ``why``: why it ended before the environment said so; empty if it did not.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        question: RewardQuestion,
+        encoder: TurnEncoder,
+        turns: int = 8,
+        room: int = 1 << 30,
+        name: str = "",
+        seed: int = 0,
+    ) -> None:
+        self.question, self.done, self.why = question, False, ""
+        self._environment, self._encoder = environment, encoder
+        self._most, self._room, self._name, self._seed = turns, room, name, seed
+        messages = environment.reset(question)
+        self.ids = [*encoder.first(messages, [*environment.tools])]
+        self._turns = [
+            Turn(_source(message), str(message.get("content") or ""))
+            for message in messages
+        ]
+        self._written = 0
+
+    @property
+    def seed(self) -> int:
+        """Seed of the next turn."""
+        return Random(f"turn {self._seed}/{self._written}").getrandbits(48)
+
+    def take(self, answer: WrittenAnswer) -> None:
+        """Take the policy's next turn, let the environment act, and put what it says behind it.
+
+        An episode also ends if its turns or its room are used up, if the turn was cut off, and if the environment
+        fails; ``why`` then says so. The reward of a turn on which the environment failed is None.
+        """
+        text = self._encoder.text(answer.ids)
+        spans = tuple((span.first, span.version) for span in answer.versions)
+        tokens = TurnTokens(tuple(self.ids), answer.ids, answer.log_probabilities, spans, answer.finished)  # fmt: skip
+        self.ids += answer.ids
+        self._written += 1
+        try:
+            action = self._environment.read(text)
+            observation, reward, done = self._environment.step(text)
+        except Exception as error:
+            line = (str(error).splitlines() or [""])[0]
+            self.done, self.why = True, f"its environment raised {type(error).__name__}: {line}"  # fmt: skip
+            self._turns.append(Turn("agent", text, tokens=tokens))
+            return
+        seen = tuple(
+            Observed(str(message.get("content") or ""), message.get("tool_call_id"))
+            for message in observation
+        )
+        self._turns.append(
+            Turn(
+                "agent",
+                action.message,
+                calls=action.calls,
+                observations=seen,
+                reward=reward,
+                tokens=tokens,
+            )
+        )
+        self.done = done
+        if done:
+            return
+        following = self._encoder.following(observation, self.ids[-1])
+        if answer.finished == "length":
+            self._end("its turn was cut off")
+        elif self._written >= self._most:
+            self._end(f"it has had its {self._most} turns")
+        elif len(self.ids) + len(following) > self._room:
+            self._end(f"the next turn begins behind {self._room} tokens")
+        else:
+            self.ids += following
+
+    def _end(self, why: str) -> None:
+        self.done, self.why = True, why
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The trajectory so far."""
+        tools = tuple(self._environment.tools) or None
+        facts = {"answer": self.question.answer} if self.question.answer else {}
+        if self.why:
+            facts["ended"] = self.why
+        return Trajectory(self._name, tuple(self._turns), tools, facts)
+
+
+def _source(message: dict[str, object]) -> str:
+    return "system" if message["role"] in ("system", "developer") else "user"
+
+
+def write_episodes(episodes: Sequence[Episode], source: RolloutSource) -> list[Trajectory]:  # fmt: skip
+    """Let a policy write all turns of all ``episodes``, those of the same turn together, and return the trajectories.
+
+    ``source``: writes what the policy writes.
+    """
+    while going := [episode for episode in episodes if not episode.done]:
+        requests = [
+            GroupRequest(number, episode.question, tuple(episode.ids), 1, episode.seed)
+            for number, episode in enumerate(going)
+        ]
+        source.request(requests)
+        for group in source.finished(len(requests)):
+            going[group.request.number].take(group.answers[0])
+    return [episode.trajectory for episode in episodes]
