@@ -86,18 +86,27 @@ def test_a_run_learns_from_answers_that_it_writes(tmp_path: Path) -> None:
     assert len(policy) == 3 and all(r["entropy"] > 0 for r in policy)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": {"kl": "k3", "kl_weight": 0.1}},
+        pytest.param({"method": "ppo"}, marks=pytest.mark.slow),
+    ],
+    ids=["grpo", "ppo"],
+)
 def test_a_resumed_run_is_the_same_to_the_last_bit(
-    tmp_path: Path, letters: dict[str, Any]
+    tmp_path: Path, letters: dict[str, Any], change: dict[str, Any]
 ) -> None:
-    loss = {"kl": "k3", "kl_weight": 0.1}
-    rl = {"rl": TREE["rl"] | {"loss": loss}, "tasks": [letters]}
+    rl = {"rl": TREE["rl"] | change, "tasks": [letters]}
     whole = train(recipe(**rl), out=tmp_path / "whole")
     train(recipe(**rl, train={"steps": 4}), out=tmp_path / "half")
     resumed = train(recipe(**rl), resume=str(tmp_path / "half"))
     a, b = parameters(whole), parameters(resumed)
     assert all(torch.equal(a[name], b[name]) for name in a)
     # which it would not be if the reference were not kept
-    assert any(r["kl"] > 0 for r in records(whole.run, "policy"))
+    policy = records(whole.run, "policy")
+    assert any(r["kl"] > 0 for r in policy)
+    assert ("value_head" in a) == (policy[-1]["value_loss"] > 0) == ("method" in change)
 
 
 def test_several_updates_learn_from_one_phase(

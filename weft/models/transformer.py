@@ -527,13 +527,18 @@ class Transformer(Module):
             if isinstance(objective, TokenObjective):
                 return value_loss(normed, self.output, batch, objective, self.mesh)
             return reward_loss(normed, self.output, batch, objective, self.mesh)
-        value: T | None = None
-        if self.shape.value_head and batch.rollout is not None:
-            from weft.models.value_loss import shared_value_loss
+        loss = self._text_loss(normed, batch, hooks)
+        if not self.shape.value_head:
+            return loss
+        from weft.models.value_loss import shared_value_loss
 
-            value = shared_value_loss(
-                normed, self.value_head, batch, objective, self.mesh
-            )
+        return loss + shared_value_loss(
+            normed, self.value_head, batch, objective, self.mesh
+        )
+
+    def _text_loss(self, normed: T, batch: Batch, hooks: Hooks) -> T:
+        """Return the loss of what the output layer says; the arguments are those of :meth:`loss`."""
+        objective = hooks.objective
         hidden = gather_tokens(normed, self.mesh).flatten(0, 1)  # [batch * seq, embed]
         first = (
             self.logical["head"].box[0][0]
@@ -544,10 +549,9 @@ class Transformer(Module):
         if of_answers and objective is not None:
             from weft.models.answer_loss import answer_loss
 
-            loss = answer_loss(
+            return answer_loss(
                 hidden, self.output, batch, first, self.loss_chunk, objective, self.mesh
             )
-            return loss if value is None else loss + value
         counts = None if batch.weights is None else batch.weights.flatten()
         return (hooks.criterion or linear_cross_entropy)(
             hidden,

@@ -35,8 +35,12 @@ def value_loss(normed: T, head: T, batch: Batch, of: TokenObjective, mesh: Mesh)
 
 def shared_value_loss(
     normed: T, head: T, batch: Batch, of: Objective | None, mesh: Mesh
-) -> T | None:
-    """Return the loss of a critic that shares the policy's trunk, as :func:`value_loss`; None without such a loss."""
-    if not isinstance(of, TokenObjective) or not of.has_values:
-        return None
-    return value_loss(normed, head, batch, of, mesh)
+) -> T:
+    """Return the loss of a critic that shares the policy's trunk, as :func:`value_loss`.
+
+    It is 0, with gradients of 0, if the batch has no sampled answers, as in supervised steps, or ``of`` has no critic.
+    """
+    if batch.rollout is not None and isinstance(of, TokenObjective) and of.has_values:
+        return value_loss(normed, head, batch, of, mesh)
+    nothing = (F.linear(normed, head).double() * 0).sum()
+    return sum_over("tp", share_of_sum(nothing, mesh, tp=V), mesh)

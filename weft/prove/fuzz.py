@@ -221,8 +221,16 @@ BY_CODE: dict[str, Choices] = {
         ["blocks.0.*", "embed*"],
     ),
     "data.seq_len": lambda recipe, case, rng: (
-        [40, 48, 57, 64] if recipe.loss.of_pairs else [1, 2, 7, 33]
+        [40, 48, 57, 64] if recipe.loss.of_pairs or recipe.rl else [1, 2, 7, 33]
     ),
+    "rl.method": _if(lambda recipe, case: recipe.rl, *names("policy-loss")),
+    "rl.loss.normaliser": _if(
+        lambda recipe, case: recipe.rl, "tokens", "constant", "sequence"
+    ),
+    "rl.loss.ratio": _if(
+        lambda recipe, case: recipe.rl, "token", "sequence", "product"
+    ),
+    "rl.loss.entropy": _if(lambda recipe, case: recipe.rl, 0.1),
     "model.first_dense": _beside_dense(1),
     "model.moe_every": _beside_dense(2),
     "model.router_groups": _if(
@@ -258,6 +266,10 @@ PAIRS: Case = {
     "data.form": "auto",
     "data.seq_len": 48,
 }
+
+
+#: Settings that a case starts from if the recipe learns from rewards: any batch has whole groups of answers.
+REWARDS: Case = {"rl.group": 1, "data.seq_len": 48}
 
 
 @dataclass(frozen=True)
@@ -298,6 +310,7 @@ def draw_case(recipe: Recipe, rng: random.Random, ranks: int) -> Case:
     ``rng``: source of the random numbers. The same numbers give the same case.
     """
     case: Case = dict(PAIRS) if recipe.loss.of_pairs else {}
+    case |= REWARDS if recipe.rl else {}
     left = rng.randint(2, ranks)
     for axis in rng.sample(AXES, len(AXES)):
         size = rng.choice([n for n in (1, 1, 2, 2, 3, 4) if n <= left])
@@ -414,6 +427,7 @@ class Fuzzer:
         """
         verdict = self.verdict_of(case)
         needed = PAIRS if "data.path" in case else {}
+        needed = REWARDS if "rl.group" in case else needed
         for name in [name for name in case if name not in needed]:
             smaller = {key: value for key, value in case.items() if key != name}
             if "layout.order" in smaller:

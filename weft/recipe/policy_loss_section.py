@@ -174,7 +174,10 @@ class PolicyLoss(Section):
         0.2,
         description="How far a value may move from its value at sampling before the critic's loss is cut.",
     )
-    correction: SamplerCorrection = SamplerCorrection()
+    correction: SamplerCorrection = Field(
+        SamplerCorrection(),
+        description="How tokens count whose probability differs between the sampler and the trainer.",
+    )
 
     @property
     def needs_reference(self) -> bool:

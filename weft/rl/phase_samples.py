@@ -11,7 +11,7 @@ import numpy as np
 from weft.data.policy_rows import PolicySample
 from weft.parallel.reference_weights import REFERENCE
 from weft.rl.advantages import ScoredAnswer, token_advantages
-from weft.rl.log_probabilities import token_log_probabilities
+from weft.rl.log_probabilities import TokenReadings, token_readings
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
@@ -47,12 +47,12 @@ def phase_samples(
         for group in groups
     ]
     flat = [text for group in texts for text in group]
-    old = reference = None
+    old = reference = values = None
     if needs_old(job):
-        old = _log_probabilities(flat, job, built, mesh)
+        old, _, values = _readings(flat, job, built, mesh)
     if loss.needs_reference:
         with built.state.swapped(REFERENCE):
-            reference = _log_probabilities(flat, job, built, mesh)
+            reference = _readings(flat, job, built, mesh).log_probabilities
     count = iter(range(len(flat)))
     scored = [
         [
@@ -61,6 +61,7 @@ def phase_samples(
                 text.learns,
                 old[i] if old else None,
                 reference[i] if reference else None,
+                values[i] if values else None,
             )
             for text, reward, i in zip(of_group, group.rewards, count, strict=False)
         ]
@@ -78,13 +79,14 @@ def phase_samples(
             old[i] if old else None,
             reference[i] if reference else None,
             value.returns,
+            values[i] if values else None,
         )
         for i, (text, value) in enumerate(zip(flat, valued, strict=True))
     ]
 
 
 def needs_old(job: RlPhases) -> bool:
-    """Return whether log-probabilities under the weights before the first update of a phase are needed."""
+    """Return whether log-probabilities or values by the weights before the first update of a phase are needed."""
     loss = job.loss
     in_reward = loss.needs_reference and loss.kl_in == "reward"
     late = job.rl.staleness > 0
@@ -93,14 +95,15 @@ def needs_old(job: RlPhases) -> bool:
         or late
         or loss.correction.weight != "none"
         or in_reward
+        or loss.needs_values
     )
 
 
-def _log_probabilities(
+def _readings(
     texts: Sequence[AnswerArrays], job: RlPhases, built: Built, mesh: Mesh
-) -> list[np.ndarray]:
+) -> TokenReadings:
     rows, passes = job.recipe.rows_per_pass(mesh.layout)
-    return token_log_probabilities(
+    return token_readings(
         built.model,
         built.state,
         mesh,

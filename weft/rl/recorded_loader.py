@@ -82,5 +82,13 @@ class RecordedLoader:
         advantage = 2 * float(hash_keys(number, 1)[0] / 2.0**64) - 1
         chances = -3 * drawn - 0.1
         return PolicySample(
-            ids, learns, np.where(learns, advantage, 0), chances, reference=chances
+            ids,
+            learns,
+            np.where(learns, advantage, 0),
+            chances,
+            # near those of the model in every other sample
+            None if number % 2 else chances - 0.1 * drawn,
+            chances,
+            drawn - 0.5,
+            0.2 * drawn,
         )

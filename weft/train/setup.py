@@ -462,6 +462,9 @@ def _completed(recipe: Recipe, pretrained: Pretrained | None) -> ModelShape:
             f"model.from = {recipe.model.origin!r} is a reward model, which scores texts; loss.kind = "
             f"{recipe.loss.kind!r} needs one that writes them"
         )
+    critic = recipe.rl is not None and recipe.rl.policy_loss.needs_values
+    if shape.value_head != critic:
+        shape = shape.model_copy(update={"value_head": critic})
     if recipe.adapter is not None and shape.adapter not in (None, recipe.adapter):
         raise UsageError(
             f"model.from = {recipe.model.origin!r} has an adapter of rank {shape.adapter.rank} already; leave out "
