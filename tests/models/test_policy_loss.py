@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,8 @@ from weft.layout.mesh import Mesh
 from weft.models.hooks import Hooks
 from weft.models.policy_loss import PolicyObjective
 from weft.prove.equality import Difference, compare_with_one_device, run_layout
-from weft.recipe import PolicyLoss, Recipe, build_recipe
+from weft.prove.types import check_types
+from weft.recipe import PolicyLoss, Recipe, Train, build_recipe
 from weft.rl.log_probabilities import token_log_probabilities
 from weft.train.setup import Job, build_for_training, prepare
 from weft.train.step import accumulate
@@ -120,12 +122,14 @@ def test_packing_and_microbatches_change_nothing(corpus: str, name: str) -> None
     assert (head > 0) == (whole["policy.value_loss"] > 0) == (name == "ppo")
 
 
-def difference(values: dict[str, Any], name: str, critic: str) -> Difference | None:
+def difference(
+    values: dict[str, Any], loss: dict[str, Any], critic: str
+) -> Difference | None:
     """On every rank: the layout; on rank 0 what differs from one device."""
-    settings = PolicyLoss(**VARIANTS[name])
+    settings = PolicyLoss(**loss)
     built = build_recipe(values)
     mesh, job = Mesh.create(built.layout, "cpu"), prepare(built)
-    if name == "ppo":
+    if settings.needs_values:
         job = prepared(built, critic)
     rows = policy_rows(samples(), ROOM, settings)
     rows = RowList(rows.rows * 3)
@@ -167,7 +171,7 @@ def test_equal_to_one_device(
     values |= {"layout": layout}
     name, _, critic = name.partition(" ")
     world = Layout(**layout).world
-    found = pool.run(world, difference, values, name, critic or "shared")[0]
+    found = pool.run(world, difference, values, VARIANTS[name], critic or "shared")[0]
     assert found.ok, found
 
 
@@ -228,3 +232,77 @@ def test_rows_have_labels_where_the_policy_has_written() -> None:
     assert row.rollout is not None
     np.testing.assert_array_equal(row.labels != IGNORE, sample.learns[1:])
     assert row.rollout.divisor.sum() == sample.learns.sum()
+
+
+@pytest.mark.parametrize("name", ["gspo", "dapo", "ppo"])
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(shard=2, cp=2, tp=2)], ids=str)
+def test_types(corpus: str, layout: Layout, name: str) -> None:
+    policy = PolicyLoss(**VARIANTS[name])
+    job = prepared if policy.needs_values else prepare
+    shape = job(recipe(corpus)).shape
+    assert check_types(shape, layout, Train(), policy=policy) is None
+
+
+def test_a_wrong_sum_is_a_fault_of_types(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A critic's loss of each rank's own tokens that is not summed over ``tp`` is seen without numbers."""
+    monkeypatch.setattr("weft.models.value_loss.sum_over", lambda axis, x, mesh: x)
+    policy, shape = PolicyLoss(**VARIANTS["ppo"]), prepared(recipe(corpus)).shape
+    assert check_types(shape, Layout(tp=2), Train(), policy=policy) is not None
+
+
+def test_documents_that_are_placed_alone_are_refused(corpus: str) -> None:
+    rows = policy_rows(samples(), ROOM, PolicyLoss())
+    loader = Loader(rows, Layout(dp=2), 0, 0, 4, 1, 2, ROOM, plan=lambda *_: ())
+    with pytest.raises(UsageError, match="leave it out with a policy loss"):
+        loader.step(0)
+
+
+def drawn(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A layout of up to four ranks, and a policy loss, both at random."""
+    rng = random.Random(seed)
+    axes = rng.sample(["dp", "shard", "cp", "tp", "pp"], rng.choice([1, 2]))
+    layout: dict[str, Any] = dict.fromkeys(axes, 2)
+    if "cp" in layout:
+        layout["context"] = rng.choice(["ring", "zigzag", "ulysses"])
+    critic = rng.random() < 0.3
+    if "pp" in layout and not critic:
+        layout["vocab_barriers"] = rng.choice([0, 1, 2])
+    correction = {
+        "weight": rng.choice(["none", "token", "sequence"]),
+        "low": rng.choice([None, 0.9]),
+        "high": rng.choice([None, 1.05]),
+        "action": rng.choice(["clip", "zero"]),
+    }
+    loss = {
+        "normaliser": rng.choice(["tokens", "constant", "sequence"]),
+        "constant": 7,
+        "ratio": rng.choice(["token", "sequence", "product"]),
+        "form": rng.choice(["clip", "cispo", "sapo"]),
+        "clip_low": rng.choice([0.01, 0.2]),
+        "clip_high": rng.choice([0.01, 0.28]),
+        "dual_clip": rng.choice([None, 1.1]),
+        "off_policy": rng.choice([None, 0.01]),
+        "kl": rng.choice(["none", "k1", "k2", "k3"]),
+        "kl_weight": 0.2,
+        "kl_ratio": rng.random() < 0.5,
+        "entropy": rng.choice([0.0, 0.1]),
+        "advantage": "gae" if critic else "group",
+        "value_clip": rng.choice([None, 0.3]),
+        "correction": correction,
+    }
+    return layout, loss
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=SLOW) for s in range(24)])
+def test_drawn_losses_are_equal_under_drawn_layouts(
+    pool: Any, corpus: str, seed: int
+) -> None:
+    layout, loss = drawn(seed)
+    values = recipe(corpus, data__seq_len=ROOM).model_dump(mode="json")
+    values |= {"layout": layout}
+    world = Layout(**layout).world
+    found = pool.run(world, difference, values, loss, "shared")[0]
+    assert found.ok, (found, layout, loss)

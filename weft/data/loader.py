@@ -14,22 +14,14 @@ import numpy as np
 import torch
 
 from weft.cache import digest
-from weft.data.batch import (
-    IGNORE,
-    Batch,
-    PairedRows,
-    Pairs,
-    Pass,
-    PassGroup,
-    Plan,
-    RolloutTokens,
-)
+from weft.data.batch import IGNORE, Batch, PairedRows, Pairs, Pass, PassGroup, Plan
 from weft.data.bos import begins_otherwise, document_opening, with_bos
 from weft.data.corpora import unread_files
 from weft.data.order import Order, Row, RowList, Stream, choose_held_out, hash_keys
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import open_source
 from weft.data.validation_file import validation_source
+from weft.errors import UsageError
 from weft.layout.axes import BATCH_AXES, DATA_AXES
 from weft.layout.layout import Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
@@ -293,6 +285,10 @@ class Loader:
             return None
         end = min(position + self.batch, total or sys.maxsize)
         if self.plan is not None and self.layout.size(*DATA_AXES) > 1:
+            if self.of_rollouts:
+                raise UsageError(
+                    "layout.balance places documents one by one; leave it out with a policy loss"
+                )
             return self._balanced(self.plan, range(position, end))
         ranges = self.sample_ranges(position)
         # Slow ranks compute no padding: a pass has as many rows as samples, but at least one.
@@ -330,7 +326,11 @@ class Loader:
         weights = np.ones(tokens.shape, np.float32)
         starts, padding = [], []
         draws, samples = np.zeros_like(tokens), iter(numbered)
-        rollout = RolloutTokens.blank(*tokens.shape) if self.of_rollouts else None
+        rollout = None
+        if self.of_rollouts:
+            from weft.data.batch_rollout import blank_numbers
+
+            rollout = blank_numbers(*tokens.shape)
         for r, line in enumerate(lines):
             filled = 0
             for row in line:

@@ -1,17 +1,22 @@
 """Order of the data: a pure function of the seed and the global sample index, so that one number resumes it."""
 
+from __future__ import annotations
+
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from weft.data.batch import IGNORE, Pairs, RolloutTokens
+from weft.data.batch import IGNORE, Pairs
 from weft.errors import UsageError
+
+if TYPE_CHECKING:
+    from weft.data.batch_rollout import RolloutTokens
 
 #: First keys that keep the uses of :func:`hash_keys` apart.
 _SPLIT, _DOCUMENTS, _ROWS, _BLOCK = range(4)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.data.batch import IGNORE, RolloutTokens
+from weft.data.batch import IGNORE
+from weft.data.batch_rollout import RolloutTokens
 from weft.data.order import Row, RowList, pack_documents
 from weft.errors import UsageError, WeftError
 from weft.recipe import PolicyLoss

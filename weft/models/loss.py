@@ -80,7 +80,7 @@ class SummedLoss(torch.autograd.Function):
 
         The arguments are those of a subclass's forward.
         """
-        of_tokens = [labels] if counts is None else [labels, counts]
+        of_tokens = [x for x in (labels, counts, entropies) if x is not None]
         total = rules.einsum(
             f"te,ve{',t' * len(of_tokens)}->", hidden, weight, *of_tokens
         )

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.data.batch import IGNORE, Batch, RolloutTokens
+from weft.data.batch import IGNORE, Batch
+from weft.data.batch_rollout import RolloutTokens
 from weft.layout.boundary import BY_DATA, I, V, declare, share_of_sum, step_sum, untyped
 from weft.layout.mesh import Mesh
 from weft.models.token_objective import TokenObjective, Weighed
@@ -227,9 +228,9 @@ class PolicyObjective(TokenObjective):
                 for x in (values, losses, cut)
             ]
             self.figures.add_values(torch.stack(kept))
+            loss = loss.detach()
         return Weighed(
-            declare(loss.detach(), mesh, **BY_DATA | {"tp": I}),
-            declare(slopes, mesh, **BY_DATA),
+            declare(loss, mesh, **BY_DATA | {"tp": I}), declare(slopes, mesh, **BY_DATA)
         )
 
     def token_losses(self, logp: T, entropy: T, tokens: AnswerTokens) -> TokenLosses:

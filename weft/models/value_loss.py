@@ -4,7 +4,15 @@ import torch
 import torch.nn.functional as F
 
 from weft.data.batch import Batch
-from weft.layout.boundary import V, gather_tokens, share_of_sum, sum_over, untyped
+from weft.layout.boundary import (
+    BY_DATA,
+    V,
+    declare,
+    gather_tokens,
+    share_of_sum,
+    sum_over,
+    untyped,
+)
 from weft.layout.mesh import Mesh
 from weft.models.answer_loss import Objective
 from weft.models.loss import with_gradient_of
@@ -27,6 +35,7 @@ def value_loss(normed: T, head: T, batch: Batch, of: TokenObjective, mesh: Mesh)
     with untyped():
         chunks = slopes.view(whole.shape).chunk(mesh.size("tp"), dim=1)
         own = chunks[mesh.rank("tp")]
+    declare(own, mesh, **BY_DATA | {"tp": V})
     return with_gradient_of(
         loss,
         lambda: sum_over("tp", share_of_sum((values * own).sum(), mesh, tp=V), mesh),

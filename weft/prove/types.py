@@ -22,6 +22,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from weft.data.batch import Batch, PairedRows, Pairs
+from weft.data.batch_rollout import blank_numbers
 from weft.errors import UsageError
 from weft.layout import boundary
 from weft.layout.axes import DATA_AXES, MODEL_AXES
@@ -40,11 +41,15 @@ from weft.layout.boundary import (
 from weft.layout.dims import Logical
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.models.answer_loss import Objective
+from weft.models.hooks import Hooks
+from weft.models.policy_loss import PolicyObjective
+from weft.models.token_objective import TokenObjective
 from weft.models.transformer import Transformer
 from weft.net.groups import fake_rank
 from weft.parallel.build import check_fits, connect, resident_state
 from weft.parallel.state import State
-from weft.recipe import Loss, Memory, ModelShape, Optimizer, Train
+from weft.recipe import Loss, Memory, ModelShape, Optimizer, PolicyLoss, Train
 from weft.train.setup import hooks_of
 from weft.train.step import reduced_gradients
 
@@ -73,11 +78,13 @@ def check_types(
     optimizer: Optimizer | None = None,
     loss: Loss | None = None,
     memory: Memory | None = None,
+    policy: PolicyLoss | None = None,
 ) -> TypeFault | None:
     """Check a whole training step of ``layout`` by types, in this process alone, for any number of ranks.
 
-    Returns the first fault, or None if there is none. ``shape``: the model. All other arguments are sections of the
-    recipe. Raises :class:`UsageError` for a model of a plugin, whose types are not known.
+    Returns the first fault, or None if there is none. ``shape``: the model. ``policy``: the policy loss of the step;
+    None: a loss by ``loss``. All other arguments are sections of the recipe. Raises :class:`UsageError` for a model of
+    a plugin, whose types are not known.
 
     Tensors are on the meta device and collectives in a fake process group, so neither memory nor ranks are needed. The
     code that shards the state is not run: its results are taken to have the types that it promises. Pipeline stages
@@ -101,19 +108,22 @@ def check_types(
         meta = torch.device("meta")
         mesh = dataclasses.replace(Mesh.create(layout, "cpu"), device=meta)
         hooks = hooks_of(loss or Loss(), shape.vocab)
+        if policy is not None:
+            hooks = Hooks(objective=PolicyObjective(policy))
         model = Transformer(shape, mesh, train.loss_chunk, hooks=hooks)
         model.freq = model.freq.to("meta")
         connect(model, mesh, train.recompute)
         _type_saved_inputs()
         try:
             state = resident_state(model, mesh)
-            batch = _meta_batch(mesh, of_pairs=hooks.objective is not None)
+            batch = _meta_batch(mesh, hooks.objective)
             if mesh.device_mesh is None:
                 reduced_gradients(model, state, [batch], mesh)
                 return None
             with spmd.set_current_mesh(mesh.device_mesh), typecheck():
                 ids = batch.tokens, batch.labels, batch.positions, batch.documents
-                for numbers in filter(torch.is_tensor, ids):
+                columns = vars(batch.rollout).values() if batch.rollout else ()
+                for numbers in filter(torch.is_tensor, (*ids, *columns)):
                     declare(numbers, mesh, **BY_DATA)
                 declare(model.freq, mesh, **SAME)
                 declare(batch.cu_seqlens, mesh, **BY_DATA | {"cp": R})
@@ -168,8 +178,13 @@ def _typed(state: State, mesh: Mesh) -> State:
     return state
 
 
-def _meta_batch(mesh: Mesh, of_pairs: bool) -> Batch:
-    """Make a batch on the meta device: two rows, each rank with its share of the tokens; ``of_pairs``: one pair."""
+def _meta_batch(mesh: Mesh, objective: Objective | None) -> Batch:
+    """Make a batch on the meta device: two rows, each rank with its share of the tokens.
+
+    The rows are a pair of answers or two sampled answers if ``objective`` is a loss of such.
+    """
+    of_policy = isinstance(objective, TokenObjective)
+    of_pairs = objective is not None and not of_policy
     local = 2 * mesh.size(*MODEL_AXES) * (2 if mesh.size("cp") > 1 else 1)
     length = local * mesh.size("cp")
     tokens, labels, positions, documents = torch.empty(
@@ -178,8 +193,15 @@ def _meta_batch(mesh: Mesh, of_pairs: bool) -> Batch:
     edges = torch.tensor([0, length, 2 * length], dtype=torch.int32)
     pairs = Pairs.listed(np.ones(1), np.zeros(1))
     paired = PairedRows(pairs, np.arange(2), mesh.rank("cp") == 0) if of_pairs else None
+    rollout = blank_numbers(2, local).each(lambda x: x.to("meta"))
     return _MetaBatch(
-        tokens, labels, positions, edges, documents=documents, paired=paired
+        tokens,
+        labels,
+        positions,
+        edges,
+        documents=documents,
+        paired=paired,
+        rollout=rollout if of_policy else None,
     )
 
 
@@ -189,6 +211,10 @@ class _MetaBatch(Batch):
         return self.labels.numel()
 
     document_tokens = real_tokens
+
+    @property
+    def label_weight(self) -> float:
+        return 1.0 if self.rollout is not None else super().label_weight
 
 
 def _locate(error: BaseException) -> TypeFault:
