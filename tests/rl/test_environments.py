@@ -21,10 +21,13 @@ from weft.data.chat.trajectory_records import (
     atif_trajectory,
 )
 from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.errors import UsageError
 from weft.recipe import Task
+from weft.rl import phase_samples
 from weft.rl.build_task import reward_task
 from weft.rl.environment import Environment, EnvironmentStep
 from weft.rl.episode import ChatTurns, Episode, PlainTurns, TurnEncoder, write_episodes
+from weft.rl.episode_groups import TurnLimits, written_groups
 from weft.rl.rollout import (
     AnswerGroup,
     GroupRequest,
@@ -32,6 +35,7 @@ from weft.rl.rollout import (
     VersionSpan,
     WrittenAnswer,
 )
+from weft.rl.scored_answers import ScoredGroup
 
 BYTES = load_tokenizer("bytes")
 
@@ -57,7 +61,7 @@ class Scripted:
         groups = []
         # those that are done have nothing left to say
         going = [script for script in self.scripts if script]
-        for script, group in zip(going, self.waiting, strict=True):
+        for script, group in zip(going, self.waiting, strict=False):
             ids = [int(i) for char in script.pop(0) for i in self.tokenizer.encode(char)]  # fmt: skip
             if self.finished_as == "stop":
                 ids.append(self.tokenizer.closing)
@@ -196,6 +200,37 @@ def test_turns_are_those_of_the_chat_template(family: str, tmp_path: Path) -> No
     whole = tokenizer.decode(ids).replace("<think>\n\n</think>\n\n", "")
     assert whole.strip().startswith(shown.strip())
     assert trajectory.sequence().ids.count(tokenizer.closing) == [*ids].count(tokenizer.closing)  # fmt: skip
+
+
+def test_groups_of_several_turns_become_samples() -> None:
+    """Beside groups of single answers; what an environment has said is read and not learned."""
+    scripts = ["413"], [call("2+3"), "413"], [call("1"), call("2"), "4"]
+    policy = Scripted(BYTES, *scripts)
+    said = [[*script] for script in scripts]
+    prompt = tuple(BYTES.prompt_ids("12*34+5="))
+    single, several = (GroupRequest(n, QUESTION, prompt, n - 3, 5) for n in (4, 5))
+    maker = reward_task(Task(reward="calculator")).environment
+    plain, group = written_groups(
+        policy, [single, several], [lambda: None, maker], PlainTurns(BYTES), [TurnLimits(3, 999)] * 2
+    )  # fmt: skip
+    assert plain.answers[0].learns is None and plain.answers[0].reward is None
+    assert [answer.reward for answer in group.answers] == [1, 0]
+    assert [answer.finished for answer in group.answers] == ["stop", "stop"]
+    scored = ScoredGroup(group, (1.0, 0.0), ("", ""))
+    for number, turns in enumerate(said[1:]):
+        arrays = phase_samples._arrays(scored, number)
+        written = [[*BYTES.encode(turn), BYTES.closing] for turn in turns]
+        assert arrays.ids[arrays.learns].tolist() == [i for ids in written for i in ids]
+        assert not arrays.learns[: len(prompt)].any()
+        assert (arrays.sampler[arrays.learns] < 0).all()
+        assert (arrays.sampler[~arrays.learns] == 0).all()
+        assert len(arrays.ids) > len(prompt) + sum(map(len, written))
+        assert group.answers[number].versions == (VersionSpan(0, 7),)
+
+
+def test_a_first_turn_without_room_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"q0: its first turn begins behind \d+ tokens, of at most 3"):  # fmt: skip
+        written(Scripted(BYTES, ["1"]), QUESTION, room=3)
 
 
 def test_hostile_actions_do_nothing(tmp_path: Path) -> None:

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from weft import registry
 from weft.api import start as train
 from weft.checkpoint.model import open_model
 from weft.errors import UsageError, WeftError
 from weft.recipe import Recipe, build_recipe
+from weft.registry import register
+from weft.rl.environment import Environment, EnvironmentStep
+from weft.rl.reward_task import RewardTask
 from weft.rl.rollout import (
     AnswerGroup,
     GroupRequest,
@@ -107,6 +111,49 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
     policy = records(whole.run, "policy")
     assert any(r["kl"] > 0 for r in policy)
     assert ("value_head" in a) == (policy[-1]["value_loss"] > 0) == ("method" in change)
+
+
+@pytest.mark.slow(3)
+def test_answers_of_several_turns_are_learned_from(tmp_path: Path) -> None:
+    """An environment says something after each turn, and its rewards are those of the run."""
+
+    class Twice(Environment):
+        """Lets the policy write twice, and rewards small bytes."""
+
+        turns = 0
+
+        def step(self, action: str) -> EnvironmentStep:
+            self.turns += 1
+            said = [{"role": "user", "content": "again"}]
+            return EnvironmentStep(said, action.isascii() / 2, self.turns == 2)
+
+    @register("task", "twice")
+    class TwiceTask(RewardTask):
+        """Asks something, twice."""
+
+        def question(
+            self, index: int, held_out: bool = False, level: int | None = None
+        ) -> RewardQuestion:
+            return RewardQuestion(f"{index % 10}", "a")
+
+        def environment(self) -> Environment:
+            return Twice()
+
+    try:
+        tree = {"tasks": [{"reward": "twice", "limit": 2}], "data": {"seq_len": 32}}
+        # so that it ends its turns
+        rl = {"start": {"steps": 30, "lr": 0.02}}
+        given = recipe(**tree, rl=rl, train={"steps": 32})
+        run = train(given, out=tmp_path / "run").run
+    finally:
+        registry._REGISTERED.pop(("task", "twice"))
+    phases = records(run, "rollout")
+    # 5 bytes of the environment, and tokens before and behind
+    assert len(phases) == 2 and all(r["length_most"] >= 7 for r in phases)
+    assert all(r["unscored"] == 0 and 0.5 < r["reward"] <= 1 for r in phases)
+    (policy,) = records(run, "policy")
+    # what the environment says is not learned
+    assert policy["tokens"] == 16 * (phases[-1]["length"] - len("again"))
 
 
 def test_several_updates_learn_from_one_phase(

@@ -31,6 +31,13 @@ class RewardSettings(Section):
             "</TAG>, and 0 without them. Left out: all that the model writes is the answer."
         ),
     )
+    turns: int = Field(
+        8,
+        ge=1,
+        description=(
+            "Most turns of the model in one answer, for tasks with an environment, such as 'calculator'."
+        ),
+    )
     workers: int = Field(
         2, ge=1, description="Number of processes that score answers by the reward."
     )

@@ -11,7 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 from weft.data.chat.trajectory import Observed, Trajectory, Turn, TurnTokens
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.rl.rollout import GroupRequest
 
 if TYPE_CHECKING:
@@ -142,6 +142,11 @@ class Episode:
             for message in messages
         ]
         self._written = 0
+        if len(self.ids) > room:
+            raise UsageError(
+                f"{name}: its first turn begins behind {len(self.ids)} tokens, of at most {room}; raise "
+                "data.seq_len or lower rl.tokens"
+            )
 
     @property
     def seed(self) -> int:
@@ -193,6 +198,10 @@ class Episode:
             self._end(f"the next turn begins behind {self._room} tokens")
         else:
             self.ids += following
+
+    def close(self) -> None:
+        """Free what the environment holds."""
+        self._environment.close()
 
     def _end(self, why: str) -> None:
         self.done, self.why = True, why

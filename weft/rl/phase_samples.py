@@ -120,6 +120,8 @@ def _arrays(group: ScoredGroup, number: int) -> AnswerArrays:
     prompt, answer = group.group.request.prompt, group.group.answers[number]
     ids = np.array([*prompt, *answer.ids], np.int64)
     learns = np.arange(len(ids)) >= len(prompt)
+    if answer.learns is not None:
+        learns[len(prompt) :] = answer.learns
     sampler = np.zeros(len(ids))
     sampler[len(prompt) :] = answer.log_probabilities
     return AnswerArrays(ids, learns, sampler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,11 +13,13 @@ from weft.data.batch import IGNORE
 from weft.data.order import Row, hash_keys
 from weft.data.tasks import Question, Text, question_texts
 from weft.errors import UsageError
+from weft.rl.episode import ChatTurns, PlainTurns
 from weft.rl.rollout import GroupRequest, RewardQuestion
 
 if TYPE_CHECKING:
     from weft.data.chat.encode import ChatEncoder
     from weft.data.tokenizer import Tokenizer
+    from weft.rl.episode import TurnEncoder
     from weft.rl.reward_task import RewardTask
 
 #: First keys that keep the uses of random numbers apart: of answers, and of answers in evaluations.
@@ -75,6 +78,13 @@ class QuestionStream:
         :meth:`request`.
         """
         return self._request(asked, answers, most, _EVALUATION)
+
+    @cached_property
+    def turn_encoder(self) -> TurnEncoder:
+        """Encodes what environments say between two turns of the policy."""
+        if self.encoder is None:
+            return PlainTurns(self.tokenizer)
+        return ChatTurns(self.encoder)
 
     def check(self, supervised: bool) -> None:
         """Ask each task for its first questions, and raise :class:`UsageError` if the model cannot read them.

@@ -20,10 +20,12 @@ from weft.errors import WeftError
 from weft.layout.mesh import from_all
 from weft.models.policy_loss import PolicyObjective
 from weft.parallel.reference_weights import set_reference
+from weft.rl.episode_groups import written_groups
 from weft.rl.local_rollouts import RolloutInterrupted
 from weft.rl.phase_samples import phase_samples
 from weft.rl.questions import TaskQuestion, supervised_row
 from weft.rl.recorded_loader import row_batches
+from weft.rl.reward_workers import Scored
 from weft.rl.scored_answers import ScoredGroup, check_scored, phase_figures
 from weft.train.step_loader import AskedQuestions
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from weft.rl.generation_model import GenerationModel
     from weft.rl.reward_workers import RewardWorkers
     from weft.rl.rl_phases import RlPhases
-    from weft.rl.rollout import RolloutSource
+    from weft.rl.rollout import AnswerGroup, RolloutSource
     from weft.train.step_loader import RunRecords
 
 
@@ -207,15 +209,15 @@ class RlLoader:
         own = self.job.own(range(len(questions)), self.mesh)
         scored, interrupted = list[ScoredGroup](), False
         try:
-            self.rollouts.request([requests[i] for i in own])
-            groups = self.rollouts.finished(len(own))
+            groups = written_groups(
+                self.rollouts,
+                [requests[i] for i in own],
+                [self.job.questions.tasks[questions[i].task].environment for i in own],
+                self.job.questions.turn_encoder,
+                [self.job.turn_limits(questions[i].task) for i in own],
+            )
             for i, group in zip(own, groups, strict=True):
-                texts = [
-                    self.job.questions.answer_text(answer.ids)
-                    for answer in group.answers
-                ]
-                asked = [group.request.question] * len(texts)
-                given = self.rewards[questions[i].task].scores(asked, texts)
+                given = self._scores(group, self.rewards[questions[i].task])
                 rewards = tuple(
                     float("nan") if each.value is None else each.value for each in given
                 )
@@ -229,6 +231,18 @@ class RlLoader:
             raise RolloutInterrupted
         everyone = {group.number: group for share in shares for group in share.groups}
         return [everyone[request.number] for request in requests]
+
+    def _scores(self, group: AnswerGroup, workers: RewardWorkers) -> list[Scored]:
+        """Return the rewards of a group: those that environments have given, and those of the task for the others."""
+        given = [Scored(answer.reward, answer.failed) for answer in group.answers]
+        waiting = [
+            i for i, score in enumerate(given) if score.value is None and not score.why
+        ]
+        texts = [self.job.questions.answer_text(group.answers[i].ids) for i in waiting]
+        asked = [group.request.question] * len(texts)
+        for i, score in zip(waiting, workers.scores(asked, texts), strict=True):
+            given[i] = score
+        return given
 
     def _keep_examples(self, phase: int, groups: Sequence[ScoredGroup]) -> None:
         """Record a few answers with their rewards, for the browser of samples in the report."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from weft.errors import UsageError
+from weft.recipe.reward_settings import RewardSettings
+from weft.rl.episode_groups import TurnLimits
 from weft.rl.questions import QuestionStream, TaskQuestion
 from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import Job
@@ -83,6 +85,11 @@ class RlPhases(Job):
         return PhasePlace(
             *divmod(position - self.supervised, self.answers * self.rl.epochs)
         )
+
+    def turn_limits(self, task: int) -> TurnLimits:
+        """Return the limits of answers in several turns to questions of the task with the index ``task``."""
+        turns = self.rewarded[task].own(RewardSettings).turns
+        return TurnLimits(turns, self.recipe.data.seq_len - self.rl.tokens)
 
     def phase_questions(self, phase: int) -> list[TaskQuestion]:
         """Return the questions of rollout phase ``phase``."""

@@ -45,12 +45,19 @@ class WrittenAnswer:
         ``log_probabilities``: log-probability of each of these tokens, when it was drawn.
         ``versions``: which weights have written which tokens, in order.
         ``finished``: why the answer ended: "stop" or "length".
+        ``learns``: for each token, whether the policy has written it, and not an environment between two turns; None:
+            the policy has written all.
+        ``reward``: the reward that an environment gave in all turns; None: the task has yet to score the answer.
+        ``failed``: why the environment gave none, as it failed; "" if it did not.
     """
 
     ids: tuple[int, ...]
     log_probabilities: tuple[float, ...]
     versions: tuple[VersionSpan, ...]
     finished: str
+    learns: tuple[bool, ...] | None = None
+    reward: float | None = None
+    failed: str = ""
 
 
 @dataclass(frozen=True)

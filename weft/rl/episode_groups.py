@@ -1,0 +1,100 @@
+"""Groups of answers to questions, of which some are written in several turns with an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from weft.rl.episode import Episode, TurnEncoder, write_episodes
+from weft.rl.rollout import AnswerGroup, GroupRequest, VersionSpan, WrittenAnswer
+
+if TYPE_CHECKING:
+    from weft.data.chat.trajectory import Trajectory
+    from weft.rl.environment import Environment
+    from weft.rl.rollout import RolloutSource
+
+#: Makes the environment of one answer; None: the answer is written in a single turn.
+EnvironmentMaker = Callable[[], "Environment | None"]
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """Limits of answers in several turns. ``turns``: most turns; ``room``: most tokens before a turn."""
+
+    turns: int
+    room: int
+
+
+def written_groups(
+    source: RolloutSource,
+    requests: Sequence[GroupRequest],
+    makers: Sequence[EnvironmentMaker],
+    encoder: TurnEncoder,
+    limits: Sequence[TurnLimits],
+) -> list[AnswerGroup]:
+    """Let a policy answer all ``requests``, and return the groups in their order.
+
+    Arguments:
+        ``source``: writes what the policy writes.
+        ``makers``: for each request, what makes the environments of its answers.
+        ``encoder``: encodes what environments say.
+        ``limits``: for each request, the limits of its answers.
+    """
+    several = {i: made_for for i in range(len(requests)) if (made_for := makers[i]())}
+    plain = [i for i in range(len(requests)) if i not in several]
+    source.request([requests[i] for i in plain])
+    groups = dict(zip(plain, source.finished(len(plain)), strict=True))
+    episodes: dict[int, list[Episode]] = {}
+    for i, first in several.items():
+        environments = [first]
+        while len(environments) < requests[i].answers:
+            another = makers[i]()
+            assert another is not None
+            environments.append(another)
+        episodes[i] = [
+            Episode(
+                environment, requests[i].question, encoder, limits[i].turns, limits[i].room,
+                f"question {requests[i].number}, answer {n}", requests[i].seed + n,
+            )
+            for n, environment in enumerate(environments)
+        ]  # fmt: skip
+    starts = {i: tuple(each[0].ids) for i, each in episodes.items()}
+    write_episodes([e for each in episodes.values() for e in each], source)
+    for i, each in episodes.items():
+        answers = tuple(episode_answer(episode, len(starts[i])) for episode in each)
+        groups[i] = AnswerGroup(replace(requests[i], prompt=starts[i]), answers)
+        for episode in each:
+            episode.close()
+    return [groups[i] for i in range(len(requests))]
+
+
+def episode_answer(episode: Episode, start: int) -> WrittenAnswer:
+    """Return all that stands behind the first ``start`` tokens of an episode as one answer, with its reward."""
+    trajectory = episode.trajectory
+    text = trajectory.sequence()
+    failed = episode.why if trajectory.turns[-1].reward is None else ""
+    return WrittenAnswer(
+        tuple(text.ids[start:]),
+        tuple(text.log_probabilities[start:]),
+        _spans(trajectory, start),
+        "length" if episode.why else "stop",
+        tuple(text.learns[start:]),
+        None if failed else trajectory.reward,
+        failed,
+    )
+
+
+def _spans(trajectory: Trajectory, start: int) -> tuple[VersionSpan, ...]:
+    """Return which weights have written which tokens behind the first ``start``; what is read counts with the turn
+    before.
+    """
+    spans = list[VersionSpan]()
+    for turn in trajectory.turns:
+        if turn.tokens is None:
+            continue
+        first = len(turn.tokens.prompt) - start
+        for index, version in turn.tokens.versions:
+            if not spans or spans[-1].version != version:
+                spans.append(VersionSpan(first + index, version))
+    return tuple(spans)
