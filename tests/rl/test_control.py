@@ -501,3 +501,18 @@ def test_ranks_of_their_own_learn_the_same(tmp_path: Path) -> None:
         checkpoint.load({"model.actor.0.weight": part})
         values.append(weight)
     assert torch.allclose(*values, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("verify", "control"),
+        ("verify", "control", "--random", "1"),
+        ("plan", "control", "--here"),
+    ],
+)
+def test_commands_about_language_models_say_so(
+    words: tuple[str, ...], command: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, _, error = command(*words)
+    assert code == 2 and "the recipe has [control]" in error

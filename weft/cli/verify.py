@@ -57,6 +57,7 @@ def verify_command(
     if cases is not None:
         return _random(recipe, cases, first, seed, minutes, dtype, as_json)
     given = load_recipe(recipe, overrides or [], layout, origin)
+    given.need_model()
     # What is proved is the arithmetic of the layout, in a precision in which rounding cannot hide a mistake.
     given = given.model_copy(
         update={"train": given.train.model_copy(update={"dtype": dtype})}

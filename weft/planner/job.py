@@ -121,6 +121,7 @@ def read_job(
     name = model if model in SHAPES else str(find_recipe(model) or model)
     if Path(name).suffix == ".toml":
         own = load_recipe(name)
+        own.need_model()
         batch, seq = batch or own.train.batch, seq or own.data.seq_len
         precision = precision or {"bfloat16": "bf16"}.get(own.train.dtype, "fp32")
     precision = precision or "bf16"

@@ -450,6 +450,7 @@ class Fuzzer:
         """
         write_corpus()
         recipe = load_recipe(self.path)
+        recipe.need_model()
         if recipe.model.origin:
             raise UsageError(
                 "--random draws small models of the recipe's kind; give a recipe without model.from"

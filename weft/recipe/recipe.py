@@ -5,6 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
+from weft.errors import UsageError
 from weft.layout.axes import BATCH_AXES
 from weft.layout.layout import Layout
 from weft.plugins import check_plugin, load_plugins_of
@@ -208,6 +209,13 @@ class Recipe(Section):
 
             check_beside_control(self)
         return self
+
+    def need_model(self) -> None:
+        """Raise :class:`UsageError` if the recipe has ``[control]``, which trains no language model."""
+        if self.control is not None:
+            raise UsageError(
+                "this is about language models, and the recipe has [control]; weft train runs it"
+            )
 
     @property
     def survives(self) -> bool:

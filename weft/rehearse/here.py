@@ -333,6 +333,7 @@ def subject(
     """
     if (file := find_recipe(model)) is not None:
         recipe = load_recipe(file)
+        recipe.need_model()
         shape = model_shape(recipe)
     else:
         shape = SECTIONS[model] if model in SECTIONS else shape_named(model)
