@@ -516,3 +516,26 @@ def test_commands_about_language_models_say_so(
 ) -> None:
     code, _, error = command(*words)
     assert code == 2 and "the recipe has [control]" in error
+
+
+def test_episodes_of_gymnasium_have_no_step_between_them() -> None:
+    """Also behind a wrapper that would reset in the next step, as vector environments do, and earn nothing there."""
+    gymnasium = pytest.importorskip("gymnasium", reason="pip install 'weft[control]'")
+    from gymnasium.wrappers import Autoreset
+
+    words = environment_words(Control(time_limit=15))
+    plain, wrapped = EpisodeRunner(words, 4), EpisodeRunner(words, 4)
+    wrapped.environment = Autoreset(wrapped.environment)
+    wrapped.begin(4)
+    ends = []
+    for t in range(80):
+        a, b = plain.step(np.array(t % 2)), wrapped.step(np.array(t % 2))
+        assert a["reward"] == b["reward"] == 1.0
+        assert np.array_equal(a["final"], b["final"])
+        ends += [(a["terminated"], a["truncated"])] * (
+            a["terminated"] or a["truncated"]
+        )
+    assert ends == [(False, True)] * len(ends) and len(ends) == 5
+    several = gymnasium.make_vec("CartPole-v1", num_envs=2)
+    with pytest.raises(UsageError, match="a vector of environments"):
+        action_form(several)

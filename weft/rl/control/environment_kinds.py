@@ -65,6 +65,11 @@ def action_form(environment: ControlEnvironment) -> ActionForm:
 
     Raises :class:`WeftError` if observations are no vectors or labels, or actions neither choices nor numbers.
     """
+    if hasattr(environment, "num_envs"):
+        raise UsageError(
+            "control.environment makes a vector of environments; let it make a single one, of which Weft runs "
+            "control.environments side by side"
+        )
     seen, acted = environment.observation_space, environment.action_space
     labels = int(getattr(seen, "n", 0)) if not hasattr(seen, "low") else 0
     if not labels and (not hasattr(seen, "low") or not isinstance(seen.shape, tuple)):
