@@ -80,7 +80,10 @@ def settings(**more: Any) -> RemoteSettings:
 class InThread:
     """An engine for rollouts in threads of this process. ``slow``: seconds that each step takes longer."""
 
-    def __init__(self, run: Endpoint, name: str, slow: float = 0.0) -> None:
+    def __init__(
+        self, run: Endpoint, name: str, slow: float = 0.0, secret: str = "s"
+    ) -> None:
+        self.secret = secret
         self.endpoint, self.run, self.name = Endpoint("127.0.0.1"), run, name
         self.slow, self.said = slow, list[str]()
         self.error: Exception | None = None
@@ -91,7 +94,7 @@ class InThread:
     def _work(self) -> None:
         try:
             self.engine = RolloutEngine(
-                self.endpoint, self.run.address, "s", self.name, self.said.append, patience=5.0
+                self.endpoint, self.run.address, self.secret, self.name, self.said.append, patience=5.0
             )  # fmt: skip
             step = self.engine.engine.step
             self.engine.engine.step = lambda: (time.sleep(self.slow), step())[1]  # type: ignore[method-assign]

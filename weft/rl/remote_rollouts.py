@@ -21,11 +21,12 @@ from uuid import uuid4
 
 from weft.cluster.engine_router import EngineRouter, RoutedAnswers, RouterModel
 from weft.cluster.flight import Flight
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.generate.backend import AnswerRequest, Busy, NoEngine
 from weft.generate.sampling import Sampling
 from weft.net.endpoint import Endpoint
 from weft.recipe import ModelShape
+from weft.rl.local_rollouts import RolloutInterrupted
 from weft.rl.rollout import AnswerGroup, GroupRequest, VersionSpan, WrittenAnswer
 from weft.rl.sample_ledger import ROLLOUT, LedgerTask, SampleLease, SampleLedger
 from weft.rl.weight_channel import WeightSender
@@ -35,6 +36,8 @@ from weft.version import VERSION
 TASKS = (ROLLOUT, LedgerTask("train", ("answer",), whole=True))
 #: Seconds until a group is offered again that no engine has taken, and between two looks whether anything is written.
 AGAIN_S, LOOK_S = 0.02, 0.5
+#: How often a group is begun whose answers have failed.
+TRIES = 3
 #: Holder of all that the router's engines write, and of what is trained.
 ENGINES, TRAINER = "engines", "trainer"
 
@@ -47,6 +50,7 @@ class RemoteSettings:
         ``bound``: largest number of policy updates between the weights that begin an answer and those that it trains.
         ``batch``: groups of an update.
         ``group``: largest number of answers of a group.
+        ``spare``: groups that an update may take beside these, for a bound of 0.
         ``most``: largest number of tokens of an answer.
         ``stops``: token ids that end an answer.
         ``how``: settings of sampling.
@@ -64,6 +68,7 @@ class RemoteSettings:
     batch: int
     group: int
     most: int
+    spare: int = 0
     stops: frozenset[int] = frozenset()
     how: Sampling = field(default_factory=Sampling)
     requests: int = 64
@@ -83,6 +88,7 @@ class RemoteRollouts:
     ``secret``: known to the run and its engines. ``shape``: the policy's shape. ``sender``: sends this rank's parts of
     its weights. ``say`` prints a line. ``started``: called once the first weights can be had, to wait for the engines
     that the run itself has started. ``ended``: called at the end with the names of the engines that have joined.
+    ``interrupted``: returns whether this rank is asked to end the run.
 
     Groups are returned in the order in which they were asked for. :meth:`take_weights` counts as trained what
     :meth:`finished` has returned before. All methods are called in one thread.
@@ -98,9 +104,13 @@ class RemoteRollouts:
         say: Callable[[str], None],
         started: Callable[[EngineRouter], None] = lambda router: None,
         ended: Callable[[Sequence[str]], None] = lambda names: None,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._interrupted = interrupted
         self.settings, self.sender = settings, sender
-        self.ledger = SampleLedger(TASKS, settings.bound, settings.batch)
+        self.ledger = SampleLedger(
+            TASKS, settings.bound, settings.batch, settings.spare
+        )
         self._started, self._ended = started, ended
         fingerprint = blake2b(shape.model_dump_json().encode()).hexdigest()
         model = RouterModel(fingerprint, shape.vocab, shape.embed, {})
@@ -156,8 +166,11 @@ class RemoteRollouts:
     def finished(self, count: int) -> list[AnswerGroup]:
         """Wait for the next ``count`` groups, and return them in the order in which they were asked for.
 
-        Raises :class:`WeftError` if they cannot be written, and :class:`ValueError` if fewer were asked for.
+        Raises :class:`WeftError` if they cannot be written, :class:`RolloutInterrupted` if this rank is asked to end
+        the run meanwhile, and :class:`ValueError` if fewer were asked for.
         """
+        if not count:
+            return []
         with self._changed:
             known = len(self._queue) + len(self._requests)
             if count > known or count > self.ledger.slots:
@@ -169,6 +182,8 @@ class RemoteRollouts:
                 lease = self.ledger.take("train", TRAINER, count)
                 if lease is not None:
                     break
+                if self._interrupted():
+                    raise RolloutInterrupted
                 self._changed.wait(LOOK_S)
                 self._check_stall()
             self._leases.append(lease)
@@ -255,7 +270,7 @@ class RemoteRollouts:
         self, lease: SampleLease, request: GroupRequest, oldest: int
     ) -> None:
         """Have a group's answers written by weights of version ``oldest`` or newer, and note them."""
-        place, since = lease.rows[0].place, time.monotonic()
+        place, since, tries = lease.rows[0].place, time.monotonic(), TRIES
         asked = AnswerRequest(
             request.prompt,
             self.settings.most,
@@ -280,7 +295,10 @@ class RemoteRollouts:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._room.wait(), AGAIN_S)
             except Exception as error:
-                return self._fail(error)
+                # many engines were lost with it, by which it may be guilty of that, or be unlucky
+                tries -= 1
+                if isinstance(error, UsageError) or not tries:
+                    return self._fail(error)
 
     def _note(
         self,

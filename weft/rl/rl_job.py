@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,10 +21,14 @@ if TYPE_CHECKING:
     from weft.data.order import Order
     from weft.layout.mesh import Mesh
     from weft.parallel.build import Built
+    from weft.rl.remote_rollouts import RemoteSettings
+    from weft.rl.rollout import RolloutSource
     from weft.train.step_loader import RunRecords
 
 #: Most answers that are written at a time by one engine.
 AT_A_TIME = 256
+#: More groups than an update learns from, whose questions are drawn again and whose answers have turns.
+MANY = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -52,20 +57,61 @@ class RlJob(RlPhases):
         engine = Engine(
             generation.model, tokens=(most + 1) * (recipe.data.seq_len + 16), limit=most
         )
-        rollouts = LocalRollouts(
+        local = LocalRollouts(
             engine,
             Sampling(temperature=rl.temperature),
             rl.tokens,
             self.questions.stops,
             interrupted,
         )
+        lines = deque[str]()
+        role = recipe.roles.rollout
+        if not role.ranks:
+            rollouts: RolloutSource = local
+        else:
+            # what a run without it does not wait for
+            from weft.rl.rollout_processes import open_remote_rollouts
+
+            rollouts = open_remote_rollouts(
+                mesh,
+                built.state,
+                self.shape,
+                self._remote_settings(),
+                role.ranks,
+                lines.append,
+                role.threads,
+                recipe.train.timeout,
+                interrupted,
+            )
         workers = [
             reward_workers(task, recipe.train.seed, recipe.plugins)
             for task in self.rewarded
         ]
         loader = RlLoader(
-            self, mesh, built, recorder, generation, rollouts, workers, interrupted,
-            lambda: built.state.updates,
+            self, mesh, built, recorder, generation, local, rollouts, workers, interrupted,
+            lambda: built.state.updates, lines,
         )  # fmt: skip
         stack.callback(loader.close)
         return loader
+
+    def _remote_settings(self) -> RemoteSettings:
+        """Return how engines in other processes write the answers."""
+        from weft.rl.remote_rollouts import RemoteSettings
+
+        recipe, rl = self.recipe, self.rl
+        most = -(-self.answers // recipe.roles.rollout.ranks)
+        most = max(rl.group, min(AT_A_TIME, most))
+        return RemoteSettings(
+            bound=rl.staleness,
+            batch=self.asked,
+            group=rl.group,
+            most=rl.tokens,
+            spare=0 if rl.staleness else MANY,
+            stops=frozenset(self.questions.stops),
+            how=Sampling(temperature=rl.temperature),
+            requests=most,
+            cache=(most + 1) * (recipe.data.seq_len + 16),
+            dtype=recipe.train.dtype,
+            patience=recipe.train.timeout,
+            stall=recipe.train.timeout,
+        )

@@ -8,10 +8,11 @@ weights, under every layout.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft.data.order import permutation
 from weft.data.policy_rows import PolicySample, policy_rows
@@ -21,7 +22,7 @@ from weft.layout.mesh import from_all
 from weft.models.policy_loss import PolicyObjective
 from weft.parallel.reference_weights import set_reference
 from weft.rl.episode_groups import written_groups
-from weft.rl.local_rollouts import RolloutInterrupted
+from weft.rl.local_rollouts import LocalRollouts, RolloutInterrupted
 from weft.rl.phase_samples import phase_samples
 from weft.rl.questions import TaskQuestion, supervised_row
 from weft.rl.recorded_loader import row_batches
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from weft.rl.generation_model import GenerationModel
     from weft.rl.reward_workers import RewardWorkers
     from weft.rl.rl_phases import RlPhases
-    from weft.rl.rollout import AnswerGroup, RolloutSource
+    from weft.rl.rollout import AnswerGroup, GroupRequest, RolloutSource
     from weft.train.step_loader import RunRecords
 
 
@@ -57,10 +58,13 @@ class RlLoader:
         ``built``: the model that is trained, and its state.
         ``recorder``: writes the run's records, and prints.
         ``generation``: the model that writes.
-        ``rollouts``: writes the answers to the questions of this rank.
+        ``local``: writes answers with ``generation``.
+        ``rollouts``: writes the answers that are learned from: ``local``, or engines in other processes, which the
+            first rank asks for all answers.
         ``rewards``: scores answers, for each task.
         ``interrupted``: function that returns whether this rank is asked to end the run.
         ``updates``: function that returns how many updates the weights have had.
+        ``lines``: what engines in other processes have said since the last phase, to be printed.
     """
 
     job: RlPhases
@@ -68,14 +72,20 @@ class RlLoader:
     built: Built
     recorder: RunRecords
     generation: GenerationModel
+    local: LocalRollouts
     rollouts: RolloutSource
     rewards: Sequence[RewardWorkers]
     interrupted: Callable[[], bool]
     updates: Callable[[], int]
+    lines: deque[str] = field(default_factory=deque)
     phase: int = -1
+    #: The first rollout phase whose answers were not asked for yet, where engines in other processes write.
+    unasked: int = 0
     samples: list[PolicySample] = field(default_factory=list)
     #: The number of updates of the weights that write at present.
     written_by: int = -1
+    #: The same, of the weights with which this rank writes.
+    local_by: int = -1
     #: When the last rollout phase was complete, in seconds.
     ended_at: float = 0.0
 
@@ -133,6 +143,8 @@ class RlLoader:
     def close(self) -> None:
         """End the processes that write and score."""
         self.rollouts.close()
+        if self.remote:
+            self.local.close()
         for workers in self.rewards:
             workers.close()
 
@@ -145,7 +157,7 @@ class RlLoader:
         self._refresh()
         moved = time.perf_counter()
         questions = self.job.phase_questions(phase)
-        groups = self._collected(questions)
+        groups = self._collected(questions, asked=self._ask_ahead(phase))
         spare = iter(self.job.spare_questions(phase))
         for _ in range(self.rl.redraw):
             poor = [i for i, group in enumerate(groups) if not group.teaches]
@@ -156,6 +168,8 @@ class RlLoader:
                 if group.teaches:
                     groups[i] = group
         written = time.perf_counter()
+        while self.lines:
+            self.recorder.event(self.lines.popleft())
         if note := check_scored(groups, self.rl.most_unscored):
             self.recorder.event(note)
         self.samples = phase_samples(groups, self.job, self.built, self.mesh)
@@ -190,31 +204,81 @@ class RlLoader:
     def _refresh(self) -> None:
         """Let the newest weights write from now on."""
         version = self.updates()
-        if version != self.written_by:
-            self.generation.refresh(version)
+        if not self.remote:
+            self._refresh_local()
+        elif version != self.written_by:
             self.rollouts.take_weights(version)
-            self.written_by = version
+        self.written_by = version
 
-    def _collected(self, questions: Sequence[TaskQuestion]) -> list[ScoredGroup]:
-        """Return the answers to ``questions`` with their rewards, in order. This rank writes its share of them."""
-        requests = [
+    def _refresh_local(self) -> None:
+        """Let this rank write with the newest weights from now on."""
+        version = self.updates()
+        if version != self.local_by:
+            self.generation.refresh(version)
+            self.local.take_weights(version)
+            self.local_by = version
+
+    @property
+    def remote(self) -> bool:
+        """Whether engines in other processes write the answers that are learned from."""
+        return self.rollouts is not self.local
+
+    def _ask_ahead(self, phase: int) -> bool:
+        """Ask engines in other processes for the answers of ``phase``, and of those phases after it that may be begun
+        before its updates. Returns whether they write.
+        """
+        if not self.remote or not self.job.answers_at_once:
+            return False
+        last = self.job.place((self.job.recipe.train.steps - 1) * self.batch).phase
+        first = max(phase, self.unasked)
+        for each in range(first, max(phase, min(phase + self.rl.staleness, last)) + 1):
+            requests = self._requests(self.job.phase_questions(each))
+            if self.writes_all:
+                self.rollouts.request(requests)
+            self.unasked = each + 1
+        return True
+
+    @property
+    def writes_all(self) -> bool:
+        """Whether this rank is the one that asks engines in other processes."""
+        group = self.mesh.step_group
+        return group is None or group.rank() == 0
+
+    def _requests(self, questions: Sequence[TaskQuestion]) -> list[GroupRequest]:
+        return [
             self.job.questions.request(question, self.rl.group, self.rl.tokens)
             for question in questions
         ]
-        return self._written(questions, requests)
+
+    def _collected(
+        self, questions: Sequence[TaskQuestion], asked: bool = False
+    ) -> list[ScoredGroup]:
+        """Return the answers to ``questions`` with their rewards, in order. This rank writes its share of them.
+
+        ``asked``: whether they were asked for already.
+        """
+        return self._written(self.rollouts, questions, self._requests(questions), asked)
 
     def _written(
-        self, questions: Sequence[TaskQuestion], requests: Sequence[Any]
+        self,
+        source: RolloutSource,
+        questions: Sequence[TaskQuestion],
+        requests: Sequence[GroupRequest],
+        begun: bool = False,
     ) -> list[ScoredGroup]:
-        own = self.job.own(range(len(questions)), self.mesh)
+        """Return the answers of ``source`` to ``questions`` with their rewards.
+
+        ``begun``: whether ``source`` was asked for them already.
+        """
+        own = [*range(len(questions))]
+        if source is self.local:
+            own = self.job.own(own, self.mesh)
+        elif not self.writes_all:
+            own = []
         scored, interrupted = list[ScoredGroup](), False
         try:
-            groups = written_groups(
-                self.rollouts,
-                [requests[i] for i in own],
-                [self.job.questions.tasks[questions[i].task].environment for i in own],
-                self.job.questions.turn_encoder,
-                [self.job.turn_limits(questions[i].task) for i in own],
+            groups = self._groups(
+                source, [questions[i] for i in own], [requests[i] for i in own], begun
             )
             for i, group in zip(own, groups, strict=True):
                 given = self._scores(group, self.rewards[questions[i].task])
@@ -243,6 +307,30 @@ class RlLoader:
         for i, score in zip(waiting, workers.scores(asked, texts), strict=True):
             given[i] = score
         return given
+
+    def _groups(
+        self,
+        source: RolloutSource,
+        questions: Sequence[TaskQuestion],
+        requests: Sequence[GroupRequest],
+        begun: bool,
+    ) -> Iterator[AnswerGroup]:
+        """Yield the answers of ``source`` to ``questions``; those of other processes as each is written, while others
+        are, unless they have several turns.
+        """
+        if begun or (source is not self.local and self.job.answers_at_once):
+            if not begun:
+                source.request(requests)
+            for _ in requests:
+                yield from source.finished(1)
+            return
+        yield from written_groups(
+            source,
+            requests,
+            [self.job.questions.tasks[each.task].environment for each in questions],
+            self.job.questions.turn_encoder,
+            [self.job.turn_limits(each.task) for each in questions],
+        )
 
     def _keep_examples(self, phase: int, groups: Sequence[ScoredGroup]) -> None:
         """Record a few answers with their rewards, for the browser of samples in the report."""
@@ -277,7 +365,7 @@ class RlLoader:
 
         Returns None if a rank is asked to end the run meanwhile.
         """
-        self._refresh()
+        self._refresh_local()
         settings = self.job.rewarded[task]
         questions = [
             self.job.questions.held_out(task, index)
@@ -288,7 +376,7 @@ class RlLoader:
             for question in questions
         ]
         try:
-            groups = self._written(questions, requests)
+            groups = self._written(self.local, questions, requests)
         except RolloutInterrupted:
             return None
         scored = [reward for group in groups for reward in group.scored]

@@ -10,6 +10,7 @@ from weft.errors import UsageError
 from weft.recipe.reward_settings import RewardSettings
 from weft.rl.episode_groups import TurnLimits
 from weft.rl.questions import QuestionStream, TaskQuestion
+from weft.rl.reward_task import RewardTask
 from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import Job
 
@@ -86,6 +87,14 @@ class RlPhases(Job):
             *divmod(position - self.supervised, self.answers * self.rl.epochs)
         )
 
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether every answer is written in a single turn."""
+        return all(
+            type(task).environment is RewardTask.environment
+            for task in self.questions.tasks
+        )
+
     def turn_limits(self, task: int) -> TurnLimits:
         """Return the limits of answers in several turns to questions of the task with the index ``task``."""
         turns = self.rewarded[task].own(RewardSettings).turns
@@ -139,6 +148,26 @@ def check_rl(job: RlPhases) -> None:
         raise UsageError(
             f"train.batch = {batch} answers are no whole groups of rl.group = {rl.group}; make the batch a multiple "
             "of it"
+        )
+    role = recipe.roles.rollout
+    if rl.staleness and not role.ranks:
+        raise UsageError(
+            f"rl.staleness = {rl.staleness} lets answers be written while others are learned from, and the ranks of "
+            "training do both in turn; set roles.rollout.ranks, or leave it out"
+        )
+    if rl.staleness and rl.redraw:
+        raise UsageError(
+            "rl.redraw asks for other questions within a phase, and with rl.staleness those of later phases are asked "
+            "already; leave one of them out"
+        )
+    if rl.staleness and not job.answers_at_once:
+        raise UsageError(
+            "a task has answers of several turns, which are not written ahead; leave rl.staleness out"
+        )
+    if role.ranks and role.layout.world > 1:
+        raise UsageError(
+            f"roles.rollout.layout = {role.layout} is about the ranks of training, and roles.rollout.ranks = "
+            f"{role.ranks} writes in other processes; leave one of them out"
         )
     if job.answers * rl.epochs % batch:
         raise UsageError(

@@ -79,6 +79,7 @@ def open_remote_rollouts(
     say: Callable[[str], None],
     threads: int = 0,
     wait: float = 600.0,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> RolloutSource:
     """Return the rollouts of engines in other processes, for a run that trains ``state`` on the ranks of ``mesh``.
     Collective over these ranks.
@@ -86,7 +87,7 @@ def open_remote_rollouts(
     ``shape``: the policy's shape. ``engines``: how many engines the first rank starts on its host, with ``threads``
     threads each (0: an equal share of the cores). Others join with ``weft engine --checkpoint policy:``, for which the
     run must have ``WEFT_SECRET``; without ``engines``, the run waits until one has. ``wait``: seconds that the first
-    weights wait for engines. ``say`` prints a line.
+    weights wait for engines. ``say`` prints a line. ``interrupted``: returns whether this rank is asked to end the run.
     """
     group = mesh.step_group
     endpoint = process_endpoint(own_address())
@@ -113,7 +114,7 @@ def open_remote_rollouts(
             processes.close(names)
 
     return RemoteRollouts(
-        endpoint, secret, shape, sender, settings, say, started, ended
+        endpoint, secret, shape, sender, settings, say, started, ended, interrupted
     )
 
 

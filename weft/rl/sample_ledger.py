@@ -98,20 +98,28 @@ class SampleLedger:
     ``tasks``: the tasks in an order in which every column is written before it is read. The last one trains, and gets
     whole groups in the order of their places. ``bound``: largest lag of a trained sample, which is the number of policy
     updates between the weights that have drawn its first token and those that it updates; 0: the synchronous loop.
-    ``batch``: smallest number of groups of an update.
+    ``batch``: smallest number of groups of an update. ``spare``: slots for groups that may join an update beside these,
+    where the bound is 0.
 
-    The ledger has ``(bound + 1) * batch`` slots for groups. A group takes a slot when it is admitted, and frees it
-    when it was trained and :meth:`advance` has counted the update. A lost holder's rows are handed out again, and what
-    it still says of them is ignored. The ledger holds no fields itself: it knows the store of each. It opens no
-    sockets, starts no threads and reads no clock.
+    The ledger has ``(bound + 1) * batch + spare`` slots for groups. A group takes a slot when it is admitted, and frees
+    the slot when it was trained and :meth:`advance` has counted the update. A lost holder's rows are handed out again,
+    and what the holder still says of them is ignored. The ledger holds no fields itself: it knows the store of each. It
+    opens no sockets, starts no threads and reads no clock.
 
     Raises :class:`ValueError` for tasks of which a column is read before it is written, or written twice.
     """
 
-    def __init__(self, tasks: Sequence[LedgerTask], bound: int, batch: int = 1) -> None:
+    def __init__(
+        self, tasks: Sequence[LedgerTask], bound: int, batch: int = 1, spare: int = 0
+    ) -> None:
         _check_tasks(tasks)
         if bound < 0 or batch < 1:
             raise ValueError(f"bound {bound} is below 0, or batch {batch} below 1")
+        if spare and bound:
+            raise ValueError(
+                "spare slots would let samples become older than a bound above 0"
+            )
+        self.spare = spare
         self.tasks = {task.name: task for task in tasks}
         self.last = tasks[-1].name
         self.bound, self.batch = bound, batch
@@ -128,7 +136,7 @@ class SampleLedger:
     @property
     def slots(self) -> int:
         """Number of groups that can be admitted and not yet trained."""
-        return (self.bound + 1) * self.batch
+        return (self.bound + 1) * self.batch + self.spare
 
     @property
     def free(self) -> int:

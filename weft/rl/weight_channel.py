@@ -56,6 +56,7 @@ class WeightSender:
     generate with all weights in bfloat16, or "float" for the type of the training state.
 
     Attributes:
+        ``about``: what an engine learns of the model from the first rank, as JSON values. Engines wait until it is set.
         ``senders``: addresses of the ranks from which an engine gets weights, by the rank's number.
         ``sent``: bytes sent to all engines so far.
     """
@@ -120,6 +121,9 @@ class WeightSender:
 
     def _serve(self, connection: SealedConnection) -> None:
         with suppress(OSError, KeyError, TypeError):
+            with self._changed:
+                while self.rank == 0 and not (self.about or self._closed):
+                    self._changed.wait(BEAT_S)
             senders = [[rank, *address] for rank, address in self.senders.items()]
             connection.send({"kind": "about", "senders": senders, **self.about})
             number = connection.receive(limit=ROUTER_SILENT_S).head["version"]

@@ -1,0 +1,116 @@
+"""A run whose answers are written by engines elsewhere: the run of before with staleness 0, and never too stale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cluster.inprocess import until
+from tests.rl.test_remote_rollouts import InThread
+from tests.rl.test_rl_loader import letters, parameters, recipe, records, train
+from weft.errors import UsageError
+from weft.generate.engine import Engine
+from weft.net.endpoint import Endpoint
+from weft.rl import rl_job, rollout_processes
+
+__all__ = ["letters"]
+
+
+class EnginesInThreads:
+    """In the place of the processes that a run starts: engines in threads of this process."""
+
+    def __init__(
+        self, count: int, run: Endpoint, secret: str, say: Callable[[str], None], threads: int
+    ) -> None:  # fmt: skip
+        self.engines = [
+            InThread(run, f"e{number}", slow=0.002 * number, secret=secret)
+            for number in range(count)
+        ]
+
+    def await_joined(self, joined: Callable[[], int], limit: float) -> None:
+        until(lambda: joined() == len(self.engines))
+
+    def close(self, names: Sequence[str]) -> None:
+        for each in self.engines:
+            each.thread.join(20)
+            assert not each.thread.is_alive()
+            each.endpoint.close()
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in threads, whose log-probabilities do not depend on which answers are written at the same time."""
+    monkeypatch.setattr(rollout_processes, "start_rollout_engines", EnginesInThreads)
+    monkeypatch.setattr(rl_job, "Engine", partial(Engine, invariant=True))
+    settings = rl_job.RlJob._remote_settings
+    monkeypatch.setattr(
+        rl_job.RlJob,
+        "_remote_settings",
+        lambda job: replace(settings(job), invariant=True),
+    )
+
+
+ELSEWHERE = {"rollout": {"ranks": 2}}
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize(
+    "change",
+    [{}, pytest.param({"redraw": 1, "epochs": 2}, marks=pytest.mark.slow(3))],
+    ids=["", "two epochs, questions drawn again"],
+)
+def test_staleness_zero_is_the_loop_in_turn_bit_for_bit(
+    tmp_path: Path, letters: dict[str, Any], change: dict[str, Any]
+) -> None:
+    same: dict[str, Any] = {
+        "tasks": [letters],
+        "rl": {"start": {"steps": 0}} | change,
+        "train": {"steps": 5 * change.get("epochs", 1)},
+    }
+    in_turn = train(recipe(**same), out=tmp_path / "turn")
+    elsewhere = train(recipe(**same, roles=ELSEWHERE), out=tmp_path / "elsewhere")
+    a, b = parameters(in_turn), parameters(elsewhere)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    phases = [records(run.run, "rollout") for run in (in_turn, elsewhere)]
+    assert [r["reward"] for r in phases[0]] == [r["reward"] for r in phases[1]]
+    assert len({r["reward"] for r in phases[0]}) > 1
+    assert [r["lags"] for r in phases[1]] == [{"0": 16}] * 5
+
+
+@pytest.mark.usefixtures("engines")
+def test_answers_are_written_ahead_and_never_too_stale(
+    tmp_path: Path, letters: dict[str, Any]
+) -> None:
+    given = recipe(
+        tasks=[letters],
+        rl={"staleness": 1, "start": {"steps": 1}},
+        roles=ELSEWHERE,
+        train={"steps": 7},
+    )
+    phases = records(train(given, out=tmp_path / "run").run, "rollout")
+    assert [r["phase"] for r in phases] == [*range(6)]
+    lags = [int(lag) for r in phases for lag in r["lags"]]
+    assert max(lags) == 1
+    assert phases[0]["lags"] == {"0": 16}
+    assert all(sum(r["lags"].values()) == 16 for r in phases)
+
+
+@pytest.mark.parametrize(
+    ("sections", "why"),
+    [
+        ({"rl": {"staleness": 1}}, "set roles.rollout.ranks"),
+        ({"rl": {"staleness": 1, "redraw": 1}, "roles": ELSEWHERE}, "leave one of them out"),
+        ({"roles": {"rollout": {"ranks": 1, "layout": {"tp": 2}}}}, "writes in other processes"),
+    ],
+)  # fmt: skip
+def test_what_engines_elsewhere_cannot_do_is_refused(
+    sections: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        train(recipe(**sections), out=tmp_path / "run")
