@@ -103,8 +103,11 @@ def choose_tokens(logits: T, texts: Sequence[TextState]) -> list[int]:
 
 def likeliest_tokens(logits: T, texts: Sequence[TextState]) -> T:
     """Return the likeliest token of each row of ``logits`` ``[texts, vocab]``."""
-    best = logits.argmax(-1)
     changed = [row for row, text in enumerate(texts) if text.changes]
+    if len(changed) < len(texts):
+        best = logits.argmax(-1)
+    else:
+        best = torch.empty(len(texts), dtype=torch.int64, device=logits.device)
     for rows in portions(changed, logits.device):
         at = index_of(rows, logits.device)
         states = [texts[row] for row in rows]
@@ -143,15 +146,15 @@ def shaped_logits(logits: T, texts: Sequence[TextState]) -> T:
     if not changed:
         return logits
     out = logits.to(wide(logits.dtype), copy=True)
+    for row in changed:
+        if bias := texts[row].how.bias:
+            ids = index_of(list(bias), out.device)
+            out[row][ids] += out.new_tensor(list(bias.values()))
+    penalise(out, texts)
     masks: dict[int, T] = {}
     for row in changed:
-        how, _, counts, allowed, forbidden = texts[row]
+        _, _, _, allowed, forbidden = texts[row]
         values = out[row]
-        if how.bias:
-            ids = index_of(list(how.bias), out.device)
-            values[ids] += values.new_tensor(list(how.bias.values()))
-        if counts is not None:
-            penalise(values, how, counts)
         if allowed is not None:
             masks[row] = without(allowed, forbidden)
         elif forbidden:
@@ -176,15 +179,28 @@ def without(allowed: T, forbidden: Collection[int]) -> T:
     return rest if rest.any() else allowed
 
 
-def penalise(values: T, how: Sampling, counts: TokenCounts) -> None:
-    """Change the logits ``values`` ``[vocab]`` of a text in place by the penalties of ``how``. ``counts``: how often
-    the text has each token.
-    """
-    ids, times = (each.to(values.device) for each in counts.tensors())
-    seen, times = values[ids], times.to(values.dtype)
-    if how.repetition != 1:
-        seen = torch.where(seen > 0, seen / how.repetition, seen * how.repetition)
-    values[ids] = seen - (how.presence * (times > 0) + how.frequency * times)
+def penalise(values: T, texts: Sequence[TextState]) -> None:
+    """Change the logits ``values`` ``[texts, vocab]`` in place by the penalties of those ``texts`` that have any."""
+    ids, times, settings = list[T](), list[T](), list[T]()
+    for row, text in enumerate(texts):
+        if text.counts is not None:
+            how = text.how
+            own, counts = text.counts.tensors()
+            ids.append(own + row * values.shape[1])
+            times.append(counts)
+            penalties = values.new_tensor(
+                [[how.repetition], [how.presence], [how.frequency]], device="cpu"
+            )
+            settings.append(penalties.expand(-1, len(own)))
+    if not ids:
+        return
+    places = torch.cat(ids).to(values.device)
+    often = torch.cat(times).to(values.device, values.dtype)
+    repetition, presence, frequency = torch.cat(settings, 1).to(values.device)
+    flat = values.view(-1)
+    seen = flat[places]
+    seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+    flat[places] = seen - (presence * (often > 0) + frequency * often)
 
 
 def sampling_candidates(logits: T, texts: Sequence[TextState]) -> Iterator[Candidates]:
@@ -230,8 +246,13 @@ def above_least(weights: T, hows: Sequence[Sampling]) -> T:
     """
     if not any(how.min_p for how in hows):
         return weights
-    least = weights.new_tensor([[how.min_p] for how in hows])
-    return weights.masked_fill_(weights < least, 0)
+    least = torch.tensor([how.min_p for how in hows], dtype=weights.dtype)
+    # the largest number below, as F.threshold_ keeps what is above it
+    below = least.nextafter(least.new_tensor(-1.0)).tolist()
+    for row, how in enumerate(hows):
+        if how.min_p:
+            F.threshold_(weights[row], below[row], 0)
+    return weights
 
 
 def likeliest(values: T, hows: Sequence[Sampling], top_k: int) -> tuple[T, T]:
