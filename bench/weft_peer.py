@@ -1,0 +1,42 @@
+"""Weft of another tree as a peer of bench/serve.py: lines of prompts come in, tokens and seconds go out.
+
+Started by ``bench/serve.py --before FOLDER`` with that folder as ``PYTHONPATH``, so that only names are used here that
+earlier versions have too. Seconds are by the clock, and of the processor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    folder, cache, budget, threads = sys.argv[1], *map(int, sys.argv[2:])
+    out = os.dup(1)
+    os.dup2(2, 1)
+    import torch
+
+    from weft.checkpoint.model import open_model
+    from weft.generate.engine import Engine
+    from weft.generate.sampling import GREEDY
+    from weft.models.products import read_only
+
+    torch.set_num_threads(threads)
+    model = open_model(folder, "cpu", lambda line: None)[0].float()
+    read_only(model, "float")
+    os.write(out, b'"ready"\n')
+    for line in sys.stdin:
+        prompts, tokens = json.loads(line)
+        begun, spent = time.perf_counter(), time.process_time()
+        engine = Engine(model, tokens=cache, budget=budget)
+        texts = [engine.submit(prompt, tokens, GREEDY)[0] for prompt in prompts]
+        engine.run()
+        took = time.perf_counter() - begun, time.process_time() - spent
+        answer = json.dumps([[text.written for text in texts], *took])
+        os.write(out, (answer + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
