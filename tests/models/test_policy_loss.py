@@ -135,7 +135,7 @@ def difference(
     rows = RowList(rows.rows * 3)
     corpus = dataclasses.replace(job.corpus, train=rows)
     job = dataclasses.replace(job, corpus=corpus)
-    hooks = Hooks(objective=PolicyObjective(settings))
+    hooks = Hooks(objective=PolicyObjective(settings, temperature=0.8))
     with mock.patch("weft.train.setup.hooks_of", lambda *_: hooks):
         return compare_with_one_device(run_layout(job, mesh, steps=3), job, mesh)
 
@@ -224,6 +224,22 @@ def test_what_a_loss_needs_and_a_sample_lacks_is_named() -> None:
     lost = dataclasses.replace(sample, advantage=sample.advantage * np.nan)
     with pytest.raises(WeftError, match="not finite"):
         policy_rows([lost], ROOM, PolicyLoss())
+
+
+def test_a_policy_that_has_gone_far_has_a_finite_loss(corpus: str) -> None:
+    far = [dataclasses.replace(s, old=np.full(len(s.ids), -900.0)) for s in samples()]
+    mesh, job = Mesh.single(torch.device("cpu")), prepare(recipe(corpus))
+    for ratio in ("token", "sequence", "product"):
+        settings = PolicyLoss(ratio=ratio, kl="k3", kl_weight=0.1)
+        hooks = Hooks(objective=PolicyObjective(settings))
+        with mock.patch("weft.train.setup.hooks_of", lambda *_, h=hooks: h):
+            model, state = build_for_training(job.shape, mesh, job.recipe)
+        rows = policy_rows(far, 256, settings)
+        loader = Loader(rows, mesh.layout, 0, 0, 1, 1, 1, 256)
+        loss = accumulate(model, state, loader.step(0) or [], mesh)
+        assert loss.isfinite()
+        assert all(grad.isfinite().all() for grad in state.gradients().values())
+    assert policy_rows([], ROOM, PolicyLoss()).total == 0
 
 
 def test_rows_have_labels_where_the_policy_has_written() -> None:

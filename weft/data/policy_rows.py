@@ -54,6 +54,8 @@ def policy_rows(
     """
     for sample in samples:
         _check(sample, room, settings)
+    if not samples:
+        return RowList([])
     lengths = np.array([len(sample.ids) - 1 for sample in samples], np.int64)
     order, ends = pack_documents(lengths, room)
     rows = []

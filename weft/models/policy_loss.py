@@ -26,6 +26,8 @@ SUMS = (
     "tokens", "entropy", "kl", "ratio", "clipped_low", "clipped_high", "corrected", "correction", "mismatch",
     "value", "value_loss", "value_clipped",
 )  # fmt: skip
+#: Largest logarithm of a ratio that is computed.
+MOST = 60.0
 #: How many of these belong to a critic, the last ones.
 OF_CRITIC = 3
 #: Maxima over the tokens of a step, by name.
@@ -294,7 +296,7 @@ class PolicyObjective(TokenObjective):
             return torch.ones_like(old), torch.zeros_like(old)
         if settings.weight == "sequence":
             gap = tokens.totals(gap)
-        weight = gap.exp()
+        weight = finite_exp(gap)
         limited = (
             weight.clamp(settings.low, settings.high) if settings.limits else weight
         )
@@ -304,6 +306,11 @@ class PolicyObjective(TokenObjective):
         return limited, outside
 
 
+def finite_exp(x: T) -> T:
+    """Return ``exp(x)``, at most ``exp(MOST)``, so that neither it nor its gradient overflows in float32."""
+    return x.clamp(max=MOST).exp()
+
+
 def ratios(gap: T, tokens: AnswerTokens, kind: str) -> T:
     """Return the ratio of new to old probability at each token, ``[tokens]``.
 
@@ -311,10 +318,10 @@ def ratios(gap: T, tokens: AnswerTokens, kind: str) -> T:
     answer's tokens; Zheng et al. 2025, GSPO) or "product" (over the answer's tokens).
     """
     if kind == "sequence":
-        return tokens.means(gap).exp()
+        return finite_exp(tokens.means(gap))
     if kind == "product":
-        return tokens.totals(gap).exp()
-    return gap.exp()
+        return finite_exp(tokens.totals(gap))
+    return finite_exp(gap)
 
 
 def divergence(logp: T, reference: T, kind: str) -> T:
@@ -328,7 +335,7 @@ def divergence(logp: T, reference: T, kind: str) -> T:
         return gap
     if kind == "k2":
         return gap.square() / 2
-    return torch.exp(-gap) - 1 + gap
+    return finite_exp(-gap) - 1 + gap
 
 
 def on_policy(logp: T, old: T, tokens: AnswerTokens, most: float) -> T:

@@ -16,6 +16,7 @@ from weft.layout.boundary import (
 from weft.layout.mesh import Mesh
 from weft.models.answer_loss import Objective
 from weft.models.loss import with_gradient_of
+from weft.models.numbers import wide
 from weft.models.token_objective import TokenObjective
 
 T = torch.Tensor
@@ -27,8 +28,9 @@ def value_loss(normed: T, head: T, batch: Batch, of: TokenObjective, mesh: Mesh)
     ``normed``: outputs of the final norm, ``[rows, seq/cp/tp, embed]``; ``head``: weight of the critic's output, ``[1,
     embed]``; ``of``: the loss as a function of the values.
     """
-    # of the tokens that are here between blocks: [rows, seq/cp/tp, 1]
-    values = F.linear(normed, head).double()
+    # of the tokens that are here between blocks: [rows, seq/cp/tp, 1]; bfloat16 has too few digits for values
+    dtype = wide(normed.dtype)
+    values = F.linear(normed.to(dtype), head.to(dtype)).double()
     with torch.no_grad():
         whole = gather_tokens(values.detach(), mesh)  # [rows, seq/cp, 1]
     loss, slopes, _ = of.weigh_values(whole.flatten(), batch, mesh)
