@@ -227,6 +227,28 @@ def test_new_weights_use_nothing_that_is_kept_and_keep_nothing() -> None:
     assert memory.bytes == kept and not cache.fetched
 
 
+def test_blocks_of_new_weights_are_kept_under_their_fingerprint() -> None:
+    """Engines with the same new weights share them; another fingerprint, or none, finds nothing."""
+    model, memory = build("softmax", torch.float64), HostBlocks(1 << 30)
+    engine, cache = engine_with(model, memory)
+    write(engine, PROMPTS[4])
+    for p in model.parameters():
+        p.data *= 1.1
+    engine.weights_changed(1, "b")
+    assert write(engine, PROMPTS[4]).written == write(Engine(model), PROMPTS[4]).written
+    assert not cache.fetched
+    for version, fingerprint, finds in (
+        (1, "b", True),
+        (1, "c", False),
+        (1, "", False),
+        (2, "b", False),
+    ):
+        like, of_like = engine_with(model, memory)
+        like.weights_changed(version, fingerprint)
+        assert write(like, PROMPTS[4]).written == write(engine, PROMPTS[4]).written
+        assert bool(of_like.fetched) == finds, (version, fingerprint)
+
+
 def test_files_that_are_not_right_are_named_once_and_computed_again(
     tmp_path: Path,
 ) -> None:

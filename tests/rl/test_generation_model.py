@@ -251,6 +251,10 @@ def test_texts_go_on_with_new_weights_and_nothing_old_is_found(
     assert late.written == alone(model.model, PROMPT, 6) != early.written
     assert running.written == before + alone(model.model, PROMPT + before, 5)
     assert running.versions == [(0, 5), (3, 6)] and late.versions == [(0, 6)]
+    assert own.fingerprint() == model.fingerprint()
+    state.held[3].local.flatten()[0] += 1
+    own.refresh(7)
+    assert own.fingerprint() != model.fingerprint()
 
 
 def change_all_a_little(state: State) -> None:

@@ -14,6 +14,7 @@ from weft.data.batch import IGNORE
 from weft.layout.boundary import I, V
 from weft.layout.mesh import Mesh
 from weft.models.fused import times
+from weft.models.invariant import is_invariant
 from weft.models.numbers import has_numbers, wide
 from weft.models.widened import multiply
 
@@ -253,6 +254,9 @@ def token_scores(
         lse, target, top = shares.unbind(-1)  # each [tp, chunk]
         target = target.sum(0)
         scores[start : start + chunk, 0] = target - lse.logsumexp(0)
+        if group is None and is_invariant():  # in the sampler's order of additions
+            alike = logits.log_softmax(-1).gather(1, index)
+            scores[start : start + chunk, 0] = alike[:, 0]
         scores[start : start + chunk, 1] = target >= top.amax(0)
         if with_entropy:
             mean = (logits.softmax(-1) * logits).sum(-1, keepdim=True)

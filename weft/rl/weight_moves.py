@@ -7,7 +7,7 @@ way on both sides, without a word. While a bucket travels, the next one is packe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import NamedTuple
@@ -27,6 +27,9 @@ T = torch.Tensor
 BUCKET = 64 << 20
 #: A rank sends one message and receives one, while it packs the next ones.
 AT_ONCE = 4
+
+#: Pieces of so many bytes travel alone.
+ALONE = 1 << 18
 
 #: Boxes of tensors that one rank holds or needs, by the name of the tensor.
 Boxes = Mapping[str, Sequence[Box]]
@@ -105,7 +108,8 @@ def buckets(
 ) -> list[list[ElementMove]]:
     """Divide the moves of one pair of ranks into messages of at most ``most`` bytes; larger moves are cut.
 
-    ``tensors``: shapes and types of the tensors, by name. Both ranks of the pair get the same messages.
+    ``tensors``: shapes and types of the tensors, by name. Both ranks of the pair get the same messages. A piece of
+    :data:`ALONE` bytes or more is a message by itself, so that it need not be copied on its way.
     """
     pieces = [
         replace(move, box=box)
@@ -114,7 +118,15 @@ def buckets(
             move.box, max(1, (most - ALIGN) // tensors[move.name].itemsize)
         )
     ]
-    return list(group_by_bytes(pieces, most, lambda move: padded_bytes(move, tensors)))
+
+    def size(move: ElementMove) -> int:
+        return padded_bytes(move, tensors)
+
+    small, large = (
+        [piece for piece in pieces if (size(piece) >= ALONE) is alone]
+        for alone in (False, True)
+    )
+    return [*([piece] for piece in large), *group_by_bytes(small, most, size)]
 
 
 @dataclass(frozen=True)
@@ -171,55 +183,101 @@ class WeightMover:
     ) -> WeightsMoved:
         """Copy elements from ``sources`` to ``targets`` of this rank and of others. Collective over the group.
 
-        Both are tensors by name and box. Elements of sources become those of the target's type before they travel.
+        Both are tensors by name and box. Elements of sources become those of the target's type before they travel. A
+        message of one piece that lies in one run of memory is sent from there and received there.
         """
         begin = perf_counter()
         received = sent = buffer = 0
-        for move in self.local:
-            view = _view(targets, move, move.needed)
-            view.copy_(_view(sources, move, move.held))
+        flying: _Flying | None = None
+        local: Sequence[ElementMove] = self.local
         for exchange in self.exchanges:
             turns = max(len(exchange.outgoing), len(exchange.incoming))
-            flying: _Flying | None = None
             for turn in range(turns):
                 outgoing, incoming = (
                     side[turn] if turn < len(side) else []
                     for side in (exchange.outgoing, exchange.incoming)
                 )
-                message = self._empty(outgoing)
-                for move, place in self._places(outgoing, message):
-                    place.copy_(_view(sources, move, move.held))
-                coming = self._empty(incoming)
-                held = flying.nbytes if flying else 0
-                buffer = max(buffer, held + message.nbytes + coming.nbytes)
-                if flying is not None:
-                    self._land(flying, targets)
-                flying = self._fly(exchange, message, coming, incoming)
+                before = flying
+                message = self._packed(outgoing, sources)
+                coming = self._place_for(incoming, targets)
+                flying = self._fly(exchange, turn, message, coming, incoming)
+                buffer = max(buffer, flying.buffer + (before.buffer if before else 0))
+                # while that travels
+                _copy_local(local, sources, targets)
+                local = ()
+                if before is not None:
+                    self._land(before, targets)
                 sent += self._bytes(outgoing)
                 received += self._bytes(incoming)
-            if flying is not None:
-                self._land(flying, targets)
+        _copy_local(local, sources, targets)
+        if flying is not None:
+            self._land(flying, targets)
         return WeightsMoved(received, perf_counter() - begin, sent, buffer)
 
     def _fly(
-        self, exchange: _Exchange, message: T, coming: T, incoming: list[ElementMove]
+        self,
+        exchange: _Exchange,
+        turn: int,
+        message: _Memory,
+        coming: _Memory,
+        incoming: list[ElementMove],
     ) -> _Flying:
         operations = []
-        if message.numel():
-            operations.append(self._operation(dist.isend, message, exchange.target))
-        if coming.numel():
-            operations.append(self._operation(dist.irecv, coming, exchange.source))
+        if message.bytes.numel():
+            operation = self._operation(dist.isend, message, exchange.target, turn)
+            operations.append(operation)
+        if coming.bytes.numel():
+            operation = self._operation(dist.irecv, coming, exchange.source, turn)
+            operations.append(operation)
         works = dist.batch_isend_irecv(operations) if operations else []
         return _Flying(message, coming, incoming, works)
 
-    def _operation(self, what: object, message: T, peer: int) -> dist.P2POp:
-        return dist.P2POp(what, message, group=self.group, group_peer=peer)  # type: ignore[arg-type]
+    def _operation(
+        self, what: Callable[..., object], message: _Memory, peer: int, turn: int
+    ) -> dist.P2POp:
+        return dist.P2POp(
+            what, message.bytes, group=self.group, tag=turn, group_peer=peer
+        )
 
     def _land(self, flying: _Flying, targets: Mapping[str, Mapping[Box, T]]) -> None:
         for work in flying.works:
             work.wait()
-        for move, place in self._places(flying.incoming, flying.coming):
-            _view(targets, move, move.needed).copy_(place)
+        if not flying.coming.direct:
+            for move, place in self._places(flying.incoming, flying.coming.bytes):
+                _view(targets, move, move.needed).copy_(place)
+
+    def _packed(
+        self, moves: Sequence[ElementMove], sources: Mapping[str, Mapping[Box, T]]
+    ) -> _Memory:
+        """The elements of ``moves``, in one message."""
+        views = [_view(sources, move, move.held) for move in moves]
+        if (run := self._run(moves, views)) is not None:
+            return _Memory(run, True)
+        message = self._empty(moves)
+        for (_, place), view in zip(self._places(moves, message), views, strict=True):
+            place.copy_(view)
+        return _Memory(message, False)
+
+    def _place_for(
+        self, moves: Sequence[ElementMove], targets: Mapping[str, Mapping[Box, T]]
+    ) -> _Memory:
+        """Memory that receives the elements of ``moves``."""
+        views = [_view(targets, move, move.needed) for move in moves]
+        if (run := self._run(moves, views)) is not None:
+            return _Memory(run, True)
+        return _Memory(self._empty(moves), False)
+
+    def _run(self, moves: Sequence[ElementMove], views: Sequence[T]) -> T | None:
+        """The bytes of a single view that is a message as it lies in memory; None: it is not."""
+        if len(moves) != 1 or moves[0].box == ():
+            return None
+        (view,), tensor = views, self.tensors[moves[0].name]
+        whole = view.is_contiguous() and not view.nbytes % ALIGN
+        alike = (view.dtype, view.device.type) == (
+            TORCH_DTYPES[tensor.dtype],
+            self.device.type,
+        )
+        return view.flatten().view(torch.uint8) if whole and alike else None
 
     def _empty(self, moves: Sequence[ElementMove]) -> T:
         size = sum(padded_bytes(move, self.tensors) for move in moves)
@@ -240,17 +298,35 @@ class WeightMover:
             at += padded_bytes(move, self.tensors)
 
 
+class _Memory(NamedTuple):
+    """The bytes of a message, and whether they lie in a tensor of the weights (``direct``) and not in a buffer."""
+
+    bytes: T
+    direct: bool
+
+
 class _Flying(NamedTuple):
     """Messages under way: what goes, what comes, whose moves come, and what to wait for."""
 
-    message: T
-    coming: T
+    message: _Memory
+    coming: _Memory
     incoming: list[ElementMove]
     works: Sequence[dist.Work]
 
     @property
-    def nbytes(self) -> int:
-        return self.message.nbytes + self.coming.nbytes
+    def buffer(self) -> int:
+        """Bytes of memory that is there for the messages alone."""
+        sides = (self.message, self.coming)
+        return sum(side.bytes.nbytes for side in sides if not side.direct)
+
+
+def _copy_local(
+    moves: Sequence[ElementMove],
+    sources: Mapping[str, Mapping[Box, T]],
+    targets: Mapping[str, Mapping[Box, T]],
+) -> None:
+    for move in moves:
+        _view(targets, move, move.needed).copy_(_view(sources, move, move.held))
 
 
 def _view(tensors: Mapping[str, Mapping[Box, T]], move: ElementMove, box: Box) -> T:

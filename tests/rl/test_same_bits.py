@@ -1,0 +1,88 @@
+"""Sampler and trainer say the same of every token to the last bit, at every step of a run with the invariant engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.cases import recipe, start, write_corpus
+from weft.generate.engine import Engine
+from weft.generate.request import Generation
+from weft.generate.sampling import Sampling
+from weft.layout.layout import Layout
+from weft.models.invariant import invariant
+from weft.rl.generation_model import GenerationModel
+from weft.rl.log_probabilities import token_log_probabilities
+from weft.train.step import train_step
+
+#: Sizes with which a pass over a batch adds up otherwise than one over a token does.
+MODEL = {"embed": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "layers": 2, "init_std": 0.3}  # fmt: skip
+PROMPTS = [[(7 * i + 3 * n) % 250 for i in range(5 + 6 * n)] for n in range(6)]
+STEPS, ROOM = 4, 80
+
+
+def said_by_trainer(
+    run: Any, texts: Sequence[Generation], alike: bool
+) -> list[np.ndarray]:
+    """Log-probabilities of the written tokens by the training side, over whole texts."""
+    marked = [
+        (text.ids, [at >= text.prompt for at in range(len(text.ids))]) for text in texts
+    ]
+    with invariant(alike):
+        found = token_log_probabilities(
+            run.model, run.state, run.mesh, marked, room=ROOM
+        )
+    return [said[text.prompt :] for said, text in zip(found, texts, strict=True)]
+
+
+def differences(corpus: str, alike: bool) -> list[float]:
+    """Over a run whose weights change in each step, the largest difference of a log-probability in each step.
+
+    A text goes on over an update: what is written behind it is compared with the new weights.
+    """
+    change = {f"model__{name}": value for name, value in MODEL.items()}
+    settings = recipe(
+        corpus, **change, train__dtype="float32", optimizer__lr=1e-2, optimizer__warmup=0
+    )  # fmt: skip
+    run = start(settings.model_dump(mode="json"))
+    shape = run.model.shape
+    own = GenerationModel(shape, run.mesh, Layout(), run.state, settings.train)
+    own.refresh(0)
+    engine, most = Engine(own.model, size=4, budget=24, invariant=alike), []
+    (going,) = engine.submit(PROMPTS[0], 40, Sampling(seed=9), top=0)
+    for step in range(STEPS):
+        engine.weights_changed(step)
+        first = len(going.written)
+        texts = [
+            each
+            for n, prompt in enumerate(PROMPTS)
+            for each in engine.submit(prompt, 12, Sampling(seed=n), n=2, top=0)
+        ]
+        while not all(text.finished for text in texts):
+            engine.step()
+        texts.append(going)
+        said = said_by_trainer(run, texts, alike)
+        gaps = []
+        for text, trained in zip(texts, said, strict=True):
+            sampled = [chance for chance, _ in text.log_probabilities]
+            begin = first if text is going else 0
+            gaps += [abs(a - b) for a, b in zip(sampled, trained, strict=True)][begin:]
+        most.append(max(gaps))
+        batches = run.loader.step(step * settings.train.batch)
+        assert batches is not None
+        train_step(run.model, run.state, batches, run.mesh, lr=1e-2, clip=1.0)
+        own.refresh(step + 1)
+    return most
+
+
+def test_log_probabilities_are_the_same_bits_at_every_step(tmp_path: Path) -> None:
+    assert differences(write_corpus(tmp_path), True) == [0.0] * STEPS
+
+
+def test_without_it_they_are_near(tmp_path: Path) -> None:
+    """The mismatch is that of roundings, and there is one: the test above tells the two apart."""
+    gaps = differences(write_corpus(tmp_path), False)
+    assert 0 < max(gaps) < 1e-4
