@@ -18,6 +18,7 @@ from weft.recipe import Recipe, build_recipe
 from weft.registry import register
 from weft.rl.environment import Environment, EnvironmentStep
 from weft.rl.reward_task import RewardTask
+from weft.rl.rl_loader import RlLoader
 from weft.rl.rollout import (
     AnswerGroup,
     GroupRequest,
@@ -111,6 +112,40 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
     policy = records(whole.run, "policy")
     assert any(r["kl"] > 0 for r in policy)
     assert ("value_head" in a) == (policy[-1]["value_loss"] > 0) == ("method" in change)
+
+
+def test_a_curriculum_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Levels follow from the pass rates of all phases before, also of those before a checkpoint."""
+    asked: list[tuple[int, list[int | None]]] = []
+    whole_begin = RlLoader._begin
+
+    def begin(self: RlLoader, phase: int) -> None:
+        whole_begin(self, phase)
+        chosen = self.job.phase_questions(phase, self.curricula.now)
+        asked.append((phase, [question.level for question in chosen]))
+
+    monkeypatch.setattr(RlLoader, "_begin", begin)
+    task = {"reward": "addition", "digits": 3, "curriculum": True, "limit": 2}
+    given = {"tasks": [task], "rl": {"start": {"steps": 0}, "batch": 8, "epochs": 1}}
+    whole = train(recipe(**given, train={"steps": 6}), out=tmp_path / "whole")
+    levels, asked[:] = dict(asked), []
+    # in the middle of a phase of two updates
+    half = train(recipe(**given, train={"steps": 3}), out=tmp_path / "half")
+    assert half.progress.loader["0"]["phase"] == 1
+    asked.clear()
+    train(recipe(**given, train={"steps": 6}), resume=str(tmp_path / "half"))
+    assert asked == [(1, levels[1]), (2, levels[2])]
+    rates = [record["rates"] for record in records(whole.run, "levels")]
+    assert len(rates) == 3 and len(rates[0]) == 3
+    assert {*levels[0], *levels[1], *levels[2]} == {0, 1, 2}
+    with pytest.raises(UsageError, match=r"tasks.curriculum = true, and 'addition'"):
+        train(recipe(tasks=[task | {"digits": 1}]), out=tmp_path / "single")
+    with pytest.raises(UsageError, match=r"with rl.staleness = 1 the next questions"):
+        ahead = given["rl"] | {"staleness": 1}
+        writes = {"rollout": {"ranks": 1}}
+        train(recipe(tasks=[task], rl=ahead, roles=writes), out=tmp_path / "ahead")
 
 
 @pytest.mark.slow(3)

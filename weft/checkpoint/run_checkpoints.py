@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -143,7 +143,7 @@ class Checkpoints:
         Returns as soon as the last save has begun to copy the state in the background. The state must not change until
         :meth:`wait_for_copy` has returned.
         """
-        waited, meta = 0.0, {"progress": asdict(self._progress), **self._about}
+        waited, meta = 0.0, {"progress": self._progress.to_json(), **self._about}
         for level in levels:
             place = level.next_place(self._progress.step)
             tensors = self._state.saved()

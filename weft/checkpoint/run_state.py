@@ -6,8 +6,8 @@ of seed, sample and layer, so that nothing depends on the rank that draws them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -28,12 +28,18 @@ class Progress:
         ``position``: number of samples used so far by all ranks together, so that it means the same under every layout.
         ``tokens``: number of tokens in these samples.
         ``updates``: number of steps that changed the parameters.
+        ``loader``: what the loader of the run keeps beside its position, as JSON values; most loaders keep nothing.
     """
 
     step: int = 0
     position: int = 0
     tokens: int = 0
     updates: int = 0
+    loader: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the progress as JSON values, from which the class makes it again, without an empty ``loader``."""
+        return {name: value for name, value in asdict(self).items() if value != {}}
 
     def advance(self, samples: int, tokens: int, updated: bool) -> None:
         """Count one step. ``samples`` and ``tokens``: numbers of samples and tokens in the step's batch over all ranks.

@@ -31,6 +31,13 @@ class RewardSettings(Section):
             "</TAG>, and 0 without them. Left out: all that the model writes is the answer."
         ),
     )
+    curriculum: bool = Field(
+        False,
+        description=(
+            "Ask questions of the levels from which most is to be learned, by their pass rates so far, instead of "
+            "those that the task's settings ask for. For tasks with levels, such as 'addition'."
+        ),
+    )
     turns: int = Field(
         8,
         ge=1,

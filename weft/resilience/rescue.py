@@ -1,7 +1,6 @@
 """Saves the remaining state in the ranks' memory when they are too few, or have too little memory, to train on."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
 
@@ -75,7 +74,7 @@ def save_copies(
     try:
         step, meta = (
             recovery.progress.step,
-            {"progress": asdict(recovery.progress), **facts},
+            {"progress": recovery.progress.to_json(), **facts},
         )
         place = level.next_place(step)
         saver.save(place, step, targets, meta, job.files)

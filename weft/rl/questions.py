@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from weft.rl.rollout import GroupRequest, RewardQuestion
 if TYPE_CHECKING:
     from weft.data.chat.encode import ChatEncoder
     from weft.data.tokenizer import Tokenizer
+    from weft.rl.curriculum import Curriculum
     from weft.rl.episode import TurnEncoder
     from weft.rl.reward_task import RewardTask
 
@@ -32,12 +33,14 @@ class TaskQuestion:
 
     ``number``: index of the question in the run. ``task``: index of the task among those of the recipe. ``question``:
     the question. ``text``: token ids of its prompt and of the reference answer, which is empty if none is known.
+    ``level``: level of difficulty that a curriculum has chosen; None: the task's settings say it.
     """
 
     number: int
     task: int
     question: RewardQuestion
     text: Text
+    level: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,17 @@ class QuestionStream:
     seed: int
     room: int
 
-    def question(self, number: int) -> TaskQuestion:
-        """Return the question with this ``number`` of those that are trained on."""
+    def question(
+        self, number: int, curricula: Mapping[int, Curriculum] = {}
+    ) -> TaskQuestion:
+        """Return the question with this ``number`` of those that are trained on.
+
+        ``curricula``: by the index of a task, what chooses the level of its questions.
+        """
         index, task = divmod(number, len(self.tasks))
-        return self._opened(number, task, index, held_out=False)
+        chooser = curricula.get(task)
+        level = None if chooser is None else chooser.level(index, self.seed)
+        return self._opened(number, task, index, held_out=False, level=level)
 
     def held_out(self, task: int, index: int) -> TaskQuestion:
         """Return question ``index`` of those that the task with the index ``task`` keeps for evaluation."""
@@ -112,9 +122,14 @@ class QuestionStream:
         return GroupRequest(asked.number, asked.question, prompt, answers, seed)
 
     def _opened(
-        self, number: int, task: int, index: int, held_out: bool
+        self,
+        number: int,
+        task: int,
+        index: int,
+        held_out: bool,
+        level: int | None = None,
     ) -> TaskQuestion:
-        question = self.tasks[task].question(index, held_out)
+        question = self.tasks[task].question(index, held_out, level)
         if self.encoder is None and not isinstance(question.prompt, str):
             raise UsageError(
                 f"task {task + 1} asks in messages, and the model's tokenizer has no chat template; set "
@@ -128,7 +143,7 @@ class QuestionStream:
             text = Text(text.given, ())
         elif text.following[-1] not in self.stops:
             text = Text(text.given, [*text.following, self.tokenizer.closing])
-        return TaskQuestion(number, task, question, text)
+        return TaskQuestion(number, task, question, text, level)
 
     @property
     def stops(self) -> tuple[int, ...]:

@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.generate.engine import Engine
 from weft.generate.sampling import Sampling
 from weft.rl.generation_model import GenerationModel
 from weft.rl.local_rollouts import LocalRollouts
+from weft.rl.phase_curricula import PhaseCurricula
 from weft.rl.recorded_loader import RecordedLoader
 from weft.rl.reward_workers import reward_workers
 from weft.rl.rl_loader import RlLoader
@@ -40,12 +41,14 @@ class RlJob(RlPhases):
         return RecordedLoader(self, mesh)
 
     def training_loader(
-        self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack
+        self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
+        kept: dict[str, Any],
     ) -> RlLoader:  # fmt: skip
         """Return the loader whose batches are answers of ``built``, the model that is trained. Collective.
 
         ``recorder``: writes the run's records. ``interrupted``: function that returns whether this rank is asked to end
-        the run. ``stack``: closes what the loader has started, when the run ends.
+        the run. ``stack``: closes what the loader has started, when the run ends. ``kept``: JSON values that the
+        loader changes in place, and that checkpoints keep.
         """
         recipe, rl = self.recipe, self.rl
         layout = recipe.roles.rollout.layout
@@ -89,7 +92,7 @@ class RlJob(RlPhases):
         ]
         loader = RlLoader(
             self, mesh, built, recorder, generation, local, rollouts, workers, interrupted,
-            lambda: built.state.updates, lines,
+            lambda: built.state.updates, PhaseCurricula.of_job(self, kept), lines,
         )  # fmt: skip
         stack.callback(loader.close)
         return loader

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
     from weft.parallel.build import Built
     from weft.rl.generation_model import GenerationModel
+    from weft.rl.phase_curricula import PhaseCurricula
     from weft.rl.reward_workers import RewardWorkers
     from weft.rl.rl_phases import RlPhases
     from weft.rl.rollout import AnswerGroup, GroupRequest, RolloutSource
@@ -64,6 +65,7 @@ class RlLoader:
         ``rewards``: scores answers, for each task.
         ``interrupted``: function that returns whether this rank is asked to end the run.
         ``updates``: function that returns how many updates the weights have had.
+        ``curricula``: choose the levels of questions.
         ``lines``: what engines in other processes have said since the last phase, to be printed.
     """
 
@@ -77,6 +79,7 @@ class RlLoader:
     rewards: Sequence[RewardWorkers]
     interrupted: Callable[[], bool]
     updates: Callable[[], int]
+    curricula: PhaseCurricula
     lines: deque[str] = field(default_factory=deque)
     phase: int = -1
     #: The first rollout phase whose answers were not asked for yet, where engines in other processes write.
@@ -156,15 +159,19 @@ class RlLoader:
         self._log_policy()
         self._refresh()
         moved = time.perf_counter()
-        questions = self.job.phase_questions(phase)
+        self.curricula.begin(phase)
+        questions = self.job.phase_questions(phase, self.curricula.now)
         groups = self._collected(questions, asked=self._ask_ahead(phase))
-        spare = iter(self.job.spare_questions(phase))
+        answered = [*zip(questions, groups, strict=True)]
+        spare = iter(self.job.spare_questions(phase, self.curricula.now))
         for _ in range(self.rl.redraw):
             poor = [i for i, group in enumerate(groups) if not group.teaches]
             drawn = [question for question, _ in zip(spare, poor, strict=False)]
             if not drawn:
                 break
-            for i, group in zip(poor, self._collected(drawn), strict=False):
+            more = self._collected(drawn)
+            answered += zip(drawn, more, strict=True)
+            for i, group in zip(poor, more, strict=False):
                 if group.teaches:
                     groups[i] = group
         written = time.perf_counter()
@@ -174,6 +181,11 @@ class RlLoader:
             self.recorder.event(note)
         self.samples = phase_samples(groups, self.job, self.built, self.mesh)
         self.phase = phase
+        self.curricula.end(phase, answered)
+        for task in self.curricula.levels:
+            rates = self.curricula.rates(task)
+            title = self.job.rewarded[task].title
+            self.recorder.log("levels", phase=phase, task=title, rates=[*rates])
         ended = time.perf_counter()
         tokens = sum(
             len(answer.ids) for group in groups for answer in group.group.answers
@@ -232,7 +244,9 @@ class RlLoader:
         last = self.job.place((self.job.recipe.train.steps - 1) * self.batch).phase
         first = max(phase, self.unasked)
         for each in range(first, max(phase, min(phase + self.rl.staleness, last)) + 1):
-            requests = self._requests(self.job.phase_questions(each))
+            requests = self._requests(
+                self.job.phase_questions(each, self.curricula.now)
+            )
             if self.writes_all:
                 self.rollouts.request(requests)
             self.unasked = each + 1

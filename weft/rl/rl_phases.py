@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft.recipe import Task
     from weft.recipe.policy_loss_section import PolicyLoss
     from weft.recipe.rl_section import Reinforcement
+    from weft.rl.curriculum import Curriculum
 
 
 class PhasePlace(NamedTuple):
@@ -100,16 +101,24 @@ class RlPhases(Job):
         turns = self.rewarded[task].own(RewardSettings).turns
         return TurnLimits(turns, self.recipe.data.seq_len - self.rl.tokens)
 
-    def phase_questions(self, phase: int) -> list[TaskQuestion]:
-        """Return the questions of rollout phase ``phase``."""
-        first = self._first_of(phase)
-        return [self.questions.question(first + i) for i in range(self.asked)]
+    def phase_questions(
+        self, phase: int, curricula: Mapping[int, Curriculum] = {}
+    ) -> list[TaskQuestion]:
+        """Return the questions of rollout phase ``phase``.
 
-    def spare_questions(self, phase: int) -> Iterable[TaskQuestion]:
+        ``curricula``: by the index of a task, what chooses the level of its questions.
+        """
+        first = self._first_of(phase)
+        numbers = range(first, first + self.asked)
+        return [self.questions.question(number, curricula) for number in numbers]
+
+    def spare_questions(
+        self, phase: int, curricula: Mapping[int, Curriculum] = {}
+    ) -> Iterable[TaskQuestion]:
         """Yield the questions that may replace those of rollout phase ``phase`` from which nothing is learned."""
         first = self._first_of(phase) + self.asked
         return (
-            self.questions.question(first + i)
+            self.questions.question(first + i, curricula)
             for i in range(self.asked * self.rl.redraw)
         )
 
@@ -174,3 +183,15 @@ def check_rl(job: RlPhases) -> None:
             f"a rollout phase has rl.batch x rl.group = {job.answers} answers, which {rl.epochs} epochs do not divide "
             f"into updates of train.batch = {batch}; change one of them"
         )
+    for table, task in zip(job.rewarded, job.questions.tasks, strict=True):
+        chooses = table.own(RewardSettings).curriculum
+        if chooses and rl.staleness:
+            raise UsageError(
+                "tasks.curriculum = true waits for the answers of each rollout phase, and with rl.staleness = "
+                f"{rl.staleness} the next questions are asked before; set it to 0, or leave curriculum out"
+            )
+        if chooses and task.levels < 2:
+            raise UsageError(
+                f"tasks.curriculum = true, and {table.reward!r} has a single level; raise its settings or leave "
+                "curriculum out"
+            )

@@ -124,13 +124,15 @@ class Job:
         )  # fmt: skip
 
     def training_loader(
-        self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack
+        self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,
+        kept: dict[str, Any],
     ) -> StepLoader:  # fmt: skip
         """Return the loader of the samples that this rank trains on. Collective.
 
         The other arguments are for jobs whose samples come from the model itself. ``built``: the model and its state.
         ``recorder``: writes the run's records. ``interrupted``: function that returns whether this rank is asked to end
-        the run. ``stack``: closes what the loader has started, when the run ends.
+        the run. ``stack``: closes what the loader has started, when the run ends. ``kept``: JSON values that the
+        loader changes in place, and that checkpoints keep.
         """
         return self.loader(self.corpus.train, mesh)
 

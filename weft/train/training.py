@@ -161,7 +161,9 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
         model, state, mesh, before_update, presence=presence, begun=progress.step, report=recorder.report,
     )  # fmt: skip
     step = build_step(context, recipe)
-    loader = job.training_loader(mesh, built, recorder, lambda: bool(signals), stack)
+    loader = job.training_loader(
+        mesh, built, recorder, lambda: bool(signals), stack, progress.loader
+    )
     evaluation = Evaluation(
         job, mesh, model, state, recorder, before_update, lambda: bool(signals), guard.validations,
         loader.questions(),
