@@ -1,11 +1,12 @@
 """Two phases on one device: quotas that controllers choose beside fixed ones and one process, on a load that drifts.
 
-    python bench/quotas.py [--seeds 2] [--real] [--rounds 2] [--requests 10]
+    python bench/quotas.py [--seeds 2] [--real] [--rounds 1] [--minutes 4]
 
 The load alternates between long prompts with short answers and many short prompts with longer ones, so that no fixed
 quota is right all the time. The device is simulated: an H100 with Llama-3-8B, by the planner's roofline, where both
 phases share bandwidth. With ``--real`` a random model of SmolLM2's shape with fewer layers is measured on this machine:
-two processes and quotas of cores. All ways take turns with the same load.
+two processes and quotas of cores. All ways take turns with the same load, which is as long as the minutes permit; what
+has not ended in one and a half times the time of its turn counts as failed.
 """
 
 import json
@@ -53,7 +54,9 @@ RESULTS = Path(__file__).parent / "results" / "quotas.json"
 BLOCK, BUDGET, LIMIT = 16, 2048, 256
 #: The ways that are compared: one process in chunks, and quotas of two processes.
 CHUNKED = ("chunked:64", "chunked:256", "chunked:512", "exact-fill")
-FIXED = ("0.3", "0.5", "0.7")
+FIXED = ("0.3", "0.5", "0.6", "0.7", "0.8", "0.9")
+#: Those of them that are measured, and seconds from one way's turn to the next beside the load.
+MEASURED_FIXED, BETWEEN_S = ("0.3", "0.5", "0.7"), 8.0
 
 
 class Stage(NamedTuple):
@@ -180,11 +183,15 @@ def small_model() -> Transformer:
     return parallelize(shape, Mesh.single(), Train(seed=1))[0]
 
 
-def play(engine: Engine, load: Sequence[ClusterRequest]) -> list[RequestOutcome]:
-    """Send ``load`` to a real engine at its times; return the outcome of each request, in seconds of the clock."""
+def play(
+    engine: Engine, load: Sequence[ClusterRequest], limit: float
+) -> list[RequestOutcome]:
+    """Send ``load`` to a real engine at its times; return the outcome of each request, in seconds of the clock. Those
+    that have not ended in ``limit`` seconds have failed.
+    """
     outcomes = [RequestOutcome(0.0, prompt=len(each.prompt)) for each in load]
     numbers, begun, sent = dict[Any, int](), time.perf_counter(), 0
-    while sent < len(load) or numbers:
+    while (sent < len(load) or numbers) and time.perf_counter() - begun < limit:
         now = time.perf_counter() - begun
         while sent < len(load) and load[sent].time <= now:
             (generation,) = engine.submit(load[sent].prompt, load[sent].tokens, GREEDY)
@@ -201,6 +208,9 @@ def play(engine: Engine, load: Sequence[ClusterRequest]) -> list[RequestOutcome]
                 outcome.written += 1
             if written.finished:
                 del numbers[written.request]
+    for late in [*numbers.values(), *range(sent, len(load))]:
+        outcomes[late].began, outcomes[late].end = load[late].time, limit
+        outcomes[late].error = f"it has not ended in {limit:.0f} s"
     return outcomes
 
 
@@ -253,9 +263,9 @@ def capacity() -> tuple[float, float]:
         return token, (time.perf_counter() - begun) / steps
 
 
-def measured(rounds: int, requests: int) -> dict[str, Any]:
-    """Compare all ways on this machine, which take turns, with rates and limits by what it can do. ``requests``: about
-    so many long prompts in a stage.
+def measured(rounds: int, minutes: float) -> dict[str, Any]:
+    """Compare all ways on this machine, which take turns, with rates and limits by what it can do, in about so many
+    ``minutes``.
     """
     torch.set_num_threads(os.cpu_count() or 1)
     token, step = capacity()
@@ -265,12 +275,10 @@ def measured(rounds: int, requests: int) -> dict[str, Any]:
         0.4 / (prompt * token + answer * step / texts)
         for prompt, answer, texts in ((300, 8, 4), (30, 30, 6))
     )
-    stages = (
-        Stage(300, 8, long, requests / long),
-        Stage(30, 30, short, 2 * requests / short),
-    ) * 2
+    words = {word: word for word in (CHUNKED[0], *MEASURED_FIXED, "nexus")}
+    turn = max(12.0, 60 * minutes / (rounds * (len(words) + 1)) - BETWEEN_S)
+    stages = (Stage(300, 8, long, turn / 4), Stage(30, 30, short, turn / 4)) * 2
     limits = Limits(6 * 300 * token, 3 * step)
-    words = {word: word for word in (CHUNKED[0], *FIXED, "nexus")}
     words["semi-pd"] = f"semi-pd:{limits.ttft:.3f},{limits.tpot:.4f}"
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in words}
     before = os.getloadavg()
@@ -278,7 +286,7 @@ def measured(rounds: int, requests: int) -> dict[str, Any]:
         load = drifting_load(stages, 10 + number, 4096)
         for name, word in words.items():
             with real_engine(word) as (engine, said):
-                row = figures(play(engine, load), limits) | said()
+                row = figures(play(engine, load, 1.5 * turn), limits) | said()
             rows[name].append(row)
             print(f"{time.perf_counter():.0f} s", flush=True)
             show(f"round {number}", {name: row})
@@ -314,7 +322,7 @@ def verdict(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
     def goodput(word: str) -> float:
         return rows[word]["goodput"]
 
-    best = max(FIXED, key=goodput)
+    best = max((word for word in FIXED if word in rows), key=goodput)
     one = max((word for word in CHUNKED if word in rows), key=goodput)
     compared: dict[str, Any] = {"best fixed quota": best, "best of one process": one}
     for name in ("semi-pd", "nexus"):
@@ -329,14 +337,14 @@ def verdict(rows: dict[str, dict[str, float]]) -> dict[str, Any]:
 def main(
     seeds: Annotated[int, typer.Option(min=1)] = 2,
     real: bool = False,
-    rounds: Annotated[int, typer.Option(min=1)] = 2,
-    requests: Annotated[int, typer.Option(min=1)] = 10,
+    rounds: Annotated[int, typer.Option(min=1)] = 1,
+    minutes: Annotated[float, typer.Option(min=1)] = 4.0,
     out: Path = RESULTS,
 ) -> None:
     """Compare all ways, and write the figures."""
     said: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     if real:
-        said["real"] = measured(rounds, requests)
+        said["real"] = measured(rounds, minutes)
     else:
         said["simulated"] = simulation(seeds, STAGES)
     out.write_text(json.dumps(said, indent=1) + "\n")

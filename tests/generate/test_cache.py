@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from weft.generate.engine import Engine
 from weft.generate.reader import PagedReader, TextSlice
 from weft.layout.mesh import Mesh
 from weft.models.attention import attention
@@ -205,6 +206,22 @@ def test_softmax_continues_where_it_stopped(
     expected, _ = attention(q.double(), k.double(), v.double(), document(total), window)
     near = 1e-11 if dtype == torch.float64 else 2e-2
     torch.testing.assert_close(torch.cat(outs, 1).double(), expected, rtol=0, atol=near)
+
+
+def test_an_engine_with_a_limit_has_its_whole_cache_at_once_and_pays_for_what_is_used() -> None:  # fmt: skip
+    """A step that copied the cache to a larger one would hold up all texts."""
+    engine = Engine(build("softmax"), tokens=20_000, size=4)
+    engine.submit([1, 2, 3], 2)
+    engine.run()
+    (first, *_) = stores = [pages.store for pages in engine.reader.pages]
+    assert first is not None and first.shape[1] >= 5000 and first[:, -1].eq(0).all()
+    engine.submit([i % 31 for i in range(2000)], 2)
+    engine.run()
+    assert all(a is b for a, b in zip(stores, (p.store for p in engine.reader.pages), strict=True))  # fmt: skip
+    # more than the host can promise: as much as is needed, and more of it later
+    pages = KeyValuePages(4)
+    pages.reserved = 10**14
+    assert pages.room(3, torch.zeros(1), 2, (4, 1, 8)).shape[1] < 10**6
 
 
 def test_pages_grow_with_what_is_used_and_keep_what_they_have() -> None:

@@ -17,6 +17,8 @@ WINDOWS = 8
 PACE, LEAST_CHANGE = 0.5, 0.02
 #: Part of the limit of a first token that is aimed at, as prompts that wait make later ones wait too.
 MARGIN = 0.3
+#: Part of the limit of a further token that is aimed at, as the mean of all texts is below that of the slowest.
+LATER_MARGIN = 1.0
 #: Part of a window's first-token times that are below the one that counts.
 RANK = 0.9
 #: Ratio of a latency and its limit below which nothing is changed.
@@ -79,7 +81,8 @@ class LimitsQuota(QuotaController):
             return view.quota
         firsts = [*self._firsts, view.oldest] if view.prompts else self._firsts
         late = pressure(high(firsts), MARGIN * self.first)
-        slow = pressure(mean(self._gaps) if self._gaps else 0.0, self.later)
+        gap = mean(self._gaps) if self._gaps else 0.0
+        slow = pressure(gap, LATER_MARGIN * self.later)
         self._firsts, self._gaps, self._ends = [], [], view.now + self.first / WINDOWS
         if max(late, slow) < CALM:
             return view.quota
