@@ -6,7 +6,7 @@ what passes. Clients ask for greedy and sampled texts, several at once, with a f
 middle. A client whose connection is cut, as the router is killed, asks again with the same Idempotency-Key. What is
 expected is what a service of one engine writes when it has nothing else to do: each stream to its end, each token once.
 
-    python bench/service_faults.py [--faults 40] [--seeds 2] [--clients 50] [--json bench/results/service_faults.json]
+    python bench/service_faults.py [--faults 40] [--seeds 2] [--first 0] [--clients 50] [--json FILE]
 """
 
 from __future__ import annotations
@@ -833,6 +833,7 @@ def main() -> int:
     )
     parser.add_argument("--faults", type=int, default=40, help="of each trial")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first trial")
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--services", nargs="*", default=[*KINDS])
     parser.add_argument("--keep", type=Path, help="a folder for model and logs")
@@ -845,7 +846,7 @@ def main() -> int:
         write_expected(folder, expected)
         print(f"{len(expected)} cases, {sum(len(s.times) for s in expected)} chunks", flush=True)  # fmt: skip
         trials = []
-        for seed in range(given.seeds):
+        for seed in range(given.first, given.first + given.seeds):
             for kind in given.services:
                 trials.append(asyncio.run(trial(kind, seed, folder, expected, given)))
                 report(trials, given)

@@ -135,4 +135,4 @@ def test_a_word_that_names_no_quota_is_refused(word: str) -> None:
 def test_words_name_controllers() -> None:
     limits, costs = quota_of("semi-pd:2,0.05"), quota_of("nexus")
     assert isinstance(limits, LimitsQuota) and (limits.first, limits.later) == (2, 0.05)
-    assert isinstance(costs, CostQuota) and costs.slack == 1.3
+    assert isinstance(costs, CostQuota) and costs.slack == 1.6

@@ -17,12 +17,10 @@ WINDOWS = 8
 PACE, LEAST_CHANGE = 0.5, 0.02
 #: Part of the limit of a first token that is aimed at, as prompts that wait make later ones wait too.
 MARGIN = 0.3
-#: Part of the limit of a further token that is aimed at, as the mean of all texts is below that of the slowest.
-LATER_MARGIN = 1.0
 #: Part of a window's first-token times that are below the one that counts.
 RANK = 0.9
 #: Ratio of a latency and its limit below which nothing is changed.
-CALM = 0.5
+CALM = 0.9
 #: Least and largest ratio of a latency and its limit that count.
 CLEAR, LOST = 0.05, 4.0
 
@@ -46,7 +44,8 @@ class LimitsQuota(QuotaController):
     A window lasts an eighth of the time that a first token may take. At its end, the first-token time of nine in ten
     requests and the mean inter-token time are divided by what is aimed at. A request that still waits counts as if it
     got its token now. Latencies are taken to be inverse to the share of their phase, so that the quota at which both
-    ratios would be equal can be computed. The quota goes half of the way there. If both ratios are low, it stays.
+    ratios would be equal can be computed. The quota goes half of the way there. If both ratios are below nine tenths,
+    it stays.
     """
 
     example: ClassVar[str] = "semi-pd:1,0.1"
@@ -81,8 +80,7 @@ class LimitsQuota(QuotaController):
             return view.quota
         firsts = [*self._firsts, view.oldest] if view.prompts else self._firsts
         late = pressure(high(firsts), MARGIN * self.first)
-        gap = mean(self._gaps) if self._gaps else 0.0
-        slow = pressure(gap, LATER_MARGIN * self.later)
+        slow = pressure(mean(self._gaps) if self._gaps else 0.0, self.later)
         self._firsts, self._gaps, self._ends = [], [], view.now + self.first / WINDOWS
         if max(late, slow) < CALM:
             return view.quota
