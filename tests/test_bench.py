@@ -192,6 +192,22 @@ def test_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_rl_weights(tmp_path: Path) -> None:
+    """All sides leave the same weights (asserted there); ours receives what is lacking, and holds less on the way."""
+    words = ("--rounds", "2", "--layers", "1", "--cases", "1", "--bucket", "8")
+    found = figures_of("rl_weights", tmp_path, *words)
+    (row,) = found["cases"].values()
+    moved = row["bytes by rank"]
+    lacking = zip(moved["generates"], moved["trained"], strict=True)
+    # norms, which each rank has whole, are shared
+    assert all(
+        abs(got - (need - own)) < 2**17
+        for got, (need, own) in zip(moved["received"], lacking, strict=True)
+    )
+    assert max(moved["buffer"]) <= found["bucket"] and row["share"] > 0
+
+
+@pytest.mark.soak
 def test_resting(tmp_path: Path) -> None:
     """Experts in a file make the same logits, and bytes are counted (asserted there)."""
     found = figures_of(
