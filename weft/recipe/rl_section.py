@@ -21,7 +21,8 @@ class SupervisedStart(Section):
         ),
     )
     lr: PositiveFloat = Field(
-        1e-3, description="Learning rate of the supervised steps."
+        1e-3,
+        description="Largest learning rate of the supervised steps; it falls to a tenth until their end.",
     )
 
 

@@ -139,11 +139,16 @@ class RlPhases(Job):
         return place, mesh.layout.world
 
     def learning_rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of step ``step`` of ``steps``: ``rl.start.lr`` in the supervised start."""
+        """Return the learning rate of step ``step`` of ``steps``.
+
+        In the supervised start it rises to ``rl.start.lr``, and falls to a tenth of it.
+        """
         start = self.rl.start
         if step < start.steps:
-            warm = max(1, start.steps // 10)
-            return start.lr * min(1.0, (step + 1) / warm)
+            # down again, so that what comes of rewards is not the effect of a lower rate
+            risen = (step + 1) / max(1, start.steps // 10)
+            left = 1 - 0.9 * step / start.steps
+            return start.lr * min(risen, left)
         return learning_rate(
             self.recipe.optimizer, step - start.steps, steps - start.steps
         )
