@@ -191,6 +191,20 @@ def test_answers_of_several_turns_are_learned_from(tmp_path: Path) -> None:
     assert policy["tokens"] == 16 * (phases[-1]["length"] - len("again"))
 
 
+def test_the_best_checkpoint_answers_most_questions_right(
+    tmp_path: Path, letters: dict[str, Any]
+) -> None:
+    given = recipe(
+        tasks=[letters | {"every": 2}], validation={"every": 2, "keep_best": True}
+    )
+    outcome = train(given, out=tmp_path / "run")
+    right = {r["step"]: r["accuracy"] for r in records(outcome.run, "task.letters")}
+    best = outcome.best
+    assert best.step in right and best.step > 0
+    assert right[best.step] == max(share for step, share in right.items() if step)
+    assert best.loss == pytest.approx(1 - right[best.step])
+
+
 def test_several_updates_learn_from_one_phase(
     tmp_path: Path, letters: dict[str, Any]
 ) -> None:

@@ -66,6 +66,10 @@ _probe = (
     "correct the other times accordingly."
 )
 
+_rl = (
+    "Show how many ranks should write answers and how many should train, by the times of the run with \\[rl] whose "
+    "folder stands in place of MODEL; --gpus: number of ranks."
+)
 _serve = (
     "Show how many engines serve a load within limits, which of them read prompts, write, or do both, and with which "
     "layout; by --cluster, or by timing a checkpoint here."
@@ -132,6 +136,7 @@ def plan_command(
     generate: Annotated[
         str | None, typer.Option(metavar="PROMPTSxTOKENS+NEW", help=_generate)
     ] = None,
+    rl: Annotated[bool, typer.Option("--rl", help=_rl)] = False,
     serve: Annotated[bool, typer.Option("--serve", help=_serve)] = False,
     ttft: Annotated[
         float,
@@ -160,6 +165,10 @@ def plan_command(
     from weft.planner.planned_model import check_named
     from weft.recipe.shipped import find_recipe
 
+    if rl:
+        from weft.cli.roles_plan import plan_roles
+
+        return plan_roles(model, gpus, top, as_json)
     if serve:
         from weft.cli.serving_plan import ServingQuestion, plan_serving
 

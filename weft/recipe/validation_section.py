@@ -27,7 +27,8 @@ class Validation(Section):
         False,
         description=(
             "Keep the checkpoint with the lowest validation loss beside the newest ones, under "
-            "the name 'best'. checkpoint.export then exports it."
+            "the name 'best'. checkpoint.export then exports it. With [rl] it is the one that "
+            "answers most held-out questions right."
         ),
     )
     patience: int = Field(

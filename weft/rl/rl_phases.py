@@ -138,6 +138,16 @@ class RlPhases(Job):
                 place = place * mesh.size(axis) + mesh.rank(axis)
         return place, mesh.layout.world
 
+    def judged(self, values: Mapping[str, float]) -> float | None:
+        """Return the share of held-out questions that are answered wrong, the mean over tasks; None if a task of
+        ``values`` is missing.
+
+        ``values``: the share of right answers by the name of the task.
+        """
+        shares = [values.get(task.title) for task in self.rewarded]
+        known = [share for share in shares if share is not None]
+        return 1 - sum(known) / len(known) if len(known) == len(shares) else None
+
     def learning_rate(self, step: int, steps: int) -> float:
         """Return the learning rate of step ``step`` of ``steps``.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weft.data.order import sample_hashes
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
-from weft.train.evaluation import VALIDATION, Evaluation
+from weft.train.evaluation import Evaluation
 from weft.train.guard import Guard, Regroup
 from weft.train.setup import Job
 
@@ -179,8 +179,8 @@ class Loop:
         if names:
             values = self.evaluation.run(names, self.progress.step)
             self.callbacks.call("after_evaluation", values)
-            if VALIDATION in values:
-                self.lowest.take(self.progress.step, values[VALIDATION])
+            if (loss := self.job.judged(values)) is not None:
+                self.lowest.take(self.progress.step, loss)
 
     def keep_best(self) -> None:
         """Record the latest validation as the best one, if no earlier validation had a loss as low.

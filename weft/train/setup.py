@@ -136,6 +136,13 @@ class Job:
         """
         return self.loader(self.corpus.train, mesh)
 
+    def judged(self, values: Mapping[str, float]) -> float | None:
+        """Return the number by which the best checkpoint is found, which is lowest there; None if it is not known.
+
+        ``values``: results of an evaluation by name, such as the loss on held-out data under "validation".
+        """
+        return values.get("validation")
+
     def learning_rate(self, step: int, steps: int) -> float:
         """Return the learning rate of step ``step`` (from 0) of ``steps``."""
         return learning_rate(self.recipe.optimizer, step, steps)

@@ -1,0 +1,54 @@
+"""Which ranks write and which train: the arithmetic, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.cli.roles_plan import plan_roles
+from weft.errors import UsageError, WeftError
+from weft.planner.rl_roles import PhaseTimes, phase_times, role_plans
+
+
+def phase(rollout: float, train: float) -> dict[str, Any]:
+    known = {"prepare_s": 0.5, "weights_s": 0.1, "lags": {"0": 12, "1": 4}}
+    return {"rollout_s": rollout, "train_s": train, **known}
+
+
+def test_times_of_a_run_count_ranks() -> None:
+    phases = [phase(99, 99), phase(2, 1), phase(4, 1), phase(3, 1)]
+    assert phase_times(phases, 2, 3) == PhaseTimes(6.0, 4.5, 0.1, 16)
+    with pytest.raises(WeftError, match="fewer than three"):
+        phase_times(phases[:2], 1, 1)
+
+
+def test_plans_against_all_ways_counted_by_hand() -> None:
+    plans = role_plans(PhaseTimes(6.0, 2.0, 0.0, 16), 4)
+    best = plans[0]
+    # 4 ranks in turn: 8 / 4 = 2; 3 write while 1 trains: max(2, 2) = 2, which has older answers
+    assert best.in_turn and best.seconds == 2
+    assert (plans[1].writers, plans[1].staleness, plans[1].seconds) == (3, 1, 2)
+    assert {(p.writers, p.trainers, p.staleness) for p in plans} == {
+        (4, 4, 0), *((w, 4 - w, s) for w in (1, 2, 3) for s in (0, 1))
+    }  # fmt: skip
+    assert plans[-1].seconds == max(6 / w + 2 / (4 - w) for w in (1, 2, 3))
+    assert all(0 <= plan.idle < 1 for plan in plans)
+
+
+def test_the_command_reads_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match="no folder"):
+        plan_roles(str(tmp_path / "none"), None, 5, False)
+    lines = [{"kind": "run", "step": 0, "world": 2, "recipe": {}}]
+    lines += [{"kind": "rollout", "step": i, **phase(2, 1)} for i in range(4)]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in lines)
+    )
+    assert plan_roles(str(tmp_path), 4, 3, False) == 0
+    assert "in turn\t4\t0\t1.850" in capsys.readouterr().out
+    assert plan_roles(str(tmp_path), 4, 3, True) == 0
+    assert len(json.loads(capsys.readouterr().out)["plans"]) == 3

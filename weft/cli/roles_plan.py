@@ -1,0 +1,61 @@
+"""``weft plan RUN --rl``: which ranks should write answers, and which should train."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from weft.cli.console import print_table
+from weft.errors import UsageError
+
+
+def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
+    """Print how to share ranks between writing and training, by the times of the run in the folder ``run``.
+
+    ``ranks``: number of ranks to share; None: as many as the run had, at least 2. ``top``: number of ways to print.
+    Returns the exit code.
+    """
+    from weft.observe.run_metrics import read_metrics
+    from weft.planner.rl_roles import phase_times, role_plans
+
+    folder = Path(run)
+    if not folder.is_dir():
+        raise UsageError(
+            f"--rl reads the times of a run with [rl], and {run} is no folder; give one such as runs/rl-sums"
+        )
+    records = read_metrics(folder)
+    if not records.get("rollout"):
+        raise UsageError(f"the run in {run} has no rollout phases; give one with [rl]")
+    head: dict[str, Any] = records["run"][-1]
+    trainers = int(head.get("world") or 1)
+    role = head["recipe"].get("roles", {}).get("rollout", {})
+    writers = int(role.get("ranks") or 0) or trainers
+    times = phase_times(records["rollout"], writers, trainers)
+    own = trainers if writers == trainers else trainers + writers
+    plans = role_plans(times, ranks or max(2, own))[:top]
+    if as_json:
+        print(
+            json.dumps(
+                {"times": times._asdict(), "plans": [p._asdict() for p in plans]}
+            )
+        )
+        return 0
+    print(
+        f"a phase of {times.answers:.0f} answers: writing {times.write:.2f} rank-seconds, training {times.train:.2f}, "
+        f"weights {times.weights:.3f} s"
+    )
+    print_table(
+        ("write", "train", "staleness", "s/phase", "answers/s", "waiting", "settings"),
+        [
+            (
+                "in turn" if plan.in_turn else str(plan.writers),
+                str(plan.trainers),
+                str(plan.staleness),
+                f"{plan.seconds:.3f}",
+                f"{times.answers / plan.seconds:.1f}",
+                f"{plan.idle:.0%}",
+                plan.settings,
+            )
+            for plan in plans
+        ],
+    )
+    return 0
