@@ -251,7 +251,7 @@ def above_least(weights: T, hows: Sequence[Sampling]) -> T:
     below = least.nextafter(least.new_tensor(-1.0)).tolist()
     for row, how in enumerate(hows):
         if how.min_p:
-            F.threshold_(weights[row], below[row], 0)
+            F.threshold(weights[row], below[row], 0, inplace=True)
     return weights
 
 
