@@ -38,6 +38,9 @@ FLAGS = (
 #: Seconds that a compiler may take.
 COMPILE_S = 60.0
 
+#: Keys of a batch from which on its tokens are shared among threads: handing work on takes longer for fewer.
+SHARED_KEYS = 2048
+
 #: Elements of a head must be a multiple of this, and at most :data:`WIDEST`.
 LANES, WIDEST = 16, 256
 
@@ -97,17 +100,21 @@ def attend_tokens(q: T, store: T, batch: TokenBatch, window: int, out: T) -> Non
         kernel(*pointers, *map(ctypes.c_int64, numbers), scale, ctypes.c_void_p(scores.data_ptr()))  # fmt: skip
 
     count, threads = len(batch.rows), torch.get_num_threads()
-    if threads == 1 or count < 2:
+    if threads == 1 or count < 2 or count * batch.keys < SHARED_KEYS:
         attend(0, count)
         return
     edges = [count * i // threads for i in range(threads + 1)]
-    for done in [*_workers(threads).map(attend, edges[:-1], edges[1:])]:
-        assert done is None
+    # an error of a thread is raised here
+    list(_workers(threads).map(attend, edges[:-1], edges[1:]))
 
 
 @cache
 def _workers(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "attention")
+
+
+# the threads are not in a forked child
+os.register_at_fork(after_in_child=_workers.cache_clear)
 
 
 def has_kernel(width: int, group: int, size: int) -> bool:
