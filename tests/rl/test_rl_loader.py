@@ -13,6 +13,7 @@ import torch
 from weft import registry
 from weft.api import start as train
 from weft.checkpoint.model import open_model
+from weft.checkpoint.store import open_checkpoint
 from weft.errors import UsageError, WeftError
 from weft.recipe import Recipe, build_recipe
 from weft.registry import register
@@ -111,7 +112,10 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
     # which it would not be if the reference were not kept
     policy = records(whole.run, "policy")
     assert any(r["kl"] > 0 for r in policy)
-    assert ("value_head" in a) == (policy[-1]["value_loss"] > 0) == ("method" in change)
+    # a critic stays with the run, and whoever opens the model does without
+    critic = "model.value_head" in open_checkpoint(str(whole.checkpoint)).tensors
+    assert critic == (policy[-1]["value_loss"] > 0) == ("method" in change)
+    assert "value_head" not in a
 
 
 def test_a_curriculum_goes_on_where_it_was(
@@ -225,6 +229,13 @@ def test_several_updates_learn_from_one_phase(
     [
         ({"train": {"batch": 18}}, "no whole groups"),
         ({"rl": {"batch": 3}}, "which 1 epochs do not divide"),
+        ({"rl": {"group": 1}}, "use at least 2"),
+        ({"rl": {"loss": {"kl_weight": 0.1}}}, "has none; set rl.loss.kl"),
+        ({"rl": {"loss": {"correction": {"high": 2}}}}, "low and high limit a weight"),
+        (
+            {"rl": {"loss": {"correction": {"weight": "token", "low": 3, "high": 2}}}},
+            "low = 3 is above high = 2",
+        ),
         ({"tasks": []}, "no .*tasks.* has one"),
         (
             {

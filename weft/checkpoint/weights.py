@@ -25,7 +25,7 @@ from weft.models.hugging_face import check_stored, files_beside, hf_values
 from weft.models.values import Values, grown, seeded_values, with_adapter
 from weft.shapes.config import shape_from_config
 from weft.shapes.foreign_names import hf_names
-from weft.shapes.parameters import of_adapter
+from weft.shapes.parameters import of_adapter, without_critic
 
 if TYPE_CHECKING:
     from weft.checkpoint.load import StoredCheckpoint
@@ -176,7 +176,8 @@ def open_trained(
     """Open the model in a Weft checkpoint. An adapter is joined with its base model.
 
     ``name``: what messages call the model, by default the checkpoint's address; ``ema``: take the parameters' moving
-    averages instead of their last values. Raises :class:`WeftError` if the adapter's base model has changed since.
+    averages instead of their last values. The shape of the result has no critic, whose values can be read all the same.
+    Raises :class:`WeftError` if the adapter's base model has changed since.
     """
     shape, base = model_of(checkpoint), checkpoint.meta.get("base")
 
@@ -193,14 +194,15 @@ def open_trained(
         return out
 
     files, name = stored_files(checkpoint), name or str(checkpoint)
+    trimmed = without_critic(shape)
     if shape.adapter is None or base is None:
-        return Pretrained(name, shape, values, files)
+        return Pretrained(name, trimmed, values, files)
     if base["from"] is None:
         under = seeded_values(base["seed"])
     else:
         check_unchanged(checkpoint, base["from"])
         under = _base(name, base["from"], shape)
-    return Pretrained(name, shape, _beside(under, values, shape), files)
+    return Pretrained(name, trimmed, _beside(under, values, shape), files)
 
 
 def _of_peft(name: str, folder: Path) -> Pretrained:

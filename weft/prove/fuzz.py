@@ -268,8 +268,8 @@ PAIRS: Case = {
 }
 
 
-#: Settings that a case starts from if the recipe learns from rewards: any batch has whole groups of answers.
-REWARDS: Case = {"rl.group": 1, "data.seq_len": 48}
+#: Settings that a case starts from if the recipe learns from rewards: every batch that is drawn divides a phase.
+REWARDS: Case = {"rl.group": 2, "rl.batch": 35, "data.seq_len": 48}
 
 
 @dataclass(frozen=True)

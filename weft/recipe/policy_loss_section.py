@@ -1,10 +1,11 @@
 """The section ``[rl.loss]``: what a policy is trained by, part by part; a method's name gives values to all parts."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from weft.errors import UsageError
 from weft.registry import find
 from weft.section import Section
 
@@ -36,6 +37,15 @@ class SamplerCorrection(Section):
             "'zero': it becomes 0, so that nothing is learned of the token or answer."
         ),
     )
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        """Refuse limits that nothing is compared with, or that no weight is between."""
+        if self.limits and self.weight == "none":
+            raise ValueError("low and high limit a weight; set weight = 'token'")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"low = {self.low:g} is above high = {self.high:g}")
+        return self
 
     @property
     def limits(self) -> bool:
@@ -197,4 +207,10 @@ def policy_loss(method: str, changes: Mapping[str, Any] = {}) -> PolicyLoss:
     unknown method or setting.
     """
     values: dict[str, Any] = find("policy-loss", method).implementation()
-    return PolicyLoss(**values | dict(changes))
+    loss = PolicyLoss(**values | dict(changes))
+    if loss.kl == "none" and changes.get("kl_weight"):
+        raise UsageError(
+            f"rl.loss.kl_weight = {changes['kl_weight']:g} weighs a divergence, and rl.method = {method!r} has none; "
+            "set rl.loss.kl = 'k3'"
+        )
+    return loss

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from weft.rl.curriculum import Curriculum
 
 
+#: Advantages that compare an answer with the others of its group.
+WITHIN_GROUPS = ("group", "batch", "none", "leave-one-out")
+
+
 class PhasePlace(NamedTuple):
     """Where a step stands among rollout phases.
 
@@ -168,6 +172,11 @@ def check_rl(job: RlPhases) -> None:
     """Raise :class:`UsageError` if numbers of ``[rl]`` and ``[train]`` do not go together."""
     recipe, rl = job.recipe, job.rl
     batch = recipe.train.batch
+    if rl.group == 1 and job.loss.advantage in WITHIN_GROUPS:
+        raise UsageError(
+            f"rl.group = 1 leaves nothing to compare an answer with, and rl.method = {rl.method!r} compares it with "
+            "others of its group; use at least 2"
+        )
     if not rl.batch and batch % rl.group:
         raise UsageError(
             f"train.batch = {batch} answers are no whole groups of rl.group = {rl.group}; make the batch a multiple "

@@ -128,6 +128,11 @@ def whole_weights(shape: ModelShape) -> list[str]:
     return [*whole, VALUE_HEAD] if shape.value_head else whole
 
 
+def without_critic(shape: ModelShape) -> ModelShape:
+    """Return ``shape`` without the output of a critic, which only training needs."""
+    return shape.model_copy(update={"value_head": False}) if shape.value_head else shape
+
+
 def row_tokens(shape: ModelShape, weight: VocabularyWeight) -> tuple[int, ...]:
     """Return the ids of the tokens whose rows of ``weight`` an adapter trains; empty if it trains no single rows.
 

@@ -22,6 +22,7 @@ from weft.errors import UsageError, WeftError, nearest
 from weft.layout.dims import whole_box
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.registry import KINDS, declared, find, names
+from weft.shapes.parameters import VALUE_HEAD, without_critic
 
 #: The format that needs no technique.
 WEFT = "weft"
@@ -86,7 +87,7 @@ def _weft(where: Where) -> Foreign:
             {
                 n.removeprefix(prefix): [shard(n)]
                 for n in checkpoint.tensors
-                if n.startswith(prefix)
+                if n.startswith(prefix) and n != prefix + VALUE_HEAD
             }
         )
 
@@ -102,7 +103,8 @@ def _weft(where: Where) -> Foreign:
     }
     step = int(checkpoint.meta.get("progress", {}).get("step", 0))
     files = stored_files(checkpoint)
-    return Foreign(WEFT, checkpoint.storage, model_of(checkpoint), under("model."), moments, step, files,
+    shape = without_critic(model_of(checkpoint))
+    return Foreign(WEFT, checkpoint.storage, shape, under("model."), moments, step, files,
                    learned_length(checkpoint))  # fmt: skip
 
 
