@@ -115,7 +115,7 @@ def test_answers_are_blocks_of_code(sandbox: CodeSandbox) -> None:
     ):
         assert whole.score(QUESTION, text) == reward
         assert partial.score(QUESTION, text) == share
-    with pytest.raises(UsageError, match=r"no 'tests', a list of asserts"):
+    with pytest.raises(UsageError, match=r"needs records with 'tests'"):
         whole.score(RewardQuestion("?"), RIGHT)
     whole.close()
     partial.close()

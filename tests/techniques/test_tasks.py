@@ -12,6 +12,7 @@ import pytest
 
 from weft.errors import UsageError
 from weft.recipe import Task
+from weft.registry import names
 from weft.rl.build_task import reward_task
 from weft.rl.reward_task import RewardTask
 from weft.rl.rollout import RewardQuestion
@@ -218,7 +219,18 @@ JUDGES: dict[str, tuple[dict[str, Any], RewardQuestion]] = {
     "dataset regex": ({"scorer": "regex"}, RewardQuestion("?", r"\w* ?46")),
     "regex": ({"pattern": r"<b>(\d|,)+</b>"}, RewardQuestion("?")),
     "json-schema": ({"json_schema": SCHEMA}, RewardQuestion("?")),
+    "calculator": ({}, RewardQuestion("12*34+5=", "413")),
+    "combined": (
+        {"parts": [{"reward": "countdown"}, {"reward": "regex", "pattern": r"[3-7+*]+"}], "how": "product"},
+        RewardQuestion("", "3*5+7", {"numbers": [3, 5, 7], "target": 22}),
+    ),
 }  # fmt: skip
+
+
+def test_hostile_answers_are_given_to_every_task() -> None:
+    """But to a reward model, which reads an answer as tokens and nothing else; code has a test of its own."""
+    judged = {name.split()[0] for name in JUDGES}
+    assert judged | {"code", "reward-model"} == {*names("task")}
 
 
 @pytest.mark.parametrize("name", JUDGES)

@@ -395,5 +395,8 @@ class RlLoader:
             return None
         scored = [reward for group in groups for reward in group.scored]
         if not scored:
-            raise WeftError(f"task {settings.title}: no answer could be scored")
+            why = next(why for group in groups for why in group.whys if why)
+            raise WeftError(
+                f"task {settings.title}: no answer could be scored; the first one {why}"
+            )
         return Answered(len(questions), sum(reward >= 1 for reward in scored), None)

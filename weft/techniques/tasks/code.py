@@ -69,6 +69,13 @@ class CodeTask(PromptTask):
             settings.modules, settings.run_seconds, settings.run_megabytes
         )
 
+    def question(
+        self, index: int, held_out: bool = False, level: int | None = None
+    ) -> RewardQuestion:
+        question = super().question(index, held_out, level)
+        _tests(question.facts)
+        return question
+
     def score(self, question: RewardQuestion, answer: str) -> float:
         blocks = BLOCK.findall(answer[-LONGEST:])
         code = blocks[-1] if blocks else answer
@@ -93,6 +100,8 @@ def _tests(facts: Any) -> tuple[list[str], str]:
     tests = facts.get("tests") or facts.get("test_list")
     tests = [tests] if isinstance(tests, str) else tests
     if not tests or not all(isinstance(test, str) for test in tests):
-        raise UsageError("the question has no 'tests', a list of asserts in Python")
+        raise UsageError(
+            "tasks.reward = 'code' needs records with 'tests', a list of asserts in Python, and one has none"
+        )
     setup = facts.get("setup") or facts.get("test_setup_code") or ""
     return [*tests], str(setup)
