@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from tests.chats import TEMPLATES, save_tokenizer
 from tests.conftest import Command
 from tests.generate.test_many import PROMPTS, alone, build
 from tests.generate.test_text_options import texts_of
+from tests.serve.running import Running
 from weft.checkpoint.model import open_model
 from weft.data.chat.encode import reasoning_prompt
 from weft.data.chat.reasoning import Thoughts
 from weft.data.tokenizer import load_tokenizer
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.generate.best_answer import Verifier, answer_start, rated_answers
 from weft.generate.engine import Engine
 from weft.generate.sampling import Sampling
 from weft.recipe import Task
 from weft.rl.build_task import reward_task
+from weft.rl.reward_workers import RewardWorkers, task_words
 from weft.rl.rollout import RewardQuestion
 
 #: A template that opens reasoning itself and has no variable for it.
@@ -235,3 +238,34 @@ def test_a_reward_model_gives_rewards_of_the_same_scores(judge: Path) -> None:
         assert logistic == pytest.approx(1 / (1 + math.exp(-score)))
     with pytest.raises(UsageError, match=r"needs tasks.model"):
         reward_task(Task(reward="reward-model")).score(question, "four")
+
+
+@pytest.mark.slow(3)
+def test_a_served_reward_model_gives_the_same_rewards(
+    judge: Path, writer: Path, tmp_path: Path
+) -> None:
+    """Over HTTP, with a key; a server that writes texts, one without the key and none at all are each named."""
+    model, *_ = open_model(str(judge), "cpu", lambda line: None)
+    plain = reward_task(Task(reward="reward-model", model=str(judge)))
+    key = tmp_path / "key"
+    key.write_text("open sesame\n")
+    question = RewardQuestion("begin")
+    server = Running(load_tokenizer(str(judge)), ("open sesame",), model=model)
+    with closing(server) as running:
+        where = "http://{}:{}".format(*running.address)
+        served = Task(reward="reward-model", model=f"{where}/v1", key=str(key))
+        words = task_words(served)
+        with RewardWorkers(words, 1) as workers:
+            scored = workers.scores([question] * 2, ["four", "six"])
+        assert [s.value for s in scored] == [plain.score(question, a) for a in ("four", "six")]  # fmt: skip
+        without = reward_task(Task(reward="reward-model", model=where))
+        with pytest.raises(WeftError, match=r"/v1/score answers 401: .*no valid API key"):  # fmt: skip
+            without.score(question, "four")
+    with pytest.raises(WeftError, match=r"gives no score: .*refused"):
+        without.score(question, "four")
+    other, *_ = open_model(str(writer), "cpu", lambda line: None)
+    with closing(Running(load_tokenizer(str(writer)), model=other)) as running:
+        where = "http://{}:{}".format(*running.address)
+        wrong = reward_task(Task(reward="reward-model", model=where))
+        with pytest.raises(WeftError, match=r"answers 400: .*scores none"):
+            wrong.score(question, "four")

@@ -99,6 +99,17 @@ def rated_answers(
     return rated
 
 
+@torch.inference_mode()
+def text_score(model: Transformer, ids: Sequence[int]) -> float:
+    """Return the score that a reward model gives the text ``ids``, at its last token."""
+    check_ids(ids, model.shape.vocab)
+    row = torch.tensor([ids, range(len(ids))], device=model.mesh.device)
+    ends = torch.tensor([0, len(ids)], dtype=torch.int32)
+    return float(
+        model(row[:1], row[1:], ends, only=slice(len(ids) - 1, None)).squeeze()
+    )
+
+
 class Verifier:
     """Scores answers to the conversation ``talk`` by ``model``, a reward model with the tokenizer ``tokenizer``.
 
@@ -117,14 +128,9 @@ class Verifier:
         self.model, self.talk, self.tools = model, talk, tools
         self.encoder: ChatEncoder = own_encoder(tokenizer, name)
 
-    @torch.inference_mode()
     def __call__(self, answer: str) -> float:
         """Return the score at the last token of the conversation with ``answer``."""
         talk = [*self.talk, {"role": "assistant", "content": answer}]
         shown = self.encoder.template.render(as_messages(talk), self.tools)
         ids = [int(i) for i in self.encoder.tokens.encode(shown)[0]]
-        check_ids(ids, self.model.shape.vocab)
-        row = torch.tensor([ids, range(len(ids))], device=self.model.mesh.device)
-        ends = torch.tensor([0, len(ids)], dtype=torch.int32)
-        last = slice(len(ids) - 1, None)
-        return float(self.model(row[:1], row[1:], ends, only=last).squeeze())
+        return text_score(self.model, ids)

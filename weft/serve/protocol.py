@@ -556,6 +556,12 @@ class EmbeddingRequest(Modelled):
     dimensions: int | None = Field(None, ge=1)
 
 
+class ScoreRequest(Modelled):
+    """``POST /v1/score``: a conversation, which ends with the answer to be scored."""
+
+    messages: Annotated[list[Any], Field(min_length=1)]
+
+
 class Untokenized(Conversing):
     """``POST /tokenize``: the text ``prompt`` or the conversation ``messages``, to be converted to token ids."""
 

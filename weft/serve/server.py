@@ -16,6 +16,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from weft.data.chat.conversation import check_messages
+from weft.data.chat.encode import own_encoder
 from weft.data.tokenizer import Tokenizer
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import AnswerRequest, Backend, SearchRequest
@@ -46,6 +48,7 @@ from weft.serve.protocol import (
     Modelled,
     Refusal,
     SamplingRequest,
+    ScoreRequest,
     Texts,
     Tokenized,
     Untokenized,
@@ -54,6 +57,7 @@ from weft.serve.replies import Answer, Replies, usage_of
 from weft.serve.request_reader import RequestReader
 from weft.serve.responses import ResponsesRequest
 from weft.serve.server_metrics import AnswerTimer, ServerMetrics
+from weft.serve.service import Service
 
 Q = TypeVar("Q", bound=Modelled)
 
@@ -120,6 +124,7 @@ class Server:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            Route("/v1/score", self.score, methods=["POST"]),
             Route(MESSAGES, self.messages, methods=["POST"]),
             Route(f"{MESSAGES}/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -416,6 +421,34 @@ class Server:
         return JSONResponse(
             {"object": "list", "data": data, "model": self.name, "usage": usage}
         )
+
+    async def score(self, request: Request) -> Response:
+        """Answer a request for the score of a conversation by a reward model."""
+        asked = await self._question(request, ScoreRequest)
+        if not (isinstance(self.backend, Service) and self.backend.is_reward_model):
+            raise refused_for(
+                asked,
+                "model",
+                f"{self.name!r} writes texts and scores none; serve a reward model by one engine",
+            )
+        try:
+            ids = await asyncio.to_thread(self._scored_ids, asked.messages)
+        except WeftError as error:
+            raise refused_for(asked, "messages", str(error)) from None
+        if len(ids) > LONGEST:
+            limit = TokenLimit(LONGEST, "a scored text's limit")
+            raise TooManyTokens(len(ids), limit).refusal("messages")
+        async with self.embedding:
+            score = await self.backend.score(ids)
+        usage = usage_of(len(ids), 0)
+        return JSONResponse(
+            {"object": "score", "score": score, "model": self.name, "usage": usage}
+        )
+
+    def _scored_ids(self, messages: Any) -> list[int]:
+        encoder = own_encoder(self.tokenizer, self.name)
+        shown = encoder.template.render(check_messages(messages))
+        return [int(i) for i in encoder.tokens.encode(shown)[0]]
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._question(request, Untokenized)

@@ -18,6 +18,7 @@ from weft.generate.backend import (
     ServerEnding,
     TokenEvent,
 )
+from weft.generate.best_answer import text_score
 from weft.generate.embedding import embed
 from weft.generate.engine import Engine
 from weft.generate.engine_thread import EngineThread
@@ -100,6 +101,16 @@ class Service:
         self, ids: Sequence[int], pooling: Literal["mean", "last"], size: int | None
     ) -> torch.Tensor:
         action = partial(embed, self.engine, ids, pooling, size)
+        return await asyncio.wrap_future(self.thread.call(action))
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether the model scores texts, and writes none."""
+        return self.engine.model.shape.output == "score"
+
+    async def score(self, ids: Sequence[int]) -> float:
+        """Return the score that the reward model gives the text ``ids``, computed between two steps of the engine."""
+        action = partial(text_score, self.engine.model, ids)
         return await asyncio.wrap_future(self.thread.call(action))
 
     def loads(self) -> Mapping[str, EngineLoad]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from pydantic import Field
 
-from weft.errors import UsageError
+from weft.data.reading import reading
+from weft.errors import UsageError, WeftError
 from weft.registry import register
 from weft.rl.prompt_task import PromptTask
 from weft.rl.rollout import RewardQuestion
 from weft.section import Section
 
 if TYPE_CHECKING:
+    from weft.data.chat.encode import Messages
     from weft.generate.best_answer import Verifier
 
 
@@ -24,8 +30,12 @@ class RewardModelSettings(Section):
     model: str = Field(
         "",
         description=(
-            "The reward model: folder of a run or a checkpoint of loss.kind = 'reward'."
+            "The reward model: folder of a run or a checkpoint of loss.kind = 'reward', or the address of a "
+            "server of such a model, http://HOST:PORT, by weft serve."
         ),
+    )
+    key: str = Field(
+        "", description="File with the API key of the server, if it wants one."
     )
     device: str = Field(
         "cpu", description="Where the reward model computes: 'cpu' or 'cuda'."
@@ -45,6 +55,7 @@ class RewardModel(PromptTask):
     """Asks the prompts of a file, and rewards an answer by the score that a reward model gives the conversation."""
 
     _verifier: Verifier | None = None
+    _key = ""
 
     def prepare(self) -> None:
         from weft.checkpoint.model import open_model, tokenizer_of
@@ -56,6 +67,12 @@ class RewardModel(PromptTask):
                 "tasks.reward = 'reward-model' needs tasks.model, the folder of a reward model"
             )
 
+        if _is_address(settings.model):
+            if settings.key:
+                with reading(Path(settings.key), "a file with an API key"):
+                    self._key = Path(settings.key).expanduser().read_text().strip()
+            return
+
         def warn(line: str) -> None:
             print(f"tasks.model: {line}", file=sys.stderr)
 
@@ -66,11 +83,39 @@ class RewardModel(PromptTask):
     def score(self, question: RewardQuestion, answer: str) -> float:
         from weft.data.chat.conversation import as_messages
 
-        if self._verifier is None:
-            self.prepare()
-            assert self._verifier is not None
-        self._verifier.talk = as_messages(question.prompt)
-        score = self._verifier(answer)
-        if self.settings.own(RewardModelSettings).scale == "none":
+        settings = self.settings.own(RewardModelSettings)
+        talk = as_messages(question.prompt)
+        if _is_address(settings.model):
+            score = self._asked_score([*talk, {"role": "assistant", "content": answer}])
+        else:
+            if self._verifier is None:
+                self.prepare()
+                assert self._verifier is not None
+            self._verifier.talk = talk
+            score = self._verifier(answer)
+        if settings.scale == "none":
             return score
         return 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))  # fmt: skip
+
+    def _asked_score(self, talk: Messages) -> float:
+        """Ask the server for the score of a conversation."""
+        where = self.settings.own(RewardModelSettings).model.rstrip("/")
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        body = json.dumps({"messages": talk}).encode()
+        url = f"{where.removesuffix('/v1')}/v1/score"
+        asking = Request(url, body, headers, method="POST")
+        try:
+            with urlopen(asking, timeout=self.common.seconds) as reply:
+                score: float = json.load(reply)["score"]
+        except HTTPError as error:
+            said = error.read(2000).decode(errors="replace")
+            raise WeftError(f"{url} answers {error.code}: {said}") from None
+        except (OSError, ValueError, KeyError) as error:
+            raise WeftError(f"{url} gives no score: {error}") from None
+        return score
+
+
+def _is_address(model: str) -> bool:
+    return model.startswith(("http://", "https://"))
