@@ -106,11 +106,14 @@ def test_answers_are_written_ahead_and_never_too_stale(
     [
         ({"rl": {"staleness": 1}}, "set roles.rollout.ranks"),
         ({"rl": {"staleness": 1, "redraw": 1}, "roles": ELSEWHERE}, "leave one of them out"),
-        ({"roles": {"rollout": {"ranks": 1, "layout": {"tp": 2}}}}, "writes in other processes"),
+        ({"roles": {"rollout": {"ranks": 1, "layout": {"tp": 2}}}}, "other processes write"),
+        ({"roles": {"rollout": {"listen": "127.0.0.1:70000"}}}, "no port below 65536"),
+        ({"roles": {"rollout": {"listen": "127.0.0.1:7000"}}}, "set WEFT_SECRET here and there"),
     ],
 )  # fmt: skip
 def test_what_engines_elsewhere_cannot_do_is_refused(
-    sections: dict[str, Any], why: str, tmp_path: Path
+    sections: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("WEFT_SECRET", raising=False)
     with pytest.raises(UsageError, match=why):
         train(recipe(**sections), out=tmp_path / "run")

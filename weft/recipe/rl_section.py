@@ -115,12 +115,32 @@ class RolloutRole(Section):
     ranks: NonNegativeInt = Field(
         0,
         description=(
-            "Processes that write while others train. 0: the ranks of training write and train in turn."
+            "Processes that write while others train. 0: the ranks of training write and train in turn, "
+            "or engines of other hosts write (listen)."
+        ),
+    )
+    listen: str = Field(
+        "",
+        pattern=r"^$|^[^/\s]+:\d{1,5}$",
+        description=(
+            "Address HOST:PORT of the first rank at which engines of other hosts join: weft engine "
+            "--checkpoint policy: --join HOST:PORT. They need the run's WEFT_SECRET."
         ),
     )
     threads: NonNegativeInt = Field(
         0, description="Threads of each such process; 0: the cores divided among them."
     )
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether answers are written in other processes than those that train."""
+        return bool(self.ranks or self.listen)
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port at which engines of other hosts join; None if they do not."""
+        host, _, port = self.listen.rpartition(":")
+        return (host.strip("[]"), int(port)) if self.listen else None
 
 
 class Roles(Section):

@@ -69,7 +69,7 @@ class RlJob(RlPhases):
         )
         lines = deque[str]()
         role = recipe.roles.rollout
-        if not role.ranks:
+        if not role.elsewhere:
             rollouts: RolloutSource = local
         else:
             # what a run without it does not wait for
@@ -85,7 +85,10 @@ class RlJob(RlPhases):
                 role.threads,
                 recipe.train.timeout,
                 interrupted,
+                role.address,
             )
+            while lines:  # where others can join
+                recorder.event(lines.popleft())
         workers = [
             reward_workers(task, recipe.train.seed, recipe.plugins)
             for task in self.rewarded
@@ -102,7 +105,7 @@ class RlJob(RlPhases):
         from weft.rl.remote_rollouts import RemoteSettings
 
         recipe, rl = self.recipe, self.rl
-        most = -(-self.answers // recipe.roles.rollout.ranks)
+        most = -(-self.answers // max(1, recipe.roles.rollout.ranks))
         most = max(rl.group, min(AT_A_TIME, most))
         return RemoteSettings(
             bound=rl.staleness,

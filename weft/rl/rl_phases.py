@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -183,7 +184,7 @@ def check_rl(job: RlPhases) -> None:
             "of it"
         )
     role = recipe.roles.rollout
-    if rl.staleness and not role.ranks:
+    if rl.staleness and not role.elsewhere:
         raise UsageError(
             f"rl.staleness = {rl.staleness} lets answers be written while others are learned from, and the ranks of "
             "training do both in turn; set roles.rollout.ranks, or leave it out"
@@ -197,10 +198,19 @@ def check_rl(job: RlPhases) -> None:
         raise UsageError(
             "a task has answers of several turns, which are not written ahead; leave rl.staleness out"
         )
-    if role.ranks and role.layout.world > 1:
+    if role.elsewhere and role.layout.world > 1:
         raise UsageError(
-            f"roles.rollout.layout = {role.layout} is about the ranks of training, and roles.rollout.ranks = "
-            f"{role.ranks} writes in other processes; leave one of them out"
+            f"roles.rollout.layout = {role.layout} is about the ranks of training, and with roles.rollout.ranks or "
+            "listen other processes write; leave one of them out"
+        )
+    if role.address and role.address[1] > 65535:
+        raise UsageError(
+            f"roles.rollout.listen = {role.listen!r} has no port below 65536; give HOST:PORT"
+        )
+    if role.listen and not os.environ.get("WEFT_SECRET"):
+        raise UsageError(
+            f"roles.rollout.listen = {role.listen!r} lets engines of other hosts join that know the run's secret; set "
+            "WEFT_SECRET here and there"
         )
     if job.answers * rl.epochs % batch:
         raise UsageError(

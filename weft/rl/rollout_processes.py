@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from weft.cluster.engine_processes import EngineProcesses
 from weft.cluster.engine_router import EngineRouter
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh, from_all
-from weft.net.endpoint import Endpoint, process_endpoint
+from weft.net.endpoint import Address, Endpoint, process_endpoint
 from weft.net.sockets import own_address
 from weft.parallel.state import State
 from weft.recipe import ModelShape
@@ -80,28 +80,27 @@ def open_remote_rollouts(
     threads: int = 0,
     wait: float = 600.0,
     interrupted: Callable[[], bool] = lambda: False,
+    listen: Address | None = None,
 ) -> RolloutSource:
     """Return the rollouts of engines in other processes, for a run that trains ``state`` on the ranks of ``mesh``.
     Collective over these ranks.
 
     ``shape``: the policy's shape. ``engines``: how many engines the first rank starts on its host, with ``threads``
-    threads each (0: an equal share of the cores). Others join with ``weft engine --checkpoint policy:``, for which the
-    run must have ``WEFT_SECRET``; without ``engines``, the run waits until one has. ``wait``: seconds that the first
-    weights wait for engines. ``say`` prints a line. ``interrupted``: returns whether this rank is asked to end the run.
+    threads each (0: an equal share of the cores). ``listen``: address of the first rank at which others join with
+    ``weft engine --checkpoint policy:``, for which the run must have ``WEFT_SECRET``; None: those of this host alone.
+    Without ``engines``, the run waits until one has joined. ``wait``: seconds that the first weights wait for engines.
+    ``say`` prints a line. ``interrupted``: returns whether this rank is asked to end the run.
     """
     group = mesh.step_group
-    endpoint = process_endpoint(own_address())
+    rank = 0 if group is None else group.rank()
+    endpoint = rollout_endpoint(rank, listen)
     secret = from_all(rollout_secret(), group)[0]
     sender = WeightSender(mesh, state, endpoint, secret, settings.weights)
-    if group is not None and group.rank():
+    if rank:
         return FollowingRollouts(sender)
     host, port = endpoint.address
     if not secret:
         say(f"rollouts: weft engine --checkpoint policy: --join {host}:{port}")
-    elif not engines:
-        raise WeftError(
-            "rollouts wait for engines of other hosts, and WEFT_SECRET is not set; set it, or give ranks"
-        )
     processes = start_rollout_engines(engines, endpoint, secret, say, threads) if engines else None  # fmt: skip
 
     def started(router: EngineRouter) -> None:
@@ -116,6 +115,22 @@ def open_remote_rollouts(
     return RemoteRollouts(
         endpoint, secret, shape, sender, settings, say, started, ended, interrupted
     )
+
+
+def rollout_endpoint(rank: int, listen: Address | None) -> Endpoint:
+    """Return the endpoint at which engines reach the training rank ``rank``. ``listen``: as the recipe gives it for the
+    first rank; others listen on the same host, if it is theirs, or where the ranks of the run reach them.
+
+    Raises :class:`UsageError` if the first rank cannot listen there.
+    """
+    if listen is None:
+        return process_endpoint(own_address())
+    if rank == 0:
+        return Endpoint(*listen)
+    try:
+        return Endpoint(listen[0])
+    except UsageError:
+        return process_endpoint(own_address())
 
 
 def await_engine(router: EngineRouter, wait: float) -> None:
