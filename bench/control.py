@@ -153,21 +153,26 @@ def solved(seeds: int) -> dict[str, Any]:
 
 
 def carl(seeds: int) -> dict[str, Any]:
-    """Product and sum of the same penalties, at both minibatches."""
+    """Product and sum of the same penalties, at both minibatches; all runs at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    kinds = {
+        f"{reward} {size}": {
+            "environment": "CartPole-v1", "transitions": 16 * 8192, "environments": 16, "horizon": 512, "epochs": 8,
+            "processes": 1, "minibatch": size, "lr": 3e-4 * (size / 64) ** 0.5, "reward": reward, "terms": PENALTIES,
+        }
+        for reward in ("product", "sum")
+        for size in (64, 4096)
+    }  # fmt: skip
     table: dict[str, Any] = {}
+    with ThreadPoolExecutor(len(kinds) * seeds) as pool:
+        runs = {k: [pool.submit(run, kinds[k], seed) for seed in range(seeds)] for k in kinds}  # fmt: skip
+        for kind, started in runs.items():
+            rows = [each.result() for each in started]
+            table[kind] = {"lr": kinds[kind]["lr"], "runs": rows}
+            table[kind] |= {key: mean(r[key] for r in rows) for key in ("return", "own")}  # fmt: skip
+            print(kind, [round(r["return"], 1) for r in rows], flush=True)
     for reward in ("product", "sum"):
-        for size in (64, 4096):
-            control = {
-                "environment": "CartPole-v1", "transitions": 20 * 8192, "environments": 16, "horizon": 512, "epochs": 8,
-                "processes": 1, "minibatch": size, "lr": 3e-4 * (size / 64) ** 0.5, "reward": reward,
-                "terms": PENALTIES,
-            }  # fmt: skip
-            rows = [run(control, seed) for seed in range(seeds)]
-            table[f"{reward} {size}"] = {
-                "lr": control["lr"], "runs": rows, "return": mean(r["return"] for r in rows),
-                "own": mean(r["own"] for r in rows),
-            }  # fmt: skip
-            print(reward, size, [round(r["return"], 1) for r in rows], flush=True)
         kept = table[f"{reward} 4096"]["return"] / table[f"{reward} 64"]["return"]
         table[f"{reward} kept"] = kept
     return table

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from weft.api import finish_run, start
 from weft.checkpoint.store import committed_checkpoints, open_checkpoint
@@ -37,7 +38,7 @@ from weft.rl.control.environment_kinds import (
 from weft.rl.control.environment_pool import EnvironmentPool
 from weft.rl.control.environment_process import EpisodeRunner, episode_seed
 from weft.rl.control.episode_advantages import episode_advantages
-from weft.rl.control.on_policy import SeenObservations, environment_words
+from weft.rl.control.on_policy import SeenObservations, cut_off, environment_words
 from weft.rl.control.simple_reward import SimpleReward
 
 WALK = "weft.rl.control.environment_kinds:LineWalk"
@@ -178,6 +179,15 @@ def test_a_rank_that_is_cut_off_bootstraps_from_what_it_collected() -> None:
         )
     )
     assert sum(len(share.rows) for share in rows) == 6 * settings.epochs
+
+
+def test_stragglers_stop_once_enough_ranks_are_done() -> None:
+    store = HashStore()
+    three = [cut_off(store, "step", 4, 2) for _ in range(3)]
+    assert not any(stops(3) for stops in three)
+    assert not three[0](4) and not three[1](2)
+    assert not three[2](4) and three[1](3)
+    assert not cut_off(store, "next", 4, 2)(1)
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian", "beta"])

@@ -37,6 +37,7 @@ from weft.rl.control.on_policy import environment_words
 from weft.rl.control.published_weights import PublishedWeights
 from weft.rl.control.stored_learners import stored_learner
 from weft.rl.control.transition_replay import TransitionReplay
+from weft.run.signals import requests
 
 T = torch.Tensor
 
@@ -221,7 +222,8 @@ class OffPolicy:
         aim = min((number + 1) * settings.every, settings.transitions)
         before, updates = self._replay.added, self.updates
         sums: dict[str, Any] = {}
-        while self._replay.added < aim:
+        # a step may take as long as many slow environments: a wish to end is not to wait for it
+        while self._replay.added < aim and not requests.asked:
             if settings.lockstep:
                 due = self._exchange_in_step()
             else:
@@ -243,7 +245,7 @@ class OffPolicy:
                 "own_return": ended.own / ended.episodes,
                 "length": ended.steps / ended.episodes,
             }
-        taken = self._replay.added
+        taken = max(1, self._replay.added)
         values |= {
             "episodes": ended.episodes,
             "dropped": self._dropped,
@@ -253,7 +255,7 @@ class OffPolicy:
             "lag": float(np.mean(self._lags)) if self._lags else 0.0,
         }
         lines, self._lines, self._lags = self._lines, [], []
-        return MethodStep(taken - before, done, values, lines)
+        return MethodStep(self._replay.added - before, done, values, lines)
 
     def _may_update(self) -> bool:
         settings, taken = self._settings, self._replay.added

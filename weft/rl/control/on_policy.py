@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,24 @@ def summing_over(mesh: Mesh) -> SumOverRanks:
             dist.all_reduce(values, group=mesh.step_group)
 
     return add_up
+
+
+def cut_off(
+    store: dist.Store, key: str, horizon: int, enough: int
+) -> Callable[[int], bool]:
+    """Return whether a rank shall stop collecting, as a function of the steps that it has taken.
+
+    It stops as soon as ``enough`` ranks have all ``horizon`` steps. ``store``: of all ranks; ``key``: under which they
+    are counted there.
+    """
+
+    def stops(taken: int) -> bool:
+        if taken == horizon:
+            store.add(key, 1)
+            return False
+        return store.add(key, 0) >= enough
+
+    return stops
 
 
 class SeenObservations:
@@ -191,22 +209,14 @@ class OnPolicy:
             int(taken), learned.updates, values, [line for theirs in lines for line in theirs]
         )  # fmt: skip
 
-    def _cut_off(self, number: int) -> Any:
+    def _cut_off(self, number: int) -> Callable[[int], bool]:
         """Return whether this rank shall stop collecting, as a function of the steps that it has taken."""
         settings, ranks = self._settings, self._mesh.layout.dp
         enough = math.ceil(settings.cutoff * ranks)
         if enough >= ranks:
             return lambda taken: False
         store = dist.distributed_c10d._get_default_store()
-        key = f"weft/control/{number}"
-
-        def stops(taken: int) -> bool:
-            if taken == settings.horizon:
-                store.add(key, 1)
-                return False
-            return store.add(key, 0) >= enough
-
-        return stops
+        return cut_off(store, f"weft/control/{number}", settings.horizon, enough)
 
     def best(self, observations: np.ndarray) -> np.ndarray:
         """Return the most likely actions for ``observations``, ``[environments, observed]``."""
