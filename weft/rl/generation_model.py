@@ -51,6 +51,7 @@ class GenerationModel:
         ``mesh``: the ranks that generate together with this rank.
         ``leads``: whether this rank holds the engine of its group; the others call
             :func:`weft.generate.leader.follow_leader`. When the engine rests, they return, and all can train.
+        ``group``, ``groups``: number of this rank's group, and of all groups.
         ``version``: number of the weights that the model has; -1: none yet.
         ``shared``: names of the parameters that share their memory with the state.
     """
@@ -61,7 +62,9 @@ class GenerationModel:
     ) -> None:  # fmt: skip
         check_layout(layout, shape)
         self.training, self.state, self.bucket = mesh, state, bucket
-        self.mesh = generation_mesh(shape, mesh, layout, state)
+        self.mesh, self.group, self.groups = generation_place(
+            shape, mesh, layout, state
+        )
         self.model, self.held = model_to_fill(shape, self.mesh, train, weights)
         self.leads = self.mesh.step_group is None or self.mesh.step_group.rank() == 0
         self.version = -1
@@ -193,24 +196,35 @@ def _no_values(name: str, logical: Logical, box: Box) -> T:
     return torch.zeros(())
 
 
-def generation_mesh(
+class GenerationPlace(NamedTuple):
+    """The mesh of the ranks that generate together with this rank, and numbers of their group and of all groups."""
+
+    mesh: Mesh
+    group: int
+    groups: int
+
+
+def generation_place(
     shape: ModelShape, mesh: Mesh, layout: Layout, state: State
-) -> Mesh:
-    """Return the mesh of the ranks with which this rank generates under ``layout``. Collective over the ranks of
-    ``mesh``, which train ``state``. Raises :class:`UsageError` if they cannot be divided into such groups.
+) -> GenerationPlace:
+    """Return with which ranks this rank generates under ``layout``. Collective over the ranks of ``mesh``, which train
+    ``state``. Raises :class:`UsageError` if they cannot be divided into such groups.
     """
     if mesh.layout.world % layout.world:
         raise UsageError(
             f"{mesh.layout.world} ranks train, and {layout.world} would generate together under {layout}; "
             "give a layout whose number of ranks divides those that train"
         )
+    rank = 0 if mesh.step_group is None else mesh.step_group.rank()
     if layout.world == 1:
-        return Mesh.single(mesh.device)
+        return GenerationPlace(Mesh.single(mesh.device), rank, mesh.layout.world)
     cut = of_parameters(layout)
     held = from_all({h.name: [h.box] for h in state.held}, mesh.step_group)
     needed = [computed_boxes(shape, cut, rank) for rank in range(cut.world)]
-    groups = generation_groups(cut, held, needed)
-    return mesh_of_members(groups.layout, mesh.device, groups.members)
+    chosen, members, _ = generation_groups(cut, held, needed)
+    (group,) = (i for i, ranks in enumerate(members) if rank in ranks)
+    own = mesh_of_members(chosen, mesh.device, members)
+    return GenerationPlace(own, group, len(members))
 
 
 def _check_weights(weights: str, shape: ModelShape, mesh: Mesh) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weft.generate.sampling import Sampling
+from weft.rl.generation_turns import FollowingEngine
 from weft.rl.rollout import AnswerGroup, GroupRequest, VersionSpan, WrittenAnswer
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class LocalRollouts:
         ``version``: number of updates of the weights that write.
     """
 
-    engine: Engine
+    engine: Engine | FollowingEngine
     sampling: Sampling
     most: int
     stops: Sequence[int]
@@ -49,6 +50,7 @@ class LocalRollouts:
         Raises :class:`RolloutInterrupted` if this rank is asked to end the run meanwhile.
         """
         groups, self.waiting = self.waiting[:count], self.waiting[count:]
+        assert not isinstance(self.engine, FollowingEngine), "others write for it"
         texts = [self._submit(group) for group in groups]
         scheduler = self.engine.scheduler
         while self.engine.step() or scheduler.running or scheduler.waiting:
@@ -63,6 +65,7 @@ class LocalRollouts:
 
     def _submit(self, group: GroupRequest) -> list[Generation]:
         how = Sampling(temperature=self.sampling.temperature, seed=group.seed)
+        assert not isinstance(self.engine, FollowingEngine)
         return self.engine.submit(
             group.prompt, self.most, how, self.stops, group.answers, top=0
         )

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weft.generate.engine import Engine
 from weft.generate.sampling import Sampling
 from weft.rl.generation_model import GenerationModel
+from weft.rl.generation_turns import open_turns
 from weft.rl.local_rollouts import LocalRollouts
 from weft.rl.phase_curricula import PhaseCurricula
 from weft.rl.recorded_loader import RecordedLoader
@@ -55,13 +55,11 @@ class RlJob(RlPhases):
         generation = GenerationModel(
             self.shape, mesh, layout, built.state, recipe.train
         )
-        most = min(AT_A_TIME, -(-self.answers // mesh.layout.world))
+        most = min(AT_A_TIME, -(-self.answers // generation.groups))
         generation.refresh(built.state.updates)
-        engine = Engine(
-            generation.model, tokens=(most + 1) * (recipe.data.seq_len + 16), limit=most
-        )
+        turns = open_turns(generation, (most + 1) * (recipe.data.seq_len + 16), most)
         local = LocalRollouts(
-            engine,
+            turns.engine,
             Sampling(temperature=rl.temperature),
             rl.tokens,
             self.questions.stops,
@@ -94,7 +92,7 @@ class RlJob(RlPhases):
             for task in self.rewarded
         ]
         loader = RlLoader(
-            self, mesh, built, recorder, generation, local, rollouts, workers, interrupted,
+            self, mesh, built, recorder, turns, local, rollouts, workers, interrupted,
             lambda: built.state.updates, PhaseCurricula.of_job(self, kept), lines,
         )  # fmt: skip
         stack.callback(loader.close)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from weft.data.batch import Batch
     from weft.layout.mesh import Mesh
     from weft.parallel.build import Built
-    from weft.rl.generation_model import GenerationModel
+    from weft.rl.generation_turns import GenerationTurns
     from weft.rl.phase_curricula import PhaseCurricula
     from weft.rl.reward_workers import RewardWorkers
     from weft.rl.rl_phases import RlPhases
@@ -58,8 +59,8 @@ class RlLoader:
         ``mesh``: this rank's position among the ranks of the run.
         ``built``: the model that is trained, and its state.
         ``recorder``: writes the run's records, and prints.
-        ``generation``: the model that writes.
-        ``local``: writes answers with ``generation``.
+        ``turns``: the model that writes, and what this rank does while it writes.
+        ``local``: writes answers with that model.
         ``rollouts``: writes the answers that are learned from: ``local``, or engines in other processes, which the
             first rank asks for all answers.
         ``rewards``: scores answers, for each task.
@@ -73,7 +74,7 @@ class RlLoader:
     mesh: Mesh
     built: Built
     recorder: RunRecords
-    generation: GenerationModel
+    turns: GenerationTurns
     local: LocalRollouts
     rollouts: RolloutSource
     rewards: Sequence[RewardWorkers]
@@ -226,7 +227,7 @@ class RlLoader:
         """Let this rank write with the newest weights from now on."""
         version = self.updates()
         if version != self.local_by:
-            self.generation.refresh(version)
+            self.turns.generation.refresh(version)
             self.local.take_weights(version)
             self.local_by = version
 
@@ -286,24 +287,26 @@ class RlLoader:
         """
         own = [*range(len(questions))]
         if source is self.local:
-            own = self.job.own(own, self.mesh)
+            own = self.turns.own(own)
         elif not self.writes_all:
             own = []
         scored, interrupted = list[ScoredGroup](), False
-        try:
-            groups = self._groups(
-                source, [questions[i] for i in own], [requests[i] for i in own], begun
-            )
-            for i, group in zip(own, groups, strict=True):
-                given = self._scores(group, self.rewards[questions[i].task])
-                rewards = tuple(
-                    float("nan") if each.value is None else each.value for each in given
-                )
-                scored.append(
-                    ScoredGroup(group, rewards, tuple(each.why for each in given))
-                )
-        except RolloutInterrupted:
-            interrupted = True
+        turn = self.turns.writing() if source is self.local else nullcontext()
+        with turn:
+            try:
+                chosen = [questions[i] for i in own], [requests[i] for i in own]
+                groups = self._groups(source, *chosen, begun) if own else ()
+                for i, group in zip(own, groups, strict=True):
+                    given = self._scores(group, self.rewards[questions[i].task])
+                    rewards = tuple(
+                        float("nan") if each.value is None else each.value
+                        for each in given
+                    )
+                    scored.append(
+                        ScoredGroup(group, rewards, tuple(each.why for each in given))
+                    )
+            except RolloutInterrupted:
+                interrupted = True
         shares = from_all(OwnScores(scored, interrupted), self.mesh.step_group)
         if any(share.interrupted for share in shares):
             raise RolloutInterrupted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -16,7 +16,6 @@ from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import Job
 
 if TYPE_CHECKING:
-    from weft.layout.mesh import Mesh
     from weft.recipe import Task
     from weft.recipe.policy_loss_section import PolicyLoss
     from weft.recipe.rl_section import Reinforcement
@@ -129,19 +128,6 @@ class RlPhases(Job):
 
     def _first_of(self, phase: int) -> int:
         return self.supervised + phase * self.asked * (1 + self.rl.redraw)
-
-    def own(self, numbers: Sequence[int], mesh: Mesh) -> list[int]:
-        """Return those of ``numbers`` whose questions this rank answers."""
-        rank, ranks = self.writer(mesh)
-        return [i for i in numbers if i % ranks == rank]
-
-    def writer(self, mesh: Mesh) -> tuple[int, int]:
-        """Return the number of this rank among those that write, and their number."""
-        place = 0
-        for axis in ("island", "dp", "shard", "pp", "cp", "ep", "tp"):
-            if mesh.size(axis) > 1:
-                place = place * mesh.size(axis) + mesh.rank(axis)
-        return place, mesh.layout.world
 
     def judged(self, values: Mapping[str, float]) -> float | None:
         """Return the share of held-out questions that are answered wrong, the mean over tasks; None if a task of

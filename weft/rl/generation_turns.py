@@ -1,0 +1,84 @@
+"""Turns in which ranks write answers together: one of a group holds the engine, and the others compute with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from weft.generate.engine import Engine
+from weft.generate.leader import follow_leader
+
+if TYPE_CHECKING:
+    from weft.generate.leader import Follower
+    from weft.generate.request import Written
+    from weft.rl.generation_model import GenerationModel
+
+
+class FollowingEngine:
+    """Stands for the engine on a rank that computes what the first rank of its group asks for.
+
+    ``generation``: the model that generates. Its methods are those of :class:`weft.generate.engine.Engine` that all
+    ranks call; requests are made on the first rank alone.
+    """
+
+    def __init__(self, generation: GenerationModel) -> None:
+        self.model = generation.model
+        self.reader: Follower | None = None
+
+    def follow(self) -> None:
+        """Compute this rank's part of all steps until the first rank's engine rests or ends."""
+        self.reader = follow_leader(self.model, self.reader)
+
+    def weights_changed(self, version: int, fingerprint: str = "") -> list[Written]:
+        """Return an empty list, as the first rank alone has texts. ``version``, ``fingerprint``: of the new weights."""
+        return []
+
+    def close(self) -> None:
+        """Wait until the first rank's engine ends."""
+        self.follow()
+
+
+def open_turns(generation: GenerationModel, tokens: int, limit: int) -> GenerationTurns:
+    """Open the engine of this rank's group. All ranks of the group must call it.
+
+    ``tokens``: capacity of the engine's cache. ``limit``: most answers that are written at a time.
+    """
+    several = generation.mesh.layout.world > 1
+    if several and not generation.leads:
+        return GenerationTurns(generation, FollowingEngine(generation))
+    engine = Engine(generation.model, tokens=tokens, limit=limit, ranks=several)
+    return GenerationTurns(generation, engine)
+
+
+class GenerationTurns:
+    """What a rank does in the turns in which answers are written: it writes them, or computes with the rank that does.
+
+    ``generation``: the model that generates. ``engine``: this rank's engine.
+    """
+
+    def __init__(
+        self, generation: GenerationModel, engine: Engine | FollowingEngine
+    ) -> None:
+        self.generation, self.engine = generation, engine
+
+    def own(self, numbers: Sequence[int]) -> list[int]:
+        """Return those of ``numbers``, of questions, that this rank writes answers to."""
+        if not self.generation.leads:
+            return []
+        group, groups = self.generation.group, self.generation.groups
+        return [number for number in numbers if number % groups == group]
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Return a context in which the first rank of each group writes. Collective over a group: on its other ranks
+        the context begins when all is written.
+        """
+        if isinstance(self.engine, FollowingEngine):
+            self.engine.follow()
+            yield
+            return
+        try:
+            yield
+        finally:
+            self.engine.rest()
