@@ -163,3 +163,22 @@ def test_dangling_links_are_refused_with_their_index() -> None:
     agent["metrics"]["logprobs"].append(-1.0)
     with pytest.raises(ConversationError, match=rf"step {agent['step_id']} has"):
         atif_trajectory(other)
+
+
+def test_malformed_facts_are_named() -> None:
+    """Of tokens in ATIF, and of what Weft itself has written into the other format."""
+    for change in (
+        {"metrics": 3},
+        {"metrics": {"completion_token_ids": ["a"]}},
+        {"metrics": {"completion_token_ids": [1], "logprobs": [{"logprob": -1}]}},
+        {"metrics": {"completion_token_ids": [1], "logprobs": [-1], "extra": {"versions": [1]}}},
+        {"extra": {"reward": "much"}},
+    ):  # fmt: skip
+        record = atif_record(drawn(5))
+        record["steps"][-1] |= change
+        with pytest.raises(ConversationError, match=rf"step {len(record['steps'])}: "):
+            atif_trajectory(record)
+    for details in ({"turns": [99]}, {"turns": "all"}, {"unanswered": {"99": "c"}}, 3):
+        record = adp_record(drawn(5)) | {"details": {"weft": details}}
+        with pytest.raises(ConversationError, match=r"details.weft"):
+            adp_trajectory(record)

@@ -7,7 +7,9 @@ place for token ids and log-probabilities, and keeps everything else. Both direc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 
 from weft.data.chat.agents import from_adp, from_atif
 from weft.data.chat.chat_turns import ConversationError
@@ -21,6 +23,52 @@ ATIF, ADP = "ATIF-v1.7", "1.2.0"
 OWN = "weft"
 
 Record = dict[str, Any]
+M = TypeVar("M", bound=BaseModel)
+
+
+class _TokenFacts(BaseModel):
+    """What Weft knows of a turn's tokens beside ATIF's own fields."""
+
+    finished: str = "stop"
+    versions: list[tuple[int, int]] = [(0, 0)]
+
+
+class _Metrics(BaseModel):
+    """Tokens of a step of ATIF."""
+
+    prompt_token_ids: list[int] | None = None
+    completion_token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    extra: _TokenFacts | None = None
+
+
+class _StepExtra(BaseModel):
+    reward: float | None = None
+
+
+class _StepFacts(BaseModel):
+    """What a step of ATIF says beside its words."""
+
+    metrics: _Metrics | None = None
+    extra: _StepExtra | None = None
+
+
+class _OwnDetails(BaseModel):
+    """What Weft writes into the details of a record of the Agent Data Protocol."""
+
+    turns: list[PositiveInt] | None = None
+    unanswered: dict[NonNegativeInt, str | None] = {}
+    tools: list[dict[str, Any]] | None = None
+
+
+def _checked(kind: type[M], values: Any, place: str) -> M:
+    """Validate ``values``; raise :class:`ConversationError`, which names the ``place``, if they are wrong."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConversationError(f"{place}: {where}: {first['msg']}") from None
 
 
 def atif_record(trajectory: Trajectory) -> Record:
@@ -107,30 +155,29 @@ def _atif_turn(number: int, step: Mapping[str, Any]) -> Turn:
         Observed(_text(result.get("content")), result.get("source_call_id"))
         for result in (step.get("observation") or {}).get("results") or ()
     )
-    metrics = step.get("metrics") or {}
-    ids, tokens = metrics.get("completion_token_ids"), None
-    if ids is not None:
-        chances = metrics.get("logprobs") or []
-        if len(chances) != len(ids) or not all(isinstance(c, float | int) for c in chances):  # fmt: skip
+    facts = _checked(_StepFacts, step, f"step {number}")
+    metrics, tokens = facts.metrics or _Metrics(), None
+    if metrics.completion_token_ids is not None:
+        ids, chances = metrics.completion_token_ids, metrics.logprobs or []
+        if len(chances) != len(ids):
             raise ConversationError(
-                f"step {number} has {len(ids)} completion_token_ids, and 'logprobs' are not as many numbers"
+                f"step {number} has {len(ids)} completion_token_ids, and {len(chances)} logprobs"
             )
-        extra = metrics.get("extra") or {}
+        extra = metrics.extra or _TokenFacts()
         tokens = TurnTokens(
-            tuple(metrics.get("prompt_token_ids") or ()),
+            tuple(metrics.prompt_token_ids or ()),
             tuple(ids),
             tuple(chances),
-            tuple((first, version) for first, version in extra.get("versions") or [(0, 0)]),
-            extra.get("finished", "stop"),
-        )  # fmt: skip
-    reward = (step.get("extra") or {}).get("reward")
+            tuple(extra.versions),
+            extra.finished,
+        )
     return Turn(
         step["source"],
         _text(step.get("message")),
         step.get("reasoning_content"),
         calls,
         seen,
-        reward,
+        None if facts.extra is None else facts.extra.reward,
         tokens,
     )
 
@@ -216,18 +263,21 @@ def adp_trajectory(record: Mapping[str, Any]) -> Trajectory:
     """
     from_adp(Fields(record))  # checks it
     details = dict(record.get("details") or {})
-    own = details.pop(OWN, {})
+    own = _checked(_OwnDetails, details.pop(OWN, {}), f"details.{OWN}")
     content = [dict(item) for item in record["content"]]
-    for index, link in own.get("unanswered", {}).items():
-        content[int(index)]["tool_call_id"] = link
+    lengths = own.turns or _lengths(content)
+    if sum(lengths) != len(content) or any(i >= len(content) for i in own.unanswered):
+        raise ConversationError(
+            f"details.{OWN} is about another content than the {len(content)} items of this record"
+        )
+    for index, link in own.unanswered.items():
+        content[index]["tool_call_id"] = link
     turns, at = [], 0
-    for length in own.get("turns") or _lengths(content):
+    for length in lengths:
         turns.append(_adp_turn(content[at : at + length]))
         at += length
-    tools = own.get("tools")
-    return Trajectory(
-        record["id"], tuple(turns), None if tools is None else tuple(tools), details
-    )
+    tools = None if own.tools is None else tuple(own.tools)
+    return Trajectory(record["id"], tuple(turns), tools, details)
 
 
 def _is_action(item: Mapping[str, Any]) -> bool:
