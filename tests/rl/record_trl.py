@@ -82,6 +82,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"clip_low": 0.004, "clip_high": 0.006},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.004, "epsilon_high": 0.006},
     ),
+    "luspo": (
+        "luspo",
+        {"clip_low": 0.004, "clip_high": 0.006},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.004, "epsilon_high": 0.006},
+    ),
     "cispo": ("cispo", {"clip_high": 0.03}, {"loss_type": "cispo", "epsilon_high": 1.03}),
     "sapo": ("sapo", {}, {"loss_type": "sapo"}),
     "off-policy": ("grpo", {"off_policy": 0.01}, {"loss_type": "grpo", "off_policy_mask_threshold": 0.01}),

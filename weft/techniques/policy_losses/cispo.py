@@ -10,6 +10,7 @@ from weft.registry import register
     "cispo",
     title="CISPO: the clipped ratio is a weight, so that no token loses its gradient",
     paper="MiniMax 2025 (2506.13585)",
+    recipe="rl-sums.toml --set rl.method=cispo",
     proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )

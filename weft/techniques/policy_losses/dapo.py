@@ -10,6 +10,7 @@ from weft.registry import register
     "dapo",
     title="DAPO: every token counts equally, and the ratio may rise further than fall",
     paper="Yu et al. 2025 (2503.14476)",
+    recipe="rl-sums.toml --set rl.method=dapo",
     proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )

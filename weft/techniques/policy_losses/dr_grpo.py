@@ -10,6 +10,7 @@ from weft.registry import register
     "dr-grpo",
     title="Dr. GRPO: no division by lengths or by the spread of rewards",
     paper="Liu et al. 2025 (2503.20783)",
+    recipe="rl-sums.toml --set rl.method=dr-grpo",
     proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )

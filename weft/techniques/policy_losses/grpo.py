@@ -10,6 +10,7 @@ from weft.registry import register
     "grpo",
     title="GRPO: answers compared within their group, without a critic",
     paper="Shao et al. 2024 (2402.03300)",
+    recipe="rl-sums.toml",
     proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )

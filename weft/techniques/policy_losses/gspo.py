@@ -10,6 +10,7 @@ from weft.registry import register
     "gspo",
     title="GSPO: one ratio for each answer",
     paper="Zheng et al. 2025 (2507.18071)",
+    recipe="rl-sums.toml --set rl.method=gspo",
     proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )

@@ -10,6 +10,7 @@ from weft.registry import register
     "ppo",
     title="PPO: advantages by a critic",
     paper="Schulman et al. 2017 (1707.06347)",
+    recipe="rl-sums.toml --set rl.method=ppo",
     proof="tests/rl/test_trl_ppo.py, tests/models/test_policy_loss.py",
     figure="TRL 1.12's losses and gradients of policy and critic to 1e-5; every layout to 1e-10",
 )

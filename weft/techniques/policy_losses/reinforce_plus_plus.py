@@ -10,6 +10,7 @@ from weft.registry import register
     "reinforce-plus-plus",
     title="REINFORCE++: returns of tokens, whitened over the step",
     paper="Hu et al. 2025 (2501.03262)",
+    recipe="rl-sums.toml --set rl.method=reinforce-plus-plus",
     proof="tests/rl/test_verl_losses.py, tests/models/test_policy_loss.py",
     figure="verl 0.9's advantages and slopes of the loss on recorded numbers to 1e-6; every layout to 1e-10",
 )

@@ -10,6 +10,7 @@ from weft.registry import register
     "rloo",
     title="RLOO: each answer compared with the mean of the others",
     paper="Ahmadian et al. 2024 (2402.14740)",
+    recipe="rl-sums.toml --set rl.method=rloo",
     proof="tests/rl/test_trl_losses.py, tests/models/test_policy_loss.py",
     figure="TRL 1.16's advantages, losses and gradients on recorded answers to 1e-5; every layout to 1e-10",
 )
