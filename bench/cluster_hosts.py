@@ -35,6 +35,7 @@ from service_faults import (
     export_tiny,
     free_port,
     metrics,
+    patience,
     read_expected,
     scraped,
     undisturbed,
@@ -104,7 +105,9 @@ class HostedService:
             name, "engine", *self.words, *own, at=host
         )
 
-    async def has_joined(self, engines: int, seconds: float = 300) -> None:
+    async def has_joined(self, engines: int) -> None:
+        seconds = 120 + 6 * patience()  # the more, the more processes share a core
+
         async def enough() -> bool:
             return len(await scraped(self.port)) == engines
 

@@ -136,3 +136,23 @@ def test_words_name_controllers() -> None:
     limits, costs = quota_of("semi-pd:2,0.05"), quota_of("nexus")
     assert isinstance(limits, LimitsQuota) and (limits.first, limits.later) == (2, 0.05)
     assert isinstance(costs, CostQuota) and costs.slack == 1.6
+
+
+def test_semi_pd_lets_first_tokens_wait_within_their_limit_before_further_ones_miss_theirs() -> (
+    None
+):
+    """Prompts later than what is aimed at, but in time, and texts just at their limit."""
+    controller, quota = LimitsQuota(1.0, 0.1), 0.5
+    for step in range(200):
+        now = 0.05 * step
+        controller.note_first(now, 0.7)
+        controller.note_gap(now, 0.05 / (1 - quota))
+        quota = controller.choose(view(now, quota))
+    assert quota == pytest.approx(0.5, abs=0.05)
+    for step in range(
+        200, 400
+    ):  # a first token that would miss its limit counts as much
+        controller.note_first(0.05 * step, 1.4)
+        controller.note_gap(0.05 * step, 0.05 / (1 - quota))
+        quota = controller.choose(view(0.05 * step, quota))
+    assert quota > 0.7

@@ -44,8 +44,8 @@ class LimitsQuota(QuotaController):
     A window lasts an eighth of the time that a first token may take. At its end, the first-token time of nine in ten
     requests and the mean inter-token time are divided by what is aimed at. A request that still waits counts as if it
     got its token now. Latencies are taken to be inverse to the share of their phase, so that the quota at which both
-    ratios would be equal can be computed. The quota goes half of the way there. If both ratios are below nine tenths,
-    it stays.
+    ratios would be equal can be computed. While first tokens are within their limit itself, further tokens keep theirs.
+    The quota goes half of the way there. If both ratios are below nine tenths, it stays.
     """
 
     example: ClassVar[str] = "semi-pd:1,0.1"
@@ -86,6 +86,8 @@ class LimitsQuota(QuotaController):
             return view.quota
         reading, writing = view.quota * late, (1 - view.quota) * slow
         wanted = reading / (reading + writing)
+        if MARGIN * late < 1:  # no limit is missed if further tokens keep theirs
+            wanted = min(wanted, max(LEAST, 1 - writing))
         change = PACE * (wanted - view.quota)
         if abs(change) < LEAST_CHANGE:
             return view.quota
