@@ -319,3 +319,22 @@ def test_serve(tmp_path: Path) -> None:
         and found["shared"]["known / new"] < 0.4
     )
     assert found["static"]["continuous / static"] > 1.5
+
+
+@pytest.mark.soak
+def test_rl_staleness(tmp_path: Path) -> None:
+    words = ("--updates", "6", "--turns", "1", "--bounds", "0", "1")
+    rows = figures_of("rl_staleness", tmp_path, *words)
+    for kind in ("uniform", "lognormal"):
+        assert set(rows[kind]["0"]["lags"]) == {"0"}
+        assert set(rows[kind]["1"]["lags"]) == {"0", "1"}
+        assert rows[kind]["1"]["seconds"] < rows[kind]["0"]["seconds"]
+
+
+@pytest.mark.soak
+def test_rl_faults(tmp_path: Path) -> None:
+    words = ("--faults", "8", "--trainers", "1", "--pause", "2")
+    row = figures_of("rl_faults", tmp_path, *words, timeout=600)
+    assert row["all_faults"] == 8
+    assert row["other_answers"] == row["processes_left_behind"] == 0
+    assert row["answers"] == 12 * row["updates"]
