@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.cases import recipe, start, write_corpus
+from tests.rl.test_rl_loader import recipe as rl_recipe
+from tests.rl.test_rl_loader import records
+from weft.api import start as train
+from weft.errors import UsageError
 from weft.generate.engine import Engine
 from weft.generate.request import Generation
 from weft.generate.sampling import Sampling
@@ -86,3 +91,21 @@ def test_without_it_they_are_near(tmp_path: Path) -> None:
     """The mismatch is that of roundings, and there is one: the test above tells the two apart."""
     gaps = differences(write_corpus(tmp_path), False)
     assert 0 < max(gaps) < 1e-4
+
+
+RL = {"rl": {"start": {"steps": 2}}, "model": {"embed": 64, "heads": 4, "ffn": 96}}
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_run_reports_no_mismatch_at_any_step(tmp_path: Path, alike: bool) -> None:
+    """Each step's own pass says what the sampler has said, to the last bit, only with the setting."""
+    given = rl_recipe(**RL, roles={"rollout": {"invariant": alike}})
+    run = train(given, out=tmp_path / "run").run
+    gaps = [row["mismatch_max"] for row in records(run, "policy")]
+    assert len(gaps) == 3 and (max(gaps) == 0) == alike and max(gaps) < 1e-4
+
+
+def test_what_cannot_be_the_same_bits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"data\.seq_len that 16 divides"):
+        odd = rl_recipe(data={"seq_len": 20}, roles={"rollout": {"invariant": True}})
+        train(odd, out=tmp_path / "run")

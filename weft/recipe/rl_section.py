@@ -130,6 +130,13 @@ class RolloutRole(Section):
     threads: NonNegativeInt = Field(
         0, description="Threads of each such process; 0: the cores divided among them."
     )
+    invariant: bool = Field(
+        False,
+        description=(
+            "Whether writing and training compute the same log-probabilities to the last bit. Both are slower. "
+            "For a dense model on one CPU per rank, with the ranks of training writing."
+        ),
+    )
 
     @property
     def elsewhere(self) -> bool:

@@ -39,15 +39,20 @@ class FollowingEngine:
         self.follow()
 
 
-def open_turns(generation: GenerationModel, tokens: int, limit: int) -> GenerationTurns:
+def open_turns(
+    generation: GenerationModel, tokens: int, limit: int, alike: bool = False
+) -> GenerationTurns:
     """Open the engine of this rank's group. All ranks of the group must call it.
 
-    ``tokens``: capacity of the engine's cache. ``limit``: most answers that are written at a time.
+    ``tokens``: capacity of the engine's cache. ``limit``: most answers that are written at a time. ``alike``: whether
+    log-probabilities are those of training to the last bit.
     """
     several = generation.mesh.layout.world > 1
     if several and not generation.leads:
         return GenerationTurns(generation, FollowingEngine(generation))
-    engine = Engine(generation.model, tokens=tokens, limit=limit, ranks=several)
+    engine = Engine(
+        generation.model, tokens=tokens, limit=limit, ranks=several, invariant=alike
+    )
     return GenerationTurns(generation, engine)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.generate.sampling import Sampling
+from weft.models.invariant import invariant
 from weft.rl.generation_model import GenerationModel
 from weft.rl.generation_turns import open_turns
 from weft.rl.local_rollouts import LocalRollouts
@@ -57,7 +58,10 @@ class RlJob(RlPhases):
         )
         most = min(AT_A_TIME, -(-self.answers // generation.groups))
         generation.refresh(built.state.updates)
-        turns = open_turns(generation, (most + 1) * (recipe.data.seq_len + 16), most)
+        alike = recipe.roles.rollout.invariant
+        tokens = (most + 1) * (recipe.data.seq_len + 16)
+        turns = open_turns(generation, tokens, most, alike)
+        stack.enter_context(invariant(alike))
         local = LocalRollouts(
             turns.engine,
             Sampling(temperature=rl.temperature),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from weft.errors import UsageError
+from weft.models.invariant import TILE
 from weft.recipe.reward_settings import RewardSettings
 from weft.rl.episode_groups import TurnLimits
 from weft.rl.questions import QuestionStream, TaskQuestion
@@ -16,7 +17,7 @@ from weft.train.rule_optimizer import learning_rate
 from weft.train.setup import Job
 
 if TYPE_CHECKING:
-    from weft.recipe import Task
+    from weft.recipe import Recipe, Task
     from weft.recipe.policy_loss_section import PolicyLoss
     from weft.recipe.rl_section import Reinforcement
     from weft.rl.curriculum import Curriculum
@@ -155,6 +156,17 @@ class RlPhases(Job):
         )
 
 
+def check_alike(recipe: Recipe) -> None:
+    """Raise :class:`UsageError` if writing and training cannot compute the same bits (``roles.rollout.invariant``)."""
+    role, layout = recipe.roles.rollout, recipe.layout
+    cut = layout.size("tp", "cp", "pp") > 1 or role.layout.world > 1 or role.elsewhere
+    if cut or recipe.train.dtype == "bfloat16" or recipe.data.seq_len % TILE:
+        raise UsageError(
+            "roles.rollout.invariant needs a model that is whole on every rank of training, in float32, with a "
+            f"data.seq_len that {TILE} divides, and these ranks writing; leave it out"
+        )
+
+
 def check_rl(job: RlPhases) -> None:
     """Raise :class:`UsageError` if numbers of ``[rl]`` and ``[train]`` do not go together."""
     recipe, rl = job.recipe, job.rl
@@ -170,6 +182,8 @@ def check_rl(job: RlPhases) -> None:
             "of it"
         )
     role = recipe.roles.rollout
+    if role.invariant:
+        check_alike(recipe)
     if rl.staleness and not role.elsewhere:
         raise UsageError(
             f"rl.staleness = {rl.staleness} lets answers be written while others are learned from, and the ranks of "
