@@ -1,0 +1,204 @@
+"""Reinforcement learning beside TRL's GRPO: the same model, prompts, lengths and updates, in turns in one run.
+
+Both sides write ``--answers`` answers of ``--tokens`` tokens in each step, in groups, compute a reward in Python, and
+take one GRPO step with AdamW. TRL generates by transformers. A side is a process of its own; counted are the steps
+after the first one, and the process's peak memory. Weights are random, so that answers almost never end early: then
+both write equally many tokens.
+
+    python bench/rl.py --model FOLDER --trl VENV/bin/python [--rounds 2] [--json bench/results/rl.json]
+
+``FOLDER``: a model as Hugging Face has it, of which shape and tokenizer are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REWARD = '''
+def letters(answer, question):
+    """Rewards letters: something that differs between answers."""
+    return sum(c.isalpha() for c in answer) / max(1, len(answer))
+'''
+PROMPTS = [f"The {word} of the year was" for word in (
+    "winter", "garden", "letter", "answer", "harbour", "student", "machine", "river", "teacher", "summer", "window",
+    "journey", "picture", "village", "market", "castle",
+)]  # fmt: skip
+
+
+def random_model(source: Path, folder: Path) -> None:
+    """Write a model of random weights with the shape and tokenizer of ``source``."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(source)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+
+def weft_side(asked: dict[str, Any]) -> dict[str, Any]:
+    """Train by ``weft train``, and return what it took."""
+    from weft.api import start
+    from weft.observe.run_metrics import read_metrics
+    from weft.recipe import build_recipe
+
+    folder = Path(asked["folder"])
+    (folder / "reward.py").write_text(REWARD)
+    lines = [json.dumps({"prompt": prompt, "answer": ""}) for prompt in PROMPTS]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    recipe = build_recipe({
+        "model": {"from": asked["model"]},
+        "data": {"seq_len": 128},
+        "tasks": [{"reward": f"{folder}/reward.py:letters", "path": str(folder / "prompts.jsonl"), "name": "letters",
+                   "limit": 1}],
+        "rl": {"method": "grpo", "group": asked["group"], "tokens": asked["tokens"]},
+        "train": {"steps": asked["steps"], "batch": asked["answers"], "threads": asked["threads"]},
+        "optimizer": {"lr": 1e-6, "schedule": "constant", "warmup": 1},
+        "validation": {"every": 0},
+        "checkpoint": {"every": 0},
+    })  # fmt: skip
+    run = start(recipe, folder / "run").run
+    phases = read_metrics(run)["rollout"]
+    at = [record["time"] for record in read_metrics(run)["train"]]
+    seconds = [b - a for a, b in itertools.pairwise(at)]
+    lengths = statistics.mean(phase["length"] for phase in phases)
+    return {"seconds": statistics.median(seconds), "length": lengths, "rollout_s": statistics.median(
+        phase["rollout_s"] for phase in phases[1:]
+    )}  # fmt: skip
+
+
+def trl_side(asked: dict[str, Any]) -> dict[str, Any]:
+    """Train by TRL's GRPOTrainer, and return what it took."""
+    import torch
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(asked["threads"])
+    at, lengths = list[float](), list[float]()
+
+    def letters(
+        completions: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
+        lengths.extend(len(ids) for ids in completion_ids)
+        return [
+            sum(c.isalpha() for c in text) / max(1, len(text)) for text in completions
+        ]
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            at.append(time.time())
+
+    config = GRPOConfig(
+        output_dir=asked["folder"], use_cpu=True, max_steps=asked["steps"], learning_rate=1e-6,
+        per_device_train_batch_size=asked["answers"], num_generations=asked["group"],
+        max_completion_length=asked["tokens"], report_to=[], save_strategy="no", logging_steps=1, bf16=False,
+        gradient_checkpointing=False, lr_scheduler_type="constant", loss_type="grpo", disable_tqdm=True,
+    )  # fmt: skip
+    data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(asked["model"])
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    trainer = GRPOTrainer(
+        asked["model"], reward_funcs=letters, args=config, train_dataset=data, processing_class=tokenizer,
+        callbacks=[Clock()],
+    )  # fmt: skip
+    trainer.train()
+    seconds = [b - a for a, b in itertools.pairwise(at)]
+    return {"seconds": statistics.median(seconds), "length": statistics.mean(lengths)}
+
+
+def side(name: str, python: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Run a side in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = json.dumps(asked | {"folder": folder})
+        threads = {
+            "OMP_NUM_THREADS": str(asked["threads"]),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        done = subprocess.run(
+            [python, __file__, "--side", name, "--asked", given], env=os.environ | threads, stdout=subprocess.PIPE,
+            text=True, check=True,
+        )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Run both sides in turns, print and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--trl", help="the Python of an environment with TRL")
+    parser.add_argument("--answers", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--asked", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        asked = json.loads(args.asked)
+        result = {"weft": weft_side, "trl": trl_side}[args.side](asked)
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        result |= {
+            "gib": own.ru_maxrss / 2**20,
+            "processor": own.ru_utime + own.ru_stime,
+        }
+        print(json.dumps(result))
+        return
+    from step import machine, write
+
+    with tempfile.TemporaryDirectory() as folder:
+        random_model(args.model, Path(folder))
+        names = ("answers", "group", "tokens", "steps", "threads")
+        asked = {name: getattr(args, name) for name in names} | {"model": folder}
+        runs: dict[str, list[dict[str, Any]]] = {"weft": [], "trl": []}
+        for number in range(args.rounds):
+            for name, python in (("weft", sys.executable), ("trl", args.trl)):
+                runs[name].append(side(name, python, asked))
+                print(number, name, runs[name][-1], flush=True)
+    figures: dict[str, Any] = {}
+    for name, results in runs.items():
+        seconds = statistics.median(r["seconds"] for r in results)
+        figures[name] = {
+            "answers_per_s": args.answers / seconds, "seconds": seconds, "gib": max(r["gib"] for r in results),
+            "processor": statistics.median(r["processor"] for r in results),
+            "length": statistics.mean(r["length"] for r in results),
+        }  # fmt: skip
+    ratio = figures["weft"]["answers_per_s"] / figures["trl"]["answers_per_s"]
+    memory = figures["weft"]["gib"] / figures["trl"]["gib"]
+    for name, each in figures.items():
+        print(
+            f"{name:5} {each['answers_per_s']:.3f} answers/s, {each['gib']:.2f} GiB, {each['length']:.1f} tokens"
+        )
+    print(f"ratio {ratio:.2f} in answers/s, {memory:.2f} in memory")
+    if args.json:
+        settings = {
+            name: getattr(args, name)
+            for name in ("answers", "group", "tokens", "steps", "threads", "rounds")
+        }
+        results = {
+            "settings": settings,
+            **figures,
+            "ratio": ratio,
+            "memory": memory,
+            "runs": runs,
+        }
+        write(machine() | results, args.json)
+
+
+if __name__ == "__main__":
+    main()
