@@ -37,6 +37,7 @@ from weft.generate.engine import Engine
 from weft.generate.policies import exact_fill, policy_of
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
+from weft.memory.heap import use_huge_pages
 from weft.models.hugging_face import export
 from weft.models.products import read_only
 from weft.models.transformer import Transformer
@@ -74,6 +75,7 @@ def opened(
     model = open_model(str(folder), "cpu", print)[0].to(dtype)
     if word is not None:
         read_only(model, word)
+        use_huge_pages()  # as commands that open an engine do
     return model
 
 

@@ -158,6 +158,7 @@ def generate_command(
     from weft.generate.start import as_rank, launch_ranks, leads
     from weft.generate.text_options import TextOptions
     from weft.layout.layout import Layout
+    from weft.memory.heap import use_huge_pages
     from weft.memory.resting_experts import RestingExperts
     from weft.models.products import read_only
 
@@ -226,6 +227,8 @@ def generate_command(
             checkpoint, device, warn, ema, mesh_of_rank(spread, device), resting
         )
         read_only(model, weights)
+        if device == "cpu":
+            use_huge_pages()
         if not leads():
             follow_leader(model)
             return 0

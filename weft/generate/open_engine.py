@@ -25,6 +25,7 @@ from weft.generate.shared_model import SharedModel, share_model
 from weft.generate.split_phases import SplitPhases
 from weft.generate.start import leads
 from weft.layout.layout import Layout
+from weft.memory.heap import use_huge_pages
 from weft.models.attention_backend import check_attention
 from weft.models.products import NARROW, read_only
 from weft.run.signals import leave_signals_to_others
@@ -227,6 +228,8 @@ def open_engine(
     model = family.base if family else model
     shared = share_model(model) if options.phases == "split" else None
     read_only(model, options.weights)
+    if device == "cpu":
+        use_huge_pages()
     if not leads():
         leave_signals_to_others()  # also those that come when it has ended
         follow_leader(model)

@@ -3,12 +3,17 @@
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 #: glibc's numbers of M_TRIM_THRESHOLD and M_MMAP_THRESHOLD.
 _TRIM, _MAP = -1, -3
 
 #: The largest values of each.
 _LIMITS = {_TRIM: 2**31 - 1, _MAP: 32 * 2**20}
+
+#: Linux's numbers of MADV_COLLAPSE and MADV_HUGEPAGE, the bytes of a huge page, and of the smallest area that is moved.
+_COLLAPSE, _HUGE_PAGES = 25, 14
+_HUGE, _LARGE = 2 << 20, 8 << 20
 
 #: Bytes from which a tensor is mapped by itself while the heap is passed by.
 _PASSING = 64 << 10
@@ -54,3 +59,26 @@ def give_heap_back() -> None:
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def use_huge_pages() -> None:
+    """Move large areas of this process's memory to huge pages (Linux), so that fewer addresses have to be looked up.
+
+    A product of few rows reads each weight once, and looking up addresses of small pages took a sixth of its time. Use
+    this when weights are where they stay: the memory is copied once, and stays as large as it is. Where the system has
+    no huge pages to give, nothing changes.
+    """
+    with suppress(AttributeError, OSError, ValueError):
+        advise = ctypes.CDLL(None).madvise
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            area, rights, _, _, file, *name = line.split()
+            if rights != "rw-p" or file != "0" or name not in ([], ["[heap]"]):
+                continue
+            begin, end = (int(edge, 16) for edge in area.split("-"))
+            first, last = -(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE
+            if last - first < _LARGE:
+                continue
+            where = ctypes.c_void_p(first), ctypes.c_size_t(last - first)
+            # before Linux 6.1 pages are moved later, by the system
+            if advise(*where, _COLLAPSE):
+                advise(*where, _HUGE_PAGES)
