@@ -237,6 +237,14 @@ def test_answers_go_on_with_new_weights_and_never_become_too_old() -> None:
             assert said == answer.log_probabilities[span.first : end]
 
 
+def writing(run: Run) -> InThread:
+    """An engine that has answers to write, as soon as there is one."""
+    links = run.rollouts.router.links
+    until(lambda: any(link.flights for link in [*links.values()]))
+    busy = next(name for name, link in [*links.items()] if link.flights)
+    return next(each for each in run.engines if each.name == busy)
+
+
 @pytest.mark.slow(3)
 def test_killed_and_frozen_engines_change_no_sample() -> None:
     expected, policy = written_by_turns(5)
@@ -244,13 +252,13 @@ def test_killed_and_frozen_engines_change_no_sample() -> None:
         run.rollouts.take_weights(0)
         run.joined(3)
         run.rollouts.request([group(i) for i in range(10)])
-        thaw = threading.Event()
+        thaw, stopped = threading.Event(), ""
         for step in range(5):
-            until(lambda: any(link.flights for link in run.rollouts.router.links.values()))  # fmt: skip
+            engine = writing(run)
             if step == 1:
-                run.engines[0].kill()
+                engine.kill()
             if step == 2:
-                thaw = run.engines[1].freeze()
+                thaw, stopped = engine.freeze(), engine.name
             if step == 3:
                 run.engines.append(run.add("late"))
             groups = run.rollouts.finished(2)
@@ -263,8 +271,8 @@ def test_killed_and_frozen_engines_change_no_sample() -> None:
         thaw.set()
         assert run.rollouts.router.continued > 0
     said = "\n".join(run.said)
-    assert "engine e0 is given up" in said
-    assert "engine e1 is given up: no sign of life" in said
+    assert said.count("is given up") >= 2
+    assert f"engine {stopped} is given up: no sign of life" in said
 
 
 def replace_versions(group: AnswerGroup) -> list[tuple[object, ...]]:
