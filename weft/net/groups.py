@@ -1,8 +1,10 @@
 """Process groups. All are created here, so that no rank waits longer in any of them than in the default group."""
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,9 +28,17 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
 
     ``name``: description of the group.
     """
-    group = dist.new_group(
-        list(ranks), limit(), use_local_synchronization=True, group_desc=name
-    )
+    # PyTorch hashes how many groups the process is in, which differs between ranks, so that they would wait for groups
+    # of different names. How many groups of just these ranks there are is the same on all of them.
+    members, c10d = sorted(ranks), dist.distributed_c10d
+    known = c10d._world.pg_group_ranks.values()
+    count = sum(sorted(of_group) == members for of_group in known)
+    hashed = hashlib.sha1(f"{members} {count}".encode(), usedforsecurity=False)
+    named = mock.patch.object(c10d, "_hash_ranks_to_str", lambda _: hashed.hexdigest())
+    with named:
+        group = dist.new_group(
+            members, limit(), use_local_synchronization=True, group_desc=name
+        )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
