@@ -80,8 +80,9 @@ CHARTS = (
         Series("policy", "entropy", "--c1", "entropy"), Series("policy", "kl", "--c2", "divergence from the reference"),
         Series("policy", "mismatch", "--c4", "difference of sampler and trainer"),
     )),
-    Chart("Limited", "Share of tokens", "~%", ".2~%", (
-        Series("policy", "clipped", "--c1", "clipped"), Series("policy", "corrected", "--c4", "corrected"),
+    Chart("Limited", "Share of tokens whose ratio was clipped, or whose sampler was corrected for", "~%", ".2~%", (
+        Series("policy", "clipped_low", "--c1", "too unlikely now"),
+        Series("policy", "clipped_high", "--c2", "too likely now"), Series("policy", "corrected", "--c4", "corrected"),
     )),
     Chart("Time of roles", "Seconds per rollout phase", "", ".3~g", (
         Series("rollout", "rollout_s", "--c1", "writing and scoring"),

@@ -191,8 +191,16 @@ def rows_side_by_side(runs: Sequence[dict[str, str]]) -> list[ReportRow]:
 def headline_numbers(records: Records) -> list[tuple[str, str, str]]:
     """Return the numbers at the top of a run's page, such as its loss, as ``(name, value, explanation)``."""
     shown = []
-    for kind, title in (("train", "Loss"), ("validation", "Validation loss")):
-        steps, values = values_by_step(records.get(kind, []), "loss")
+    ratios = [
+        ("train", "loss", "Loss"),
+        ("validation", "loss", "Validation loss"),
+        ("rollout", "reward", "Reward"),
+        ("rollout", "pass@1", "Right answers"),
+    ]
+    if records.get("rollout"):
+        del ratios[0]  # the loss of a policy is about 0 at all times
+    for kind, name, title in ratios:
+        steps, values = values_by_step(records.get(kind, []), name)
         if values:
             ratio = f"ratio {values[-1] / values[0]:.3f} · " if values[0] else ""
             shown.append(
