@@ -62,7 +62,9 @@ def recipe(folder: Path, seed: int, shuffled: bool, threads: int) -> Recipe:
     if shuffled:
         (folder / "coin.py").write_text(COIN)
         path = lines(folder / "sums.jsonl", sums(table, TRAINED, held_out=False))
-        table = {"reward": f"{folder}/coin.py:coin", "path": path, "limit": 1}
+        table = {
+            "reward": f"{folder}/coin.py:coin", "path": path, "held_out": asked, "limit": 1,
+        }  # fmt: skip
     else:
         table |= {"every": 0, "limit": 1}
     tree["tasks"] = [
