@@ -28,6 +28,9 @@ PLUGGED, PAIRS = (
     "data={kind='preference',path='pairs.jsonl'}",
 )
 
+#: Settings of a run that learns from rewards.
+REWARDED = 'tasks=[{reward="addition"}] rl.group=4'
+
 #: A smallest layout that meets each entry, and the settings that it takes; the model has 2 layers and 4 heads.
 SMALLEST: dict[str, tuple[str, str]] = {
     "secondary without ZeRO-3": ("shard=4,zero=2,secondary=2", ""),
@@ -35,6 +38,10 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "experts that do not fold": ("ep=2", ""),
     "moments nearer than the weights": ("", "memory.weights=host memory.moments=device"),
     "gradients away from the weights": ("", "memory.gradients=host"),
+    "rewards over islands": ("island=2", REWARDED),
+    "rewards with balance": ("cp=2,zero=1,balance=greedy", REWARDED),
+    "rewards without gradients": ("", f"{REWARDED} optimizer.estimate=zeroth-order optimizer.kind=sgd"),
+    "rewards of combined replicas": ("dp=4", f"{REWARDED} resilience.aggregate=trimmed-mean resilience.faulty=1"),
     "room for weights that do not leave": ("", "memory.buffer=2"),
     "blocks of what stays": ("", "memory.blocks=2"),
     "alternating updates away from the host": ("", "memory.alternate=0.5"),

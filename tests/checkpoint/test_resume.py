@@ -240,7 +240,7 @@ def test_every_field_of_the_model_is_compared(
 ) -> None:
     """Whatever is changed in [model], a resume is refused or exact; what another model has saved stays."""
     # These change others, which are named: a compressed cache the key-value heads, groups in use the groups there are,
-    # a plugin's model all; and an output of scores has a loss of its own.
+    # a plugin's model all; and an output of scores has a loss of its own, as a critic has.
     assert OTHER.keys() | {
         *ORIGIN,
         "kv_rank",
@@ -248,6 +248,7 @@ def test_every_field_of_the_model_is_compared(
         "kind",
         "settings",
         "output",
+        "value_head",
     } == {*ModelShape.model_fields}
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)

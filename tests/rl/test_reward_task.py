@@ -85,9 +85,9 @@ def test_wrong_tables_are_refused(table: dict[str, Any], why: str) -> None:
 
 
 def test_a_setting_of_another_task_is_named() -> None:
-    tree = {"tasks": [{"path": "questions.jsonl", "digits": 3}]}
+    tree = {"tasks": [{"path": "questions.jsonl", "digits": 7}]}
     (line,) = settings_without_use(tree, build_recipe(tree))
-    assert line.startswith("tasks[0].digits = 3 is not used: it is a setting of")
+    assert line.startswith("tasks[0].digits = 7 is not used: it is a setting of")
 
 
 def test_a_task_of_files_stays_what_it_is() -> None:

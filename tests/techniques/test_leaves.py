@@ -19,6 +19,7 @@ from weft.generate.policies import policy_of
 from weft.generate.quotas import quota_of
 from weft.recipe import Observe, build_recipe, policy_loss
 from weft.registry import KINDS, declared, find, names
+from weft.train.setup import prepare
 
 PACKAGE = Path(__file__).parents[2] / "weft"
 #: Every technique of Weft's own, as its kind and its name.
@@ -30,7 +31,6 @@ BESIDE: dict[str, dict[str, object]] = {
     "context": {"cp": 2},
     "dispatch": {"dp": 2, "ep": 2, "node": 1},
 }
-
 
 #: What asks for a technique that fills phases of a step.
 ASKED: dict[str, dict[str, dict[str, object]]] = {
@@ -61,6 +61,9 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "tracker": lambda name: build_recipe({"observe": {"trackers": [name]}}),
     "task": lambda name: build_recipe({"tasks": [{"reward": name}]}),
     "policy-loss": lambda name: policy_loss(name),
+    "samples": lambda name: prepare(
+        build_recipe({name: {}, "tasks": [{"reward": "addition"}]})
+    ),
 }
 
 

@@ -107,6 +107,6 @@ for name, commands in {
 }.items():
     app.add_typer(commands, name=name)
 app.command(
-    "rl", help="Train by rewards: the same as weft train, for a recipe with [rl]."
+    "rl", help="Train by rewards: the same as weft train, for a recipe with \\[rl]."
 )(train_command)
 app.command("plan", no_args_is_help=True)(plan_command)

@@ -218,9 +218,6 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
     Rule("rewards with balance", "layout rl", lambda a: a.rl is not None and bool(a.layout.balance),
          "layout.balance = {0.layout.balance!r} plans steps from documents that are known before, and [rl] writes them "
          "meanwhile", "leave layout.balance out"),
-    Rule("rewards with vocabulary passes", "layout rl", lambda a: a.rl is not None and a.layout.vocab_barriers > 0,
-         "layout.vocab_barriers computes the output layer in passes of its own, without the loss of a policy",
-         "leave layout.vocab_barriers out"),
     Rule("rewards without gradients", "optimizer rl",
          lambda a: a.rl is not None and a.optimizer.estimate == "zeroth-order",
          "[rl] needs gradients, and optimizer.estimate = 'zeroth-order' estimates them from losses alone",
