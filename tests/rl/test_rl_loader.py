@@ -241,6 +241,7 @@ def test_several_updates_learn_from_one_phase(
             "low = 3 is above high = 2",
         ),
         ({"tasks": []}, "no .*tasks.* has one"),
+        ({"data": {"path": "talks.jsonl"}}, "reads none: it learns from answers"),
         (
             {
                 "loss": {"kind": "dpo"},

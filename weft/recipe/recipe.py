@@ -305,6 +305,11 @@ class Recipe(Section):
             raise ValueError(
                 f"loss.kind = {self.loss.kind!r}, but the loss of [rl] is rl.method; leave [loss] out"
             )
+        if self.rl is not None and "sources" in self.data.model_fields_set:
+            raise ValueError(
+                "[data] names sources, and a run with [rl] reads none: it learns from answers to the questions of "
+                '[[tasks]]; leave data.path and data.sources out, or name the file in a task: path = "prompts.jsonl"'
+            )
         if rewards and self.rl is None:
             raise ValueError(
                 f"tasks.reward = {rewards[0]!r} rewards answers, and nothing in this recipe learns from rewards; add "
