@@ -305,7 +305,7 @@ class Recipe(Section):
             raise ValueError(
                 f"loss.kind = {self.loss.kind!r}, but the loss of [rl] is rl.method; leave [loss] out"
             )
-        if self.rl is not None and "sources" in self.data.model_fields_set:
+        if self.rl is not None and self.data.sources != Data().sources:
             raise ValueError(
                 "[data] names sources, and a run with [rl] reads none: it learns from answers to the questions of "
                 '[[tasks]]; leave data.path and data.sources out, or name the file in a task: path = "prompts.jsonl"'
