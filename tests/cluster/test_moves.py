@@ -62,6 +62,7 @@ def test_moved_again_and_again_the_text_stays() -> None:
         assert not any(link.incoming for link in cluster.router.links.values())
 
 
+@pytest.mark.soak  # it measures time
 def test_a_move_is_told_while_the_engine_that_is_left_computes_on() -> None:
     """What the other engine writes waits for it, and must not wait for a step of the first one."""
     with Cluster(2, slow=0.002, router={"balances": False}) as cluster:

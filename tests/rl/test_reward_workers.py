@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from weft import plugins
 from weft.errors import WeftError
 from weft.recipe import Task
 from weft.rl.build_task import reward_task
@@ -40,6 +41,12 @@ def judge(answer, question):
     return odd.get(answer, len(answer) * question.facts["factor"])
 """
 QUESTION = RewardQuestion("?", facts={"factor": 0.5})
+
+
+@pytest.fixture(autouse=True)
+def without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plugins of other tests, which processes cannot import, are none of this run's."""
+    monkeypatch.setattr(plugins, "loaded", set[str]())
 
 
 def table(folder: Path, **settings: Any) -> Task:
