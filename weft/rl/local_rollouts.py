@@ -29,7 +29,6 @@ class LocalRollouts:
         ``most``: most tokens of an answer.
         ``stops``: ids that end an answer.
         ``interrupted``: function that returns whether this rank is asked to end the run.
-        ``version``: number of updates of the weights that write.
     """
 
     engine: Engine | FollowingEngine
@@ -37,7 +36,6 @@ class LocalRollouts:
     most: int
     stops: Sequence[int]
     interrupted: Callable[[], bool] = lambda: False
-    version: int = 0
     waiting: list[GroupRequest] = field(default_factory=list)
 
     def request(self, groups: Sequence[GroupRequest]) -> None:
@@ -87,7 +85,6 @@ class LocalRollouts:
     def take_weights(self, version: int) -> None:
         """Tell the engine that its weights have changed, and are now those of ``version``."""
         self.engine.weights_changed(version)
-        self.version = version
 
     def close(self) -> None:
         """End the engine."""

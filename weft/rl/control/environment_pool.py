@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import numpy as np
 from weft.errors import UsageError, WeftError
 from weft.layout.dims import part
 from weft.rl.control.array_frames import pipe_ends, readable_pipes
+from weft.rl.control.child_end import end_process, how_ended
 from weft.rl.control.environment_kinds import ActionForm, form_from_words
 from weft.rl.control.environment_process import IDLE, episode_seed
 
@@ -110,10 +110,11 @@ class EnvironmentProcess:
 
     def take_answer(self) -> dict[str, np.ndarray] | ActionForm | ProcessEnd:
         """Return what has arrived: arrays of a step, the form of new environments with arrays, or why it failed."""
+        assert self.process is not None
         try:
             frame = self.pipe.receive()
         except (EOFError, OSError, ValueError):
-            return ProcessEnd(self._how_ended())
+            return ProcessEnd(how_ended(self.process))
         if "failed" in frame.head:
             return ProcessEnd(f"failed: {frame.head['failed']}", frame.head["usage"])
         if "form" in frame.head:
@@ -121,23 +122,10 @@ class EnvironmentProcess:
             return form_from_words(frame.head["form"])
         return frame.arrays
 
-    def _how_ended(self) -> str:
-        assert self.process is not None
-        try:
-            code = self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            return "closed its pipe"
-        if code < 0:
-            return f"was killed ({signal.Signals(-code).name})"
-        return f"ended with the exit code {code}"
-
     def end(self) -> None:
         """End the process at once."""
         if self.process is not None:
-            with suppress(OSError):
-                self.pipe.close()
-            self.process.kill()
-            self.process.wait()
+            end_process(self.process, self.pipe)
         self.process = None
 
     def close(self) -> None:

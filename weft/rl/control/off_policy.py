@@ -7,7 +7,6 @@ arrived. The ratio of updates to transitions that comes out is recorded, as it i
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from weft.rl.control.array_frames import (
     pipe_ends,
     readable_pipes,
 )
+from weft.rl.control.child_end import end_process, how_ended
 from weft.rl.control.control_ppo import RunningEpisodes
 from weft.rl.control.environment_kinds import form_from_words
 from weft.rl.control.environment_pool import START_S, TRIES
@@ -94,10 +94,11 @@ class WorkerProcess:
 
     def take(self) -> ArrayFrame | str:
         """Return the message that has arrived, or why the worker is lost."""
+        assert self._process is not None
         try:
             frame = self.pipe.receive()
         except (EOFError, OSError, ValueError):
-            return self._how_ended()
+            return how_ended(self._process)
         if "failed" in frame.head:
             if frame.head["usage"]:
                 raise UsageError(frame.head["failed"])
@@ -105,23 +106,10 @@ class WorkerProcess:
         self.heard = time.monotonic()
         return frame
 
-    def _how_ended(self) -> str:
-        assert self._process is not None
-        try:
-            code = self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            return "closed its pipe"
-        if code < 0:
-            return f"was killed ({signal.Signals(-code).name})"
-        return f"ended with the exit code {code}"
-
     def end(self) -> None:
         """End the process at once."""
         if self._process is not None:
-            with suppress(OSError):
-                self.pipe.close()
-            self._process.kill()
-            self._process.wait()
+            end_process(self._process, self.pipe)
         self._process = None
 
 
