@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from tests import started
-from weft import registry
+from weft import plugins, registry
 from weft.cli import run_command_line
 from weft.prove.pool import ProcessPool
 from weft.run.signals import requests
@@ -159,9 +159,10 @@ def launched() -> Command:
 
 
 @pytest.fixture
-def no_plugins() -> Iterator[None]:
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing that plugins have registered, neither by tests before nor by this one once it is over."""
     registered = registry._REGISTERED
+    monkeypatch.setattr(plugins, "loaded", set[str]())
 
     def take_out() -> dict[Any, registry.Registered]:
         plugged = [

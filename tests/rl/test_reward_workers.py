@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from weft import plugins
 from weft.errors import WeftError
 from weft.recipe import Task
 from weft.rl.build_task import reward_task
@@ -41,12 +40,6 @@ def judge(answer, question):
     return odd.get(answer, len(answer) * question.facts["factor"])
 """
 QUESTION = RewardQuestion("?", facts={"factor": 0.5})
-
-
-@pytest.fixture(autouse=True)
-def without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plugins of other tests, which processes cannot import, are none of this run's."""
-    monkeypatch.setattr(plugins, "loaded", set[str]())
 
 
 def table(folder: Path, **settings: Any) -> Task:
@@ -145,6 +138,8 @@ def test_processes_end_with_their_owner(tmp_path: Path) -> None:
         (pid,) = workers.pids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    with pytest.raises(WeftError, match="have been closed"):
+        workers.scores([QUESTION], ["good"])
 
 
 def test_wrong_functions_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft import plugins
 from weft.encodable import encodable
 from weft.errors import WeftError
 from weft.recipe.reward_settings import RewardSettings
@@ -49,7 +48,7 @@ class Scored(NamedTuple):
 
 
 def reward_workers(
-    settings: Task, seed: int = 0, modules: Sequence[str] | None = None
+    settings: Task, seed: int = 0, modules: Sequence[str] = ()
 ) -> RewardWorkers:
     """Start the processes that score answers by the task of ``settings``, a table ``[[tasks]]``, with its limits.
 
@@ -61,15 +60,14 @@ def reward_workers(
 
 
 def task_words(
-    settings: Task, seed: int = 0, modules: Sequence[str] | None = None
+    settings: Task, seed: int = 0, modules: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return what another process needs to build the task of ``settings``, a table ``[[tasks]]``, as JSON values.
 
-    ``seed``: seed of the task's questions. ``modules``: plugins to load, by default all that are loaded here.
+    ``seed``: seed of the task's questions. ``modules``: plugins to load, those of the recipe.
     """
     values = settings.model_dump(mode="json", by_alias=True)
-    names = plugins.loaded if modules is None else modules
-    return {"task": values, "seed": seed, "plugins": sorted(names)}
+    return {"task": values, "seed": seed, "plugins": [*modules]}
 
 
 @dataclass
@@ -166,8 +164,10 @@ class RewardWorkers:
 
         An answer whose reward raises an error, is no finite number, takes too long or too much memory has the value
         None. If a process is killed from outside, another one scores its answer again. Raises :class:`WeftError` if the
-        task cannot be built.
+        task cannot be built, or if the processes have been closed.
         """
+        if not self._workers:
+            raise WeftError(f"the processes of the task {self._name} have been closed")
         for number, worker in enumerate(self._workers):
             if worker.item is not None:  # of a call that was interrupted
                 self._replace(number)
