@@ -108,6 +108,7 @@ KINDS: dict[str, TechniqueKind] = {
     "aggregator": TechniqueKind("rule of aggregation", "resilience.aggregate", ("settings",), "aggregators", ("mean",)),
     "code": TechniqueKind("gradient code", "resilience.code", ("settings", "ranks"), "codes", ("",)),
     "task": TechniqueKind("task", "tasks.reward", ("settings", "seed"), "tasks", ("",)),
+    "operator": TechniqueKind("operator", "steps.operator", ("step",), "operators"),
     "samples": TechniqueKind("source of samples", "rl", ("recipe",), "sample_sources"),
     "phases": TechniqueKind("technique of a step", "phases", (), "phases"),
     "pair-loss": TechniqueKind("loss of pairs", "loss.kind", ("settings",), "pair_losses", ("cross-entropy",)),

@@ -13,6 +13,7 @@ import pytest
 from weft import registry
 from weft.checkpoint.convert import open_foreign
 from weft.cluster.dispatch_policy import dispatch_policy
+from weft.curation.data_pipeline import DataStep
 from weft.errors import UsageError
 from weft.generate.drafter import check_ahead
 from weft.generate.policies import policy_of
@@ -61,6 +62,7 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "tracker": lambda name: build_recipe({"observe": {"trackers": [name]}}),
     "task": lambda name: build_recipe({"tasks": [{"reward": name}]}),
     "policy-loss": lambda name: policy_loss(name),
+    "operator": lambda name: DataStep(operator=name),
     "samples": lambda name: prepare(
         build_recipe({name: {}, "tasks": [{"reward": "addition"}]})
     ),

@@ -1,0 +1,63 @@
+"""The sections of a pipeline's file: sources, steps, output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, SerializeAsAny
+
+from weft.curation.data_operators import Operator
+from weft.recipe import Source
+from weft.recipe.host_section import HostSection, with_techniques
+from weft.registry import find
+from weft.section import Section
+
+
+class DataStep(HostSection):
+    """A step ``[[steps]]`` of a pipeline: an operator with its settings."""
+
+    hosts: ClassVar = {"operator": "operator"}
+
+    operator: str = Field(
+        description="Name of the operator, such as 'minhash'. Plugins bring others."
+    )
+
+    def build(self) -> Operator:
+        """Return the operator with these settings."""
+        operator: Operator = find("operator", self.operator).implementation(self)
+        return operator
+
+
+class PipelineOutput(Section):
+    """What a pipeline writes, ``[output]``."""
+
+    format: Literal["parquet", "jsonl"] = Field(
+        "parquet", description="Format of the files of documents."
+    )
+    tokenizer: str = Field(
+        "",
+        description="Tokenizer whose token ids are written, too. Left out: texts only.",
+    )
+
+
+class DataPipeline(Section):
+    """A pipeline of data: sources, and the steps that their documents go through in turn."""
+
+    name: str = Field("", description="Name of the pipeline in reports.")
+    plugins: Sequence[str] = Field(
+        (), description="Python modules that register operators and sources."
+    )
+    seed: int = Field(0, description="Seed of all that is drawn at random.")
+    shards: int = Field(
+        0,
+        ge=0,
+        description="Number of shards; 0: by the size of the sources, about 64 MB each.",
+    )
+    sources: Sequence[Source] = Field(
+        min_length=1, description="What is read, as [[data.sources]] of a recipe."
+    )
+    steps: Sequence[Annotated[SerializeAsAny[DataStep], with_techniques(DataStep)]] = (
+        Field((), description="Operators, applied in this order.")
+    )
+    output: PipelineOutput = Field(PipelineOutput(), description="What is written.")

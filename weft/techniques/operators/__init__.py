@@ -1,0 +1,1 @@
+"""Operators of data pipelines: a file each."""
