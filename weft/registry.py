@@ -110,6 +110,7 @@ KINDS: dict[str, TechniqueKind] = {
     "task": TechniqueKind("task", "tasks.reward", ("settings", "seed"), "tasks", ("",)),
     "operator": TechniqueKind("operator", "steps.operator", ("step",), "operators"),
     "samples": TechniqueKind("source of samples", "rl", ("recipe",), "sample_sources"),
+    "buffer": TechniqueKind("buffer of samples", "stream.buffer", ("capacity", "watermark", "seed"), "buffers"),
     "phases": TechniqueKind("technique of a step", "phases", (), "phases"),
     "pair-loss": TechniqueKind("loss of pairs", "loss.kind", ("settings",), "pair_losses", ("cross-entropy",)),
     "policy-loss": TechniqueKind("method", "rl.method", (), "policy_losses"),

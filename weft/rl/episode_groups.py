@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from weft.data.sample_ledger import VersionSpan
 from weft.rl.episode import Episode, TurnEncoder, write_episodes
-from weft.rl.rollout import AnswerGroup, GroupRequest, VersionSpan, WrittenAnswer
+from weft.rl.rollout import AnswerGroup, GroupRequest, WrittenAnswer
 
 if TYPE_CHECKING:
     from weft.data.chat.trajectory import Trajectory

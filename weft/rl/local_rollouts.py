@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from weft.data.sample_ledger import VersionSpan
 from weft.generate.sampling import Sampling
 from weft.rl.generation_turns import FollowingEngine
-from weft.rl.rollout import AnswerGroup, GroupRequest, VersionSpan, WrittenAnswer
+from weft.rl.rollout import AnswerGroup, GroupRequest, WrittenAnswer
 
 if TYPE_CHECKING:
     from weft.generate.engine import Engine

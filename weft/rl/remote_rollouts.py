@@ -21,14 +21,20 @@ from uuid import uuid4
 
 from weft.cluster.engine_router import EngineRouter, RoutedAnswers, RouterModel
 from weft.cluster.flight import Flight
+from weft.data.sample_ledger import (
+    ROLLOUT,
+    LedgerTask,
+    SampleLease,
+    SampleLedger,
+    VersionSpan,
+)
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import AnswerRequest, Busy, NoEngine
 from weft.generate.sampling import Sampling
 from weft.net.endpoint import Endpoint
 from weft.recipe import ModelShape
 from weft.rl.local_rollouts import RolloutInterrupted
-from weft.rl.rollout import AnswerGroup, GroupRequest, VersionSpan, WrittenAnswer
-from weft.rl.sample_ledger import ROLLOUT, LedgerTask, SampleLease, SampleLedger
+from weft.rl.rollout import AnswerGroup, GroupRequest, WrittenAnswer
 from weft.rl.weight_channel import WeightSender
 from weft.version import VERSION
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from weft.data.chat.encode import Messages
+    from weft.data.sample_ledger import VersionSpan
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,6 @@ class RewardQuestion:
     prompt: str | Messages
     answer: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-class VersionSpan(NamedTuple):
-    """A span of an answer's tokens that one version of the weights has written.
-
-    ``first``: index of the span's first token in the answer. ``version``: number of policy updates that these weights
-    have had. The span ends where the next one begins.
-    """
-
-    first: int
-    version: int
 
 
 @dataclass(frozen=True)

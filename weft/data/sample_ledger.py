@@ -1,18 +1,31 @@
 """A ledger of samples on their way to training: which task has written and read what, and how old samples may become.
 
 After AsyncFlow (Han et al. 2025): rows are samples, columns are fields. Unlike there, a slot is free again only when
-its sample was trained, which bounds the lag by construction.
+its sample was trained, which bounds the lag by construction. Samples that simulators produce go through the same ledger
+with a buffer (:mod:`weft.data.sample_buffer`), which decides what is trained next, and how often.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.rl.rollout import VersionSpan
+if TYPE_CHECKING:
+    from weft.data.sample_buffer import SampleBuffer
+
+
+class VersionSpan(NamedTuple):
+    """A span of an answer's tokens that one version of the weights has written.
+
+    ``first``: index of the span's first token in the answer. ``version``: number of policy updates that these weights
+    have had. The span ends where the next one begins.
+    """
+
+    first: int
+    version: int
 
 
 class SampleRow(NamedTuple):
@@ -52,6 +65,11 @@ REWARD = LedgerTask("reward", ("answer",), ("reward",))
 TRAIN = LedgerTask("train", ("answer", "reward"), whole=True)
 
 
+#: Samples of simulators are written by others than the model, and trained as the buffer of the ledger says.
+SIMULATE = LedgerTask("simulate", (), ("arrays",))
+LEARN = LedgerTask("learn", ("arrays",), whole=True)
+
+
 #: The cause by which samples count whose fields were lost.
 LOST = "lost"
 
@@ -74,7 +92,8 @@ class _Sample:
 
     ``stores``: by each written column, the name of the store that keeps the field. ``leases``: numbers of the leases
     under which tasks work on the sample. ``done``: tasks that have consumed it. ``versions``: which weights have
-    written it. ``lost``: whether a store of its fields was lost while it was trained.
+    written it. ``lost``: whether a store of its fields was lost while it was trained. ``drawn``: how often a buffer
+    has drawn it.
     """
 
     attempt: int = 0
@@ -83,13 +102,14 @@ class _Sample:
     done: set[str] = field(default_factory=set)
     versions: tuple[VersionSpan, ...] = ()
     lost: bool = False
+    drawn: int = 0
 
     def begin_anew(self) -> None:
         self.attempt += 1
         self.stores.clear()
         self.leases.clear()
         self.done.clear()
-        self.versions, self.lost = (), False
+        self.versions, self.lost, self.drawn = (), False, 0
 
 
 class SampleLedger:
@@ -106,13 +126,26 @@ class SampleLedger:
     and what the holder still says of them is ignored. The ledger holds no fields itself: it knows the store of each. It
     opens no sockets, starts no threads and reads no clock.
 
-    Raises :class:`ValueError` for tasks of which a column is read before it is written, or written twice.
+    ``buffer``: decides which samples are trained next, instead of their places, and has the slots. A sample then keeps
+    its slot for as long as the buffer holds the sample, or until the update that has trained it is counted.
+    ``freed``: called with the place of each group whose slot becomes free.
+
+    Raises :class:`ValueError` for tasks of which a column is read before it is written, or written twice, and for a
+    buffer of samples that the model itself draws.
     """
 
     def __init__(
-        self, tasks: Sequence[LedgerTask], bound: int, batch: int = 1, spare: int = 0
+        self,
+        tasks: Sequence[LedgerTask],
+        bound: int,
+        batch: int = 1,
+        spare: int = 0,
+        buffer: SampleBuffer | None = None,
+        freed: Callable[[int], None] = lambda place: None,
     ) -> None:
         _check_tasks(tasks)
+        if buffer is not None and any(task.draws for task in tasks):
+            raise ValueError("a buffer is for samples that no policy draws")
         if bound < 0 or batch < 1:
             raise ValueError(f"bound {bound} is below 0, or batch {batch} below 1")
         if spare and bound:
@@ -123,6 +156,11 @@ class SampleLedger:
         self.tasks = {task.name: task for task in tasks}
         self.last = tasks[-1].name
         self.bound, self.batch = bound, batch
+        self.buffer, self._freed = buffer, freed
+        #: Whether no sample comes any more, and samples by how often they were drawn until they have left.
+        self.ended = False
+        self.times: Counter[int] = Counter()
+        self._leaving: dict[int, None] = {}
         self.version, self.trained = 0, 0
         #: Number of trained samples by their lag, and of attempts that were left out or lost, by cause.
         self.lags: Counter[int] = Counter()
@@ -135,7 +173,9 @@ class SampleLedger:
 
     @property
     def slots(self) -> int:
-        """Number of groups that can be admitted and not yet trained."""
+        """Number of groups that can be admitted and not yet trained, or that the buffer can hold."""
+        if self.buffer is not None:
+            return self.buffer.capacity
         return (self.bound + 1) * self.batch + self.spare
 
     @property
@@ -147,11 +187,28 @@ class SampleLedger:
         """Give a group of so many ``samples`` a slot, and return its place; None if no slot is free."""
         if samples < 1:
             raise ValueError("a group has at least one sample")
-        if self.free < 1:
+        if self.free < 1 and not self._evict():
             return None
         place = self._next_place
         self._next_place += 1
         self._groups[place] = [_Sample() for _ in range(samples)]
+        return place
+
+    def bring(self, task: str, samples: int = 1, store: str = "") -> int | None:
+        """Admit a group of so many ``samples`` that ``task`` has written already; None if no slot is free.
+
+        ``task``: a task that reads nothing and does not draw from the policy. ``store``: as in :meth:`finish`.
+        """
+        about = self.tasks[task]
+        if about.reads or about.draws:
+            raise ValueError(f"{task} does not bring samples from outside")
+        place = self.admit(samples)
+        if place is None:
+            return None
+        for sample in self._groups[place]:
+            sample.done.add(task)
+            sample.stores |= dict.fromkeys(about.writes, store)
+        self._offer(place)
         return place
 
     def take(
@@ -159,8 +216,11 @@ class SampleLedger:
     ) -> SampleLease | None:
         """Hand out what ``task`` may work on now, the earliest places first; None if there is nothing.
 
+        With a buffer the task that trains gets what the buffer draws, where a sample may stand several times.
+
         ``holder``: name of the process that is going to work on the rows. ``count``: largest number of rows, or of
-        groups for a task that gets whole groups. The task that trains gets exactly ``count`` groups, or None.
+        groups for a task that gets whole groups. The task that trains gets exactly ``count`` groups, or None; fewer if
+        :attr:`ended` is set.
         ``version``: version of the weights from which a task that draws samples now. It gets only groups that these
         weights may still begin.
         """
@@ -168,7 +228,7 @@ class SampleLedger:
         if about.draws and version is None:
             raise ValueError(f"{task} draws, and must say the version of its weights")
         if task == self.last:
-            rows = self._next_trained(count)
+            rows = self._next_trained(count) if self.buffer is None else self._drawn(count)  # fmt: skip
         elif about.whole:
             groups = (self._whole_rows(about, place) for place in self._in_turn(about, version))  # fmt: skip
             rows = [row for group in islice(filter(None, groups), count) for row in group]  # fmt: skip
@@ -221,7 +281,7 @@ class SampleLedger:
         about = self.tasks[lease.task]
         if about.name == self.last and rows is not None:
             raise ValueError("what was handed out for training is trained as a whole")
-        rows = lease.rows if rows is None else rows
+        rows = [*dict.fromkeys(lease.rows if rows is None else rows)]
         counted = [row for row in rows if self.holds(lease, row)]
         for row in counted if about.draws else ():
             spans = (versions or {}).get(row)
@@ -239,6 +299,8 @@ class SampleLedger:
             sample.stores |= dict.fromkeys(about.writes, store)
             if about.draws and versions is not None:
                 sample.versions = tuple(versions[row])
+        for place in {row.place: None for row in counted if about.name != self.last}:
+            self._offer(place)
         if not any(self.holds(lease, row) for row in lease.rows):
             self._leases.pop(lease.number, None)
         return counted
@@ -249,17 +311,18 @@ class SampleLedger:
         Raises :class:`ValueError` if fewer than ``batch`` groups were trained while others wait, as their lag would
         then exceed the bound.
         """
+        waiting = self._groups if self.buffer is None else self._leaving
         trained = [
             place
-            for place, samples in self._groups.items()
-            if all(self.last in sample.done for sample in samples)
+            for place in waiting
+            if all(self.last in sample.done for sample in self._groups[place])
         ]
-        if len(trained) < self.batch and len(trained) < len(self._groups):
+        if self.buffer is None and len(trained) < min(self.batch, len(self._groups)):
             raise ValueError(
                 f"an update trained {len(trained)} groups, and must train {self.batch} at least"
             )
         for place in trained:
-            for sample in self._groups.pop(place):
+            for sample in self._leave(place):
                 self.lags[self._lag(sample)] += 1
         self.trained += len(trained)
         self.version += 1
@@ -311,9 +374,21 @@ class SampleLedger:
         rows = [self.leave_out(row, why) for row in self._rows(place)]
         return [row for row in rows if row is not None]
 
+    def repetitions(self) -> Counter[int]:
+        """Return the numbers of samples by how often they were drawn, of those that have left and those in the buffer.
+
+        Samples that were not drawn yet count under 0.
+        """
+        here = Counter(s.drawn for samples in self._groups.values() for s in samples)
+        return self.times + here
+
     def state(self) -> dict[str, Any]:
         """Return the ledger as JSON values, for a checkpoint."""
-        return {
+        buffered = {}
+        if self.buffer is not None:
+            times = [[*pair] for pair in self.times.items()]
+            buffered = {"draws": self.buffer.draws, "ended": self.ended, "times": times}
+        return buffered | {
             "version": self.version,
             "trained": self.trained,
             "trained_at": [[*pair] for pair in self._trained_at.items()],
@@ -343,13 +418,72 @@ class SampleLedger:
             place: [_read_sample(values) for values in samples]
             for place, samples in state["groups"]
         }
-        self._leases = {}
+        self._leases, self._leaving = {}, {}
         for samples in self._groups.values():
             for sample in samples:
                 gone = {*sample.stores.values()} - {*stores}
                 if (gone or sample.lost) and self.last not in sample.done:
                     sample.begin_anew()
                     self.left_out[LOST] += 1
+        if self.buffer is not None:
+            self._load_buffer(self.buffer, state)
+
+    def _load_buffer(self, buffer: SampleBuffer, state: Mapping[str, Any]) -> None:
+        """Fill the empty ``buffer`` with the samples that the ledger has taken on from ``state``."""
+        buffer.draws, self.ended = state["draws"], state["ended"]
+        self.times = Counter({times: count for times, count in state["times"]})
+        kept = {place for place, _ in buffer.places()}
+        for place in kept:
+            buffer.withdraw(place)
+        for place, samples in self._groups.items():
+            seen = all(self.last in sample.done for sample in samples)
+            for sample in () if seen else samples:
+                sample.drawn = 0
+            self._offer(place, seen)
+
+    # --- the buffer ---
+
+    def _evict(self) -> bool:
+        """Remove a group that the buffer can do without; return whether there is one."""
+        place = None if self.buffer is None else self.buffer.evict()
+        if place is not None:
+            self._leave(place)
+        return place is not None
+
+    def _leave(self, place: int) -> list[_Sample]:
+        """Remove a group, free its slot, and return its samples."""
+        samples = self._groups.pop(place)
+        self._leaving.pop(place, None)
+        if self.buffer is not None:
+            self.times.update(sample.drawn for sample in samples)
+        self._freed(place)
+        return samples
+
+    def _offer(self, place: int, seen: bool = False) -> None:
+        """Put a group into the buffer, if there is one, as soon as the task that trains can read all samples.
+
+        ``seen``: whether the group was trained before.
+        """
+        if self.buffer is None:
+            return
+        reads = self.tasks[self.last].reads
+        if all({*reads} <= sample.stores.keys() for sample in self._groups[place]):
+            self._leaving.pop(place, None)
+            self.buffer.put(place, seen)
+            if seen and self.buffer.empties:  # it was trained, and left at the draw
+                self._leaving[place] = None
+
+    def _drawn(self, count: int) -> list[SampleRow]:
+        """Return the rows of the next ``count`` groups that the buffer draws, or none if it draws none."""
+        assert self.buffer is not None
+        rows = []
+        for place, leaves in self.buffer.draw(count, self.ended):
+            rows += self._rows(place)
+            for sample in self._groups[place]:
+                sample.drawn += 1
+            if leaves:
+                self._leaving[place] = None
+        return rows
 
     def _sample(self, row: SampleRow) -> _Sample:
         return self._groups[row.place][row.member]
@@ -407,12 +541,17 @@ class SampleLedger:
         """Let the rows of ``lease`` be handed out again, and begin those anew whose fields were lost meanwhile."""
         for row in [row for row in lease.rows if self.holds(lease, row)]:
             self._return(self._sample(row), lease.task)
+            if lease.task == self.last:
+                self._offer(row.place)
         self._leases.pop(lease.number, None)
 
     def _begin_anew(self, place: int, member: int, why: str) -> None:
         """Begin a sample anew. Its whole group is then handed out for training anew, as it is only trained together."""
         self._groups[place][member].begin_anew()
         self.left_out[why] += 1
+        if self.buffer is not None:
+            self.buffer.withdraw(place)
+            self._leaving.pop(place, None)
         for sample in self._groups[place]:
             self._return(sample, self.last)
 
@@ -443,10 +582,11 @@ def _sample_values(sample: _Sample) -> dict[str, Any]:
         "done": sorted(sample.done),
         "versions": [[*span] for span in sample.versions],
         "lost": sample.lost,
-    }
+    } | ({"drawn": sample.drawn} if sample.drawn else {})
 
 
 def _read_sample(values: Mapping[str, Any]) -> _Sample:
     spans = tuple(VersionSpan(*span) for span in values["versions"])
     stores, done = dict(values["stores"]), {*values["done"]}
-    return _Sample(values["attempt"], stores, {}, done, spans, values["lost"])
+    drawn = values.get("drawn", 0)
+    return _Sample(values["attempt"], stores, {}, done, spans, values["lost"], drawn)

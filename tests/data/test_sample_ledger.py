@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.rl.rollout import VersionSpan
-from weft.rl.sample_ledger import (
+from weft.data.sample_ledger import (
     REWARD,
     ROLLOUT,
     TRAIN,
@@ -19,6 +18,7 @@ from weft.rl.sample_ledger import (
     SampleLease,
     SampleLedger,
     SampleRow,
+    VersionSpan,
 )
 
 TASKS = (ROLLOUT, REWARD, TRAIN)
