@@ -1,0 +1,160 @@
+"""Groups of documents that are duplicates of each other, and which document of a group is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from weft.curation.data_operators import Decision
+from weft.curation.documents import Documents
+from weft.errors import UsageError
+from weft.section import Section
+
+
+class SurvivorSettings(Section):
+    """Settings of which document of a group of duplicates is kept."""
+
+    keep: Literal["longest", "first", "best"] = Field(
+        "longest",
+        description="Document of a group that is kept: the longest, the first by id, or the one with the highest "
+        "value of the column 'score'. Equals are decided by id.",
+    )
+    score: str = Field("", description="Column by which the best document is kept.")
+
+    @model_validator(mode="after")
+    def _score_is_named(self) -> SurvivorSettings:
+        if (self.keep == "best") != bool(self.score):
+            raise ValueError(
+                "keep = 'best' and score go together: name the column of the score"
+            )
+        return self
+
+
+def survivor_scores(documents: Documents, settings: SurvivorSettings) -> np.ndarray:
+    """Return how much each document should survive its duplicates, float64. A document without a score has -inf.
+
+    Raises :class:`UsageError` for a column that does not exist, or that holds no numbers.
+    """
+    if settings.keep == "first":
+        return np.zeros(len(documents))
+    if settings.keep == "longest":
+        return np.fromiter(map(len, documents.texts), np.float64, len(documents))
+    if settings.score not in documents.columns:
+        raise UsageError(
+            f"keep = 'best' needs the column {settings.score!r}, which no earlier step has written; columns: "
+            f"{', '.join(documents.columns) or 'none'}"
+        )
+    values = documents.columns[settings.score]
+    if wrong := [v for v in values if not isinstance(v, int | float | None)]:
+        raise UsageError(
+            f"score = {settings.score!r}: the column holds {wrong[0]!r}, which is no number"
+        )
+    scores = np.array([np.nan if v is None else v for v in values], np.float64)
+    return np.where(np.isnan(scores), -np.inf, scores)
+
+
+def equal_neighbours(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return pairs of indices ``(left, right)`` that chain all indices of equal key.
+
+    ``keys``: one value for each index, or a row of values.
+    """
+    columns = keys if keys.ndim > 1 else keys[:, None]
+    order = np.lexsort(columns.T)
+    in_order = columns[order]
+    same = (in_order[1:] == in_order[:-1]).all(axis=1)
+    return order[:-1][same], order[1:][same]
+
+
+def connected_groups(count: int, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return the group of each of ``count`` documents, named by its smallest index.
+
+    ``left`` and ``right``: indices of the documents of each pair of duplicates. Groups are the connected components.
+    """
+    labels = np.arange(count)
+    while len(left):
+        ends = labels[left], labels[right]
+        apart = ends[0] != ends[1]
+        left, right = left[apart], right[apart]
+        low = np.minimum(*ends)[apart]
+        high = np.maximum(*ends)[apart]
+        np.minimum.at(labels, high, low)
+        while True:  # until every label is a root
+            roots = labels[labels]
+            if np.array_equal(roots, labels):
+                break
+            labels = roots
+    return labels
+
+
+def choose_survivors(
+    groups: np.ndarray, scores: np.ndarray, ids: Sequence[str]
+) -> np.ndarray:
+    """Return the index of the document that is kept of each document's group.
+
+    That is the one with the highest score, and of equals the first by id.
+    """
+    order = np.lexsort((id_ranks(ids), -scores, groups))
+    is_first = np.diff(groups[order], prepend=-1) != 0
+    survivors = np.empty(len(groups), np.int64)
+    survivors[order] = order[is_first][np.cumsum(is_first) - 1]
+    return survivors
+
+
+def id_ranks(ids: Sequence[str]) -> np.ndarray:
+    """Return the place of each id in the sorted order of all."""
+    ranks = np.empty(len(ids), np.int64)
+    ranks[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
+    return ranks
+
+
+def survivor_decisions(
+    ids: Sequence[Sequence[str]], survivors: np.ndarray, word: str, copies: str
+) -> list[Decision]:
+    """Return the decision that drops all documents but the survivors, for every shard.
+
+    Columns: ``duplicate_of``, the survivor's id, empty for survivors; and ``copies``, the number of documents that the
+    document stands for. ``ids``: ids of the documents of every shard; ``survivors``: index of the survivor of each
+    document, over all shards; ``word``: what duplicates are called in reasons.
+    """
+    names = flat_ids(ids)
+    sizes = np.bincount(survivors, minlength=len(names))[survivors].tolist()
+    is_kept = survivors == np.arange(len(names))
+    of = [
+        "" if kept else names[survivor]
+        for kept, survivor in zip(is_kept, survivors, strict=True)
+    ]
+    reasons = [f"{word} of {name}" if name else "" for name in of]
+    columns = {"duplicate_of": of, copies: sizes}
+    return split_decisions(ids, columns, reasons)
+
+
+def split_decisions(
+    ids: Sequence[Sequence[str]],
+    columns: Mapping[str, list[Any]],
+    reasons: Sequence[str],
+) -> list[Decision]:
+    """Return the decision for every shard, from columns and reasons of the documents of all shards."""
+    edges = np.cumsum([0, *map(len, ids)]).tolist()
+    return [
+        Decision(
+            {name: values[start:end] for name, values in columns.items()},
+            list(reasons[start:end]),
+        )
+        for start, end in pairwise(edges)
+    ]
+
+
+def flat_ids(ids: Sequence[Sequence[str]]) -> list[str]:
+    """Return the ids of all shards as one list."""
+    return [name for shard in ids for name in shard]
+
+
+def joined_summaries(
+    summaries: Sequence[Mapping[str, np.ndarray]], name: str
+) -> np.ndarray:
+    """Return the array ``name`` of all shards, one after the other."""
+    return np.concatenate([summary[name] for summary in summaries])

@@ -1,0 +1,65 @@
+"""MinHash: short signatures of documents, which are as often equal as the documents' sets of shingles overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from weft.curation.shingles import HashedRuns, mix_bits, text_shingles
+
+#: Value in the signature of a text without words. Such a text has no duplicate.
+NO_WORDS = np.uint32(0xFFFFFFFF)
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def minimum_hashes(shingles: HashedRuns, hashes: int, seed: int) -> np.ndarray:
+    """Return the signature of each text, ``[text, hash]`` in uint32: its smallest shingle under each hash function.
+
+    A hash function is ``(a x + b) mod 2^32`` with an odd ``a`` that is drawn by ``seed``, a permutation of the upper
+    32 bits of shingles, which are mixed already. Broder 1997.
+    """
+    random = np.random.default_rng(seed)
+    factors = random.integers(0, 1 << 32, hashes, np.uint32) | np.uint32(1)
+    shifts = random.integers(0, 1 << 32, hashes, np.uint32)
+    values = (shingles.hashes >> np.uint64(32)).astype(np.uint32)
+    filled = np.flatnonzero(np.diff(shingles.offsets))
+    starts = shingles.offsets[:-1][filled]
+    smallest = np.full((hashes, len(shingles.offsets) - 1), NO_WORDS)
+    permuted = np.empty_like(values)
+    for row in range(hashes if len(filled) else 0):
+        np.multiply(values, factors[row], out=permuted)
+        permuted += shifts[row]
+        smallest[row, filled] = np.minimum.reduceat(permuted, starts)
+    return smallest.T
+
+
+def text_signatures(
+    texts: Sequence[str], ngram: int, hashes: int, seed: int
+) -> np.ndarray:
+    """Return the signature of each text, ``[text, hash]`` in uint32, over its shingles of ``ngram`` words."""
+    signatures = np.full((len(texts), hashes), NO_WORDS)
+    for block, shingles in text_shingles(texts, ngram):
+        signatures[block] = minimum_hashes(shingles, hashes, seed)
+    return signatures
+
+
+def band_keys(signatures: np.ndarray, buckets: int) -> np.ndarray:
+    """Return a uint64 key for each text and bucket, ``[text, bucket]``: equal where all hashes of the bucket are.
+
+    Different hashes have the same key with a probability of 2^-64.
+    """
+    texts, hashes = signatures.shape
+    bands = signatures.reshape(texts, buckets, hashes // buckets)
+    keys = np.zeros(bands.shape[:2], np.uint64)
+    for place in range(bands.shape[2]):
+        keys = mix_bits(keys * _ODD + bands[:, :, place])
+    return keys
+
+
+def match_probability(jaccard: float, buckets: int, hashes: int) -> float:
+    """Return the probability that two documents share a bucket, by the overlap ``jaccard`` of their shingles.
+
+    ``hashes``: number of hash functions of a bucket.
+    """
+    return 1 - (1 - jaccard**hashes) ** buckets
