@@ -8,8 +8,20 @@ import typer
 from rich.console import Console
 
 from weft.cli.arguments import AsJson, DataPath, Overrides, RecipeFile
+from weft.cli.console import print_table
+from weft.errors import UsageError
+from weft.observe.display import compact
 
 app = typer.Typer(help="Look at the data before a run.", no_args_is_help=True)
+
+_measured = (
+    "Tables of small runs (columns pool, tokens, epochs, loss), or folders of weft train, each on one pool "
+    "([NAME=]FOLDER)."
+)
+_flops = (
+    "Budget in floating-point operations; with --parameters, or by what the runs say."
+)
+_size = "Number of tokens that a pool has in reality, if the small runs had a part of it; repeatable."
 
 
 @app.command("preview")
@@ -57,4 +69,72 @@ def preview_command(
             soft_wrap=not console.is_terminal,
         )
         console.print()
+    return 0
+
+
+@app.command("plan")
+def data_plan_command(
+    measured: Annotated[
+        list[str] | None, typer.Argument(metavar="RUNS...", help=_measured)
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(min=1, help="Budget in tokens.")
+    ] = None,
+    flops: Annotated[float | None, typer.Option(min=1, help=_flops)] = None,
+    steps: Annotated[
+        float | None, typer.Option(min=1, help="Budget in optimizer steps.")
+    ] = None,
+    parameters: Annotated[
+        float | None, typer.Option(min=1, help="Number of the model's parameters.")
+    ] = None,
+    step_tokens: Annotated[
+        float | None, typer.Option(min=1, help="Tokens of an optimizer step.")
+    ] = None,
+    size: Annotated[
+        list[str] | None, typer.Option(metavar="POOL=TOKENS", help=_size)
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Say which pools to train on, and how often, by the losses of small runs on each pool alone."""
+    from weft.curation.data_plan import budget_samples, plan_data
+    from weft.curation.measured_runs import pool_sizes, read_measured
+    from weft.curation.repetition_fit import fit_repetition_law
+
+    if not measured:
+        raise UsageError(
+            "give tables or folders of small runs; docs/how-to/data-plan.md says which"
+        )
+    read = read_measured(measured)
+    samples = budget_samples(read, tokens, flops, steps, parameters, step_tokens)
+    fitted = fit_repetition_law(read.runs).with_sizes(pool_sizes(size or []))
+    plan = plan_data(fitted, samples, read.runs)
+    if as_json:
+        typer.echo(json.dumps(plan.as_json(), indent=2))
+        return 0
+    print_table(
+        ("pool", "tokens", "exponent", "half-life in epochs"),
+        [
+            (row.pool, compact(row.size), row.exponent.text(), row.half_life.text())
+            for row in plan.utilities
+        ],
+    )
+    typer.echo(
+        f"\nbudget {compact(samples)} tokens; irreducible loss {plan.floor.text('.4g')}; "
+        f"a run is off by {plan.noise:.2%}"
+    )
+    print_table(
+        ("train on", "epochs of each", "expected loss", "best in"),
+        [
+            (
+                " + ".join(row.pools),
+                f"{row.epochs:.3g}",
+                row.loss.text(".4f"),
+                f"{row.chance:.0%}",
+            )
+            for row in plan.choices
+        ],
+    )
+    typer.echo(f"\nwhy: {plan.reason}")
+    for note in plan.notes:
+        typer.echo(f"note: {note}")
     return 0

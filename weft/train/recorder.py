@@ -88,7 +88,7 @@ class Recorder:
             stack.callback(self._metrics.close)
             self.log("run", **{
                 **self._job.facts(progress), "device": device, "parameters": parameters, "learning": learning,
-                "flops_per_token": self._per_token, "peak_flops": self._peak,
+                "flops_per_token": self._per_token, "peak_flops": self._peak, "epoch_tokens": self._epoch_tokens(),
                 "started": datetime.datetime.now().isoformat(timespec="seconds"),
                 **(describe_machine() if mesh.is_main else {}),
             })  # fmt: skip
@@ -98,6 +98,11 @@ class Recorder:
                 path = self.folder / f"trace/rank-{os.environ.get('RANK', 0)}.json"
                 self._traced = stack.enter_context(trace(path, recipe.observe.trace))
             yield
+
+    def _epoch_tokens(self) -> int | None:
+        """Return the number of tokens of all training documents; None if samples do not come from documents."""
+        streams = getattr(self._job.corpus.train, "streams", ())
+        return sum(stream.tokens for stream in streams) or None
 
     def event(self, text: str) -> None:
         """Print the line ``text``, and record it as an event of the run."""
