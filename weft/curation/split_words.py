@@ -1,0 +1,95 @@
+# ruff: noqa: RUF001 - marks of many scripts
+"""Words and sentences of a text, by rules close to those of spaCy's English tokenizer, without a model."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from functools import lru_cache
+
+#: Marks that stand alone before or after a word. A dash, a slash or a full stop belongs to what follows it.
+_MARK = r"[…,:;!?¿¡()\[\]{}<>_#*&。？！，、；：～·'\"`‘’‚“”„«»‹›「」『』（）〔〕【】《》〈〉]"
+#: What is divided from the beginning of a text between white spaces.
+_BEFORE = re.compile(rf"\.\.+|[§%=—–]|\+(?!\d)|[$£€¥]|{_MARK}")
+#: What is divided from its end, with the ends of contractions: don't is "do" and "n't", it's is "it" and "'s".
+_AFTER = re.compile(
+    rf"(?:\.\.+|[—–]|(?<=\d)[+%$£€¥]|{_MARK}|(?<=[a-z\d%²)\]}}'\"’”`>_+-])\.|(?<=[A-Z][A-Z])\."
+    r"|(?<=\w)(?:n['’]t|['’](?:s|re|ve|ll|d|m|S)))$"
+)
+#: What divides a word: dashes and commas between letters, assignments, slashes and colons before a letter.
+_INSIDE = re.compile(
+    r"(\.\.+|…|(?<=\d)[+\-*^](?=[\d-])|(?<=[a-z'\"’”])\.(?=[A-Z'\"‘“])"
+    r"|(?<=[^\W\d_])(?:--+|[-–—~,])(?=[^\W\d_])|(?<=[A-Za-z\d])[:<>=/](?=[^\W\d_]))"
+)
+#: Addresses are not divided.
+_ADDRESS = re.compile(r"(?:[a-z]+://|www\.)\S+|[\w.+-]+@[\w-]+\.[\w.-]+")
+#: A word that keeps its full stops, as in "e.g.".
+_DOTTED = re.compile(r"(?:[A-Za-z]\.){2,}")
+#: Abbreviations whose full stop ends no sentence, as their lower-case letters.
+_ABBREVIATIONS = frozenset((
+    "mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "vs", "e.g", "i.e", "a.m", "p.m", "u.s", "inc", "co", "corp",
+    "ltd", "gen", "rep", "sen", "gov", "adm", "jan", "feb", "aug", "sept", "oct", "nov", "dec",
+))  # fmt: skip
+#: The end of a sentence: its mark, what closes behind the mark, and a white space or the end of the text.
+_SENTENCE_END = re.compile(r"(\S*?)([.!?。！？]+)[\"'”’)\]]*(?=\s|$)")
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of ``text``; punctuation marks are words of their own.
+
+    What stands between white spaces is divided at marks before and after it, at English contractions and at dashes
+    between letters.
+    """
+    return [word for chunk in text.split() for word in _words_of(chunk)]
+
+
+@lru_cache(1 << 16)
+def _words_of(chunk: str) -> tuple[str, ...]:
+    before: list[str] = []
+    after: list[str] = []
+    while chunk and (mark := _BEFORE.match(chunk)):
+        before.append(mark[0])
+        chunk = chunk[mark.end() :]
+    while not _whole(chunk) and (mark := _AFTER.search(chunk)) and mark.start() > 0:
+        after.append(mark[0])
+        chunk = chunk[: mark.start()]
+    whole = _ADDRESS.fullmatch(chunk) or _whole(chunk)
+    inside = [chunk] if whole else [word for word in _INSIDE.split(chunk) if word]
+    return (*before, *filter(None, inside), *reversed(after))
+
+
+def _whole(chunk: str) -> bool:
+    """Return whether the full stop at the end belongs to the word."""
+    if not chunk.endswith("."):
+        return False
+    return chunk[:-1].lower() in _ABBREVIATIONS or bool(_DOTTED.fullmatch(chunk))
+
+
+def is_symbol(word: str) -> bool:
+    """Return whether ``word`` has punctuation and symbols only."""
+    return not word.isalnum() and all(map(_is_mark, word))
+
+
+@lru_cache(1 << 12)
+def _is_mark(character: str) -> bool:
+    return unicodedata.category(character)[0] in "PSC"
+
+
+def count_sentences(text: str) -> int:
+    """Return the number of sentences of ``text``.
+
+    A sentence ends with a mark before a white space. A full stop of a usual abbreviation or of an initial ends none.
+    What follows the last mark is a sentence, too.
+    """
+    ends = 0
+    last = 0
+    for end in _SENTENCE_END.finditer(text):
+        word = end[1].lstrip("\"'“‘([").lower()
+        if end[2] == "." and (word in _ABBREVIATIONS or _is_initial(end[1])):
+            continue
+        ends, last = ends + 1, end.end()
+    return ends + bool(text[last:].strip())
+
+
+def _is_initial(word: str) -> bool:
+    return len(word) == 1 and word.isupper() and word != "I"
