@@ -1,0 +1,95 @@
+"""Paragraphs that several documents share: where they stand, and texts without them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import xxhash
+
+from weft.curation.shingles import simplified
+
+#: Where a part of a text ends, by what parts are: at empty lines, or at the end of every line.
+_ENDS = {"paragraph": re.compile(r"\n[^\S\n]*\n\s*"), "line": re.compile(r"\n\s*")}
+
+
+class ParagraphTable(NamedTuple):
+    """Paragraphs of a list of documents, one document after the other.
+
+    Attributes:
+        ``keys``: uint64 hash of the words of each paragraph.
+        ``starts``: index of each paragraph's first character in its document.
+        ``ends``: index after each paragraph's last character, with the white space that follows the paragraph.
+        ``offsets``: where each document's paragraphs begin, and the end of the last ones.
+    """
+
+    keys: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    offsets: np.ndarray
+
+
+def paragraph_spans(
+    text: str, unit: Literal["paragraph", "line"]
+) -> Iterator[tuple[int, int]]:
+    """Yield start and end of every paragraph or line of ``text``, which together are all of the text."""
+    start = 0
+    for gap in _ENDS[unit].finditer(text):
+        yield start, gap.end()
+        start = gap.end()
+    if start < len(text):
+        yield start, len(text)
+
+
+def paragraph_table(
+    texts: Sequence[str], unit: Literal["paragraph", "line"], least_words: int
+) -> ParagraphTable:
+    """Return the paragraphs or lines of ``texts`` that have at least ``least_words`` words."""
+    keys, starts, ends, offsets = [], [], [], [0]
+    for text in texts:
+        for start, end in paragraph_spans(text, unit):
+            words = simplified(text[start:end]).replace(b"\0", b" ").split()
+            if len(words) >= max(least_words, 1):
+                keys.append(xxhash.xxh3_64_intdigest(b" ".join(words)))
+                starts.append(start)
+                ends.append(end)
+        offsets.append(len(keys))
+    return ParagraphTable(
+        np.array(keys, np.uint64),
+        np.array(starts, np.int64),
+        np.array(ends, np.int64),
+        np.array(offsets, np.int64),
+    )
+
+
+def is_repeated(
+    keys: np.ndarray,
+    document_ranks: np.ndarray,
+    starts: np.ndarray,
+    least_documents: int,
+) -> np.ndarray:
+    """Return of each paragraph whether it repeats an earlier one.
+
+    ``keys``: hashes of the paragraphs of all documents; ``document_ranks``: place of each paragraph's document, of
+    which the first keeps its paragraph; ``starts``: where each paragraph stands in its document. Only paragraphs that
+    stand in at least ``least_documents`` documents count.
+    """
+    order = np.lexsort((starts, document_ranks, keys))
+    is_new_key = np.diff(keys[order], prepend=keys[order][:1] + np.uint64(1)) != 0
+    is_new_document = is_new_key | (np.diff(document_ranks[order], prepend=-1) != 0)
+    run = np.cumsum(is_new_key) - 1
+    documents = np.bincount(run, weights=is_new_document)[run] if len(run) else run
+    repeated = np.empty(len(keys), bool)
+    repeated[order] = ~is_new_key & (documents >= least_documents)
+    return repeated
+
+
+def without_spans(text: str, spans: Sequence[int]) -> str:
+    """Return ``text`` without the characters of ``spans``: start, end, start, end and so on, in rising order."""
+    edges = [0, *spans, len(text)]
+    pieces = [
+        text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
+    return "".join(pieces)

@@ -1,0 +1,91 @@
+"""Decontaminate: documents that have texts of evaluation sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from weft.curation.data_pipeline import DataStep
+from weft.curation.documents import Documents
+from weft.curation.evaluation_index import (
+    EvaluationIndex,
+    build_evaluation_index,
+    count_overlaps,
+    files_digest,
+)
+from weft.registry import register
+from weft.section import Section
+
+
+class DecontaminateSettings(Section):
+    """Settings of decontamination."""
+
+    sets: Sequence[str] = Field(
+        min_length=1,
+        description="Evaluation sets: a file, a folder or a glob each. Every string of a record is a text.",
+    )
+    ngram: int = Field(13, ge=1, description="Words of a sequence that is looked for.")
+    least_words: int = Field(
+        8,
+        ge=1,
+        description="Words below which a text of an evaluation set is not looked for. Texts between these and 'ngram' "
+        "are looked for as a whole.",
+    )
+    most_hits: int = Field(
+        0, ge=0, description="Sequences in common above which a document is dropped."
+    )
+
+
+@register(
+    "operator",
+    "decontaminate",
+    settings=DecontaminateSettings,
+    title="Decontamination",
+    paper="Brown et al. 2020 (2005.14165)",
+    proof="tests/curation/test_evaluation_index.py",
+)
+class Decontaminate:
+    """Drops documents that have sequences of words of evaluation sets.
+
+    The column ``contamination_hits`` counts the places of a document where such a sequence begins, and
+    ``contaminated_by`` lists the sets. Words are those of the simplified text, without case, accents and punctuation.
+    """
+
+    late: ClassVar = ("most_hits",)
+
+    def __init__(self, step: DataStep) -> None:
+        self.settings = step.own(DecontaminateSettings)
+
+    @cached_property
+    def index(self) -> EvaluationIndex:
+        """The index of the evaluation sets, read once in each process."""
+        ours = self.settings
+        return build_evaluation_index(ours.sets, ours.ngram, ours.least_words)
+
+    def fingerprint(self) -> str:
+        """Return a digest of the contents of the evaluation sets."""
+        return files_digest(self.settings.sets)
+
+    def statistics(self, documents: Documents) -> dict[str, list[Any]]:
+        counts = count_overlaps(documents.texts, self.index)
+        names = self.index.names
+        return {
+            "contamination_hits": counts.hits.tolist(),
+            "contaminated_by": [
+                [name for name, hit in zip(names, row, strict=True) if hit]
+                for row in counts.sets
+            ],
+        }
+
+    def reasons(self, columns: Mapping[str, Sequence[Any]]) -> list[str]:
+        most = self.settings.most_hits
+        pairs = zip(
+            columns["contamination_hits"], columns["contaminated_by"], strict=True
+        )
+        return [
+            f"contaminated by {', '.join(sets)}" if hits > most else ""
+            for hits, sets in pairs
+        ]

@@ -1,0 +1,116 @@
+"""Paragraphs: those that stand in several documents, and documents that consist of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from weft.curation.data_operators import Decision
+from weft.curation.data_pipeline import DataStep
+from weft.curation.documents import Documents
+from weft.curation.duplicate_groups import (
+    SurvivorSettings,
+    flat_ids,
+    id_ranks,
+    joined_summaries,
+    split_decisions,
+    survivor_scores,
+)
+from weft.curation.repeated_paragraphs import is_repeated, paragraph_table
+from weft.registry import register
+
+
+class ParagraphsSettings(SurvivorSettings):
+    """Settings of repeated paragraphs."""
+
+    unit: Literal["paragraph", "line"] = Field(
+        "paragraph",
+        description="What is compared: what stands between empty lines, or lines.",
+    )
+    least_words: int = Field(
+        10, ge=1, description="Words of a paragraph below which it is never repeated."
+    )
+    least_documents: int = Field(
+        2,
+        ge=1,
+        description="Documents that must share a paragraph; 1: also those repeated within a document.",
+    )
+    most_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of a document's characters in repeated paragraphs above which it is dropped; 1: never.",
+    )
+
+
+@register(
+    "operator",
+    "paragraphs",
+    settings=ParagraphsSettings,
+    title="Repeated paragraphs",
+    paper="Soldaini et al. 2024 (2402.00159)",
+    proof="tests/curation/test_repeated_paragraphs.py",
+)
+class Paragraphs:
+    """Marks paragraphs that other documents have, too, and drops documents that consist mostly of them.
+
+    One document keeps the paragraph: the longest, the first by id, or the best. Of the others the column
+    ``repeated_spans`` has start and end of each such paragraph, which the operator ``cut-repeated`` cuts out, and
+    ``repeated_share`` their share of the characters. Paragraphs are compared by hashes of 64 bits of their words.
+    """
+
+    late: ClassVar = ("least_documents", "most_share")
+
+    def __init__(self, step: DataStep) -> None:
+        self.settings = step.own(ParagraphsSettings)
+
+    def summarize(self, documents: Documents) -> dict[str, np.ndarray]:
+        ours = self.settings
+        table = paragraph_table(documents.texts, ours.unit, ours.least_words)
+        return {
+            "keys": table.keys,
+            "starts": table.starts,
+            "ends": table.ends,
+            "keys_offsets": table.offsets,
+            "lengths": np.array([*map(len, documents.texts)], np.int64),
+            "scores": survivor_scores(documents, ours),
+        }
+
+    def decide(
+        self,
+        ids: Sequence[Sequence[str]],
+        summaries: Sequence[Mapping[str, np.ndarray]],
+    ) -> list[Decision]:
+        names = flat_ids(ids)
+        counts = np.concatenate([np.diff(s["keys_offsets"]) for s in summaries])
+        starts = joined_summaries(summaries, "starts")
+        ends = joined_summaries(summaries, "ends")
+        order = np.lexsort((id_ranks(names), -joined_summaries(summaries, "scores")))
+        ranks = np.empty(len(names), np.int64)
+        ranks[order] = np.arange(len(names))
+        repeated = is_repeated(
+            joined_summaries(summaries, "keys"),
+            np.repeat(ranks, counts),
+            starts,
+            self.settings.least_documents,
+        )
+        document = np.repeat(np.arange(len(names)), counts)[repeated]
+        spans = np.stack([starts[repeated], ends[repeated]], axis=1)
+        lengths = np.maximum(joined_summaries(summaries, "lengths"), 1)
+        sizes = spans[:, 1] - spans[:, 0]
+        shares = np.bincount(document, weights=sizes, minlength=len(names)) / lengths
+        edges = np.searchsorted(document, np.arange(len(names) + 1))
+        most = self.settings.most_share
+        reason = f"more than {most:.0%} of its text repeats other documents"
+        columns = {
+            "repeated_share": shares.tolist(),
+            "repeated_spans": [
+                spans[start:end].ravel().tolist() for start, end in pairwise(edges)
+            ],
+        }
+        reasons = [reason if share > most else "" for share in shares]
+        return split_decisions(ids, columns, reasons)
