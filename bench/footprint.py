@@ -79,7 +79,7 @@ def imported(layout: str, hidden: Sequence[str] = ()) -> dict[str, int]:
         (folder / "text").mkdir()
         (folder / "text/one.txt").write_text("A text of a few words. " * 2000)
         words = [
-            'plugins=["plugin_of_footprint"]', "train.steps=2", "validation.every=0", "checkpoint.every=0",
+            'plugins=["plugin_of_footprint"]', "train.steps=2", "validation.every=0",
             "model.layers=2", "model.embed=32", "data.tokenizer='bytes'", f"data.cache='{folder}/cache'",
             f"data.sources=[{{kind='text', path='{folder}/text'}}]",
             "resilience.detect=60",  # a rank that is late on a busy machine is not lost

@@ -70,6 +70,8 @@ class Checkpoints:
         ``best``: the run's lowest validation loss so far.
         ``strict``: whether a save that failed in the background ends the run at the next save.
         ``timeout``: seconds that the commit of a save waits for other ranks.
+        ``keeps_best``: whether the state of the lowest validation loss is saved, whenever that is. Otherwise, and if no
+            level saves during the run, the only save is the last one, which then needs no copy of the state.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Checkpoints:
         best: Best,
         strict: bool,
         timeout: float,
+        keeps_best: bool = False,
     ) -> None:
         self._levels, self._state, self._progress = levels, state, progress
         self._listener, self._mesh = listener, mesh
@@ -105,8 +108,14 @@ class Checkpoints:
             _absolute(str(place)) for place in resumed if place.holds(ROOT)
         }
         self._protect()
+        at_end = not keeps_best and not any(level.every for level in levels)
         self._saver = Saver(
-            listener.event, strict, timeout, mesh.step_group, state.tiers.staging
+            listener.event,
+            strict,
+            timeout,
+            mesh.step_group,
+            state.tiers.staging,
+            in_place=at_end,
         )
         self._saver.prepare(state.saved())
 

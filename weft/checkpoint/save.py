@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from weft.errors import WeftError
 from weft.layout.mesh import from_all
 
 if TYPE_CHECKING:
+    from weft.checkpoint.in_place_writer import InPlaceWriter
     from weft.layout.parts import Part
 
 
@@ -58,6 +59,7 @@ class Saver:
         ``timeout``: seconds that the commit waits for the other ranks.
         ``group``: ranks that save together (default: all).
         ``folder``: folder for the copy of the state (default: the copy is in main memory).
+        ``in_place``: write from the state's own memory, without a copy and a process, while training waits.
         ``reports``: reports so far. Rank 0 gets those of other ranks when the next save begins or :meth:`finish` is
             called.
         ``problem``: problem of the last save; empty if there is none.
@@ -70,14 +72,15 @@ class Saver:
         timeout: float = 600,
         group: dist.ProcessGroup | None = None,
         folder: Path | None = None,
+        in_place: bool = False,
     ) -> None:
         self.warn, self.strict, self.timeout = warn, strict, timeout
-        self.folder, self.group = folder, group
+        self.folder, self.group, self.in_place = folder, group, in_place
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.world = dist.get_world_size(group) if dist.is_initialized() else 1
         self.reports: list[Saved] = []
         self.problem = ""
-        self._writer: WriterProcess | None = None
+        self._writer: WriterProcess | InPlaceWriter | None = None
         self._thread = ThreadPoolExecutor(1, "weft-checkpoint")
         self._plan: tuple[Any, list[SavedPiece]] = (None, [])
         self._step = 0  # of the save under way
@@ -193,7 +196,7 @@ class Saver:
         self._thread.shutdown()
         if self._writer is not None:
             if at_once:
-                self._writer.process.kill()
+                self._writer.kill()
             self._writer.close()
         self._writer = None
 
@@ -249,7 +252,7 @@ class Saver:
     def _stage(
         self, locals_: Mapping[str, Part]
     ) -> tuple[list[SavedPiece], list[torch.Tensor]]:
-        """Return the pieces that this rank writes, and their places in the staging memory."""
+        """Return the pieces that this rank writes, and their places in the staging memory, if there is one."""
         key = [
             (name, local.box, local.tensor, local.replica, local.replicas)
             for name, local in locals_.items()
@@ -257,21 +260,33 @@ class Saver:
         if self._plan[0] != key:  # the same at every save
             self._plan = key, plan_pieces(locals_)
         pieces = self._plan[1]
+        if self.in_place:
+            # runs that save in the background do without what writes
+            from weft.checkpoint.in_place_writer import InPlaceWriter
+
+            self._writer = self._writer or InPlaceWriter()
+            return pieces, []
         size = sum(piece.size for piece in pieces)
-        if self._writer is None or not self._writer.serves(size):
-            if self._writer is not None:
-                self._writer.close()
+        writer = self._writer
+        if not isinstance(writer, WriterProcess) or not writer.serves(size):
+            if writer is not None:
+                writer.close()
             pinned = any(local.values.is_cuda for local in locals_.values())
-            self._writer = WriterProcess(size, pinned, self.folder)
+            self._writer = writer = WriterProcess(size, pinned, self.folder)
         return pieces, [
-            elements_of(piece, locals_[piece.name], self._writer.memory)
-            for piece in pieces
+            elements_of(piece, locals_[piece.name], writer.memory) for piece in pieces
         ]
 
     def _copy(
         self, places: list[torch.Tensor], values: list[torch.Tensor]
     ) -> Callable[[], float]:
-        """Start to copy. The returned function waits for the end and returns the seconds of the copy."""
+        """Start to copy. The returned function waits for the end and returns the seconds of the copy.
+
+        Without staging memory the writer gets ``values`` themselves.
+        """
+        if self.in_place:
+            cast("InPlaceWriter", self._writer).values = values
+            return lambda: 0.0
         if values and values[0].is_cuda:
             stream, start, end = (
                 torch.cuda.Stream(),

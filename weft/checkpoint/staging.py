@@ -140,6 +140,10 @@ class WriterProcess:
             self._open = False
             return None
 
+    def kill(self) -> None:
+        """Kill the process; what it writes is not committed."""
+        self.process.kill()
+
     def close(self) -> None:
         """End the process, after up to ten seconds by killing it, and free the shared memory."""
         self._pipe.close()

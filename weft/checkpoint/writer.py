@@ -21,7 +21,7 @@ import numpy as np
 from weft.checkpoint import format as layout
 from weft.checkpoint.boxes import ROOT, checksum
 from weft.checkpoint.format import StoredBlock
-from weft.checkpoint.pack import elements, index_within
+from weft.checkpoint.pack import Elements, elements, index_within
 from weft.checkpoint.storage import Storage, StorageError
 from weft.checkpoint.write_task import Commit, Report, WriteTask
 from weft.errors import WeftError
@@ -145,6 +145,24 @@ def write_share(task: WriteTask, memory: mmap.mmap) -> Report:
 
     ``memory``: shared memory that holds the elements of ``task.shares``.
     """
+
+    def shares() -> Iterator[Elements]:
+        offset = 0
+        for name, box in task.shares:
+            share = elements(memory, box, task.tensors[name].itemsize, offset)
+            offset += share.nbytes
+            yield share
+
+    return write_elements(task, shares)
+
+
+def write_elements(
+    task: WriteTask, shares_of: Callable[[], Iterable[Elements]]
+) -> Report:
+    """Write the data file and the manifest of one rank as ``task`` describes them. Returns a report, also of a failure.
+
+    ``shares_of``: function that yields the elements of each of ``task.shares``; called again after a failed attempt.
+    """
     begun = time.perf_counter()
     with _caught(Report()) as report:
         shares = [(name, box, task.tensors[name]) for name, box in task.shares]
@@ -157,7 +175,7 @@ def write_share(task: WriteTask, memory: mmap.mmap) -> Report:
             task.file,
             boxes,
             task.tensors,
-            lambda: _blocks(cuts, task.tensors, memory, report.seconds),
+            lambda: _blocks(cuts, shares_of(), report.seconds),
         )
         report.bytes = file.write(task.storage, task.manifest)
         report.seconds["hash"] = file.hashing
@@ -169,15 +187,12 @@ def write_share(task: WriteTask, memory: mmap.mmap) -> Report:
 
 def _blocks(
     cuts: Sequence[tuple[str, Box, Sequence[Box]]],
-    tensors: Mapping[str, Tensor],
-    memory: mmap.mmap,
+    shares: Iterable[Elements],
     seconds: dict[str, float],
 ) -> Iterator[memoryview]:
-    """Iterate over the bytes of blocks, cut from shares in ``memory``. Each is valid until the next is requested."""
-    seconds["cut"], offset, scratch = 0.0, 0, np.empty(0, np.uint8)
-    for name, outer, tiles in cuts:
-        share = elements(memory, outer, tensors[name].itemsize, offset)
-        offset += share.nbytes
+    """Iterate over the bytes of blocks, cut from ``shares``. Each is valid until the next is requested."""
+    seconds["cut"], scratch = 0.0, np.empty(0, np.uint8)
+    for (_, outer, tiles), share in zip(cuts, shares, strict=True):
         for tile in tiles:
             begun = time.perf_counter()
             block = share[index_within(tile, outer)]

@@ -146,6 +146,7 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
     checkpoints = stack.enter_context(Checkpoints(
         run.levels, state, progress, job.facts(progress), job.files, job.shape, mesh, recorder, run.folder,
         lowest.known, strict=recipe.checkpoint.on_error == "stop", timeout=recipe.train.timeout,
+        keeps_best=recipe.validation.keep_best,
     ))  # fmt: skip
 
     def before_update() -> None:
