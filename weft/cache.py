@@ -38,7 +38,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     making = folder.with_name(f".{folder.name}.making")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f".{folder.name}.lock")):
+        with locked(folder.with_name(f".{folder.name}.lock")):
             if not folder.exists():
                 # left by a killed process: nobody else holds the lock
                 shutil.rmtree(making, ignore_errors=True)
@@ -56,7 +56,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """In here this process alone has the lock ``path``, a file that is gone afterwards."""
     while True:
         with open(path, "w") as lock:

@@ -21,6 +21,7 @@ from weft.cache import cache_root
 from weft.data import tokens as tokens_module
 from weft.data.corpora import read_documents
 from weft.data.loader import open_data
+from weft.data.placed_text import PlacedText
 from weft.data.tokenizer import Tokenizer, load_tokenizer, sample_text
 from weft.data.tokens import open_source, read_tokens, write_tokens
 from weft.errors import UsageError, WeftError
@@ -268,13 +269,13 @@ def test_cache_is_used_and_renewed(
 ) -> None:
     tokenizer = load_tokenizer("bytes")
     built: list[Source] = []
-    real = tokens_module.read_documents
+    real = tokens_module.placed_documents
 
-    def counted(source: Source, report: Any = None) -> Iterator[str]:
+    def counted(source: Source, report: Any = None) -> Iterator[PlacedText]:
         built.append(source)
         return real(source, report)
 
-    monkeypatch.setattr(tokens_module, "read_documents", counted)
+    monkeypatch.setattr(tokens_module, "placed_documents", counted)
     first = open_source(corpus, tokenizer, tmp_path / "cache")
     spans = zip(first.offsets[:-1], first.offsets[1:] - 1, strict=True)
     assert [tokenizer.decode(first.ids[lo:hi]) for lo, hi in spans] == TEXTS
@@ -298,13 +299,13 @@ def test_cache_is_used_and_renewed(
 def test_an_interrupted_build_leaves_nothing(
     tmp_path: Path, corpus: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(source: Source, report: Any = None) -> Iterator[str]:
-        yield "something"
+    def broken(source: Source, report: Any = None) -> Iterator[PlacedText]:
+        yield PlacedText(Path("somewhere"), 1, "something")
         raise KeyboardInterrupt
 
     tokenizer, cache = load_tokenizer("bytes"), tmp_path / "cache"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(tokens_module, "read_documents", broken)
+        patch.setattr(tokens_module, "placed_documents", broken)
         open_source(corpus, tokenizer, cache)
     assert not [path for path in cache.iterdir() if path.is_dir()]
     assert len(open_source(corpus, tokenizer, cache).offsets) == 4
@@ -343,10 +344,10 @@ def test_processes_that_start_together_build_once(
     """Each process counts the documents it tokenized itself: all by one, none by the other."""
     program = (
         "import sys, time; from weft.data import tokens; from weft.data.tokenizer import load_tokenizer;"
-        "from weft.recipe import Source; real, n = tokens.read_documents, []\n"
+        "from weft.recipe import Source; real, n = tokens.placed_documents, []\n"
         "def slow(*given):\n"
         "    for text in real(*given): n.append(1); time.sleep(0.3); yield text\n"
-        "tokens.read_documents = slow; sys.stdin.readline()\n"
+        "tokens.placed_documents = slow; sys.stdin.readline()\n"
         "print(len(n), tokens.open_source(Source(kind='text', path=sys.argv[1]), load_tokenizer('bytes'))"
         ".fingerprint, len(n))"
     )

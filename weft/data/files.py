@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -55,6 +55,17 @@ class Selection(NamedTuple):
 
     read: list[Path]
     left: list[Path]
+
+
+class FilePart(NamedTuple):
+    """Part of a file of records that is read.
+
+    ``start`` and ``end``: bytes of JSON Lines, or row groups of Parquet. ``first``: number of the first line or row.
+    """
+
+    start: int
+    end: int
+    first: int
 
 
 def format_of(file: Path) -> str:
@@ -171,13 +182,15 @@ def _parts(folder: Path, names: list[str]) -> list[str]:
 
 
 def read_records(
-    file: Path, wrong: Callable[[WeftError], None] | None = None
+    file: Path,
+    wrong: Callable[[WeftError], None] | None = None,
+    part: FilePart | None = None,
 ) -> Iterator[tuple[int, Any]]:
     """Yield pairs of line number and record of a file of JSON Lines, JSON, CSV, Parquet, Arrow or Python code.
 
     Records of Python code are prompts and completions about its docstrings. In a file without lines, records are
     numbered instead, from 1. For a line that is no record, ``wrong`` is called with the error; without ``wrong`` the
-    error is raised.
+    error is raised. ``part``: the bytes of JSON Lines that are read; None: all of the file.
     """
     form = format_of(file)
     if form == ".py":
@@ -200,13 +213,27 @@ def read_records(
             yield from enumerate(value if isinstance(value, list) else [value], 1)
     else:
         with open_file(file) as stream:
-            yield from _lines(stream, file, wrong)
+            if part is None:
+                yield from _lines(stream, file, wrong)
+            else:
+                yield from _lines(_lines_of(stream, part), file, wrong, part.first)
+
+
+def _lines_of(stream: IO[bytes], part: FilePart) -> Iterator[bytes]:
+    """Yield the lines that begin in a part of a file."""
+    at = stream.seek(part.start)
+    while at < part.end and (line := stream.readline()):
+        at += len(line)
+        yield line
 
 
 def _lines(
-    stream: IO[bytes], file: Path, wrong: Callable[[WeftError], None] | None
+    stream: Iterable[bytes],
+    file: Path,
+    wrong: Callable[[WeftError], None] | None,
+    first: int = 1,
 ) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(stream, 1):
+    for number, line in enumerate(stream, first):
         if not line.strip():
             continue
         if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):

@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weft.cache import build_once, cache_root, digest
-from weft.data.batch import Pairs
-from weft.data.corpora import read_documents, source_fingerprint
+from weft.data.corpora import (
+    is_tokenized_in_pieces,
+    placed_documents,
+    source_fingerprint,
+)
 from weft.data.files import source_files
 from weft.data.source_report import SourceReport
+from weft.data.token_writing import (
+    DocumentPlaces,
+    add_to_meta,
+    encoded_documents,
+    write_documents,
+)
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
+    from weft.data.batch import Pairs
     from weft.data.tokenizer import Tokenizer
     from weft.recipe import Source
 
@@ -44,6 +53,7 @@ class Tokens:
         ``files``: the files that the conversations come from.
         ``pairs``: the pairs of answers that successive documents form; None if they form none.
         ``notes``: lines to print at the start of a run.
+        ``folder``: the folder of the token files, None if they are single files.
     """
 
     ids: np.ndarray
@@ -57,6 +67,7 @@ class Tokens:
     files: tuple[str, ...] = ()
     pairs: Pairs | None = None
     notes: tuple[str, ...] = ()
+    folder: Path | None = None
 
     def place(self, document: int) -> str:
         """Return where a document comes from, for errors: its file and line if they are known, else its number."""
@@ -119,7 +130,10 @@ def read_tokens(path: str | Path) -> Tokens:
             file = path / "lines.npy"
             lines = np.load(file)
             file = path / "pairs.npy"
-            pairs = Pairs.listed(*np.load(file)) if file.exists() else None
+            if file.exists():
+                from weft.data.batch import Pairs
+
+                pairs = Pairs.listed(*np.load(file))
             if pairs is not None and 2 * len(pairs) != len(offsets) - 1:
                 raise ValueError(f"{len(pairs)} pairs for {len(offsets) - 1} documents")
     except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
@@ -141,6 +155,7 @@ def read_tokens(path: str | Path) -> Tokens:
         of,
         pairs,
         notes,
+        path if path.is_dir() else None,
     )
 
 
@@ -150,24 +165,36 @@ def open_source(
     cache: Path | None = None,
     opening: Sequence[int] = (),
 ) -> Tokens:
-    """Open the tokens of a source. On first use, one process tokenizes text into the cache folder ``cache``.
+    """Open the tokens of a source. On first use, text is tokenized into the cache folder ``cache``.
 
     ``opening``: ids that begin every document of text. Raises :class:`WeftError` if a source of token files was written
     by another tokenizer.
     """
     if source.kind != "tokens":
+        name = f"data source {source.path or source.kind}"
 
         def build(making: Path) -> None:
             tokenizer.save(making)
-            report = SourceReport()
-            docs, name = (
-                _encoded(read_documents(source, report), tokenizer),
-                f"data source {source.path or source.kind}",
-            )
-            write_documents(
-                making, docs, tokenizer.vocab, tokenizer.closing, name, opening=opening
-            )
-            add_to_meta(making, {"notes": report.lines()})
+            if is_tokenized_in_pieces(source):
+                from weft.data.tokenize_pieces import tokenize_pieces
+
+                notes = tokenize_pieces(making, source, tokenizer, opening, name)
+            else:
+                report, places = SourceReport(), DocumentPlaces()
+                docs = encoded_documents(
+                    placed_documents(source, report), tokenizer, places
+                )
+                write_documents(
+                    making,
+                    docs,
+                    tokenizer.vocab,
+                    tokenizer.closing,
+                    name,
+                    opening=opening,
+                    places=places,
+                )
+                notes = report.lines()
+            add_to_meta(making, {"notes": notes})
 
         # Those without an opening are the ones that were there before documents could have one.
         key = digest(
@@ -196,65 +223,3 @@ def open_source(
             f"{path} has {wanted}, not {theirs}; set data.tokenizer to the one that made the tokens"
         )
     return tokens
-
-
-def write_documents(
-    folder: Path, docs: Iterable[np.ndarray], vocab: int, eos: int, name: str, close: bool = True,
-    opening: Sequence[int] = (),
-) -> None:  # fmt: skip
-    """Write documents as token files to an existing ``folder``.
-
-    ``docs``: arrays of token ids below ``vocab``. ``close``: whether to append ``eos`` to each document that does not
-    end with it, and to skip empty documents. ``name``: what errors call the source. ``opening``: ids that are written
-    before each document.
-    """
-    dtype = np.dtype("<u2" if vocab <= 2**16 else "<u4")
-    offsets, content = array("q", [0]), hashlib.sha256()
-    with open(folder / "tokens.bin", "wb", buffering=2**20) as out:
-        for number, doc in enumerate(docs):
-            doc = np.asarray(doc)
-            if close and (len(doc) == 0 or (len(doc) == 1 and doc[0] == eos)):
-                continue
-            if doc.min() < 0 or doc.max() >= vocab:
-                raise WeftError(
-                    f"document {number} holds a token id outside 0..{vocab - 1}; check the vocabulary"
-                )
-            ends = [eos] if close and doc[-1] != eos else []
-            data = np.concatenate([opening, doc, ends]).astype(dtype).tobytes()
-            out.write(data)
-            content.update(data)
-            offsets.append(offsets[-1] + len(data) // dtype.itemsize)
-    if len(offsets) == 1:
-        raise WeftError(
-            f"{name} holds no document with a token in it; check where it comes from"
-        )
-    content.update(offsets.tobytes())
-    np.save(folder / "offsets.npy", np.array(offsets, np.int64))
-    meta = {
-        "dtype": dtype.name,
-        "vocab": vocab,
-        "eos": eos,
-        "count": offsets[-1],
-        "fingerprint": content.hexdigest(),
-    }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-
-
-def add_to_meta(folder: Path, more: Mapping[str, Any]) -> None:
-    """Add the entries ``more`` to the JSON file ``meta.json`` in a ``folder`` of token files."""
-    file = folder / "meta.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | dict(more), indent=2) + "\n"
-    )
-
-
-def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Encode about a million characters at a time: enough to occupy all cores, little enough to stream."""
-    group, held = [], 0
-    for text in texts:
-        group.append(text)
-        held += len(text)
-        if held > 2**20:
-            yield from tokenizer.encode_many(group)
-            group, held = [], 0
-    yield from tokenizer.encode_many(group)

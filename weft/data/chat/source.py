@@ -31,8 +31,9 @@ from weft.data.chat.samples import RecordLocation, read_samples
 from weft.data.corpora import source_fingerprint
 from weft.data.files import source_files
 from weft.data.source_report import SourceReport
+from weft.data.token_writing import add_to_meta, write_documents
 from weft.data.tokenizer import Tokenizer
-from weft.data.tokens import Tokens, add_to_meta, read_tokens, write_documents
+from weft.data.tokens import Tokens, read_tokens
 from weft.errors import WeftError
 from weft.recipe import ANSWER_PAIRS, Chat, Source
 

@@ -1,0 +1,145 @@
+"""Read texts from files of records, and from data sets that Hugging Face's ``datasets`` has saved."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from weft.data.files import FilePart, read_records
+from weft.data.source_report import SourceReport
+from weft.encodable import encodable
+from weft.errors import WeftError, nearest
+from weft.recipe import Source
+
+#: Texts with the lines or numbers of their records.
+Numbered = Iterator[tuple[int, str]]
+
+
+def jsonl_texts(
+    file: Path, source: Source, report: SourceReport, part: FilePart | None
+) -> Numbered:
+    """Yield the texts in a file of records, or in the bytes ``part``, with the numbers of their lines."""
+    wrong = report.skip if source.skips else None
+    for number, record in read_records(file, wrong, part):
+        try:
+            if not isinstance(record, dict):
+                raise WeftError(
+                    f"{file}:{number}: expected a JSON object, got {type(record).__name__}"
+                )
+            _check_field(f"{file}:{number}", source.field, list(record))
+            value = record[source.field]
+            text = _text_of(value, f"{file}:{number}", source.field, report)
+        except WeftError as error:
+            if not source.skips:
+                raise
+            report.skip(error)
+            continue
+        report.count(
+            str(name)
+            for name, value in record.items()
+            if name != source.field and value not in (None, "", [], {})
+        )
+        if text is not None:
+            yield number, encodable(text)
+
+
+def chat_texts(
+    file: Path, source: Source, report: SourceReport, part: FilePart | None
+) -> Numbered:
+    """Yield all texts of each record, whatever its form: what a tokenizer is trained on."""
+
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield encodable(value)
+        elif isinstance(value, (dict, list)):
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from texts(item)
+
+    wrong = report.skip if source.skips else None
+    for number, record in read_records(file, wrong):
+        yield number, "\n".join(texts(record))
+
+
+def parquet_texts(
+    file: Path, source: Source, report: SourceReport, part: FilePart | None
+) -> Numbered:
+    """Yield the texts in a Parquet file, or in the row groups ``part``, with the numbers of their rows."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as table:
+        every = range(table.num_row_groups)
+        groups = list(every[part.start : part.end] if part else every)
+        rows = sum(table.metadata.row_group(group).num_rows for group in groups)
+        _count_columns(report, file, source, table.schema_arrow.names, rows)
+        row = part.first if part else 1
+        for batch in table.iter_batches(1024, groups, columns=[source.field]):
+            values = batch.column(0).to_pylist()
+            yield from _numbered(values, row, str(file), source.field, report)
+            row += len(values)
+
+
+def huggingface_texts(
+    folder: Path, source: Source, report: SourceReport, part: FilePart | None
+) -> Numbered:
+    """Yield the texts in a saved data set, of whose splits only 'train' is read, with the numbers of their rows."""
+    import datasets
+
+    try:
+        data = datasets.load_from_disk(str(folder))
+    except FileNotFoundError:
+        raise WeftError(
+            f"{folder} is not a dataset from save_to_disk; set 'path' to the folder of one"
+        ) from None
+    if isinstance(data, datasets.DatasetDict):
+        if "train" not in data:
+            raise WeftError(
+                f"{folder} has no split 'train'; set 'path' to one of its folders: {', '.join(data)}"
+            )
+        report.left = tuple(folder / name for name in data if name != "train")
+        data = data["train"]
+    _count_columns(report, folder, source, data.column_names, len(data))
+    row = 1
+    for batch in data.select_columns([source.field]).iter(batch_size=1024):
+        values = batch[source.field]
+        yield from _numbered(values, row, str(folder), source.field, report)
+        row += len(values)
+
+
+def _numbered(
+    values: list[Any], first: int, where: str, field: str, report: SourceReport
+) -> Numbered:
+    """Yield the texts among ``values`` with their numbers, of which the first is ``first``."""
+    for number, value in enumerate(values, first):
+        text = _text_of(value, where, field, report)
+        if text is not None:
+            yield number, text
+
+
+def _count_columns(
+    report: SourceReport, path: Path, source: Source, names: list[str], rows: int
+) -> None:
+    _check_field(str(path), source.field, names)
+    report.records += rows
+    report.unread.update({name: rows for name in names if name != source.field})
+
+
+def _check_field(where: str, field: str, fields: list[str]) -> None:
+    """Raise :class:`WeftError`, which names the place ``where``, if a record with ``fields`` has no ``field``."""
+    if field not in fields:
+        raise WeftError(
+            f"{where}: no field {field!r}; set the source's 'field', {nearest(field, fields)}"
+        )
+
+
+def _text_of(value: Any, where: str, field: str, report: SourceReport) -> str | None:
+    """Return the text that is the value of ``field``, or None if there is no value, which ``report`` counts.
+
+    Raises :class:`WeftError`, which names the place ``where``, for a value that is no text.
+    """
+    if value is None:
+        report.empty += 1
+    elif not isinstance(value, str):
+        kind = type(value).__name__
+        raise WeftError(
+            f"{where}: field {field!r} holds {kind}, not text; set the source's 'field'"
+        )
+    return value

@@ -1,0 +1,56 @@
+"""A piece of a source: files, or a part of one file, in a known state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weft.cache import digest
+from weft.data.files import FilePart
+
+
+class FileStamp(NamedTuple):
+    """State of a file: its path, size and time of the last change in nanoseconds."""
+
+    file: str
+    size: int
+    changed: int
+
+
+@dataclass(frozen=True)
+class SourcePiece:
+    """Files, or a part of one file, that are tokenized together.
+
+    Attributes:
+        ``stamps``: state of each of the files.
+        ``part``: the part of the only file; None: all of the files.
+        ``size``: bytes of the files that are read, for the progress.
+    """
+
+    stamps: tuple[FileStamp, ...]
+    part: FilePart | None = None
+    size: int = field(default=0, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Digest that changes with the files and the part."""
+        return digest(self.stamps, self.part)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files."""
+        return [Path(stamp.file) for stamp in self.stamps]
+
+    @staticmethod
+    def parsed(values: dict[str, Any]) -> SourcePiece:
+        """Return the piece that ``dataclasses.asdict`` has turned into JSON."""
+        part = values["part"] and FilePart(*values["part"])
+        stamps = tuple(FileStamp(*stamp) for stamp in values["stamps"])
+        return SourcePiece(stamps, part, values["size"])
+
+
+def stamp_of(file: Path) -> FileStamp:
+    """Return the present state of ``file``."""
+    state = file.stat()
+    return FileStamp(str(file), state.st_size, state.st_mtime_ns)

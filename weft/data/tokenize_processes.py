@@ -1,0 +1,101 @@
+"""Processes that tokenize pieces of a source. They get pieces as lines of JSON, and answer with a line for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from weft.data.source_piece import SourcePiece
+from weft.errors import UsageError, WeftError
+
+if TYPE_CHECKING:
+    from weft.recipe import Source
+
+
+class TokenizeProcesses:
+    """Processes that tokenize pieces of ``source`` into ``folder``, one piece each at a time.
+
+    ``opening``: ids that begin every document. ``count``: number of processes. Leaving the context ends them at once.
+    """
+
+    def __init__(
+        self, folder: Path, source: Source, opening: Sequence[int], count: int
+    ) -> None:
+        task = {
+            "folder": str(folder),
+            "source": source.model_dump(mode="json"),
+            "opening": [*opening],
+        }
+        self._task = json.dumps(task)
+        self._own = threading.local()
+        self._started: list[subprocess.Popen[str]] = []
+        self._closed = False
+        self._threads = ThreadPoolExecutor(count)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End all processes. What they have not finished is lost."""
+        self._closed = True
+        for process in self._started:
+            process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._started:
+            process.communicate()
+
+    def submit(self, piece: SourcePiece) -> Future[None]:
+        """Begin to tokenize ``piece`` when a process is free. The future raises :class:`WeftError` if that fails."""
+        return self._threads.submit(self._tokenize, piece)
+
+    def _tokenize(self, piece: SourcePiece) -> None:
+        process = self._process()
+        assert process.stdin and process.stdout
+        try:
+            process.stdin.write(json.dumps(asdict(piece)) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise WeftError(
+                f"a process that tokenizes {piece.files[0]} has ended with code {process.wait()}; if memory was short, "
+                "set WEFT_TOKENIZE_PROCESSES=1"
+            )
+        if answer := json.loads(line):
+            raise (UsageError if answer["usage"] else WeftError)(answer["error"])
+
+    def _process(self) -> subprocess.Popen[str]:
+        """Return the process of this thread, which is started when it is first needed."""
+        if not hasattr(self._own, "process"):
+            if self._closed:
+                raise WeftError("the tokenization has ended")
+            root = str(Path(__file__).parents[2])
+            path = os.pathsep.join(
+                [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+            )
+            process = subprocess.Popen(
+                [sys.executable, "-m", "weft.data.tokenize_worker", self._task],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                # one thread each, as there is a process for every core
+                env={**os.environ, "PYTHONPATH": path, "RAYON_NUM_THREADS": "1"},
+            )
+            self._started.append(process)
+            self._own.process = process
+        return self._own.process
