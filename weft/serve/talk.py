@@ -4,15 +4,14 @@ import json
 import os
 import signal
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from weft.encodable import encodable
-from weft.errors import UsageError, WeftError
+from weft.errors import WeftError
+from weft.serve.api_client import ApiClient, error_reason
 
 if TYPE_CHECKING:
     from weft.generate.sampling import Sampling
@@ -22,8 +21,6 @@ Messages = list[dict[str, str]]
 Speaker = Callable[[Messages], Iterator[str]]
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit or Ctrl-D leaves, Ctrl-C stops"
-#: Seconds that a server has to begin its answer, and for each further piece.
-PATIENCE_S = 600.0
 
 
 def talk(speaker: Speaker, system: str = "") -> None:
@@ -131,38 +128,12 @@ def server_speaker(url: str, key: str, settings: dict[str, Any]) -> Speaker:
 
     Raises :class:`WeftError` if the server cannot be reached, or refuses the request.
     """
-    base = url.rstrip("/").removesuffix("/v1") + "/v1"
-    headers = {"Content-Type": "application/json"} | (
-        {"Authorization": f"Bearer {key}"} if key else {}
-    )
-
-    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            return urllib.request.urlopen(
-                urllib.request.Request(base + path, data, headers), timeout=PATIENCE_S
-            )
-        except urllib.error.HTTPError as error:
-            raise WeftError(
-                f"{url} refuses ({error.code}): {_reason(error.read())}"
-            ) from None
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise WeftError(
-                f"{url} cannot be reached: {getattr(reason, 'strerror', None) or reason}"
-            ) from None
-
-    try:
-        with ask("/models") as reply:
-            name = json.load(reply)["data"][0]["id"]
-    except (ValueError, LookupError, TypeError):
-        raise UsageError(
-            f"{url} is no server that OpenAI's clients know: {base}/models names no model"
-        ) from None
+    client = ApiClient(url, key)
+    name = client.first_model()
 
     def speak(messages: Messages) -> Iterator[str]:
         body = {"model": name, "messages": messages, "stream": True, **settings}
-        with ask("/chat/completions", body) as reply:
+        with client.open("/chat/completions", body) as reply:
             for line in reply:
                 event = line.decode(errors="replace").strip()
                 if not event.startswith("data:") or event.endswith("[DONE]"):
@@ -170,24 +141,13 @@ def server_speaker(url: str, key: str, settings: dict[str, Any]) -> Speaker:
                 message = json.loads(event.removeprefix("data:"))
                 if "error" in message:
                     raise WeftError(
-                        f"{url}: {_reason(event.removeprefix('data:').encode())}"
+                        f"{url}: {error_reason(event.removeprefix('data:').encode())}"
                     )
                 for choice in message.get("choices", ()):
                     if piece := (choice.get("delta") or {}).get("content"):
                         yield piece
 
     return speak
-
-
-def _reason(body: bytes) -> str:
-    """Return the reason in a server's error body, in one line."""
-    try:
-        answer = json.loads(body)
-        return " ".join(str(answer["error"]["message"]).split())
-    except (ValueError, LookupError, TypeError):
-        return (
-            body.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        )[0][:200]
 
 
 def model_speaker(

@@ -1,6 +1,6 @@
 """Write texts after many prompts together, among them the texts that a recipe asks for at the end of a run."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from weft.checkpoint.address import Where
@@ -9,6 +9,7 @@ from weft.data.chat.encode import prompt_ids
 from weft.data.detokenizer import TextDecoder
 from weft.data.tokenizer import Tokenizer
 from weft.generate.engine import Engine
+from weft.generate.request import Generation
 from weft.generate.sampling import Sampling
 from weft.recipe import Generate
 
@@ -31,6 +32,69 @@ class TextRequest(NamedTuple):
     until: Sequence[str] = ()
 
 
+class FinishedText(NamedTuple):
+    """A text that has ended.
+
+    Attributes:
+        ``number``: index of its request among those that were given.
+        ``text``: the text.
+        ``finished``: why it ended: "stop" or "length".
+    """
+
+    number: int
+    text: str
+    finished: str
+
+
+def finished_texts(
+    engine: Engine, tokenizer: Tokenizer, asks: Iterable[TextRequest], most: int = 0
+) -> Iterator[FinishedText]:
+    """Generate the texts that ``asks`` describe, many at the same time, and yield each as soon as it has ended.
+
+    ``most``: largest number of texts that are begun and have not ended; 0: all are begun at once. No request is taken
+    from ``asks`` before it can begin.
+    """
+    coming = enumerate(asks)
+    left = dict[Generation, _TextUnderWay]()
+    more = True
+    try:
+        while more or left:
+            while more and not (most and len(left) >= most):
+                number, ask = next(coming, (-1, None))
+                if ask is None:
+                    more = False
+                    break
+                generation = engine.submit(ask.ids, ask.most, ask.how, ask.stops)[0]
+                if generation.finished:  # no token is asked for
+                    yield FinishedText(number, "", generation.finished)
+                    continue
+                decoder = TextDecoder(tokenizer, ask.until)
+                left[generation] = _TextUnderWay(number, decoder, [])
+            for generation, token, _, finished in engine.step() if left else ():
+                if generation not in left:
+                    continue  # written after its stop string had come
+                number, decoder, pieces = left[generation]
+                if token is not None:
+                    pieces.append(decoder.add(token))
+                if finished or decoder.stopped:
+                    pieces.append(decoder.end())
+                    engine.cancel(generation)
+                    del left[generation]
+                    why = "stop" if decoder.stopped else finished
+                    yield FinishedText(number, "".join(pieces), why)
+    finally:
+        for generation in left:
+            engine.cancel(generation)
+
+
+class _TextUnderWay(NamedTuple):
+    """A text that an engine writes: index of its request, decoder of its tokens, pieces of text so far."""
+
+    number: int
+    decoder: TextDecoder
+    pieces: list[str]
+
+
 def write_texts(
     engine: Engine,
     tokenizer: Tokenizer,
@@ -39,28 +103,13 @@ def write_texts(
 ) -> list[str]:
     """Generate the texts that ``asks`` describe, all at the same time, and return a list of them in the same order.
 
-    ``done``: called each time a text ends. It is not called for a text of which no token is asked for.
+    ``done``: called each time a text ends.
     """
-    writers = {
-        engine.submit(a.ids, a.most, a.how, a.stops)[0]: TextDecoder(tokenizer, a.until)
-        for a in asks
-    }
-    texts, left = (
-        dict.fromkeys(writers, ""),
-        {generation for generation in writers if not generation.finished},
-    )
-    while left:
-        for generation, token, _, finished in engine.step():
-            if generation not in left:
-                continue  # written after its stop string had come
-            if token is not None:
-                texts[generation] += writers[generation].add(token)
-            if finished or writers[generation].stopped:
-                texts[generation] += writers[generation].end()
-                engine.cancel(generation)
-                left.discard(generation)
-                done()
-    return list(texts.values())
+    texts = [""] * len(asks)
+    for number, text, _ in finished_texts(engine, tokenizer, asks):
+        texts[number] = text
+        done()
+    return texts
 
 
 def samples(

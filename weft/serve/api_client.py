@@ -1,0 +1,95 @@
+"""Client of OpenAI-compatible servers: one request, one reply, and one line about what went wrong."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+
+from weft.errors import UsageError, WeftError
+
+#: Seconds that a server has to begin its answer, and for each further piece.
+PATIENCE_S = 600.0
+
+
+class ApiRefused(WeftError):
+    """Raised when a server refuses a request.
+
+    ``code``: the HTTP status. ``wait``: seconds after which the server wants to be asked again; 0: it does not say.
+    """
+
+    def __init__(self, line: str, code: int, wait: float) -> None:
+        super().__init__(line)
+        self.code, self.wait = code, wait
+
+
+class ApiUnreached(WeftError):
+    """Raised when a server cannot be reached, or breaks off."""
+
+
+@dataclass(frozen=True)
+class ApiClient:
+    """Client of the server at ``url``, an address such as http://HOST:PORT with or without "/v1".
+
+    ``key``: API key; "": none. ``seconds``: limit of time for the beginning of an answer, and for each further piece.
+    """
+
+    url: str
+    key: str = ""
+    seconds: float = PATIENCE_S
+
+    def open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Send a request and return the reply, a file of bytes to be closed. ``path``: what follows "/v1".
+
+        ``body``: JSON of a POST request; None: a GET request. Raises :class:`ApiRefused` and :class:`ApiUnreached`.
+        """
+        base = self.url.rstrip("/").removesuffix("/v1") + "/v1"
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(base + path, data, headers)
+            return urllib.request.urlopen(request, timeout=self.seconds)
+        except urllib.error.HTTPError as error:
+            line = f"{self.url} refuses ({error.code}): {error_reason(error.read())}"
+            wait = error.headers.get("Retry-After", "")
+            seconds = float(wait) if wait.isdecimal() else 0.0
+            raise ApiRefused(line, error.code, seconds) from None
+        except (OSError, ValueError, HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise ApiUnreached(
+                f"{self.url} cannot be reached: {getattr(reason, 'strerror', None) or reason}"
+            ) from None
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Send a request as :meth:`open` does, and return the JSON of its reply."""
+        try:
+            with self.open(path, body) as reply:
+                return json.load(reply)
+        except (OSError, ValueError, HTTPException) as error:
+            raise ApiUnreached(f"{self.url} breaks off: {error!r}") from None
+
+    def first_model(self) -> str:
+        """Return the name of the server's first model. Raises :class:`UsageError` for what is no such server."""
+        try:
+            with self.open("/models") as reply:
+                return str(json.load(reply)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            base = self.url.rstrip("/").removesuffix("/v1")
+            raise UsageError(
+                f"{self.url} is no server that OpenAI's clients know: {base}/v1/models names no model"
+            ) from None
+
+
+def error_reason(body: bytes) -> str:
+    """Return the reason in a server's error body, in one line."""
+    try:
+        answer = json.loads(body)
+        return " ".join(str(answer["error"]["message"]).split())
+    except (ValueError, LookupError, TypeError):
+        lines = body.decode(errors="replace").strip().splitlines()
+        return (lines or ["no reason given"])[0][:200]

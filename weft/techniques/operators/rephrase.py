@@ -1,0 +1,196 @@
+"""Rephrase: documents written anew in several styles, by a model of Weft's or a server."""
+
+from __future__ import annotations
+
+import sys
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from weft.cache import cache_root, digest
+from weft.curation.data_pipeline import DataStep
+from weft.curation.documents import Documents
+from weft.curation.rephrase_styles import STYLES, prompts_of_styles
+from weft.curation.text_generator import CopyGenerator, TextGenerator, WritingSettings
+from weft.data.reading import reading
+from weft.errors import UsageError
+from weft.registry import register
+from weft.section import Section
+
+if TYPE_CHECKING:
+    from weft.curation.rephrasing import RephraseFailure, RephrasePlan
+    from weft.curation.text_store import TextStore
+
+#: The generator that returns every passage as it is.
+COPY = "copy"
+#: Failures that are named in the output of a process.
+SHOWN = 3
+
+
+class RephraseSettings(Section):
+    """Settings of rephrased documents."""
+
+    model: str = Field(
+        "",
+        description=(
+            "What writes: a model as `weft generate` opens it (folder of a run, name on Hugging Face), the address "
+            "of a server with OpenAI's chat completions, http://HOST:PORT, or 'copy', which repeats each document."
+        ),
+    )
+    styles: tuple[str, ...] = Field(
+        ("wikipedia",),
+        description=f"Styles, each of which makes a document of its own: {', '.join(STYLES)}, and those of prompts.",
+    )
+    prompts: dict[str, str] = Field(
+        {},
+        description=(
+            "Prompts of own styles by name, each a text in which {text} stands for the passage, or a file with one."
+        ),
+    )
+    keep: bool = Field(
+        True,
+        description="Whether documents are kept beside those that are made from them.",
+    )
+    passage: int = Field(
+        300,
+        ge=16,
+        description=(
+            "Most tokens of a passage. Longer documents are cut at ends of sentences, and joined when they are written."
+        ),
+    )
+    tokens: int = Field(
+        600, ge=1, description="Most tokens of the text that is written for a passage."
+    )
+    temperature: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="Temperature of sampling; 0: always the likeliest token.",
+    )
+    top_k: int = Field(
+        0, ge=0, description="Sample from this many likeliest tokens; 0: from all."
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample from the likeliest tokens that have this probability together.",
+    )
+    seed: int = Field(0, description="Seed of sampling.")
+    requests: int = Field(
+        32, ge=1, description="Most texts that a process writes at the same time."
+    )
+    cache: Path | None = Field(
+        None,
+        description=(
+            "Folder that keeps all written texts, so that none is written twice. Left out: $WEFT_CACHE/rephrased, or "
+            "~/.cache/weft/rephrased."
+        ),
+    )
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="Where the model computes."
+    )
+    weights: Literal["float", "bfloat16", "int8", "int4"] = Field(
+        "float", description="Form of the model's weights, as for `weft generate`."
+    )
+    served: str = Field(
+        "",
+        description="Of a server: the name of its model. Left out: the first one that it names.",
+    )
+    key: str = Field(
+        "", description="Of a server: a file with the API key, if it wants one."
+    )
+    seconds: float = Field(
+        300.0, gt=0, description="Of a server: limit of time for a text."
+    )
+    patience: float = Field(
+        120.0,
+        ge=0,
+        description="Of a server: seconds in which it is asked again while it is busy or cannot be reached.",
+    )
+
+
+@register(
+    "operator",
+    "rephrase",
+    settings=RephraseSettings,
+    title="Rephrased documents",
+    paper="Maini et al. 2024 (WRAP)",
+    proof="tests/curation/test_rephrasing.py",
+)
+class Rephrase:
+    """Writes documents anew in several styles, and keeps the documents beside them."""
+
+    def __init__(self, step: DataStep) -> None:
+        self.settings = step.own(RephraseSettings)
+        if not self.settings.model:
+            raise UsageError(
+                "the operator 'rephrase' needs model: a model, the address of a server, or 'copy'"
+            )
+        self.prompts = prompts_of_styles(self.settings.styles, self.settings.prompts)
+        self.failures: list[RephraseFailure] = []
+        self.written = 0
+
+    def fingerprint(self) -> str:
+        """Return a hash of the generator and of the prompts, some of which may be files."""
+        return digest(self.generator.digest(), self.prompts)
+
+    def map(self, documents: Documents) -> Documents:
+        from weft.curation.rephrasing import rephrase
+
+        result = rephrase(documents, self.plan, self.generator, self.store)
+        self.failures += result.failures
+        self.written += result.written
+        if result.failures:
+            some = "; ".join(
+                f"{each.id} ({each.style}: {each.reason})"
+                for each in result.failures[:SHOWN]
+            )
+            more = " ..." if len(result.failures) > SHOWN else ""
+            print(
+                f"weft: rephrase: {len(result.failures)} texts are missing: {some}{more}",
+                file=sys.stderr,
+            )
+        return result.documents
+
+    @cached_property
+    def plan(self) -> RephrasePlan:
+        """What is written from every document."""
+        from weft.curation.rephrasing import RephrasePlan
+
+        of = self.settings
+        writing = WritingSettings(of.tokens, of.temperature, of.top_k, of.top_p)
+        return RephrasePlan(self.prompts, writing, of.passage, of.seed, of.keep)
+
+    @cached_property
+    def store(self) -> TextStore:
+        """Where written texts are kept."""
+        from weft.curation.text_store import TextStore
+
+        chosen = self.settings.cache
+        return TextStore(chosen.expanduser() if chosen else cache_root() / "rephrased")
+
+    @cached_property
+    def generator(self) -> TextGenerator:
+        """What writes the texts."""
+        of = self.settings
+        if of.model == COPY:
+            return CopyGenerator()
+        if of.model.startswith(("http://", "https://")):
+            from weft.curation.served_generator import ServedGenerator
+            from weft.serve.api_client import ApiClient
+
+            key = ""
+            if of.key:
+                path = Path(of.key).expanduser()
+                with reading(path, "a file with an API key"):
+                    key = path.read_text().strip()
+            client = ApiClient(of.model, key, of.seconds)
+            return ServedGenerator(client, of.served, of.requests, of.patience)
+        from weft.curation.engine_generator import EngineGenerator
+
+        longest = max(len(prompt.encode()) for prompt in self.prompts.values())
+        room = longest + of.passage + of.tokens
+        return EngineGenerator(of.model, of.weights, of.device, of.requests, room)
