@@ -28,13 +28,13 @@ def corpus(made: list[int]) -> list[Row]:
 
 
 def shard(rows: list[Row]) -> Documents:
-    ids, sources, made_by = (list(column) for column in zip(*rows, strict=True))
+    ids, sources, made_by = ([row[i] for row in rows] for i in range(3))
     return Documents(ids, ids, {"source_id": sources, "generator": made_by})
 
 
 def kept(shards: list[list[Row]], ratio: float, seed: int = 0) -> dict[str, str]:
     """The part of each document that is kept, by its id."""
-    documents = [shard(rows) for rows in shards if rows]
+    documents = [shard(rows) for rows in shards]
     summaries = [pair_summary(each) for each in documents]
     decisions = pair_documents([each.ids for each in documents], summaries, ratio, seed)
     return {

@@ -40,7 +40,7 @@ def pair_summary(documents: Documents) -> dict[str, np.ndarray]:
     )
     hashes = b"".join(blake2b(name.encode(), digest_size=16).digest() for name in named)
     return {
-        "source": np.frombuffer(hashes, np.uint64).reshape(-1, 2).copy(),
+        "source": np.frombuffer(bytearray(hashes), np.uint64).reshape(-1, 2),
         "synthetic": np.array([bool(of) for of in made_by], bool),
     }
 
