@@ -49,6 +49,8 @@ NESTED = {
     "model": {"model.rope_scaling": "RopeScaling"},
     "checkpoint": {"checkpoint.levels": "Level"},
     "optimizer": {"optimizer.groups": "ParameterGroup"},
+    "rl": {"rl.start": "SupervisedStart", "rl.loss": "PolicyLoss"},
+    "roles": {"roles.rollout": "RolloutRole"},
 }
 
 

@@ -59,28 +59,28 @@ def pair_documents(
     ``seed`` alone. ``ids``, ``summaries``: as for :meth:`weft.curation.data_operators.Joint.decide`.
     """
     share = Fraction(ratio).limit_denominator(10_000)
-    reals, made = dict[bytes, _Place](), defaultdict[bytes, list[_Place]](list)
+    reals, rephrased = dict[bytes, _Place](), defaultdict[bytes, list[_Place]](list)
     for shard, (names, summary) in enumerate(zip(ids, summaries, strict=True)):
         rows = zip(names, summary["source"], summary["synthetic"], strict=True)
         for index, (name, source, synthetic) in enumerate(rows):
             place = _Place(_order(seed, name), name, shard, index)
             if synthetic:
-                made[source.tobytes()].append(place)
+                rephrased[source.tobytes()].append(place)
             else:
                 reals[source.tobytes()] = place
     reasons = [[""] * len(names) for names in ids]
     needed = ceil(share)
-    whole = [source for source in reals if len(made[source]) >= needed]
+    whole = [source for source in reals if len(rephrased[source]) >= needed]
     whole.sort(key=lambda source: reals[source])
     kept = set[str]()
     for number, source in enumerate(whole):
         count = int((number + 1) * share) - int(number * share)
-        kept |= {place.id for place in sorted(made[source])[:count]}
+        kept |= {place.id for place in sorted(rephrased[source])[:count]}
     paired = set(whole)
     for source, place in reals.items():
         if source not in paired:
             reasons[place.shard][place.row] = f"fewer than {needed} texts were made from it"  # fmt: skip
-    for source, places in made.items():
+    for source, places in rephrased.items():
         for place in places:
             if place.id in kept:
                 continue
