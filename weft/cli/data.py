@@ -1,4 +1,4 @@
-"""``weft data``: what a run would read."""
+"""``weft data``: make a corpus, and look at what a run would read."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,52 @@ from rich.console import Console
 
 from weft.cli.arguments import AsJson, DataPath, Overrides, RecipeFile
 from weft.cli.console import print_table
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.observe.display import compact
 
-app = typer.Typer(help="Look at the data before a run.", no_args_is_help=True)
+app = typer.Typer(help="Make data for runs, and look at them.", no_args_is_help=True)
+
+
+_pipeline = "A pipeline's TOML file (docs/how-to/curation.md), or one of Weft's by name, such as stdlib."
+_workers = "Processes; by default one for each core. 0: all in this one."
+_engine = (
+    "What runs the tasks: processes of this host, or an executor that is installed."
+)
+
+
+@app.command("run")
+def run_command(
+    pipeline: Annotated[Path, typer.Argument(metavar="PIPELINE", help=_pipeline)],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Folder to write to; a run that was cut off goes on."
+        ),
+    ],
+    workers: Annotated[int | None, typer.Option(min=0, help=_workers)] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="local|datatrove|ray", help=_engine)
+    ] = "local",
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> int:
+    """Make a corpus: read, filter, deduplicate and tokenise documents, with a manifest, a card and a page."""
+    from weft.curation.data_run import run_pipeline
+    from weft.curation.read_pipeline import load_pipeline
+    from weft.curation.run_text import progress_bar, result_json, result_rows
+
+    loaded = load_pipeline(pipeline, overrides or ())
+    with progress_bar() as progress:
+        result = run_pipeline(loaded, out, workers, engine, progress)
+    if as_json:
+        typer.echo(json.dumps(result_json(result), indent=2, ensure_ascii=False))
+    else:
+        print_table(*result_rows(result))
+    for note in result.notes:
+        typer.echo(f"note: {note}", err=True)
+    if result.problem:
+        raise WeftError(result.problem)
+    return 0
 
 _measured = (
     "Tables of small runs (columns pool, tokens, epochs, loss), or folders of weft train, each on one pool "

@@ -22,6 +22,13 @@ class DataStep(HostSection):
     operator: str = Field(
         description="Name of the operator, such as 'minhash'. Plugins bring others."
     )
+    on_error: Literal["stop", "skip"] = Field(
+        "stop",
+        description=(
+            "What happens to a document on which the operator raises an error: 'stop' ends the run after naming "
+            "all such documents, 'skip' leaves them out, counts them and lists them on the page."
+        ),
+    )
 
     def build(self) -> Operator:
         """Return the operator with these settings."""
@@ -48,7 +55,10 @@ class DataPipeline(Section):
     plugins: Sequence[str] = Field(
         (), description="Python modules that register operators and sources."
     )
-    seed: int = Field(0, description="Seed of all that is drawn at random.")
+    seed: int = Field(
+        0,
+        description="Seed of all that is drawn at random: of every step that has a setting 'seed' and does not set it.",
+    )
     shards: int = Field(
         0,
         ge=0,
@@ -61,3 +71,12 @@ class DataPipeline(Section):
         Field((), description="Operators, applied in this order.")
     )
     output: PipelineOutput = Field(PipelineOutput(), description="What is written.")
+
+    def seeded_steps(self) -> list[DataStep]:
+        """Return the steps. Those with a setting ``seed`` that the user has not set have the pipeline's."""
+        return [
+            step.model_copy(update={"seed": self.seed})
+            if "seed" in type(step).model_fields and "seed" not in step.model_fields_set
+            else step
+            for step in self.steps
+        ]

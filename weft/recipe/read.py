@@ -84,7 +84,7 @@ def load_recipe(
             own = {key: asked[key] for key in asked if f"generate.{key}" not in PROMPTS}
             tree["generate"] = own | {"from_data": True}
     for item in overrides:
-        _override(tree, item)
+        apply_override(tree, item)
     if layout is not None:
         try:
             load_plugins_of(tree)
@@ -153,7 +153,7 @@ def _with_data(section: dict[str, Any], path: str) -> dict[str, Any]:
     return others | {"kind": kind, "path": path}
 
 
-def _override(tree: dict[str, Any], item: str) -> None:
+def apply_override(tree: dict[str, Any], item: str) -> None:
     """Apply one ``section.key=value``; the value is read as TOML and falls back to a plain string.
 
     ``section=none`` leaves a section out.

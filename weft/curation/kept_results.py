@@ -1,0 +1,245 @@
+"""Results of an operator for documents, kept by the documents' keys: what was computed once is not computed again."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.curation.document_files import columns_of, read_table, table_bytes
+from weft.curation.documents import Documents
+from weft.curation.work_folder import content_digest, write_whole
+from weft.errors import WeftError
+
+#: Bytes of the digest at the beginning of a file of results.
+_HEAD = 32
+#: Ending of the name of an array of offsets.
+OFFSETS = "_offsets"
+
+
+class Failure(NamedTuple):
+    """A document on which an operator has raised an error. ``place``: which document of those that were given."""
+
+    place: int
+    error: str
+
+
+def isolate(
+    documents: Documents, work: Callable[[Documents], Any]
+) -> tuple[list[tuple[list[int], Any]], list[Failure]]:
+    """Call ``work`` with documents, at least one; where it raises, halve them until the documents at fault are alone.
+
+    Returns the results with the indices that each is about, in order, and the failures.
+    """
+    results: list[tuple[list[int], Any]] = []
+    failures: list[Failure] = []
+    waiting = [list(range(len(documents)))]
+    while waiting:
+        indices = waiting.pop()
+        part = (
+            documents if len(indices) == len(documents) else documents.select(indices)
+        )
+        try:
+            results.append((indices, work(part)))
+        except Exception as error:
+            if len(indices) > 1:
+                middle = len(indices) // 2
+                waiting += [indices[middle:], indices[:middle]]
+            else:
+                line = (str(error).splitlines() or [""])[0]
+                kind = (
+                    "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
+                )
+                failures.append(Failure(indices[0], f"{kind}{line}"))
+    return results, failures
+
+
+def _load(path: Path) -> bytes | None:
+    """Return the content of a file of results; None if there is none, or a damaged one, which is computed anew."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    content = data[_HEAD:]
+    return content if data[:_HEAD] == content_digest(content).encode() else None
+
+
+def _save(path: Path, content: bytes) -> None:
+    write_whole(path, content_digest(content).encode() + content)
+
+
+def plain_values(values: Any) -> list[Any]:
+    """Return a column as a list of Python's own values, where an operator may have returned numpy's."""
+    if isinstance(values, np.ndarray):
+        return list(values.tolist())
+    return [_plain(value) for value in values]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+class Statistics(NamedTuple):
+    """Statistics of documents. ``indices``: documents that have them; ``computed``: how many were computed now."""
+
+    columns: dict[str, list[Any]]
+    indices: list[int]
+    failures: list[Failure]
+    computed: int
+
+
+def kept_statistics(
+    file: Path,
+    documents: Documents,
+    keys: Sequence[bytes],
+    compute: Callable[[Documents], dict[str, list[Any]]],
+) -> Statistics:
+    """Return statistics of ``documents``, computing those that ``file`` does not have, and add these to the file."""
+    data = _load(file)
+    columns = columns_of(read_table(data)) if data else {}
+    held: list[bytes] = columns.pop("_key", [])
+    row_of = {key: row for row, key in enumerate(held)}
+    missing = [i for i, key in enumerate(keys) if key not in row_of]
+    failures: list[Failure] = []
+    computed = 0
+    if missing:
+        part = documents.select(missing)
+        results, failures = isolate(part, compute)
+        failures = [Failure(missing[f.place], f.error) for f in failures]
+        for indices, values in results:
+            check_columns(values, len(indices))
+            computed += len(indices)
+            for name in dict.fromkeys((*columns, *values)):
+                before = columns.setdefault(name, [None] * len(held))
+                before += (
+                    plain_values(values[name])
+                    if name in values
+                    else [None] * len(indices)
+                )
+            held += [keys[missing[i]] for i in indices]
+        row_of = {key: row for row, key in enumerate(held)}
+        if computed:
+            _save(file, table_bytes(columns, held))
+    failed = {failure.place for failure in failures}
+    indices = [i for i in range(len(keys)) if i not in failed]
+    rows = [row_of[keys[i]] for i in indices]
+    taken = {name: [values[row] for row in rows] for name, values in columns.items()}
+    return Statistics(taken, indices, failures, computed)
+
+
+def check_columns(values: Mapping[str, Sequence[Any]], documents: int) -> None:
+    """Raise :class:`WeftError` if a column has not as many values as there are ``documents``."""
+    for name, column in values.items():
+        if len(column) != documents:
+            raise WeftError(
+                f"it returned {len(column)} values of {name!r} for {documents} documents"
+            )
+
+
+class Summary(NamedTuple):
+    """Summary of documents. ``indices``: documents that the arrays are about; ``computed``: how many are new."""
+
+    arrays: dict[str, np.ndarray]
+    indices: list[int]
+    failures: list[Failure]
+    computed: int
+
+
+def kept_summary(
+    file: Path,
+    documents: Documents,
+    keys: Sequence[bytes],
+    compute: Callable[[Documents], dict[str, np.ndarray]],
+) -> Summary:
+    """Return the summary of ``documents``, computing what ``file`` does not have, and add it to the file."""
+    data = _load(file)
+    arrays = read_arrays(data) if data else {}
+    held = [row.tobytes() for row in arrays.pop("_key", np.empty((0, 16), np.uint8))]
+    row_of = {key: row for row, key in enumerate(held)}
+    missing = [i for i, key in enumerate(keys) if key not in row_of]
+    failures: list[Failure] = []
+    computed = 0
+    if missing:
+        part = documents.select(missing)
+        results, failures = isolate(part, compute)
+        failures = [Failure(missing[f.place], f.error) for f in failures]
+        for indices, values in results:
+            values = {name: np.asarray(array) for name, array in values.items()}
+            _check_arrays(values, len(indices))
+            computed += len(indices)
+            arrays = joined_arrays(arrays, values) if arrays else values
+            held += [keys[missing[i]] for i in indices]
+        row_of = {key: row for row, key in enumerate(held)}
+        if computed:
+            stacked = np.frombuffer(b"".join(held), np.uint8).reshape(-1, 16)
+            _save(file, array_bytes(arrays | {"_key": stacked}))
+    failed = {failure.place for failure in failures}
+    indices = [i for i in range(len(keys)) if i not in failed]
+    rows = np.array([row_of[keys[i]] for i in indices], np.int64)
+    return Summary(take_rows(arrays, rows), indices, failures, computed)
+
+
+def _check_arrays(values: Mapping[str, np.ndarray], documents: int) -> None:
+    for name, array in values.items():
+        if f"{name}{OFFSETS}" in values:
+            continue
+        wanted = documents + 1 if name.endswith(OFFSETS) else documents
+        if len(array) != wanted:
+            raise WeftError(
+                f"its array {name!r} has {len(array)} rows, and {wanted} are due for {documents} documents"
+            )
+
+
+def joined_arrays(
+    first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the summary of the documents of two summaries."""
+    joined = {}
+    for name, array in first.items():
+        other = second[name]
+        if name.endswith(OFFSETS):
+            joined[name] = np.concatenate([array, other[1:] + array[-1]])
+        else:
+            joined[name] = np.concatenate([array, other])
+    return joined
+
+
+def take_rows(
+    arrays: Mapping[str, np.ndarray], rows: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the summary of the documents at ``rows`` of a summary. Arrays of variable length have offsets."""
+    taken = {}
+    for name, array in arrays.items():
+        if name.endswith(OFFSETS):
+            lengths = np.diff(array)[rows]
+            taken[name] = np.concatenate([[0], np.cumsum(lengths)]).astype(array.dtype)
+        elif (offsets := arrays.get(f"{name}{OFFSETS}")) is not None:
+            pieces = [array[offsets[row] : offsets[row + 1]] for row in rows]
+            taken[name] = np.concatenate([array[:0], *pieces])
+        else:
+            taken[name] = array[rows]
+    return taken
+
+
+def array_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return arrays by name as a file of numpy's, equal for equal arrays. Objects are refused: nothing is pickled."""
+    buffer = io.BytesIO()
+    names = sorted(arrays)
+    np.lib.format.write_array(buffer, np.array(names), allow_pickle=False)
+    for name in names:
+        np.lib.format.write_array(buffer, arrays[name], allow_pickle=False)
+    return buffer.getvalue()
+
+
+def read_arrays(content: bytes) -> dict[str, np.ndarray]:
+    """Return the arrays of :func:`array_bytes`."""
+    buffer = io.BytesIO(content)
+    names = np.lib.format.read_array(buffer, allow_pickle=False).tolist()
+    return {
+        name: np.lib.format.read_array(buffer, allow_pickle=False) for name in names
+    }

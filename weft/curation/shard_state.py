@@ -1,0 +1,181 @@
+"""A shard between two steps: its documents in a file, and which of them are kept, with what columns, in another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from weft.curation.document_files import (
+    columns_of,
+    documents_table,
+    json_text,
+    read_documents_table,
+    read_table,
+    table_bytes,
+)
+from weft.curation.documents import Documents
+from weft.curation.work_folder import (
+    content_digest,
+    read_whole,
+    words_digest,
+    write_whole,
+)
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """Where a shard's documents are: names of files below the folder of intermediate files are their digests.
+
+    Attributes:
+        ``texts``: digest of the file of documents.
+        ``rows``: digest of the file that says which of them are kept, with their further columns; "" if all are.
+        ``context``: digest of the steps whose statistics the columns hold.
+        ``documents``: number of documents that are kept.
+    """
+
+    texts: str
+    rows: str
+    context: str
+    documents: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the state as values that JSON can hold: ``ShardState(**values)`` is the state again."""
+        return asdict(self)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the documents with their columns."""
+        return words_digest(self.texts, self.rows)
+
+
+@dataclass(frozen=True)
+class ShardDocuments:
+    """The documents of a shard in memory.
+
+    Attributes:
+        ``documents``: the documents that are kept so far.
+        ``keys``: for each of them 16 bytes that stand for its id, its text and its columns, except statistics.
+        ``rows``: for each of them its row in the file ``texts``.
+        ``added``: names of the columns that the file ``texts`` does not have.
+        ``texts``: digest of the file that the rows count in.
+        ``context``: digest of the steps whose statistics the columns hold. Key and context together stand for all that
+            an operator is given.
+    """
+
+    documents: Documents
+    keys: list[bytes]
+    rows: list[int]
+    added: tuple[str, ...]
+    texts: str
+    context: str
+
+    def select(self, indices: Sequence[int]) -> ShardDocuments:
+        """Return the same with the documents at ``indices`` only."""
+        return replace(
+            self,
+            documents=self.documents.select(indices),
+            keys=[self.keys[i] for i in indices],
+            rows=[self.rows[i] for i in indices],
+        )
+
+    def with_statistics(
+        self, columns: dict[str, list[Any]], digest: str
+    ) -> ShardDocuments:
+        """Return the same with more columns, which a step with this ``digest`` computes from what there is already."""
+        return replace(
+            self,
+            documents=self.documents.with_columns(columns),
+            added=tuple(dict.fromkeys((*self.added, *columns))),
+            context=words_digest(self.context, digest),
+        )
+
+    def with_decided(
+        self, columns: dict[str, list[Any]], digest: str
+    ) -> ShardDocuments:
+        """Return the same with more columns that depend on other documents, too: their values go into the keys."""
+        keys = self.keys
+        if columns:
+            values = zip(*columns.values(), strict=True)
+            pairs = zip(self.keys, values, strict=True)
+            keys = [key_of(key, json_text([*row]) or "") for key, row in pairs]
+        return replace(self.with_statistics(columns, digest), keys=keys)
+
+
+def key_of(*parts: str | bytes) -> bytes:
+    """Return a digest of 16 bytes of texts, of which none can be taken for a part of the next."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()
+
+
+def document_keys(documents: Documents) -> list[bytes]:
+    """Return a key for each document: of its id, its text and its columns."""
+    names = sorted(documents.columns)
+    if not names:
+        pairs = zip(documents.ids, documents.texts, strict=True)
+        return [key_of(name, text) for name, text in pairs]
+    head = json_text(names) or ""
+    columns = [documents.columns[name] for name in names]
+    rows = zip(documents.ids, documents.texts, *columns, strict=True)
+    return [
+        key_of(name, text, head, json_text(values) or "")
+        for name, text, *values in rows
+    ]
+
+
+def write_texts(work: Path, documents: Documents) -> ShardState:
+    """Write documents as a file ``texts/DIGEST.arrow`` in the folder ``work``; return the state that keeps all."""
+    data = documents_table(documents, document_keys(documents))
+    digest = content_digest(data)
+    path = texts_file(work, digest)
+    if not path.exists():
+        write_whole(path, data)
+    return ShardState(digest, "", "", len(documents))
+
+
+def texts_file(work: Path, digest: str) -> Path:
+    """Return the file of documents with this digest."""
+    return work / "texts" / f"{digest}.arrow"
+
+
+def rows_file(work: Path, digest: str) -> Path:
+    """Return the file with this digest that says which documents are kept."""
+    return work / "rows" / f"{digest}.arrow"
+
+
+def save_shard(work: Path, shard: ShardDocuments) -> ShardState:
+    """Write which documents of a shard are kept, and their added columns. Return the state."""
+    columns = {
+        f"column:{name}": shard.documents.columns[name] for name in sorted(shard.added)
+    }
+    data = table_bytes({"row": shard.rows} | columns, shard.keys)
+    digest = content_digest(data)
+    path = rows_file(work, digest)
+    if not path.exists():
+        write_whole(path, data)
+    return ShardState(shard.texts, digest, shard.context, len(shard.rows))
+
+
+def load_shard(work: Path, state: ShardState) -> ShardDocuments:
+    """Read the documents of a state. Raises :class:`WeftError` for a damaged file, which it names and deletes."""
+    data = read_whole(texts_file(work, state.texts), state.texts)
+    if not state.rows:
+        documents, keys = read_documents_table(data)
+        rows = list(range(len(documents)))
+        return ShardDocuments(documents, keys, rows, (), state.texts, state.context)
+    kept = read_table(read_whole(rows_file(work, state.rows), state.rows))
+    columns = columns_of(kept)
+    rows, keys = columns.pop("row"), columns.pop("_key")
+    documents, _ = read_documents_table(data, rows)
+    own = {name.removeprefix("column:"): values for name, values in columns.items()}
+    added = tuple(own)
+    return ShardDocuments(
+        documents.with_columns(own), keys, rows, added, state.texts, state.context
+    )

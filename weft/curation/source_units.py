@@ -1,0 +1,321 @@
+"""The units in which a pipeline's sources are read: a few small files, or a part of a large one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.curation.document_files import arrow
+from weft.curation.documents import Documents
+from weft.data.corpora import read_documents
+from weft.data.files import format_of, read_records
+from weft.data.reading import PACKED, open_file, reading
+from weft.data.source_kinds import documents_of
+from weft.data.source_report import SourceReport
+from weft.encodable import encodable
+from weft.errors import UsageError, WeftError, nearest
+from weft.recipe import Source
+
+#: Bytes of a shard where the pipeline does not say into how many its sources are divided.
+SHARD = 2**26
+#: Kinds of sources whose files are read one by one; the others are a stream of texts.
+_PLAIN = ("text", "stdlib")
+_RECORDS = ("jsonl", "parquet")
+#: Columns of the files that a pipeline writes, which a column of a source must not hide.
+_RESERVED = {"id", "text"}
+
+
+@dataclass(frozen=True)
+class UnitFile:
+    """A file of a unit, or a part of the file.
+
+    Attributes:
+        ``path``: the file.
+        ``name``: its name in the ids of documents, which does not depend on where the source's folder is.
+        ``size``, ``changed``: bytes of the file, and the time of its last change in nanoseconds.
+        ``start``, ``stop``: the part: of JSON lines the bytes, of Parquet the rows; ``stop`` is 0 for a whole file.
+        ``first``: number of the part's first line, from 1.
+    """
+
+    path: str
+    name: str
+    size: int
+    changed: int
+    start: int = 0
+    stop: int = 0
+    first: int = 1
+
+
+@dataclass(frozen=True)
+class SourceUnit:
+    """What one task reads.
+
+    ``source``: index of the source; ``label``: the source's name in ids; ``files``: its files, empty for a source that
+    is read as a stream.
+    """
+
+    source: int
+    label: str
+    files: tuple[UnitFile, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the unit as values that JSON can hold; the inverse is :meth:`from_json`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> SourceUnit:
+        """Return the unit of :meth:`as_json`."""
+        files = tuple(UnitFile(**file) for file in values["files"])
+        return SourceUnit(values["source"], values["label"], files)
+
+
+def source_labels(sources: Sequence[Source]) -> list[str]:
+    """Return a short name for each source, all different: its file's or folder's, else its kind."""
+    labels: list[str] = []
+    for source in sources:
+        path = Path(source.path or "").expanduser()
+        name = path.name if source.path and not set(path.name) & set("*?[") else ""
+        label = (name or source.kind).replace(":", "-")
+        number = Counter(label.rpartition("~")[0] or label for label in labels)[label]
+        labels.append(f"{label}~{number + 1}" if number else label)
+    return labels
+
+
+def shard_bytes(sources: Sequence[Source], shards: int) -> int:
+    """Return about how many bytes a shard has, so that there are about ``shards``; 0 shards: :data:`SHARD`."""
+    if not shards:
+        return SHARD
+    sizes = [file.size for source in sources for file in _files_of(source)]
+    return max(1, -(-sum(sizes) // shards))
+
+
+def source_units(sources: Sequence[Source], most: int) -> list[SourceUnit]:
+    """Return the units of all sources, in the order of their documents. ``most``: bytes that a unit should not exceed.
+
+    Raises :class:`UsageError` for a source without texts, and :class:`WeftError` for one without files.
+    """
+    units: list[SourceUnit] = []
+    for number, (source, label) in enumerate(
+        zip(sources, source_labels(sources), strict=True)
+    ):
+        if source.kind in ("tokens", "preference", "feedback"):
+            raise UsageError(
+                f"sources[{number}]: kind = {source.kind!r} has no documents of text; name the texts themselves"
+            )
+        if source.kind not in (*_PLAIN, *_RECORDS):
+            units.append(SourceUnit(number, label))
+            continue
+        held: list[UnitFile] = []
+        for file in _files_of(source):
+            parts = _parts_of(file, source, most)
+            if len(parts) > 1 or sum(f.size for f in held) + file.size > most:
+                units += [SourceUnit(number, label, tuple(held))] if held else []
+                held = []
+            if len(parts) > 1:
+                units += [SourceUnit(number, label, (part,)) for part in parts]
+            else:
+                held += parts
+        units += [SourceUnit(number, label, tuple(held))] if held else []
+    return units
+
+
+def _files_of(source: Source) -> list[UnitFile]:
+    if source.kind not in (*_PLAIN, *_RECORDS):
+        return []
+    paths = documents_of(source).read
+    root = _root(source, paths)
+    files = []
+    for path in paths:
+        stat = path.stat()
+        name = path.relative_to(root).as_posix() if root else path.as_posix()
+        files.append(UnitFile(str(path), name, stat.st_size, stat.st_mtime_ns))
+    return files
+
+
+def _root(source: Source, paths: Sequence[Path]) -> Path | None:
+    """Return the folder below which all files of a source are."""
+    given = Path(source.path).expanduser() if source.path else None
+    if given is not None and given.is_dir():
+        return given
+    root = paths[0].parent
+    while not all(path.is_relative_to(root) for path in paths):
+        root = root.parent
+    return root
+
+
+def _parts_of(file: UnitFile, source: Source, most: int) -> list[UnitFile]:
+    """Divide a file into parts of about ``most`` bytes where its format has places to divide it at."""
+    path = Path(file.path)
+    if file.size <= most:
+        return [file]
+    if source.kind == "parquet":
+        return _row_parts(file, -(-file.size // most))
+    packed = path.name.lower().endswith(PACKED)
+    if source.kind == "jsonl" and format_of(path) in (".jsonl", ".ndjson"):
+        return [file] if packed else _line_parts(file, most)
+    return [file]
+
+
+def _row_parts(file: UnitFile, parts: int) -> list[UnitFile]:
+    with reading(Path(file.path), "parquet"):
+        rows = arrow().parquet.read_metadata(file.path).num_rows
+    step = max(1, -(-rows // parts))
+    return [
+        UnitFile(file.path, file.name, file.size, file.changed, start, min(start + step, rows))
+        for start in range(0, rows, step)
+    ]  # fmt: skip
+
+
+def _line_parts(file: UnitFile, most: int) -> list[UnitFile]:
+    """Divide at the first line that begins after every ``most`` bytes."""
+    parts: list[UnitFile] = []
+
+    def add(start: int, stop: int, first: int) -> None:
+        parts.append(
+            UnitFile(file.path, file.name, file.size, file.changed, start, stop, first)
+        )
+
+    start, first, position = 0, 1, 0
+    with open(file.path, "rb") as stream:
+        for line, text in enumerate(stream, 1):
+            position += len(text)
+            if position - start >= most:
+                add(start, position, first)
+                start, first = position, line + 1
+    if start < position:
+        add(start, position, first)
+    return parts
+
+
+def read_unit(
+    unit: SourceUnit, source: Source, most: int, report: SourceReport
+) -> Iterator[Documents]:
+    """Yield the documents of a unit, about ``most`` bytes of text at a time.
+
+    Fields of records beside the text become columns. ``report`` counts records that are skipped or have no text. Raises
+    :class:`WeftError`, which names the file and the line, for what cannot be read.
+    """
+    ids: list[str] = []
+    texts: list[str] = []
+    rows: list[dict[str, Any]] = []
+    held = 0
+    for name, text, row in _documents_in(unit, source, report):
+        ids.append(f"{unit.label}:{name}")
+        texts.append(text)
+        rows.append(row)
+        held += len(text)
+        if held > most:
+            yield Documents(ids, texts, _as_columns(rows))
+            ids, texts, rows, held = [], [], [], 0
+    if ids:
+        yield Documents(ids, texts, _as_columns(rows))
+
+
+def _as_columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {
+        f"source_{name}" if name in _RESERVED else name: [row.get(name) for row in rows]
+        for name in names
+    }
+
+
+Row = tuple[str, str, dict[str, Any]]  # name, text, other fields
+
+
+def _documents_in(
+    unit: SourceUnit, source: Source, report: SourceReport
+) -> Iterator[Row]:
+    if not unit.files:
+        for number, text in enumerate(read_documents(source, report), 1):
+            yield f"#{number}", text, {}
+    for file in unit.files:
+        path = Path(file.path)
+        with reading(path, source.kind):
+            if source.kind in _PLAIN:
+                # a few modules of Python declare another encoding
+                errors = "replace" if source.kind == "stdlib" else "strict"
+                with open_file(path) as stream:
+                    yield file.name, stream.read().decode(errors=errors), {}
+                continue
+            yield from _record_rows(path, file, source, report)
+
+
+def _record_rows(
+    path: Path, file: UnitFile, source: Source, report: SourceReport
+) -> Iterator[Row]:
+    """Yield the documents of a file of records."""
+    records = _parquet(file) if source.kind == "parquet" else _json(file, report, source)  # fmt: skip
+    for number, record in records:
+        try:
+            text = _text_of(record, source.field, f"{path}:{number}")
+        except WeftError as error:
+            if not source.skips:
+                raise
+            report.skip(error)
+            continue
+        report.records += 1
+        if text is None:
+            report.empty += 1
+            continue
+        others = {str(k): v for k, v in record.items() if k != source.field}
+        yield f"{file.name}#{number}", encodable(text), others
+
+
+def _text_of(record: Any, field: str, where: str) -> str | None:
+    if not isinstance(record, dict):
+        raise WeftError(f"{where}: expected a JSON object, got {type(record).__name__}")
+    if field not in record:
+        raise WeftError(
+            f"{where}: no field {field!r}; set the source's 'field', {nearest(field, list(record))}"
+        )
+    text = record[field]
+    if text is not None and not isinstance(text, str):
+        raise WeftError(
+            f"{where}: field {field!r} holds {type(text).__name__}, not text; set the source's 'field'"
+        )
+    return text
+
+
+def _parquet(file: UnitFile) -> Iterator[tuple[int, Any]]:
+    number = 0
+    with arrow().parquet.ParquetFile(file.path) as table:
+        for group in range(table.num_row_groups):
+            rows = table.metadata.row_group(group).num_rows
+            end = file.stop or number + rows
+            if number + rows <= file.start or number >= end:
+                number += rows
+                continue
+            for batch in table.iter_batches(batch_size=1024, row_groups=[group]):
+                for record in batch.to_pylist():
+                    if file.start <= number < end:
+                        yield number + 1, record
+                    number += 1
+
+
+def _json(
+    file: UnitFile, report: SourceReport, source: Source
+) -> Iterator[tuple[int, Any]]:
+    path, wrong = Path(file.path), report.skip if source.skips else None
+    if not file.stop:
+        yield from read_records(path, wrong)
+        return
+    with path.open("rb") as stream:
+        stream.seek(file.start)
+        number = file.first
+        while stream.tell() < file.stop:
+            line = stream.readline()
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    broken = WeftError(f"{path}:{number}: not valid JSON ({error})")
+                    if wrong is None:
+                        raise broken from None
+                    wrong(broken)
+                else:
+                    yield number, record
+            number += 1

@@ -1,0 +1,195 @@
+"""What a data run writes of a shard: a file of documents, and the token ids."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from weft.curation.document_files import arrow, json_text, value_type
+from weft.curation.documents import Documents
+from weft.curation.kept_results import array_bytes, read_arrays
+from weft.curation.step_counts import label_of
+from weft.curation.work_folder import content_digest, read_whole, write_whole
+
+if TYPE_CHECKING:
+    from weft.data.tokenizer import Tokenizer
+
+#: The type of a column whose values have several types.
+JSON = "json"
+
+
+class ColumnType(NamedTuple):
+    """Type of a column: Arrow's name of the type, or :data:`JSON`. ``where``: id of a document that has it."""
+
+    kind: str
+    where: str
+
+
+class WrittenFile(NamedTuple):
+    """A file below the folder of intermediate files, with the digest of its content."""
+
+    name: str
+    digest: str
+
+
+def column_types(documents: Documents) -> dict[str, ColumnType]:
+    """Return the type of each column that has values."""
+    types = {}
+    for name, values in documents.columns.items():
+        first = next((i for i, value in enumerate(values) if value is not None), None)
+        if first is None:
+            continue
+        kind = value_type(values)
+        if kind is None:  # the first document whose type is another
+            other = next(
+                (i for i, v in enumerate(values) if v is not None and type(v) is not type(values[first])),
+                first,
+            )  # fmt: skip
+            types[name] = ColumnType(JSON, documents.ids[other])
+        else:
+            types[name] = ColumnType(str(kind), documents.ids[first])
+    return types
+
+
+class Schema(NamedTuple):
+    """Types of all columns by name, and a line for each column whose type changes from document to document."""
+
+    types: dict[str, str]
+    notes: list[str]
+
+
+def common_schema(shards: Sequence[Mapping[str, Sequence[str]]]) -> Schema:
+    """Return types in which the columns of all shards can be written. ``shards``: :func:`column_types` of each."""
+    types: dict[str, ColumnType] = {}
+    notes: dict[str, str] = {}
+    for shard in shards:
+        for name, (kind, where) in shard.items():
+            before = types.setdefault(name, ColumnType(kind, where))
+            common = _common(before.kind, kind)
+            if common == JSON and name not in notes:
+                # objects are of no type of a table's, but of the same one everywhere
+                same = before.where == where or before.kind == kind
+                change = "" if same else f"{before.kind} in {before.where}, "
+                notes[name] = (
+                    f"column {name!r} holds values of several types or objects ({change}{kind} in {where}): "
+                    "it is written as JSON texts"
+                )
+            types[name] = ColumnType(common, before.where)
+    return Schema({n: types[n].kind for n in sorted(types)}, list(notes.values()))
+
+
+def _common(first: str, second: str) -> str:
+    if first == second:
+        return first
+    if {first, second} == {"int64", "double"}:
+        return "double"
+    for this, other in ((first, second), (second, first)):
+        if "<item: null>" in this and other.startswith("list<"):
+            return other
+    return JSON
+
+
+def _arrow_type(kind: str) -> Any:
+    pyarrow = arrow()
+    plain = {
+        "string": pyarrow.string(),
+        "int64": pyarrow.int64(),
+        "double": pyarrow.float64(),
+        "bool": pyarrow.bool_(),
+        "null": pyarrow.null(),
+        JSON: pyarrow.string(),
+    }
+    if kind.startswith("list<item: "):
+        return pyarrow.list_(_arrow_type(kind.removeprefix("list<item: ")[:-1]))
+    return plain[kind]
+
+
+def write_shard_documents(
+    work: Path, documents: Documents, form: str, schema: Mapping[str, str]
+) -> WrittenFile:
+    """Write documents as a file of Parquet or JSON lines below ``work``, with id, text and the columns of ``schema``.
+
+    ``form``: "parquet" or "jsonl".
+    """
+    data = _as_parquet(documents, schema) if form == "parquet" else _as_lines(documents)
+    digest = content_digest(data)
+    name = f"written/{digest}.{form}"
+    write_whole(work / name, data)
+    return WrittenFile(name, digest)
+
+
+def _as_parquet(documents: Documents, schema: Mapping[str, str]) -> bytes:
+    pyarrow = arrow()
+    fields = [("id", pyarrow.string()), ("text", pyarrow.large_string())]
+    own = documents.ids, documents.texts
+    arrays = [pyarrow.array(v, kind) for v, (_, kind) in zip(own, fields, strict=True)]
+    for name, kind in schema.items():
+        values = documents.columns.get(name, [None] * len(documents))
+        if kind == JSON:
+            values = [json_text(value) for value in values]
+        arrays.append(pyarrow.array(values, _arrow_type(kind)))
+        fields.append((name, _arrow_type(kind)))
+    sink = pyarrow.BufferOutputStream()
+    table = pyarrow.table(arrays, pyarrow.schema(fields))
+    pyarrow.parquet.write_table(table, sink, compression="zstd")
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def _as_lines(documents: Documents) -> bytes:
+    names = sorted(documents.columns)
+    columns = [documents.columns[name] for name in names]
+    lines = []
+    for name, text, *values in zip(
+        documents.ids, documents.texts, *columns, strict=True
+    ):
+        others = dict(zip(names, values, strict=True))
+        record = {"id": name, "text": text} | others
+        lines.append(json.dumps(record, ensure_ascii=False, default=str))
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+@cache
+def _tokenizer_in(folder: Path) -> Tokenizer:
+    from weft.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(str(folder))
+
+
+class ShardTokens(NamedTuple):
+    """Token ids of a shard. ``counts``: number of tokens by label of the source; ``file``: where the ids are."""
+
+    counts: dict[str, int]
+    file: WrittenFile
+
+
+def write_shard_tokens(
+    work: Path, documents: Documents, tokenizer: Path
+) -> ShardTokens:
+    """Write the token ids of documents as a file below ``work``. ``tokenizer``: folder of the tokenizer."""
+    loaded = _tokenizer_in(tokenizer)
+    ids = [array.astype(np.uint32) for array in loaded.encode_many(documents.texts)]
+    around = len(loaded.opening) + 1  # and the token that ends a document
+    lengths = np.array([len(array) for array in ids], np.int64)
+    counts: Counter[str] = Counter()
+    for name, length in zip(documents.ids, lengths.tolist(), strict=True):
+        counts[label_of(name)] += length + around if length else 0
+    joined = np.concatenate(ids) if ids else np.empty(0, np.uint32)
+    data = array_bytes({"ids": joined, "lengths": lengths})
+    digest = content_digest(data)
+    name = f"encoded/{digest}.arrays"
+    write_whole(work / name, data)
+    return ShardTokens(dict(counts), WrittenFile(name, digest))
+
+
+def shard_tokens(work: Path, file: WrittenFile) -> list[np.ndarray]:
+    """Return the token ids of each document of a shard from its file below ``work``."""
+    arrays = read_arrays(read_whole(work / file.name, file.digest))
+    ends = np.cumsum(arrays["lengths"])[:-1]
+    return np.split(arrays["ids"], ends) if len(arrays["lengths"]) else []
