@@ -121,20 +121,20 @@ def _opened(engine: str, setting: TaskSetting, workers: int) -> Iterator[Engine]
     raise UsageError(f"--engine {engine} is not available; leave it out")
 
 
-class Segment(NamedTuple):
+class StepSegment(NamedTuple):
     """Consecutive steps that one task applies to a shard. ``steps``: mappers and filters; ``joint``: what follows."""
 
     steps: list[int]
     joint: int | None
 
 
-def segments_of(joints: Sequence[bool]) -> list[Segment]:
+def step_segments(joints: Sequence[bool]) -> list[StepSegment]:
     """Divide steps at joint operators. ``joints``: whether each step is one."""
-    segments = [Segment([], None)]
+    segments = [StepSegment([], None)]
     for number, joint in enumerate(joints):
         if joint:
-            segments[-1] = Segment(segments[-1].steps, number)
-            segments.append(Segment([], None))
+            segments[-1] = StepSegment(segments[-1].steps, number)
+            segments.append(StepSegment([], None))
         else:
             segments[-1].steps.append(number)
     return segments
@@ -188,7 +188,7 @@ class _Run:
         computed = [0] * len(steps)
         decided: list[Words | None] = [None] * len(shards)
         types: list[dict[str, Any]] = []
-        segments = segments_of([isinstance(s.operator, Joint) for s in steps])
+        segments = step_segments([isinstance(s.operator, Joint) for s in steps])
         for segment in segments:
             tasks = [
                 self._segment_task(number, shard.state, decided[number], segment)
@@ -271,7 +271,7 @@ class _Run:
         ]
 
     def _segment_task(
-        self, shard: int, state: Words, decided: Words | None, segment: Segment
+        self, shard: int, state: Words, decided: Words | None, segment: StepSegment
     ) -> Words:
         joint = [decided["step"]] if decided else []
         return {
@@ -284,7 +284,9 @@ class _Run:
             "code": self._code([*joint, *segment.steps, segment.joint]),
         }
 
-    def _segment_name(self, segment: Segment, decided: Sequence[Words | None]) -> str:
+    def _segment_name(
+        self, segment: StepSegment, decided: Sequence[Words | None]
+    ) -> str:
         steps = self.setting.pipeline.steps
         before = [decided[0]["step"]] if decided and decided[0] else []
         numbers = [*before, *segment.steps, *([segment.joint] if segment.joint is not None else [])]  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.curation.document_files import columns_of, read_table, table_bytes
 from weft.curation.documents import Documents
-from weft.curation.work_folder import content_digest, write_whole
+from weft.curation.work_folder import content_digest, write_atomically
 from weft.errors import WeftError
 
 #: Bytes of the digest at the beginning of a file of results.
@@ -20,7 +20,7 @@ _HEAD = 32
 OFFSETS = "_offsets"
 
 
-class Failure(NamedTuple):
+class FailedDocument(NamedTuple):
     """A document on which an operator has raised an error. ``place``: which document of those that were given."""
 
     place: int
@@ -29,13 +29,13 @@ class Failure(NamedTuple):
 
 def isolate(
     documents: Documents, work: Callable[[Documents], Any]
-) -> tuple[list[tuple[list[int], Any]], list[Failure]]:
+) -> tuple[list[tuple[list[int], Any]], list[FailedDocument]]:
     """Call ``work`` with documents, at least one; where it raises, halve them until the documents at fault are alone.
 
     Returns the results with the indices that each is about, in order, and the failures.
     """
     results: list[tuple[list[int], Any]] = []
-    failures: list[Failure] = []
+    failures: list[FailedDocument] = []
     waiting = [list(range(len(documents)))]
     while waiting:
         indices = waiting.pop()
@@ -53,7 +53,7 @@ def isolate(
                 kind = (
                     "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
                 )
-                failures.append(Failure(indices[0], f"{kind}{line}"))
+                failures.append(FailedDocument(indices[0], f"{kind}{line}"))
     return results, failures
 
 
@@ -68,7 +68,7 @@ def _load(path: Path) -> bytes | None:
 
 
 def _save(path: Path, content: bytes) -> None:
-    write_whole(path, content_digest(content).encode() + content)
+    write_atomically(path, content_digest(content).encode() + content)
 
 
 def plain_values(values: Any) -> list[Any]:
@@ -84,12 +84,12 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-class Statistics(NamedTuple):
+class KeptStatistics(NamedTuple):
     """Statistics of documents. ``indices``: documents that have them; ``computed``: how many were computed now."""
 
     columns: dict[str, list[Any]]
     indices: list[int]
-    failures: list[Failure]
+    failures: list[FailedDocument]
     computed: int
 
 
@@ -98,19 +98,19 @@ def kept_statistics(
     documents: Documents,
     keys: Sequence[bytes],
     compute: Callable[[Documents], dict[str, list[Any]]],
-) -> Statistics:
+) -> KeptStatistics:
     """Return statistics of ``documents``, computing those that ``file`` does not have, and add these to the file."""
     data = _load(file)
     columns = columns_of(read_table(data)) if data else {}
     held: list[bytes] = columns.pop("_key", [])
     row_of = {key: row for row, key in enumerate(held)}
     missing = [i for i, key in enumerate(keys) if key not in row_of]
-    failures: list[Failure] = []
+    failures: list[FailedDocument] = []
     computed = 0
     if missing:
         part = documents.select(missing)
         results, failures = isolate(part, compute)
-        failures = [Failure(missing[f.place], f.error) for f in failures]
+        failures = [FailedDocument(missing[f.place], f.error) for f in failures]
         for indices, values in results:
             check_columns(values, len(indices))
             computed += len(indices)
@@ -129,7 +129,7 @@ def kept_statistics(
     indices = [i for i in range(len(keys)) if i not in failed]
     rows = [row_of[keys[i]] for i in indices]
     taken = {name: [values[row] for row in rows] for name, values in columns.items()}
-    return Statistics(taken, indices, failures, computed)
+    return KeptStatistics(taken, indices, failures, computed)
 
 
 def check_columns(values: Mapping[str, Sequence[Any]], documents: int) -> None:
@@ -141,12 +141,12 @@ def check_columns(values: Mapping[str, Sequence[Any]], documents: int) -> None:
             )
 
 
-class Summary(NamedTuple):
+class KeptSummary(NamedTuple):
     """Summary of documents. ``indices``: documents that the arrays are about; ``computed``: how many are new."""
 
     arrays: dict[str, np.ndarray]
     indices: list[int]
-    failures: list[Failure]
+    failures: list[FailedDocument]
     computed: int
 
 
@@ -155,19 +155,19 @@ def kept_summary(
     documents: Documents,
     keys: Sequence[bytes],
     compute: Callable[[Documents], dict[str, np.ndarray]],
-) -> Summary:
+) -> KeptSummary:
     """Return the summary of ``documents``, computing what ``file`` does not have, and add it to the file."""
     data = _load(file)
     arrays = read_arrays(data) if data else {}
     held = [row.tobytes() for row in arrays.pop("_key", np.empty((0, 16), np.uint8))]
     row_of = {key: row for row, key in enumerate(held)}
     missing = [i for i, key in enumerate(keys) if key not in row_of]
-    failures: list[Failure] = []
+    failures: list[FailedDocument] = []
     computed = 0
     if missing:
         part = documents.select(missing)
         results, failures = isolate(part, compute)
-        failures = [Failure(missing[f.place], f.error) for f in failures]
+        failures = [FailedDocument(missing[f.place], f.error) for f in failures]
         for indices, values in results:
             values = {name: np.asarray(array) for name, array in values.items()}
             _check_arrays(values, len(indices))
@@ -181,7 +181,7 @@ def kept_summary(
     failed = {failure.place for failure in failures}
     indices = [i for i in range(len(keys)) if i not in failed]
     rows = np.array([row_of[keys[i]] for i in indices], np.int64)
-    return Summary(take_rows(arrays, rows), indices, failures, computed)
+    return KeptSummary(take_rows(arrays, rows), indices, failures, computed)
 
 
 def _check_arrays(values: Mapping[str, np.ndarray], documents: int) -> None:

@@ -14,10 +14,10 @@ from weft.curation.step_counts import StepCounts
 from weft.curation.task_workers import Engine
 from weft.curation.work_folder import (
     cannot_write,
-    read_json,
+    read_json_file,
     words_digest,
-    write_json,
-    write_whole,
+    write_atomically,
+    write_json_file,
 )
 from weft.curation.written_documents import Schema, WrittenFile, shard_tokens
 
@@ -146,9 +146,9 @@ def publish(
     if output.tokenizer and written:
         tokens = _publish_tokens(out, setting, parts, perform, do)
     manifest = run_manifest(setting, parts, names, written, tokens)
-    write_json(out / "card.json", run_card(setting, parts, tokens, manifest))
+    write_json_file(out / "card.json", run_card(setting, parts, tokens, manifest))
     # whoever finds it finds all the rest
-    write_json(out / "manifest.json", manifest)
+    write_json_file(out / "manifest.json", manifest)
 
 
 def _in_folder(out: Path, name: str, key: str, fill: Callable[[Path], None]) -> None:
@@ -158,7 +158,7 @@ def _in_folder(out: Path, name: str, key: str, fill: Callable[[Path], None]) -> 
     """
     work, target = out / ".work", out / name
     record = work / f"published-{name}.json"
-    seen = read_json(record)
+    seen = read_json_file(record)
     if seen and seen["key"] == key and seen["files"] == _names_in(target):
         return
     (out / "manifest.json").unlink(missing_ok=True)
@@ -175,7 +175,7 @@ def _in_folder(out: Path, name: str, key: str, fill: Callable[[Path], None]) -> 
     except OSError as error:
         raise cannot_write(target, error) from None
     shutil.rmtree(former, ignore_errors=True)
-    write_json(record, {"key": key, "files": _names_in(target)})
+    write_json_file(record, {"key": key, "files": _names_in(target)})
 
 
 def _names_in(folder: Path) -> list[str]:
@@ -205,7 +205,7 @@ def _publish_tokens(
     folder = setting.work / "tokenizers" / f"used-{tokenizer.fingerprint}"
     for name, content in tokenizer.files().items():
         if not (folder / name).exists():
-            write_whole(folder / name, content)
+            write_atomically(folder / name, content)
     tasks = [
         {
             "kind": "tokens",
@@ -231,7 +231,9 @@ def _publish_tokens(
         key,
         lambda new: _fill_tokens(setting.work, files, tokenizer, new),
     )
-    return PublishedTokens(output.tokenizer, read_json(out / "tokens" / "meta.json"))
+    return PublishedTokens(
+        output.tokenizer, read_json_file(out / "tokens" / "meta.json")
+    )
 
 
 def _fill_tokens(

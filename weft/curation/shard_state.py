@@ -20,9 +20,9 @@ from weft.curation.document_files import (
 from weft.curation.documents import Documents
 from weft.curation.work_folder import (
     content_digest,
-    read_whole,
+    read_intact,
     words_digest,
-    write_whole,
+    write_atomically,
 )
 
 
@@ -101,11 +101,11 @@ class ShardDocuments:
         if columns:
             values = zip(*columns.values(), strict=True)
             pairs = zip(self.keys, values, strict=True)
-            keys = [key_of(key, json_text([*row]) or "") for key, row in pairs]
+            keys = [digest_key(key, json_text([*row]) or "") for key, row in pairs]
         return replace(self.with_statistics(columns, digest), keys=keys)
 
 
-def key_of(*parts: str | bytes) -> bytes:
+def digest_key(*parts: str | bytes) -> bytes:
     """Return a digest of 16 bytes of texts, of which none can be taken for a part of the next."""
     digest = xxhash.xxh3_128()
     for part in parts:
@@ -120,23 +120,23 @@ def document_keys(documents: Documents) -> list[bytes]:
     names = sorted(documents.columns)
     if not names:
         pairs = zip(documents.ids, documents.texts, strict=True)
-        return [key_of(name, text) for name, text in pairs]
+        return [digest_key(name, text) for name, text in pairs]
     head = json_text(names) or ""
     columns = [documents.columns[name] for name in names]
     rows = zip(documents.ids, documents.texts, *columns, strict=True)
     return [
-        key_of(name, text, head, json_text(values) or "")
+        digest_key(name, text, head, json_text(values) or "")
         for name, text, *values in rows
     ]
 
 
-def write_texts(work: Path, documents: Documents) -> ShardState:
+def write_base(work: Path, documents: Documents) -> ShardState:
     """Write documents as a file ``texts/DIGEST.arrow`` in the folder ``work``; return the state that keeps all."""
     data = documents_table(documents, document_keys(documents))
     digest = content_digest(data)
     path = texts_file(work, digest)
     if not path.exists():
-        write_whole(path, data)
+        write_atomically(path, data)
     return ShardState(digest, "", "", len(documents))
 
 
@@ -159,18 +159,18 @@ def save_shard(work: Path, shard: ShardDocuments) -> ShardState:
     digest = content_digest(data)
     path = rows_file(work, digest)
     if not path.exists():
-        write_whole(path, data)
+        write_atomically(path, data)
     return ShardState(shard.texts, digest, shard.context, len(shard.rows))
 
 
 def load_shard(work: Path, state: ShardState) -> ShardDocuments:
     """Read the documents of a state. Raises :class:`WeftError` for a damaged file, which it names and deletes."""
-    data = read_whole(texts_file(work, state.texts), state.texts)
+    data = read_intact(texts_file(work, state.texts), state.texts)
     if not state.rows:
         documents, keys = read_documents_table(data)
         rows = list(range(len(documents)))
         return ShardDocuments(documents, keys, rows, (), state.texts, state.context)
-    kept = read_table(read_whole(rows_file(work, state.rows), state.rows))
+    kept = read_table(read_intact(rows_file(work, state.rows), state.rows))
     columns = columns_of(kept)
     rows, keys = columns.pop("row"), columns.pop("_key")
     documents, _ = read_documents_table(data, rows)

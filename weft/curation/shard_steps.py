@@ -15,7 +15,7 @@ from weft.curation.data_operators import Decision, Filter, Joint, Mapper, Operat
 from weft.curation.document_files import table_bytes
 from weft.curation.documents import Documents
 from weft.curation.kept_results import (
-    Failure,
+    FailedDocument,
     check_columns,
     isolate,
     kept_statistics,
@@ -23,7 +23,7 @@ from weft.curation.kept_results import (
     plain_values,
 )
 from weft.curation.operator_code import StepDigests
-from weft.curation.shard_state import ShardDocuments, document_keys, write_texts
+from weft.curation.shard_state import ShardDocuments, document_keys, write_base
 from weft.curation.step_counts import LISTED, StepCounts, count_step
 from weft.curation.work_folder import content_digest, words_digest
 from weft.errors import WeftError
@@ -39,7 +39,7 @@ class RunningStep:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class AppliedStep:
     """What a step made of a shard.
 
     ``digest``: of the step's output. ``computed``: number of documents for which the operator was called.
@@ -51,12 +51,12 @@ class StepResult:
     computed: int
 
 
-def apply_step(work: Path, step: RunningStep, shard: ShardDocuments) -> StepResult:
+def apply_step(work: Path, step: RunningStep, shard: ShardDocuments) -> AppliedStep:
     """Apply a mapper or a filter to a shard. ``work``: the folder of intermediate files."""
     operator = step.operator
     if not len(shard.documents):
         empty = shard.with_statistics({}, step.digests.early)
-        return StepResult(empty, StepCounts(), content_digest(b""), 0)
+        return AppliedStep(empty, StepCounts(), content_digest(b""), 0)
     if isinstance(operator, Filter):
         return _filtered(work, step, operator, shard)
     assert isinstance(operator, Mapper)
@@ -65,7 +65,7 @@ def apply_step(work: Path, step: RunningStep, shard: ShardDocuments) -> StepResu
 
 def _filtered(
     work: Path, step: RunningStep, operator: Filter, shard: ShardDocuments
-) -> StepResult:
+) -> AppliedStep:
     file = _results_file(work, "statistics", step, shard)
     with blame_step(step.name):
         statistics = kept_statistics(
@@ -84,20 +84,20 @@ def _dropped(
     able: ShardDocuments,
     columns: dict[str, list[Any]],
     reasons: list[str],
-    failures: Sequence[Failure],
+    failures: Sequence[FailedDocument],
     computed: int,
-) -> StepResult:
+) -> AppliedStep:
     """Return the result of a step that drops documents. ``able``: the documents that had no error."""
     counts = count_step(able.documents, able.keys, reasons, columns)
     _add_failures(counts, before.documents, failures)
     table = {"reason": reasons} | {name: columns[name] for name in sorted(columns)}
     digest = content_digest(table_bytes(table, able.keys))
     kept = [i for i, reason in enumerate(reasons) if not reason]
-    return StepResult(able.select(kept), counts, digest, computed)
+    return AppliedStep(able.select(kept), counts, digest, computed)
 
 
 def _add_failures(
-    counts: StepCounts, documents: Documents, failures: Sequence[Failure]
+    counts: StepCounts, documents: Documents, failures: Sequence[FailedDocument]
 ) -> None:
     counts.entered += len(failures)
     counts.failed = len(failures)
@@ -107,7 +107,7 @@ def _add_failures(
 
 def _mapped(
     work: Path, step: RunningStep, operator: Mapper, shard: ShardDocuments
-) -> StepResult:
+) -> AppliedStep:
     with blame_step(step.name):
         results, failures = isolate(shard.documents, operator.map)
         mapped = join_documents([documents for _, documents in results])
@@ -121,12 +121,12 @@ def _mapped(
     counts = count_step(able.documents, able.keys, gone, {})
     counts.left = len(mapped)
     _add_failures(counts, shard.documents, failures)
-    state = write_texts(work, mapped)
+    state = write_base(work, mapped)
     keys = document_keys(mapped)
     after = ShardDocuments(
         mapped, keys, list(range(len(mapped))), (), state.texts, state.context
     )
-    return StepResult(after, counts, state.texts, len(shard.documents))
+    return AppliedStep(after, counts, state.texts, len(shard.documents))
 
 
 def join_documents(parts: Sequence[Documents]) -> Documents:
@@ -218,7 +218,7 @@ def summarize_shard(
 
 def apply_decision(
     step: RunningStep, shard: ShardDocuments, decision: Decision
-) -> StepResult:
+) -> AppliedStep:
     """Apply what a joint operator has decided about a shard."""
     columns = decision.columns
     able = shard.with_decided(columns, step.digests.early)

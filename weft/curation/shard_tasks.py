@@ -17,7 +17,7 @@ from weft.curation.data_pipeline import DataPipeline
 from weft.curation.document_files import columns_of, read_table, table_bytes
 from weft.curation.kept_results import array_bytes, read_arrays
 from weft.curation.operator_code import build_operator, step_digests
-from weft.curation.shard_state import ShardState, load_shard, save_shard, write_texts
+from weft.curation.shard_state import ShardState, load_shard, save_shard, write_base
 from weft.curation.shard_steps import (
     RunningStep,
     apply_decision,
@@ -30,11 +30,11 @@ from weft.curation.source_units import SourceUnit, read_unit
 from weft.curation.step_counts import StepCounts, label_of
 from weft.curation.work_folder import (
     content_digest,
-    read_json,
-    read_whole,
+    read_intact,
+    read_json_file,
     words_digest,
-    write_json,
-    write_whole,
+    write_atomically,
+    write_json_file,
 )
 from weft.curation.written_documents import (
     column_types,
@@ -85,7 +85,7 @@ def done_before(work: Path, task: Words) -> Words | None:
 
     A task counts as done if all the files that it has written are there.
     """
-    record = read_json(task_file(work, task))
+    record = read_json_file(task_file(work, task))
     if not isinstance(record, dict):
         return None
     result: Words = record["result"]
@@ -102,7 +102,7 @@ def run_task(setting: TaskSetting, task: Words) -> Words:
     )
     if not stops:
         record = {"result": result, "files": result["files"]}
-        write_json(task_file(setting.work, task), record)
+        write_json_file(task_file(setting.work, task), record)
     return result
 
 
@@ -118,7 +118,7 @@ def _read(setting: TaskSetting, task: Words) -> Words:
     report = SourceReport()
     states, documents, characters = [], 0, 0
     for part in read_unit(unit, source, task["most"], report):
-        states.append(write_texts(setting.work, part))
+        states.append(write_base(setting.work, part))
         documents += len(part)
         characters += sum(map(len, part.texts))
     return {
@@ -160,7 +160,7 @@ def _steps(setting: TaskSetting, task: Words) -> Words:
         ids = np.frombuffer(json.dumps(shard.documents.ids).encode(), np.uint8)
         data = array_bytes(summary.arrays | {"_ids": ids})
         summary_digest = content_digest(data)
-        write_whole(_summary_file(setting.work, summary_digest), data)
+        write_atomically(_summary_file(setting.work, summary_digest), data)
         files.append(f"summed/{summary_digest}.arrays")
     state = save_shard(setting.work, shard)
     return {
@@ -185,7 +185,7 @@ def _decide(setting: TaskSetting, task: Words) -> Words:
     ids: list[list[str]] = []
     summaries: list[Mapping[str, np.ndarray]] = []
     for digest in task["summaries"]:
-        arrays = read_arrays(read_whole(_summary_file(setting.work, digest), digest))
+        arrays = read_arrays(read_intact(_summary_file(setting.work, digest), digest))
         ids.append(json.loads(arrays.pop("_ids").tobytes()))
         summaries.append(arrays)
     held = [number for number, names in enumerate(ids) if names]
@@ -208,12 +208,12 @@ def _write_decision(work: Path, decision: Decision) -> str:
     keys = [bytes(16)] * len(decision.reasons)
     data = table_bytes({"reason": decision.reasons} | columns, keys)
     digest = content_digest(data)
-    write_whole(work / "decisions" / f"{digest}.arrow", data)
+    write_atomically(work / "decisions" / f"{digest}.arrow", data)
     return digest
 
 
 def _read_decision(work: Path, digest: str) -> Decision:
-    data = read_whole(work / "decisions" / f"{digest}.arrow", digest)
+    data = read_intact(work / "decisions" / f"{digest}.arrow", digest)
     columns = columns_of(read_table(data))
     columns.pop("_key")
     reasons = columns.pop("reason")

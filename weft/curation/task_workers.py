@@ -8,14 +8,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from weft.curation.shard_tasks import TaskSetting, Words, run_task
 from weft.curation.work_folder import RESUME
 from weft.errors import UsageError, WeftError
-from weft.net.child_pipe import Child, PipeEnd, call_in_child, open_child, parent_pipe
+from weft.net.child_pipe import (
+    Child,
+    PipeEnd,
+    call_in_child,
+    open_child,
+    parent_pipe,
+    ready_pipes,
+)
 
 #: How often a task is given to a process when the process that did the task was ended from outside.
 ATTEMPTS = 2
@@ -84,8 +90,8 @@ class _Pool:
         while left:
             self._give(waiting, attempts, tasks)
             pipes = {b.child.pipe: b for b in self._children if b.index is not None}
-            for pipe in wait(list(pipes)):
-                busy = pipes[pipe]  # type: ignore[index]  # what was waited for
+            for pipe in ready_pipes(pipes):
+                busy = pipes[pipe]
                 index, busy.index = busy.index, None
                 assert index is not None
                 try:

@@ -31,7 +31,7 @@ def words_digest(*parts: Any) -> str:
     return content_digest(json.dumps(parts, sort_keys=True).encode())
 
 
-def write_whole(path: Path, data: Any) -> None:
+def write_atomically(path: Path, data: Any) -> None:
     """Write bytes to ``path`` so that a reader sees all of them or no file, whenever the process is killed.
 
     The folders of ``path`` are created. Raises :class:`WeftError`, with what to do, if the disk is full or the file
@@ -59,7 +59,7 @@ def cannot_write(path: Path, error: OSError) -> WeftError:
     return WeftError(f"cannot write {path}: {error.strerror or error}; {remedy}")
 
 
-def read_whole(path: Path, digest: str) -> bytes:
+def read_intact(path: Path, digest: str) -> bytes:
     """Return the content of an intermediate file, whose digest must be ``digest``.
 
     A damaged file is deleted, so that the next run makes it anew. Raises :class:`WeftError`, which names the file.
@@ -79,7 +79,7 @@ def read_whole(path: Path, digest: str) -> bytes:
     return data
 
 
-def read_json(path: Path) -> Any:
+def read_json_file(path: Path) -> Any:
     """Return the value in a JSON file, or None if there is no such file or it is damaged."""
     try:
         return json.loads(path.read_bytes())
@@ -87,10 +87,10 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON by :func:`write_whole`, with sorted keys: equal values are equal files."""
+def write_json_file(path: Path, value: Any) -> None:
+    """Write a value as JSON by :func:`write_atomically`, with sorted keys: equal values are equal files."""
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False)
-    write_whole(path, (text + "\n").encode())
+    write_atomically(path, (text + "\n").encode())
 
 
 @contextmanager

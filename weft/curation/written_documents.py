@@ -15,7 +15,7 @@ from weft.curation.document_files import arrow, json_text, value_type
 from weft.curation.documents import Documents
 from weft.curation.kept_results import array_bytes, read_arrays
 from weft.curation.step_counts import label_of
-from weft.curation.work_folder import content_digest, read_whole, write_whole
+from weft.curation.work_folder import content_digest, read_intact, write_atomically
 
 if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ def write_shard_documents(
     data = _as_parquet(documents, schema) if form == "parquet" else _as_lines(documents)
     digest = content_digest(data)
     name = f"written/{digest}.{form}"
-    write_whole(work / name, data)
+    write_atomically(work / name, data)
     return WrittenFile(name, digest)
 
 
@@ -184,12 +184,12 @@ def write_shard_tokens(
     data = array_bytes({"ids": joined, "lengths": lengths})
     digest = content_digest(data)
     name = f"encoded/{digest}.arrays"
-    write_whole(work / name, data)
+    write_atomically(work / name, data)
     return ShardTokens(dict(counts), WrittenFile(name, digest))
 
 
 def shard_tokens(work: Path, file: WrittenFile) -> list[np.ndarray]:
     """Return the token ids of each document of a shard from its file below ``work``."""
-    arrays = read_arrays(read_whole(work / file.name, file.digest))
+    arrays = read_arrays(read_intact(work / file.name, file.digest))
     ends = np.cumsum(arrays["lengths"])[:-1]
     return np.split(arrays["ids"], ends) if len(arrays["lengths"]) else []

@@ -5,9 +5,9 @@ Nothing else runs in the child: multiprocessing's spawn would run the main progr
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import IO, NamedTuple, Protocol
 
 #: One end of a pipe between a process and its child.
@@ -68,3 +68,10 @@ def call_in_child(
 def parent_pipe(handle: int) -> PipeEnd:
     """Return the child's end of the pipe, whose inherited file descriptor is ``handle``."""
     return PipeEnd(handle)
+
+
+def ready_pipes(pipes: Iterable[PipeEnd]) -> list[PipeEnd]:
+    """Wait until a message is there, or a child has ended; return the ends of the pipes of which that is true."""
+    ends = list(pipes)
+    ready = {id(end) for end in wait(ends)}
+    return [end for end in ends if id(end) in ready]
