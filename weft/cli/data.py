@@ -56,6 +56,7 @@ def run_command(
         raise WeftError(result.problem)
     return 0
 
+
 _measured = (
     "Tables of small runs (columns pool, tokens, epochs, loss), or folders of weft train, each on one pool "
     "([NAME=]FOLDER)."

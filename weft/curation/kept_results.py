@@ -227,19 +227,22 @@ def take_rows(
 
 
 def array_bytes(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return arrays by name as a file of numpy's, equal for equal arrays. Objects are refused: nothing is pickled."""
+    """Return arrays by name as a file of numpy's, equal for equal arrays. Objects in arrays are refused."""
     buffer = io.BytesIO()
     names = sorted(arrays)
-    np.lib.format.write_array(buffer, np.array(names), allow_pickle=False)
     for name in names:
-        np.lib.format.write_array(buffer, arrays[name], allow_pickle=False)
+        if arrays[name].dtype.hasobject:
+            raise WeftError(
+                f"its array {name!r} holds objects; numbers or bytes are due"
+            )
+    np.lib.format.write_array(buffer, np.array(names))
+    for name in names:
+        np.lib.format.write_array(buffer, arrays[name])
     return buffer.getvalue()
 
 
 def read_arrays(content: bytes) -> dict[str, np.ndarray]:
     """Return the arrays of :func:`array_bytes`."""
     buffer = io.BytesIO(content)
-    names = np.lib.format.read_array(buffer, allow_pickle=False).tolist()
-    return {
-        name: np.lib.format.read_array(buffer, allow_pickle=False) for name in names
-    }
+    names = np.lib.format.read_array(buffer).tolist()
+    return {name: np.lib.format.read_array(buffer) for name in names}
