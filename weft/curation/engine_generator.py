@@ -20,7 +20,7 @@ from weft.errors import UsageError
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.fingerprint import open_for_reading, weights_fingerprint
 from weft.generate.sampling import Sampling
-from weft.models.invariant import check_invariant
+from weft.models.invariant_kernels import check_invariant
 from weft.models.products import read_only
 from weft.serve.text_requests import TextRequest, finished_texts
 

@@ -36,7 +36,7 @@ from weft.generate.step_curve import StepWatch
 from weft.generate.workflow import Workflow
 from weft.models.attention_backend import check_attention
 from weft.models.borrowed_keys import BlockLender, LenderLost
-from weft.models.invariant import check_invariant
+from weft.models.invariant_kernels import check_invariant
 from weft.models.linear_attention import CHUNK
 from weft.models.row_adapters import HostAdapter
 from weft.models.shared_weights import check_same_shape

@@ -11,16 +11,15 @@ has equal query and key ranges.
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.library import CustomOpDef
 
-from weft.models import gpu_attention
-from weft.models.gpu_attention import QkvGradients
-from weft.models.invariant import attend_documents, is_invariant
+from weft.models.invariant import is_invariant
 from weft.models.numbers import wide
-from weft.models.segments import Segment, cut, document_segments, uniform
+from weft.models.segments import QkvGradients, Segment, cut, document_segments, uniform
 from weft.models.widened import widened
 
 aten = torch.ops.aten
@@ -33,6 +32,13 @@ BACKWARD_SCHEMA = (
 )
 
 
+def gpu_kernels() -> ModuleType:
+    """Return :mod:`weft.models.gpu_attention`, which runs without a GPU do not import."""
+    from weft.models import gpu_attention
+
+    return gpu_attention
+
+
 def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
     """Compute attention for the rectangles ``segments`` of the attention matrix.
 
@@ -40,7 +46,7 @@ def attend_forward(q: T, k: T, v: T, segments: list[Segment]) -> tuple[T, T]:
     heads]``. Queries that are in no segment have zeros in ``out`` and -inf as log-sum-exp.
     """
     if _varlen(q, segments):
-        return gpu_attention.forward_documents(q, k, v, _bounds(segments))
+        return gpu_kernels().forward_documents(q, k, v, _bounds(segments))
     k, v, q, pieces = _pieces(segments, k, v, q)
     if len(pieces) == 1 and pieces[0].q1 - pieces[0].q0 == q.shape[1]:
         cols = (slice(None), slice(pieces[0].k0, pieces[0].k1))
@@ -89,7 +95,7 @@ def attend_backward(
     """
     if _varlen(q, segments):
         bounds = _bounds(segments)
-        return gpu_attention.backward_documents(grad, q, k, v, out, lse, bounds)
+        return gpu_kernels().backward_documents(grad, q, k, v, out, lse, bounds)
     k, v, q, grad, out, lse, pieces = _pieces(segments, k, v, q, grad, out, lse)
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     for s in pieces:
@@ -104,7 +110,7 @@ def attend_backward(
 
 def _varlen(q: T, segments: list[Segment]) -> bool:
     """Return whether one call of a GPU kernel can take all segments."""
-    if not q.is_cuda or gpu_attention.is_wide(q):
+    if not q.is_cuda or gpu_kernels().is_wide(q):
         return False
     plain = all(s.causal and not s.flipped for s in segments)
     return plain and not uniform(segments, len(q), len(q))
@@ -148,7 +154,7 @@ def _forward(q: T, k: T, v: T, s: Segment) -> tuple[T, T]:
     """
     q, k, v = _heads_first(*_flipped(s, q, k, v))
     if q.is_cuda:
-        out, lse = gpu_attention.attend_rectangle(q, k, v, s.causal)
+        out, lse = gpu_kernels().attend_rectangle(q, k, v, s.causal)
     else:
         # query heads may share key/value heads
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -162,7 +168,7 @@ def _backward(grad: T, q: T, k: T, v: T, out: T, lse: T, s: Segment) -> list[T]:
     grad, q, k, v, out, lse = _heads_first(*_flipped(s, grad, q, k, v, out, lse))
     kv_heads, dtype = k.shape[1], q.dtype
     if q.is_cuda:
-        grads = gpu_attention.rectangle_gradients(grad, q, k, v, out, lse, s.causal)
+        grads = gpu_kernels().rectangle_gradients(grad, q, k, v, out, lse, s.causal)
     else:
         grad, q, k, v, out = widened(grad, q, k, v, out)
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -199,6 +205,8 @@ def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
     """
     flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
     if is_invariant():
+        from weft.models.invariant_kernels import attend_documents
+
         out, lse = attend_documents(*flat, cu_seqlens.tolist(), window)
     else:
         out, lse = attend_forward(*flat, document_segments(cu_seqlens, window))

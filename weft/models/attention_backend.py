@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 
 from weft.errors import UsageError
-from weft.models.invariant import hiding_bias, is_invariant
+from weft.models.invariant import is_invariant
+from weft.models.invariant_kernels import hiding_bias
 from weft.models.query_tiles import FEW_ROWS, TileBatch, tile_spans, tokens_of_tile
 from weft.models.queued_copy import queued_copy
 from weft.models.spans import (

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from spmd_types import rules
 
-from weft.models.invariant import TILE, by_tiles, is_invariant
+from weft.models.invariant import TILE, is_invariant
 from weft.models.numbers import has_numbers
 from weft.models.widened import MULTIPLIED_SLOWLY, multiply
 
@@ -88,6 +88,8 @@ def times(x: T, weight: T, plus: T | None = None) -> T:
     ``x``: ``[tokens, in]``; ``weight``: ``[out, in]``; ``plus``: ``[tokens, out]``.
     """
     if is_invariant() and plus is None and len(x) not in (0, TILE):
+        from weft.models.invariant_kernels import by_tiles
+
         return by_tiles(lambda tile: times(tile, weight), x)
     # Only for usual sizes, where it pays: this call is under suspicion for two sporadic crashes of float32 ranks.
     plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel()

@@ -9,20 +9,13 @@ share key/value heads. In float32 and float64 attention is computed by products 
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
+from weft.models.segments import QkvGradients
+
 aten = torch.ops.aten
 T = torch.Tensor
-
-
-class QkvGradients(NamedTuple):
-    """Gradients of queries, keys and values, each of the shape of its tensor."""
-
-    q: T
-    k: T
-    v: T
 
 
 def attend_rectangle(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:

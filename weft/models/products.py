@@ -16,7 +16,7 @@ from torch import nn
 from weft.errors import UsageError
 from weft.models.adapters import merged
 from weft.models.fused import ONEDNN, has_usual_sizes, times
-from weft.models.invariant import by_tiles, is_invariant
+from weft.models.invariant import is_invariant
 from weft.models.projections import Products, Projections
 from weft.models.transformer import Transformer
 
@@ -327,6 +327,8 @@ def multiplied(x: T, product: nn.Module) -> T:
     not depend on other rows.
     """
     if is_invariant():
+        from weft.models.invariant_kernels import by_tiles
+
         return by_tiles(product, x.flatten(0, -2)).unflatten(0, x.shape[:-1])
     y: T = product(x)
     return y

@@ -13,6 +13,14 @@ import torch
 SQUARE = 256
 
 
+class QkvGradients(NamedTuple):
+    """Gradients of queries, keys and values, each of the shape of its tensor."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 class Segment(NamedTuple):
     """A rectangle of the attention matrix, the work of one kernel call.
 

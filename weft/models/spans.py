@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from weft.models.attention import Segment, attend_forward
-from weft.models.invariant import (
+from weft.models.invariant import is_invariant
+from weft.models.invariant_kernels import (
     Reach,
     attend_each,
     bias_of,
     hiding_bias,
-    is_invariant,
     reaches,
 )
 from weft.models.queued_copy import queued_copy
