@@ -20,6 +20,7 @@ from weft.data.chat.trajectory_records import (
     atif_record,
     atif_trajectory,
 )
+from weft.data.sample_ledger import VersionSpan
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import UsageError
 from weft.recipe import Task
@@ -32,7 +33,7 @@ from weft.rl.rollout import (
     AnswerGroup,
     GroupRequest,
     RewardQuestion,
-    VersionSpan,
+    SentWeights,
     WrittenAnswer,
 )
 from weft.rl.scored_answers import ScoredGroup
@@ -73,6 +74,8 @@ class Scripted:
         return groups[:count]
 
     def take_weights(self, version: int) -> None: ...
+    def sent_weights(self) -> SentWeights:
+        return SentWeights()
 
     def close(self) -> None: ...
 

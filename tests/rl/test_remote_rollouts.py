@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.cluster.inprocess import until
+from weft.data.sample_ledger import VersionSpan
 from weft.errors import WeftError
 from weft.generate.engine import Engine
 from weft.generate.sampling import Sampling
@@ -22,13 +23,7 @@ from weft.net.endpoint import Endpoint
 from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 from weft.rl.remote_rollouts import RemoteRollouts, RemoteSettings
-from weft.rl.rollout import (
-    AnswerGroup,
-    GroupRequest,
-    RewardQuestion,
-    VersionSpan,
-    WrittenAnswer,
-)
+from weft.rl.rollout import AnswerGroup, GroupRequest, RewardQuestion, WrittenAnswer
 from weft.rl.rollout_engine import RolloutEngine
 from weft.rl.weight_channel import WeightSender
 

@@ -14,19 +14,14 @@ from weft import registry
 from weft.api import start as train
 from weft.checkpoint.model import open_model
 from weft.checkpoint.store import open_checkpoint
+from weft.data.sample_ledger import VersionSpan
 from weft.errors import UsageError, WeftError
 from weft.recipe import Recipe, build_recipe
 from weft.registry import register
 from weft.rl.environment import Environment, EnvironmentStep
 from weft.rl.reward_task import RewardTask
 from weft.rl.rl_loader import RlLoader
-from weft.rl.rollout import (
-    AnswerGroup,
-    GroupRequest,
-    RewardQuestion,
-    VersionSpan,
-    WrittenAnswer,
-)
+from weft.rl.rollout import AnswerGroup, GroupRequest, RewardQuestion, WrittenAnswer
 from weft.rl.scored_answers import ScoredGroup, check_scored, pass_at, phase_figures
 
 TREE: dict[str, Any] = {

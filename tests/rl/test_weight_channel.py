@@ -147,3 +147,39 @@ def test_damaged_weights_are_not_used() -> None:
     sender.close()
     endpoint.close()
     engine.close()
+
+
+def test_changes_alone_are_sent_to_who_has_the_version_before() -> None:
+    state = built(SHAPE, Mesh.single())
+    endpoint = Endpoint("127.0.0.1")
+    sender = WeightSender(Mesh.single(), state, endpoint, "s", delta=True)
+    sender.about = {"run": "this"}
+    whole = sum(held.local.nbytes for held in state.held)
+    engine = Engine(endpoint, SHAPE, "float32", "float")
+    sizes = list[int]()
+    for round in range(4):
+        with torch.no_grad():
+            for number, held in enumerate(state.held):
+                if round != 3 or number == 0:  # at last a single element
+                    place = held.local.view(-1)[: 1 if round == 3 else None]
+                    place.add_(0.5 + number)
+        before = sender.sent
+        sender.publish(round)
+        until(lambda at=round: engine.receiver.version == at or engine.errors)
+        until(lambda at=before: sender.sent > at)
+        assert not engine.errors
+        sizes.append(engine.intake.received)
+        theirs = targets_of(engine.held)
+        for held in state.held:
+            assert torch.equal(theirs[held.name][held.box], held.local)
+        if round == 1:  # one that has nothing gets all
+            late = Engine(endpoint, SHAPE, "float32", "float")
+            until(lambda own=late: own.receiver.version == 1)
+            assert late.intake.received == whole
+            late.close()
+    assert sizes[:3] == [whole, 2 * whole, 3 * whole]  # all elements have changed
+    assert sizes[3] == 3 * whole + 8  # a place and a value
+    until(lambda: sender.spared == whole - 8)
+    engine.close()
+    sender.close()
+    endpoint.close()

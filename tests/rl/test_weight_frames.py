@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from weft.layout.parts import TORCH_DTYPES
 from weft.net.wire import Frame
 from weft.recipe import ModelShape, Train
 from weft.rl.generation_model import model_to_fill, targets_of
+from weft.rl.weight_channel import VersionFrames, WeightReceiver
 from weft.rl.weight_frames import (
     WeightIntake,
     copied_sources,
@@ -210,6 +212,62 @@ def test_a_later_version_takes_the_place_of_an_incomplete_one() -> None:
     assert torch.equal(whole, drawn(4)["w"])
     with pytest.raises(WeftError, match="rank 5, which has none"):
         intake.take(5, frames[2, 1][0])
+
+
+class Arriving:
+    """A connection on which frames have arrived already."""
+
+    def __init__(self, frames: list[Frame]) -> None:
+        self.frames = frames
+
+    def receive(self, limit: float) -> Frame:
+        frame = self.frames.pop(0)
+        return Frame({"kind": "weights", **frame.head}, frame.payload)
+
+
+@pytest.mark.parametrize("skipping", [0, 1])
+def test_changes_of_a_version_that_a_rank_has_skipped_are_not_lost(
+    skipping: int,
+) -> None:
+    """One rank sends the versions 1 and 2, the other one 2 alone, as it was slow."""
+    both = Both(2, 1, (0, 0))
+    (intake,) = both.intakes
+    versions = [drawn(0)]
+    for version in (1, 2):
+        versions.append(changed(versions[-1], 0.1, version))
+    sides = [parts(2, 0, whole) for whole in versions]
+    receiver = WeightReceiver.__new__(WeightReceiver)
+    receiver.version, receiver._lock = -1, threading.Lock()
+    receiver._coming, receiver.senders = {}, dict.fromkeys(range(2), ("", 0))
+    taken = list[int]()
+
+    def take(version: VersionFrames) -> None:
+        done = [intake.take(rank, frame) for rank, frame in version.frames]
+        assert done[-1] and not any(done[:-1])
+        taken.append(version.number)
+
+    def send(rank: int, version: int, base: int) -> None:
+        moves = both.moves[rank, 0]
+        now, before = (
+            copied_sources(moves, TENSORS, sides[at][rank]) for at in (version, base)
+        )
+        known = None if base < 0 else before
+        frames = [*weight_frames(moves, TENSORS, now, version, known, base, 200)]
+        connection: Any = Arriving([*frames])
+        for _ in frames:
+            receiver._receive(rank, connection, take)
+
+    for rank in range(2):
+        send(rank, 0, -1)
+    other = 1 - skipping
+    send(other, 1, 0)
+    send(skipping, 2, 0)
+    assert taken == [0]
+    send(other, 2, 1)
+    assert taken == [0, 2]
+    assert torch.equal(both.generating[0]["w"][((0, 12), (0, 10))], versions[2]["w"])
+    send(skipping, 3 - 1, 2)  # an old one, which is not taken
+    assert taken == [0, 2]
 
 
 def test_an_engine_elsewhere_writes_what_the_trained_model_writes() -> None:

@@ -130,6 +130,13 @@ class RolloutRole(Section):
     threads: NonNegativeInt = Field(
         0, description="Threads of each such process; 0: the cores divided among them."
     )
+    delta: bool = Field(
+        False,
+        description=(
+            "Whether processes that write are sent those elements of new weights alone that have changed, where these "
+            "are fewer bytes. The weights are the same to the last bit; the ranks of training keep one more copy."
+        ),
+    )
     invariant: bool = Field(
         False,
         description=(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weft.data.sample_ledger import VersionSpan
 from weft.generate.sampling import Sampling
 from weft.rl.generation_turns import FollowingEngine
-from weft.rl.rollout import AnswerGroup, GroupRequest, WrittenAnswer
+from weft.rl.rollout import AnswerGroup, GroupRequest, SentWeights, WrittenAnswer
 
 if TYPE_CHECKING:
     from weft.generate.engine import Engine
@@ -86,6 +86,10 @@ class LocalRollouts:
     def take_weights(self, version: int) -> None:
         """Tell the engine that its weights have changed, and are now those of ``version``."""
         self.engine.weights_changed(version)
+
+    def sent_weights(self) -> SentWeights:
+        """Return that no other process was sent weights."""
+        return SentWeights()
 
     def close(self) -> None:
         """End the engine."""

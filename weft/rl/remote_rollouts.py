@@ -34,7 +34,7 @@ from weft.generate.sampling import Sampling
 from weft.net.endpoint import Endpoint
 from weft.recipe import ModelShape
 from weft.rl.local_rollouts import RolloutInterrupted
-from weft.rl.rollout import AnswerGroup, GroupRequest, WrittenAnswer
+from weft.rl.rollout import AnswerGroup, GroupRequest, SentWeights, WrittenAnswer
 from weft.rl.weight_channel import WeightSender
 from weft.version import VERSION
 
@@ -65,6 +65,7 @@ class RemoteSettings:
         ``budget``: most tokens of an engine's step.
         ``dtype``: type of the weights, as the recipe's section ``train`` has it.
         ``weights``: "bfloat16" to generate with all weights in bfloat16, else "float".
+        ``delta``: whether elements of the weights that have not changed are not sent again.
         ``invariant``: whether log-probabilities do not depend on other requests.
         ``patience``: seconds that an answer waits for an engine when there is none.
         ``stall``: seconds without any new token until the run gives up.
@@ -82,6 +83,7 @@ class RemoteSettings:
     budget: int = 512
     dtype: str = "float32"
     weights: str = "float"
+    delta: bool = False
     invariant: bool = False
     patience: float = 60.0
     stall: float = 600.0
@@ -224,6 +226,10 @@ class RemoteRollouts:
             self._started(self.router)
         with self._changed:
             self._admit()
+
+    def sent_weights(self) -> SentWeights:
+        """Return what this rank has sent of the weights to engines so far."""
+        return self.sender.sent_weights()
 
     def close(self) -> None:
         """End the engines, as far as they have joined, and all that waits for them."""
@@ -370,6 +376,10 @@ class FollowingRollouts:
     def take_weights(self, version: int) -> None:
         """Send this rank's parts of the newest weights to all engines. Collective over the ranks that train."""
         self.sender.publish(version)
+
+    def sent_weights(self) -> SentWeights:
+        """Return what this rank has sent of the weights to engines so far."""
+        return self.sender.sent_weights()
 
     def close(self) -> None:
         """End the connections to engines."""

@@ -120,6 +120,7 @@ class RlJob(RlPhases):
             requests=most,
             cache=(most + 1) * (recipe.data.seq_len + 16),
             dtype=recipe.train.dtype,
+            delta=recipe.roles.rollout.delta,
             invariant=recipe.roles.rollout.invariant,
             patience=recipe.train.timeout,
             stall=recipe.train.timeout,

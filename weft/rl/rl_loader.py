@@ -28,6 +28,7 @@ from weft.rl.phase_samples import phase_samples
 from weft.rl.questions import TaskQuestion, supervised_row
 from weft.rl.recorded_loader import row_batches
 from weft.rl.reward_workers import Scored
+from weft.rl.rollout import SentWeights
 from weft.rl.scored_answers import ScoredGroup, check_scored, phase_figures
 from weft.train.step_loader import AskedQuestions
 
@@ -90,6 +91,8 @@ class RlLoader:
     written_by: int = -1
     #: The same, of the weights with which this rank writes.
     local_by: int = -1
+    #: What this rank had sent of the weights when the last rollout phase was complete.
+    sent: SentWeights = field(default_factory=SentWeights)
     #: When the last rollout phase was complete, in seconds.
     ended_at: float = 0.0
 
@@ -199,9 +202,24 @@ class RlLoader:
         }
         if self.ended_at:
             figures["train_s"] = begun - self.ended_at
+        if self.remote:
+            figures |= self._sent_figures()
         self.ended_at = ended
         self.recorder.reinforcement(phase, figures)
         self._keep_examples(phase, groups)
+
+    def _sent_figures(self) -> dict[str, int]:
+        """Return the bytes of weights that all ranks have sent to engines since the last phase, and have not sent as
+        they had not changed.
+        """
+        now = self.rollouts.sent_weights()
+        before, self.sent = self.sent, now
+        own = (now.sent - before.sent, now.spared - before.spared)
+        shares = from_all(own, self.mesh.step_group)
+        return {
+            "weights_bytes": sum(sent for sent, _ in shares),
+            "weights_spared_bytes": sum(spared for _, spared in shares),
+        }
 
     def _log_policy(self) -> None:
         """Record what people watch of the policy loss since the last phase, such as entropy."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from weft.data.chat.encode import Messages
@@ -80,6 +80,15 @@ class AnswerGroup:
     answers: tuple[WrittenAnswer, ...]
 
 
+class SentWeights(NamedTuple):
+    """What a rank has sent of the policy's weights so far: bytes, and bytes that it need not send, as the elements had
+    not changed.
+    """
+
+    sent: int = 0
+    spared: int = 0
+
+
 class RolloutSource(Protocol):
     """Interface of whoever writes answers for training, on the same ranks as training or on others."""
 
@@ -94,6 +103,9 @@ class RolloutSource(Protocol):
 
     def take_weights(self, version: int) -> None:
         """Let all tokens that are drawn from now on come from the newest weights, which are version ``version``."""
+
+    def sent_weights(self) -> SentWeights:
+        """Return what this rank has sent of the weights to other processes so far."""
 
     def close(self) -> None:
         """End the generation, and free what it holds."""

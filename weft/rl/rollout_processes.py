@@ -95,7 +95,9 @@ def open_remote_rollouts(
     rank = 0 if group is None else group.rank()
     endpoint = rollout_endpoint(rank, listen)
     secret = from_all(rollout_secret(), group)[0]
-    sender = WeightSender(mesh, state, endpoint, secret, settings.weights)
+    sender = WeightSender(
+        mesh, state, endpoint, secret, settings.weights, settings.delta
+    )
     if rank:
         return FollowingRollouts(sender)
     host, port = endpoint.address

@@ -26,9 +26,11 @@ from weft.net.endpoint import Address, Endpoint
 from weft.net.wire import Frame, Head, SealedConnection, WireBroken
 from weft.parallel.state import Held, State
 from weft.rl.generation_model import changes
+from weft.rl.rollout import SentWeights
 from weft.rl.weight_frames import (
     Sources,
     copied_sources,
+    move_bytes,
     moves_to_others,
     weight_frames,
 )
@@ -53,12 +55,15 @@ class WeightSender:
     ``mesh``, each of which has one.
 
     ``state``: the training state. ``secret``: known to the run and its engines. ``weights``: "bfloat16" if the engines
-    generate with all weights in bfloat16, or "float" for the type of the training state.
+    generate with all weights in bfloat16, or "float" for the type of the training state. ``delta``: whether an engine
+    that has the version before gets the elements alone whose bytes have changed, where these are fewer bytes. A copy
+    of the version before is kept for it.
 
     Attributes:
         ``about``: what an engine learns of the model from the first rank, as JSON values. Engines wait until it is set.
         ``senders``: addresses of the ranks from which an engine gets weights, by the rank's number.
         ``sent``: bytes sent to all engines so far.
+        ``spared``: bytes that were not sent so far, because the elements had not changed.
     """
 
     def __init__(
@@ -68,8 +73,9 @@ class WeightSender:
         endpoint: Endpoint,
         secret: str,
         weights: str = "float",
+        delta: bool = False,
     ) -> None:
-        self.state, self.sent = state, 0
+        self.state, self.delta, self.sent, self.spared = state, delta, 0, 0
         held = {h.name: [h.box] for h in state.held}
         learning = [h.name for h in state.held if changes(h)]
         self._tensors = {h.name: _as_sent(h, weights) for h in state.held}
@@ -92,7 +98,7 @@ class WeightSender:
             if rank == 0 or (rank, 0) in pairs
         }
         self.about: Head = {}
-        self._newest = PolicyVersion(-1, {})
+        self._newest = self._earlier = PolicyVersion(-1, {})
         self._changed, self._closed = threading.Condition(), False
         self._channel = endpoint.open(WEIGHTS, secret, self._serve)
 
@@ -107,8 +113,14 @@ class WeightSender:
         moves = self._moves if first else self._learning
         copies = {**self._newest.sources, **copied_sources(moves, self._tensors, own)}
         with self._changed:
+            if self.delta:
+                self._earlier = self._newest
             self._newest = PolicyVersion(version, copies)
             self._changed.notify_all()
+
+    def sent_weights(self) -> SentWeights:
+        """Return what this rank has sent to all engines so far."""
+        return SentWeights(self.sent, self.spared)
 
     def close(self) -> None:
         """End all connections."""
@@ -131,27 +143,42 @@ class WeightSender:
                 with self._changed:
                     if self._newest.number == number:
                         self._changed.wait(BEAT_S)
-                    newest = self._newest
+                    newest, earlier = self._newest, self._earlier
                 if newest.number == number:
                     connection.send({"kind": "beat"})
                 else:
-                    self._send(connection, newest, number)
+                    self._send(connection, newest, earlier, number)
                     number = newest.number
         connection.close()
 
     def _send(
-        self, connection: SealedConnection, newest: PolicyVersion, known: int
+        self,
+        connection: SealedConnection,
+        newest: PolicyVersion,
+        earlier: PolicyVersion,
+        known: int,
     ) -> None:
-        """Send the newest version; an engine that has the version ``known`` gets only what changes in training."""
+        """Send the newest version; an engine that has the version ``known`` gets only what changes in training, and
+        if that is the version ``earlier``, only what has changed.
+        """
         moves = self._moves if known < 0 else self._learning
-        tensors, sources = self._tensors, newest.sources
-        for head, payload in weight_frames(moves, tensors, sources, newest.number):
+        before = earlier.sources if 0 <= known == earlier.number else None
+        frames = weight_frames(
+            moves, self._tensors, newest.sources, newest.number, before, known
+        )
+        payloads = 0
+        for head, payload in frames:
+            payloads += len(payload)
             self.sent += connection.send({"kind": "weights", **head}, [payload])
+        if before is not None:
+            self.spared += move_bytes(moves, self._tensors) - payloads
 
 
 class VersionFrames(NamedTuple):
-    """All frames of a version of the weights. ``number``: the version. ``frames``: pairs of the rank that has sent a
-    frame, and the frame.
+    """All frames of a version of the weights, for an engine that has an earlier one.
+
+    ``number``: the version. ``frames``: pairs of the rank that has sent a frame, and the frame, each rank's in order.
+    Changes of a version that was never complete come behind that rank's frames of that version.
     """
 
     number: int
@@ -259,10 +286,28 @@ class WeightReceiver:
                 len(frames) < frames[0].head["frames"] for frames in ranks.values()
             ):
                 return
-            frames = [(rank, each) for rank, of_rank in ranks.items() for each in of_rank]  # fmt: skip
+            frames = [
+                (rank, each) for rank in ranks for each in self._chain(rank, number)
+            ]
+            # a part of an earlier version would be dropped behind one of this version
+            frames.sort(key=lambda pair: int(pair[1].head["weights"]))
             self._coming = {at: of for at, of in self._coming.items() if at > number}
             take(VersionFrames(number, frames))
             self.version = number
+
+    def _chain(self, rank: int, number: int) -> list[Frame]:
+        """Return the frames by which a rank's part of version ``number`` follows from what the engine has.
+
+        Other ranks may have skipped a version that this rank has sent, and whose changes are in between.
+        """
+        versions = [at for at in sorted(self._coming) if at <= number]
+        chain = list[Frame]()
+        for at in versions:
+            frames = self._coming[at].get(rank, [])
+            if frames and frames[0].head["base"] < 0:
+                chain = []
+            chain += frames
+        return chain
 
 
 def _as_sent(held: Held, weights: str) -> Tensor:

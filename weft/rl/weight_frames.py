@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.checkpoint.boxes import checksum, intersection
+from weft.checkpoint.boxes import checksum, intersection, volume
 from weft.checkpoint.pack import index_within
 from weft.checkpoint.reshard import ElementMove
 from weft.errors import WeftError
@@ -146,6 +146,11 @@ def weight_frames(
         yield Frame(head, memoryview(payload))
 
 
+def move_bytes(moves: Sequence[ElementMove], tensors: Mapping[str, Tensor]) -> int:
+    """Return the bytes of all elements of ``moves``. ``tensors``: shapes and types, by name."""
+    return sum(volume(move.box) * tensors[move.name].itemsize for move in moves)
+
+
 class WeightIntake:
     """Takes the frames that ranks that train have written, and writes the weights in place.
 
@@ -160,20 +165,24 @@ class WeightIntake:
     def __init__(self, targets: Sources, sources: Collection[int]) -> None:
         self.targets, self.sources = targets, frozenset(sources)
         self.version, self.received = -1, 0
-        self._coming, self._base = -1, -1
+        self._coming = -1
+        # the version of each source's part that is complete here, and the one before, whose changes may be coming
+        self._parts, self._bases = dict[int, int](), dict[int, int]()
         # for each source the frames that are missing; None: it has sent nothing yet
         self._missing: dict[int, set[int] | None] = {}
 
     def restart(self) -> None:
         """Forget which frames have come. The next version must come with all elements."""
-        self.version = self._coming = self._base = -1
+        self.version = self._coming = -1
+        self._parts, self._bases = {}, {}
 
     @torch.no_grad()
     def take(self, source: int, frame: Frame) -> bool:
         """Write the weights of ``frame``, which the rank ``source`` has sent, in place. Return whether the weights of
         its version are complete now.
 
-        A later version takes the place of one that is incomplete; frames of an earlier one are dropped then. Raises
+        A later version takes the place of one that is incomplete; frames of an earlier one are dropped then. Changes
+        are those of the version of which the part of ``source`` was complete before, whatever others have sent. Raises
         :class:`WeftError` for a frame that is damaged or does not fit this rank, and for changes of weights that are
         not here. The weights are incomplete then, and a version must come with all elements.
         """
@@ -181,9 +190,10 @@ class WeightIntake:
         if version < self._coming:
             return False
         if version > self._coming:
-            self._base, self.version = self.version, -1
-            self._coming = version
+            self._coming, self.version = version, -1
             self._missing = dict.fromkeys(self.sources)
+        if self._missing.get(source) is None:  # its first frame
+            self._bases[source] = self._parts.pop(source, -1)
         try:
             self._check(source, frame)
             at = 0
@@ -198,6 +208,8 @@ class WeightIntake:
         if missing is None:
             missing = self._missing[source] = set(range(frame.head["frames"]))
         missing.discard(number)
+        if not missing:
+            self._parts[source] = version
         if any(left is None or left for left in self._missing.values()):
             return False
         self._coming, self.version = -1, version
@@ -214,9 +226,10 @@ class WeightIntake:
             raise WeftError(
                 f"frame {head['frame']} of weights {head['weights']} from rank {source} is damaged; send all again"
             )
-        if head["base"] >= 0 and head["base"] != self._base:
+        base = self._bases.get(source, -1)
+        if head["base"] >= 0 and head["base"] != base:
             raise WeftError(
-                f"changes of weights {head['base']} came, and weights {self._base} are here; send all of them"
+                f"changes of weights {head['base']} came, and weights {base} are here; send all of them"
             )
 
     def _write(self, name: str, box: Box, form: str, data: memoryview) -> None:
