@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.curation.web_pages import page, pages
@@ -89,7 +89,7 @@ def test_thresholds_are_late() -> None:
     )  # fmt: skip
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.text(
         alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \n.#…•-{'"))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weft.cli.arguments import AsJson, DataPath, Overrides, RecipeFile
+from weft.cli.arguments import AsJson, DataPath, Overrides, RecipeFile, Seed
 from weft.cli.console import print_table
 from weft.errors import UsageError, WeftError
 from weft.observe.display import compact
@@ -180,4 +180,80 @@ def data_plan_command(
     typer.echo(f"\nwhy: {plan.reason}")
     for note in plan.notes:
         typer.echo(f"note: {note}")
+    return 0
+
+
+@app.command("classify")
+def classify_command(
+    positive: Annotated[
+        list[str],
+        typer.Option(
+            metavar="PATH",
+            help="Good texts: a file, folder or glob, or 'stdlib'. Repeatable.",
+        ),
+    ],
+    negative: Annotated[
+        list[str], typer.Option(metavar="PATH", help="Bad texts. Repeatable.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="Write the classifier here, and a report beside it."
+        ),
+    ],
+    field: Annotated[
+        str, typer.Option(help="Field of records (JSON lines, CSV ...) with the text.")
+    ] = "text",
+    group: Annotated[
+        str,
+        typer.Option(
+            help="Field of records with the group that is held out as a whole, such as a site."
+        ),
+    ] = "",
+    held_out: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=0.9,
+            help="Share of the groups that are judged, not trained on.",
+        ),
+    ] = 0.2,
+    words: Annotated[
+        int, typer.Option(min=0, max=5, help="Words of the longest n-gram.")
+    ] = 2,
+    characters: Annotated[
+        int,
+        typer.Option(min=0, max=8, help="Bytes of the longest n-gram of characters."),
+    ] = 4,
+    bits: Annotated[
+        int, typer.Option(min=8, max=26, help="Features: 2 to this power.")
+    ] = 18,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> int:
+    """Train a classifier of texts on good and bad examples, for the operator 'classifier' of data pipelines.
+
+    It is judged on groups that it was not trained on: folders at the top of a path (packages), or files without one.
+    """
+    from weft.curation.example_texts import examples_of
+    from weft.curation.hashed_ngrams import NgramSettings
+    from weft.curation.ngram_classifier import report_file, save_classifier
+    from weft.curation.train_classifier import train_classifier
+
+    settings = NgramSettings(words=words, characters=characters, bits=bits)
+    trained = train_classifier(
+        examples_of(positive, field, group),
+        examples_of(negative, field, group),
+        settings,
+        held_out,
+        seed,
+    )
+    report = {"positive": positive, "negative": negative, **trained.report.as_json()}
+    save_classifier(trained.classifier, out, report)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return 0
+    for line in trained.report.lines():
+        typer.echo(line)
+    typer.echo(f"wrote {out} and {report_file(out)}")
     return 0

@@ -1,0 +1,84 @@
+"""Hashed n-grams: a text as a sparse vector of fixed width, without a vocabulary (Weinberger et al. 2009)."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from pydantic import Field
+
+from weft.section import Section
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+#: Odd factors of the rolling hash and of the mixing of its bits (splitmix64).
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_MIXERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+class NgramSettings(Section):
+    """Settings of hashed n-grams."""
+
+    words: int = Field(2, ge=0, le=5, description="Words of the longest n-gram.")
+    characters: int = Field(
+        4, ge=0, le=8, description="Bytes of the longest n-gram of characters."
+    )
+    bits: int = Field(
+        18, ge=8, le=26, description="Number of features, as a power of two."
+    )
+    most_characters: int = Field(
+        20_000, ge=1, description="Characters of a document that are read."
+    )
+
+
+class SparseVector(NamedTuple):
+    """Sparse vector of length 1.
+
+    ``indices``: places of its values, increasing. ``values``: float32, none of them 0; both are empty for a text
+    without n-grams.
+    """
+
+    indices: np.ndarray
+    values: np.ndarray
+
+
+def ngram_vector(text: str, settings: NgramSettings) -> SparseVector:
+    """Return the n-grams of ``text`` as a vector: the logarithm of 1 + its count for each hashed n-gram."""
+    text = text[: settings.most_characters]
+    characters = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
+    words = np.array([_hash(word) for word in _WORD.findall(text)], np.uint64)
+    grams = [
+        _ngrams(characters.astype(np.uint64), size, np.uint64(size))
+        for size in range(2, settings.characters + 1)
+    ]
+    grams += [
+        _ngrams(words, size, np.uint64(100 + size))
+        for size in range(1, settings.words + 1)
+    ]
+    if not grams:
+        return SparseVector(np.zeros(0, np.int64), np.zeros(0, np.float32))
+    features = np.concatenate(grams) >> np.uint64(64 - settings.bits)
+    indices, counts = np.unique(features, return_counts=True)
+    values = np.log1p(counts)
+    length = np.linalg.norm(values) or 1.0
+    return SparseVector(indices.astype(np.int64), (values / length).astype(np.float32))
+
+
+@lru_cache(1 << 16)
+def _hash(word: str) -> int:
+    return xxhash.xxh64_intdigest(word.encode("utf-8", "replace"))
+
+
+def _ngrams(items: np.ndarray, size: int, salt: np.uint64) -> np.ndarray:
+    """Return a hash of 64 bits for each run of ``size`` items. ``salt``: makes runs of another kind other hashes."""
+    count = len(items) - size + 1
+    if count <= 0:
+        return np.zeros(0, np.uint64)
+    hashes = np.full(count, salt, np.uint64)
+    for k in range(size):
+        hashes = hashes * _FACTOR + items[k : k + count]
+    for mixer, shift in zip(_MIXERS, (30, 27), strict=True):
+        hashes = (hashes ^ (hashes >> np.uint64(shift))) * mixer
+    return hashes ^ (hashes >> np.uint64(31))

@@ -1,0 +1,99 @@
+"""Top: the best documents by a column, such as the score of a classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from weft.curation.best_documents import Keep, choose_best, score_order
+from weft.curation.column_values import group_column, number_column
+from weft.curation.data_operators import Decision
+from weft.curation.data_pipeline import DataStep
+from weft.curation.document_selection import SelectionSettings, drop_reasons, say_groups
+from weft.curation.documents import Documents
+from weft.curation.duplicate_groups import flat_ids, joined_summaries, split_decisions
+from weft.registry import register
+
+
+class TopSettings(SelectionSettings):
+    """Settings of the selection by a column."""
+
+    column: str = Field(
+        "", description="Column of numbers. keep = 'random' needs none."
+    )
+    keep: Keep = Field(
+        "high",
+        description="Which documents are kept: those of high or of low values, or random ones.",
+    )
+    group: str = Field(
+        "", description="Column of classes or other groups that have a floor."
+    )
+    floor: int = Field(
+        0, ge=0, description="Fewest documents that are kept of each group."
+    )
+    seed: int = Field(0, ge=0, description="Seed of keep = 'random'.")
+
+    @model_validator(mode="after")
+    def _columns(self) -> TopSettings:
+        if bool(self.column) == (self.keep == "random"):
+            raise ValueError(
+                "keep = 'high' and 'low' need column, the numbers to select by; keep = 'random' has none"
+            )
+        if self.floor and not self.group:
+            raise ValueError("floor needs group, the column of classes that it is for")
+        return self
+
+
+@register(
+    "operator",
+    "top",
+    settings=TopSettings,
+    title="The best share of documents by a column, with a floor for each class",
+    paper="Li et al. 2024 (DCLM, 2406.11794); Sorscher et al. 2022 (2206.14486)",
+    proof="tests/curation/test_selectors.py",
+    figure="all kept is identity; independent of shards and order",
+)
+class Top:
+    """Keeps a share or number of the documents: those with the highest or lowest values, or random ones.
+
+    Documents without a value come last, and equals are decided by id.
+    """
+
+    late: ClassVar = ("share", "number", "keep", "floor", "seed")
+
+    def __init__(self, step: DataStep) -> None:
+        self.settings = step.own(TopSettings)
+
+    def summarize(self, documents: Documents) -> dict[str, np.ndarray]:
+        column, group = self.settings.column, self.settings.group
+        none = np.zeros(len(documents))
+        return {
+            "scores": number_column(documents, column, "column") if column else none,
+            "groups": group_column(documents, group, "group")
+            if group
+            else none.astype(np.str_),
+        }
+
+    def decide(
+        self,
+        ids: Sequence[Sequence[str]],
+        summaries: Sequence[Mapping[str, np.ndarray]],
+    ) -> list[Decision]:
+        ours, names = self.settings, flat_ids(ids)
+        scores = joined_summaries(summaries, "scores")
+        groups = joined_summaries(summaries, "groups")
+        order = score_order(scores, names, ours.keep, ours.seed)
+        kept = choose_best(
+            order, ours.count(len(names)), groups if ours.group else None, ours.floor
+        )
+        if ours.group:
+            say_groups("top", ours.group, groups, kept)
+        reason = (
+            "not drawn"
+            if ours.keep == "random"
+            else f"not among the best by {ours.column}"
+        )
+        return split_decisions(ids, {}, drop_reasons(kept, reason))
