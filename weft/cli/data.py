@@ -115,6 +115,73 @@ def preview_command(
     return 0
 
 
+@app.command("who")
+def who_command(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[DOCUMENT] RUN",
+            help="A document (FILE, FILE:LINE or the id of its record), and the folder of a run.",
+        ),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="List the documents of this step, in place of DOCUMENT."
+        ),
+    ] = None,
+    most: Annotated[int, typer.Option(min=1, help="Number of lines to show.")] = 50,
+    as_json: AsJson = False,
+) -> int:
+    """Show in which steps of a run a document was trained on, or which documents a step had."""
+    from weft.errors import UsageError
+    from weft.train.document_use import RunDocuments, format_uses
+
+    if len(names) != (2 if step is None else 1):
+        raise UsageError(
+            "give DOCUMENT and RUN, or RUN with --step N: weft data who docs/a.txt runs/small"
+        )
+    run = RunDocuments(Path(names[-1]))
+    if step is not None:
+        held = run.of_step(step)
+        if as_json:
+            typer.echo(
+                json.dumps(
+                    [{"document": d.name, **d.use._asdict()} for d in held], indent=2
+                )
+            )
+            return 0
+        for document in held[:most]:
+            use = document.use
+            whose = "" if use.place is None else f", place {use.place} of {use.places}"
+            typer.echo(
+                f"sample {use.sample:,}{whose}: {document.name}, tokens {use.first:,} to {use.last - 1:,}, "
+                f"epoch {use.epoch:,}"
+            )
+        if len(held) > most:
+            typer.echo(f"and {len(held) - most:,} more (--most)")
+        return 0
+    documents = run.find(names[0])
+    if as_json:
+        listed = [
+            {
+                "document": d.name,
+                "source": d.source,
+                "tokens": d.tokens,
+                "state": d.state,
+                "uses": [use._asdict() for use in d.uses],
+            }
+            for d in documents
+        ]
+        typer.echo(json.dumps(listed, indent=2))
+        return 0
+    for used in documents:
+        typer.echo(used.line())
+        for line in format_uses(used.uses, used.tokens, most) if used.uses else ():
+            typer.echo(line)
+    return 0
+
+
 @app.command("plan")
 def data_plan_command(
     measured: Annotated[

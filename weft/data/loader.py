@@ -19,13 +19,13 @@ from weft.data.bos import begins_otherwise, document_opening, with_bos
 from weft.data.corpora import unread_files
 from weft.data.order import Order, Row, RowList, Stream, choose_held_out, hash_keys
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.data.tokens import open_source
+from weft.data.tokens import Tokens, open_source
 from weft.data.validation_file import validation_source
 from weft.errors import UsageError
 from weft.layout.axes import BATCH_AXES, DATA_AXES
 from weft.layout.layout import Layout
 from weft.layout.sequence import chunk_owners, owned_ranges, padded_length
-from weft.recipe import CONVERSATIONS, Data
+from weft.recipe import CONVERSATIONS, Data, Source
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Corpus:
             digests read the same data from the same position.
         ``notes``: lines to print at the start of the run.
         ``validated``: digest of everything that determines the validation data.
+        ``opened``: the sources with their tokens, in the order of the recipe, the source of validation last.
     """
 
     tokenizer: Tokenizer
@@ -50,6 +51,7 @@ class Corpus:
     fingerprint: str
     notes: tuple[str, ...] = ()
     validated: str = ""
+    opened: tuple[tuple[Source, Tokens], ...] = ()
 
 
 def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
@@ -77,6 +79,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     sides: list[list[tuple[Stream, float]]] = [[], []]
     lines, seen, notes, paired = [], [], list[str](), 0
     apart = validation_source(data)
+    opened = list[tuple[Source, Tokens]]()
     for number, source in enumerate([*data.sources, *([apart] if apart else [])]):
         if source.kind in CONVERSATIONS:
             from weft.data.chat.source import open_chats
@@ -84,6 +87,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
             tokens = open_chats(source, data.chat, tokenizer, data.cache)
         else:
             tokens = open_source(source, tokenizer, data.cache, opening)
+        opened.append((source, tokens))
         notes += [
             f"data source {source.path or source.kind}: {note}"
             for note in (*unread_files(source), *tokens.notes)
@@ -162,6 +166,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         identity,
         tuple(notes),
         validated,
+        tuple(opened),
     )
 
 

@@ -87,7 +87,8 @@ class Recorder:
             self._metrics = Metrics(folder, recipe.observe.trackers, self._display.note)
             stack.callback(self._metrics.close)
             self.log("run", **{
-                **self._job.facts(progress), "device": device, "parameters": parameters, "learning": learning,
+                **self._job.facts(progress), "position": progress.position,
+                "device": device, "parameters": parameters, "learning": learning,
                 "flops_per_token": self._per_token, "peak_flops": self._peak, "epoch_tokens": self._epoch_tokens(),
                 "started": datetime.datetime.now().isoformat(timespec="seconds"),
                 **(describe_machine() if mesh.is_main else {}),

@@ -1,0 +1,135 @@
+"""Inverse of the order: which samples have a document, which documents a sample has, how much was read so far.
+
+The order is a pure function of its seed and the sample's index, and so is its inverse: no log is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from weft.data.order import Order, Stream
+
+
+class DocumentRow(NamedTuple):
+    """Tokens ``first`` to ``last`` (exclusive) of a document in row ``row`` of its stream, counted over all epochs."""
+
+    row: int
+    first: int
+    last: int
+
+
+class DocumentSample(NamedTuple):
+    """Tokens ``first`` to ``last`` (exclusive) of a document in global sample ``sample``, in an ``epoch`` from 0."""
+
+    sample: int
+    epoch: int
+    first: int
+    last: int
+
+
+class DocumentInSample(NamedTuple):
+    """A document of a sample: its number in the stream ``stream``, and its tokens ``first`` to ``last`` (exclusive)."""
+
+    stream: int
+    document: int
+    first: int
+    last: int
+
+
+def rows_of_document(stream: Stream, document: int, epoch: int) -> list[DocumentRow]:
+    """Return the rows of ``epoch`` (from 0) that have tokens of a document, in the order of their indices.
+
+    ``document``: number of the document in the stream. A document that is a single token at the very end of an epoch is
+    in no row.
+    """
+    table = stream._epoch(epoch)
+    length = int(stream.lengths[document])
+    end_in_ids = int(stream.starts[document]) + length
+    # [documents]: where each document of the joined stream ends in ids
+    end = int(table.ends[np.argmax(table.ends + table.shift == end_in_ids)])
+    start = end - length
+    rows = np.flatnonzero((table.firsts < end) & (table.lasts > start))
+    return [
+        DocumentRow(
+            epoch * stream.rows + row,
+            max(start, int(table.firsts[row])) - start,
+            min(end, int(table.lasts[row])) - start,
+        )
+        for row in rows.tolist()
+    ]
+
+
+def sample_of_row(order: Order, stream: int, index: int) -> int:
+    """Return the global sample that is row ``index`` of stream number ``stream``. It may lie beyond the order's end."""
+    if len(order.streams) == 1:
+        return index
+    low, high = 0, 1
+    while order._samples_drawn(high)[stream] <= index:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if order._samples_drawn(middle)[stream] <= index:
+            low = middle
+        else:
+            high = middle
+    streams, indices = order._block(low)
+    place = np.flatnonzero((streams == stream) & (indices == index))
+    return low * order.block + int(place[0])
+
+
+def samples_of_document(
+    order: Order, stream: int, document: int, samples: range
+) -> Iterator[DocumentSample]:
+    """Yield where a document is within a range of ``samples``, epoch by epoch.
+
+    ``stream``, ``document``: number of the stream, and of the document in the stream.
+    """
+    drawn = [samples_drawn(order, end)[stream] for end in (samples.start, samples.stop)]
+    rows = order.streams[stream].rows
+    for epoch in count(drawn[0] // rows):
+        if epoch * rows >= drawn[1]:
+            return
+        for row in rows_of_document(order.streams[stream], document, epoch):
+            if drawn[0] <= row.row < drawn[1]:
+                sample = sample_of_row(order, stream, row.row)
+                yield DocumentSample(sample, epoch, row.first, row.last)
+
+
+def documents_of_sample(order: Order, sample: int) -> list[DocumentInSample]:
+    """Return the documents that a sample has tokens of, in the order in which they stand in its row."""
+    number, index = order.locate(sample)
+    stream = order.streams[number]
+    epoch, row = divmod(index, stream.rows)
+    table = stream._epoch(epoch)
+    low, high = int(table.firsts[row]), int(table.lasts[row])
+    first, last = np.searchsorted(table.ends, (low, high - 1), side="right")
+    ends = table.ends[first : last + 1]
+    in_ids = ends + table.shift[first : last + 1]
+    documents = np.searchsorted(stream.starts, in_ids, side="left") - 1
+    return [
+        DocumentInSample(
+            number,
+            document,
+            max(0, low - (end - int(stream.lengths[document]))),
+            min(end, high) - (end - int(stream.lengths[document])),
+        )
+        for document, end in zip(documents.tolist(), ends.tolist(), strict=True)
+    ]
+
+
+def samples_drawn(order: Order, samples: int) -> list[int]:
+    """Return how many of the first ``samples`` samples come from each stream."""
+    if len(order.streams) == 1:
+        return [samples]
+    blocks, rest = divmod(samples, order.block)
+    drawn = order._samples_drawn(blocks)
+    if rest:
+        streams, _ = order._block(blocks)
+        more = np.bincount(streams[:rest], minlength=len(drawn))
+        drawn = [a + b for a, b in zip(drawn, more.tolist(), strict=True)]
+    return drawn
