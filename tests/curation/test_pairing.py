@@ -29,7 +29,7 @@ def corpus(made: list[int]) -> list[Row]:
 
 def shard(rows: list[Row]) -> Documents:
     ids, sources, made_by = ([row[i] for row in rows] for i in range(3))
-    return Documents(ids, ids, {"source_id": sources, "generator": made_by})
+    return Documents(ids, ids, {"rephrased_from": sources, "rephrased_by": made_by})
 
 
 def kept(shards: list[list[Row]], ratio: float, seed: int = 0) -> dict[str, str]:

@@ -19,10 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.serve.running import Running, build
+from weft.curation.data_operators import OperatorFailed
 from weft.curation.data_pipeline import DataStep
+from weft.curation.data_run import run_pipeline
 from weft.curation.documents import Documents
 from weft.curation.engine_generator import EngineGenerator
 from weft.curation.passages import cut_document, without_half_sentence, word_count
+from weft.curation.read_pipeline import build_pipeline
 from weft.curation.rephrase_styles import STYLES, prompts_of_styles
 from weft.curation.text_generator import (
     CopyGenerator,
@@ -31,10 +34,12 @@ from weft.curation.text_generator import (
     WrittenText,
 )
 from weft.curation.text_store import TextStore
+from weft.data.corpora import read_documents, source_fingerprint
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
 from weft.models.hugging_face import export
 from weft.parallel.build import resident_state
+from weft.recipe import Source
 
 BYTES = load_tokenizer("bytes")
 #: A template such as models that reason have, which also says the date.
@@ -125,10 +130,9 @@ def test_copying_is_reading_every_document_twice(tmp_path: Path) -> None:
     given_ones = documents(*texts)
     result = step(tmp_path, model="copy", passage=16).map(given_ones)
     assert Counter(result.texts) == Counter(2 * texts)
-    assert result.columns["source_id"] == [
-        name for name in given_ones.ids for _ in "ab"
-    ]
-    assert result.columns["style"] == ["", "wikipedia"] * 3
+    sources = [name for each in given_ones.ids for name in ("", each)]
+    assert result.columns["rephrased_from"] == sources
+    assert result.columns["rephrase_style"] == ["", "wikipedia"] * 3
     assert result.columns["page"] == [0, 0, 1, 1, 2, 2]
     assert len(set(result.ids)) == len(result.ids)
     alone = step(tmp_path, model="copy", passage=16, keep=False).map(given_ones)
@@ -136,7 +140,7 @@ def test_copying_is_reading_every_document_twice(tmp_path: Path) -> None:
 
 
 def test_every_style_is_asked_for_every_passage_and_failures_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     own = tmp_path / "own.txt"
     own.write_text("As a poem: {text}")
@@ -152,7 +156,11 @@ def test_every_style_is_asked_for_every_passage_and_failures_are_named(
         "A refused word. " + "And many other words that make another passage here. " * 2
     )
     result = operator.map(documents("Fine.", long, "silent", " "))
-    poem = [t for t, s in zip(result.texts, result.columns["style"], strict=True) if s]
+    poem = [
+        t
+        for t, s in zip(result.texts, result.columns["rephrase_style"], strict=True)
+        if s
+    ]
     assert poem == ["FINE.", "FINE."]
     assert "As a poem: Fine." in generator.asked
     assert STYLES["terse"].replace("{text}", "Fine.") in generator.asked
@@ -164,8 +172,6 @@ def test_every_style_is_asked_for_every_passage_and_failures_are_named(
         ("d3", "terse", "no text"),
         ("d3", "poem", "no text"),
     ]
-    said = capsys.readouterr().err
-    assert "6 texts are missing: d1 (terse: passage 1 of 2: too rude)" in said
     failed = dict(zip(result.ids, result.columns["rephrase_failed"], strict=True))
     assert failed["d0"] == ""
     assert failed["d2"] == "terse: nothing was written; poem: nothing was written"
@@ -228,7 +234,7 @@ def test_a_text_does_not_depend_on_what_is_written_beside_it(
     ]
     apart = {n: t for part in parts for n, t in zip(part.ids, part.texts, strict=True)}
     assert dict(zip(together.ids, together.texts, strict=True)) == apart
-    assert len(together) == 15 and any(together.columns["cut_passages"])
+    assert len(together) == 15 and any(together.columns["rephrase_cut"])
 
 
 def test_a_prompt_that_is_too_long_is_named_and_the_model_is_asked_by_its_template(
@@ -316,7 +322,7 @@ def test_a_busy_server_is_asked_again_and_a_refused_prompt_is_named(
     assert asked[0] == asked[1] and asked[0]["model"] == "m"
     assert 0 <= asked[0]["seed"] < 2**31 and asked[0]["seed"] != asked[2]["seed"]
     assert result.texts == ["One.", "First.", "Two."]
-    assert result.columns["cut_passages"] == [0, 1, 0]
+    assert result.columns["rephrase_cut"] == [0, 1, 0]
     assert [(f.id, f.reason) for f in operator.failures] == [
         ("d1", f"{url} refuses (400): too long")
     ]
@@ -333,7 +339,7 @@ def test_a_busy_server_is_asked_again_and_a_refused_prompt_is_named(
 def test_a_server_that_cannot_be_used_ends_the_step(
     tmp_path: Path, reply: tuple[int, dict[str, Any]], line: str
 ) -> None:
-    with answering(reply) as (url, _), pytest.raises(WeftError, match="127") as error:  # fmt: skip
+    with answering(reply) as (url, _), pytest.raises(OperatorFailed, match="127") as error:  # fmt: skip
         step(tmp_path, model=url, served="m", patience=0.1).map(documents("One."))
     assert line in str(error.value)
 
@@ -352,7 +358,7 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path: Path) -> None:
             step(tmp_path, **{"model": "copy"} | settings)
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "texts.sqlite").write_text("no data base" * 100)
-    with pytest.raises(WeftError, match="remove the file if it is damaged"):
+    with pytest.raises(OperatorFailed, match="remove the file if it is damaged"):
         step(tmp_path, model="copy").map(documents("One."))
     assert set(prompts_of_styles([*STYLES], {})) == set(STYLES)
 
@@ -376,3 +382,64 @@ def test_texts_outlive_a_kill_and_processes_write_side_by_side(tmp_path: Path) -
     assert kept.pop(b"same") == ("text", True)
     assert len(kept) == 100
     assert all(kept[key].text == f"text {key.decode()[2:]}" for key in keys)
+
+
+PIPELINE: dict[str, Any] = {
+    "sources": [{"kind": "jsonl", "path": "data.jsonl"}],
+    "steps": [
+        {"operator": "rephrase", "model": "copy", "styles": ["terse", "simple"]},
+        {"operator": "pair"},
+    ],
+    "output": {"format": "jsonl"},
+}
+
+
+def test_a_run_of_a_pipeline_pairs_what_it_writes_and_training_reads_each_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    texts = [f"Text number {i}." for i in range(30)]
+    lines = [json.dumps({"text": text, "id": "x"}) for text in texts]
+    Path("data.jsonl").write_text("\n".join(lines))
+    done = run_pipeline(build_pipeline(PIPELINE | {"shards": 3}), "out", 0)
+    assert done.documents == 60 and not done.notes
+    for part in ("real", "synthetic"):
+        for kind, at in (("jsonl", "out/documents"), ("parquet", "again/documents")):
+            if kind == "parquet":
+                more = {"output": {"format": "parquet"}, "shards": 1}
+                run_pipeline(build_pipeline(PIPELINE | more), "again", 0)
+            source = Source(kind=kind, path=at, where={"part": part})
+            assert sorted(read_documents(source)) == sorted(texts)
+    both = Source(kind="jsonl", path="out/documents")
+    assert Counter(read_documents(both)) == Counter(2 * texts)
+    assert source_fingerprint(both) != source_fingerprint(
+        both.model_copy(update={"where": {"part": "real"}})
+    )
+    unknown = Source(kind="parquet", path="again/documents", where={"parts": "real"})
+    with pytest.raises(WeftError, match="set the source's 'where', did you mean 'part"):
+        list(read_documents(unknown))
+    with pytest.raises(UsageError, match="where is of kinds 'jsonl' and 'parquet'"):
+        Source(kind="text", path="out", where={"part": "real"})
+
+
+def test_a_run_names_what_could_not_be_written_and_ends_without_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    Path("data.jsonl").write_text('{"text": "One."}\n{"text": " "}\n{"text": "Two."}')
+    step = {"operator": "rephrase", "model": "copy"}
+    tree = PIPELINE | {"steps": [step]}
+    for _ in range(2):  # also when nothing is left to do
+        done = run_pipeline(build_pipeline(tree), "out", 0)
+        assert done.documents == 5
+        assert done.notes == (
+            "steps[0] (rephrase): 1 documents could not be made; the first: from "
+            "data.jsonl:data.jsonl#2: wikipedia: no text",
+        )
+    gone = step | {"model": "http://127.0.0.1:9", "served": "m", "patience": 0}
+    with pytest.raises(
+        WeftError, match=r"steps\[0\] \(rephrase\): http://127.0.0.1:9 ca"
+    ):
+        run_pipeline(build_pipeline(PIPELINE | {"steps": [gone]}), "out", 0)

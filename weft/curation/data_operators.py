@@ -8,6 +8,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from weft.curation.documents import Documents
+from weft.errors import WeftError
+
+
+class OperatorFailed(WeftError):
+    """Raised by an operator that can go on with no document at all, as when a server that it needs is gone.
+
+    The run ends with this error. An error of any other class is one of the documents that the operator was given.
+    """
 
 
 @runtime_checkable
@@ -16,11 +24,26 @@ class Mapper(Protocol):
 
     The result must be a pure function of the documents and of the operator's settings, document by document, so that it
     does not depend on shards and workers.
+
+    A mapper that cannot make all that it should from a document, and goes on, has a method ``missing``. It returns a
+    :class:`MissingDocument` for each that was not made since the last call. The run counts them, and names the first.
     """
 
     def map(self, documents: Documents) -> Documents:
         """Return the new documents. An id that is made from another one begins with it, as in "a.txt#2"."""
         ...
+
+
+class MissingDocument(NamedTuple):
+    """A document that a mapper could not make.
+
+    Attributes:
+        ``source``: id of the document from which it was to be made.
+        ``reason``: what is missing, and why.
+    """
+
+    source: str
+    reason: str
 
 
 @runtime_checkable

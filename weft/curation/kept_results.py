@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from weft.curation.data_operators import OperatorFailed
 from weft.curation.document_files import columns_of, read_table, table_bytes
 from weft.curation.documents import Documents
 from weft.curation.work_folder import content_digest, write_atomically
@@ -32,7 +33,8 @@ def isolate(
 ) -> tuple[list[tuple[list[int], Any]], list[FailedDocument]]:
     """Call ``work`` with documents, at least one; where it raises, halve them until the documents at fault are alone.
 
-    Returns the results with the indices that each is about, in order, and the failures.
+    Returns the results with the indices that each is about, in order, and the failures. Raises
+    :class:`OperatorFailed` if ``work`` does.
     """
     results: list[tuple[list[int], Any]] = []
     failures: list[FailedDocument] = []
@@ -44,6 +46,8 @@ def isolate(
         )
         try:
             results.append((indices, work(part)))
+        except OperatorFailed:
+            raise
         except Exception as error:
             if len(indices) > 1:
                 middle = len(indices) // 2

@@ -16,10 +16,10 @@ from weft.curation.text_store import KeptText, TextStore
 from weft.encodable import encodable
 
 #: Columns that say where a document comes from: the id of the document that was rephrased, the style, and a hash of
-#: generator, prompt and settings. Of a document that was not rephrased the last two are "".
-SOURCE, STYLE, GENERATOR = "source_id", "style", "generator"
+#: generator, prompt and settings. Of a document that was not made by rephrasing they are "".
+SOURCE, STYLE, GENERATOR = "rephrased_from", "rephrase_style", "rephrased_by"
 #: Column with the number of passages that were cut off at the largest number of tokens.
-CUT = "cut_passages"
+CUT = "rephrase_cut"
 #: Column that says of a document that was to be rephrased which styles failed, and why; "" if none did.
 FAILED = "rephrase_failed"
 _PROVENANCE = {SOURCE: "", STYLE: "", GENERATOR: "", CUT: 0, FAILED: ""}
@@ -152,7 +152,7 @@ def _rows_of(documents: Documents) -> Iterator[_Row]:
     """Yield the documents, with columns of provenance where they have none yet."""
     for i, (name, text) in enumerate(zip(documents.ids, documents.texts, strict=True)):
         own = {column: values[i] for column, values in documents.columns.items()}
-        yield _Row(name, text, {**_PROVENANCE, SOURCE: name, **own})
+        yield _Row(name, text, _PROVENANCE | own)
 
 
 def _wanted(

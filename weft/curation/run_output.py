@@ -345,6 +345,7 @@ def run_card(
                 "entered": outcome.counts.entered,
                 "left": outcome.counts.left,
                 "failed": outcome.counts.failed,
+                "missing": outcome.counts.missing,
                 "reasons": outcome.counts.reasons,
             }
             for outcome in parts.steps
@@ -370,5 +371,11 @@ def run_notes(parts: RunParts) -> list[str]:
             notes.append(
                 f"steps[{outcome.number}] ({outcome.operator}): {outcome.counts.failed:,} documents left out, as "
                 f"the step's on_error = 'skip'; the first: {name}: {error}"
+            )
+        if outcome.counts.missing:
+            name, reason = outcome.counts.lacking[0]
+            notes.append(
+                f"steps[{outcome.number}] ({outcome.operator}): {outcome.counts.missing:,} documents could not be "
+                f"made; the first: from {name}: {reason}"
             )
     return notes

@@ -121,6 +121,9 @@ def _mapped(
     counts = count_step(able.documents, able.keys, gone, {})
     counts.left = len(mapped)
     _add_failures(counts, shard.documents, failures)
+    if hasattr(operator, "missing"):
+        lacking = sorted(tuple(each) for each in operator.missing())
+        counts.missing, counts.lacking = len(lacking), lacking[:LISTED]
     state = write_base(work, mapped)
     keys = document_keys(mapped)
     after = ShardDocuments(

@@ -14,6 +14,7 @@ from weft.curation.documents import Documents
 from weft.data.corpora import read_documents
 from weft.data.files import format_of, read_records
 from weft.data.reading import PACKED, open_file, reading
+from weft.data.record_texts import is_wanted
 from weft.data.source_kinds import documents_of
 from weft.data.source_report import SourceReport
 from weft.encodable import encodable
@@ -250,6 +251,8 @@ def _record_rows(
     """Yield the documents of a file of records."""
     records = _parquet(file) if source.kind == "parquet" else _json(file, report, source)  # fmt: skip
     for number, record in records:
+        if source.where and isinstance(record, dict) and not is_wanted(record, source):
+            continue
         try:
             text = _text_of(record, source.field, f"{path}:{number}")
         except WeftError as error:

@@ -41,6 +41,8 @@ class StepCounts:
         ``histograms``: by statistic and then by bin, the number of kept and of dropped documents.
         ``failed``: number of documents on which the operator raised an error; they are not among the dropped.
         ``failures``: pairs of id and error of the first of those.
+        ``missing``: number of documents that a mapper could not make from others, and left out.
+        ``lacking``: pairs of the id of such another document and the reason, of the first of those.
     """
 
     entered: int = 0
@@ -51,6 +53,8 @@ class StepCounts:
     histograms: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     failed: int = 0
     failures: list[tuple[str, str]] = field(default_factory=list)
+    missing: int = 0
+    lacking: list[tuple[str, str]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Return the counts as values that JSON can hold; the inverse is :meth:`from_json`."""
@@ -64,7 +68,9 @@ class StepCounts:
             for reason, drawn in values["samples"].items()
         }
         failures = [(name, error) for name, error in values["failures"]]
-        return StepCounts(**{**values, "samples": samples, "failures": failures})
+        lacking = [(name, reason) for name, reason in values.get("lacking", ())]
+        own = {"samples": samples, "failures": failures, "lacking": lacking}
+        return StepCounts(**{**values, **own})
 
 
 def label_of(name: str) -> str:
@@ -155,6 +161,8 @@ def add_counts(parts: Sequence[StepCounts]) -> StepCounts:
         total.left += part.left
         total.failed += part.failed
         total.failures += part.failures
+        total.missing += part.missing
+        total.lacking += part.lacking
         for name in ("sources", "reasons"):
             sums = Counter(getattr(total, name))
             sums.update(getattr(part, name))
@@ -168,4 +176,5 @@ def add_counts(parts: Sequence[StepCounts]) -> StepCounts:
                 before = merged.get(number, [0, 0])
                 merged[number] = [before[0] + kept, before[1] + dropped]
     total.failures = sorted(total.failures)[:LISTED]
+    total.lacking = sorted(total.lacking)[:LISTED]
     return _with_few_reasons(total)

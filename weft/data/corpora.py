@@ -96,6 +96,8 @@ def source_fingerprint(source: Source) -> str:
         if source.columns or source.roles or source.skips
         else []
     )
+    if source.where:
+        how = [*how, source.where]
     return digest(source.kind, source.field, stats, *how)
 
 

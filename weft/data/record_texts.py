@@ -1,6 +1,6 @@
 """Read texts from files of records, and from data sets that Hugging Face's ``datasets`` has saved."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ def jsonl_texts(
                 raise WeftError(
                     f"{file}:{number}: expected a JSON object, got {type(record).__name__}"
                 )
+            if not is_wanted(record, source):
+                continue
             _check_field(f"{file}:{number}", source.field, list(record))
             value = record[source.field]
             text = _text_of(value, f"{file}:{number}", source.field, report)
@@ -71,10 +73,31 @@ def parquet_texts(
         rows = sum(table.metadata.row_group(group).num_rows for group in groups)
         _count_columns(report, file, source, table.schema_arrow.names, rows)
         row = part.first if part else 1
-        for batch in table.iter_batches(1024, groups, columns=[source.field]):
-            values = batch.column(0).to_pylist()
-            yield from _numbered(values, row, str(file), source.field, report)
+        for name in source.where:
+            _check_field(str(file), name, table.schema_arrow.names, "where")
+        columns = list(dict.fromkeys([source.field, *source.where]))
+        for batch in table.iter_batches(1024, groups, columns=columns):
+            values = batch.column(source.field).to_pylist()
+            numbered = _numbered(values, row, str(file), source.field, report)
+            if source.where:
+                wanted = _wanted_rows(batch, source)
+                numbered = (pair for pair in numbered if wanted[pair[0] - row])
+            yield from numbered
             row += len(values)
+
+
+def is_wanted(record: Mapping[str, Any], source: Source) -> bool:
+    """Return whether a record has the values that ``where`` of its source asks for."""
+    return all(record.get(name) == value for name, value in source.where.items())
+
+
+def _wanted_rows(batch: Any, source: Source) -> list[bool]:
+    """Return for each row of an Arrow batch whether the row has the values that ``where`` asks for."""
+    columns = {name: batch.column(name).to_pylist() for name in source.where}
+    return [
+        all(columns[name][row] == value for name, value in source.where.items())
+        for row in range(batch.num_rows)
+    ]
 
 
 def huggingface_texts(
@@ -122,11 +145,16 @@ def _count_columns(
     report.unread.update({name: rows for name in names if name != source.field})
 
 
-def _check_field(where: str, field: str, fields: list[str]) -> None:
-    """Raise :class:`WeftError`, which names the place ``where``, if a record with ``fields`` has no ``field``."""
+def _check_field(
+    where: str, field: str, fields: list[str], setting: str = "field"
+) -> None:
+    """Raise :class:`WeftError`, which names the place ``where``, if a record with ``fields`` has no ``field``.
+
+    ``setting``: the setting of the source that names it.
+    """
     if field not in fields:
         raise WeftError(
-            f"{where}: no field {field!r}; set the source's 'field', {nearest(field, fields)}"
+            f"{where}: no field {field!r}; set the source's {setting!r}, {nearest(field, fields)}"
         )
 
 

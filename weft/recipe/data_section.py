@@ -84,6 +84,13 @@ class Source(Section):
             "'Teacher' as the user's."
         ),
     )
+    where: dict[str, str | bool | int | float] = Field(
+        {},
+        description=(
+            "Values of columns: only records that have all of them are read, such as { part = 'real' }. For kinds "
+            "'jsonl' and 'parquet'."
+        ),
+    )
     on_error: Literal["stop", "skip"] = Field(
         "stop",
         description=(
@@ -105,6 +112,10 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _path(self) -> Self:
+        if self.where and self.kind not in ("jsonl", "parquet"):
+            raise ValueError(
+                f"where is of kinds 'jsonl' and 'parquet', whose records have columns; leave it out for {self.kind!r}"
+            )
         if (self.columns or self.roles) and self.kind not in CONVERSATIONS:
             name = "columns" if self.columns else "roles"
             raise ValueError(

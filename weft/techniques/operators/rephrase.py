@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -10,12 +9,13 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from weft.cache import cache_root, digest
+from weft.curation.data_operators import MissingDocument, OperatorFailed
 from weft.curation.data_pipeline import DataStep
 from weft.curation.documents import Documents
 from weft.curation.rephrase_styles import STYLES, prompts_of_styles
 from weft.curation.text_generator import CopyGenerator, TextGenerator, WritingSettings
 from weft.data.reading import reading
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.registry import register
 from weft.section import Section
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 #: The generator that returns every passage as it is.
 COPY = "copy"
-#: Failures that are named in the output of a process.
-SHOWN = 3
 
 
 class RephraseSettings(Section):
@@ -140,20 +138,21 @@ class Rephrase:
     def map(self, documents: Documents) -> Documents:
         from weft.curation.rephrasing import rephrase
 
-        result = rephrase(documents, self.plan, self.generator, self.store)
+        try:
+            result = rephrase(documents, self.plan, self.generator, self.store)
+        except WeftError as error:  # the generator's, and not a document's
+            raise OperatorFailed(str(error)) from error
         self.failures += result.failures
         self.written += result.written
-        if result.failures:
-            some = "; ".join(
-                f"{each.id} ({each.style}: {each.reason})"
-                for each in result.failures[:SHOWN]
-            )
-            more = " ..." if len(result.failures) > SHOWN else ""
-            print(
-                f"weft: rephrase: {len(result.failures)} texts are missing: {some}{more}",
-                file=sys.stderr,
-            )
         return result.documents
+
+    def missing(self) -> list[MissingDocument]:
+        """Return what could not be written since the last call."""
+        failures, self.failures = self.failures, []
+        return [
+            MissingDocument(each.id, f"{each.style}: {each.reason}")
+            for each in failures
+        ]
 
     @cached_property
     def plan(self) -> RephrasePlan:
