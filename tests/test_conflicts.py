@@ -31,8 +31,14 @@ PLUGGED, PAIRS = (
 #: Settings of a run that learns from rewards.
 REWARDED = 'tasks=[{reward="addition"}] rl.group=4'
 
+#: Setting of a run that imitates another one.
+TAUGHT = "loss.teachers=['runs/teacher']"
+
 #: A smallest layout that meets each entry, and the settings that it takes; the model has 2 layers and 4 heads.
 SMALLEST: dict[str, tuple[str, str]] = {
+    "teachers with a model that is cut": ("tp=2", TAUGHT),
+    "teachers with another loss": ("", f"{TAUGHT} loss.kind=dpo {PAIRS}"),
+    "teachers with rewards": ("", f"{TAUGHT} {REWARDED}"),
     "secondary without ZeRO-3": ("shard=4,zero=2,secondary=2", ""),
     "secondary that does not divide": ("shard=3,secondary=2", ""),
     "experts that do not fold": ("ep=2", ""),
@@ -183,6 +189,7 @@ ASKED = {
     "aggregation": ("dp=4", "resilience.aggregate=flag"),
     "summed-islands": ("island=2", ""),
     "separate-islands": ("island=2", "sync.every=2"),
+    "distillation": ("", TAUGHT),
 }
 
 

@@ -1,6 +1,6 @@
 """The section ``[loss]``: what training minimises."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, ValidationInfo, field_validator
 
@@ -15,6 +15,7 @@ class Loss(HostSection):
     """
 
     hosts: ClassVar = {"kind": "pair-loss"}
+    asks: ClassVar = {"teachers": "distillation"}
 
     kind: str = Field(
         "cross-entropy",
@@ -60,6 +61,28 @@ class Loss(HostSection):
             " trained model's probabilities with those of another model. Left out: the model "
             "in model.from."
         ),
+    )
+
+    teachers: tuple[str, ...] = Field(
+        (),
+        description=(
+            "Trained models that the model learns to imitate (distillation): runs, checkpoints "
+            "or other names as in model.from, with the same tokenizer. Several are an ensemble. "
+            "Empty: none."
+        ),
+    )
+    teacher_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description=(
+            "With 'teachers': share of the loss that compares the model's probabilities with "
+            "those of the teachers; the rest is the cross entropy on the next token."
+        ),
+    )
+    teacher_average: Literal["probabilities", "logits"] = Field(
+        "probabilities",
+        description="With several 'teachers': what is averaged over them.",
     )
 
     @field_validator("*")

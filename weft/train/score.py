@@ -104,9 +104,34 @@ def scores(
     """
     if not texts:
         return []
+    loader = text_loader(texts, mesh, rows, passes, room)
+    batch = loader.batch
+    scorer = Scorer(torch.zeros(len(texts), 2, dtype=torch.float64, device=mesh.device))
+    hooks, position = replace(model.hooks, criterion=scorer), 0
+    while (batches := loader.step(position)) is not None:
+        if step_sum(own_share(not wanted(), mesh, **OWN), mesh) > 0:
+            return []
+        loss_sum(model, batches, mesh, hooks)
+        position += batch
+    sums = scorer.sums if state is None else sum_over_passes(scorer.sums, state, mesh)
+    return scores_of(sums, texts)
+
+
+def scores_of(sums: torch.Tensor, texts: Sequence[Text]) -> list[Score]:
+    """Return the score of each text from ``sums``, which are those of :class:`Scorer`."""
+    return [
+        Score(p, round(hits) == len(t.following))
+        for (p, hits), t in zip(sums.tolist(), texts, strict=True)
+    ]
+
+
+def text_loader(
+    texts: Sequence[Text], mesh: Mesh, rows: int = 1, passes: int = 1, room: int = 1024
+) -> Loader:
+    """Return this rank's loader of the packed ``texts``; the arguments are those of :func:`scores`."""
     room = max(room, *(len(t.given) + len(t.following) - 1 for t in texts))
     batch = rows * passes * mesh.size("dp", "shard")
-    loader = Loader(
+    return Loader(
         pack_texts(texts, room),
         mesh.layout,
         mesh.batch_rank,
@@ -116,15 +141,3 @@ def scores(
         passes,
         room,
     )
-    scorer = Scorer(torch.zeros(len(texts), 2, dtype=torch.float64, device=mesh.device))
-    hooks, position = replace(model.hooks, criterion=scorer), 0
-    while (batches := loader.step(position)) is not None:
-        if step_sum(own_share(not wanted(), mesh, **OWN), mesh) > 0:
-            return []
-        loss_sum(model, batches, mesh, hooks)
-        position += batch
-    sums = scorer.sums if state is None else sum_over_passes(scorer.sums, state, mesh)
-    return [
-        Score(p, round(hits) == len(t.following))
-        for (p, hits), t in zip(sums.tolist(), texts, strict=True)
-    ]

@@ -281,6 +281,7 @@ def completed_job(
             asked, corpus.tokenizer, recipe.model.origin or "the tokenizer"
         )
     reference_model(recipe, corpus.tokenizer)
+    check_teachers(recipe, shape.vocab, corpus.tokenizer)
     notes = (*_tokenizer_notes(recipe, own, corpus.tokenizer), *corpus.notes)
     files = _files(pretrained, own, corpus.tokenizer)
     if (most := context_length(files)) and recipe.data.seq_len > most:
@@ -455,6 +456,29 @@ def reference_model(recipe: Recipe, tokenizer: Tokenizer) -> Pretrained | None:
             f"({tokenizer.vocab}), so it cannot say how likely an answer is; name a model with the same tokenizer"
         )
     return reference
+
+
+def check_teachers(recipe: Recipe, vocab: int, tokenizer: Tokenizer) -> None:
+    """Refuse teachers of ``loss.teachers`` that are not there, or whose ids mean other tokens than the model's.
+
+    ``vocab``: size of the model's vocabulary. ``tokenizer``: the run's tokenizer. Raises :class:`UsageError`.
+    """
+    if not recipe.loss.teachers:
+        return
+    from weft.checkpoint.weights import open_pretrained
+
+    for name in recipe.loss.teachers:
+        teacher = open_pretrained(name)
+        if teacher.values is None or teacher.shape.output == "score":
+            raise UsageError(
+                f"loss.teachers: {name!r} has no weights that write text; name a model with some"
+            )
+        own = teacher.tokenizer()
+        if (own and not own.has_ids_of(tokenizer)) or teacher.shape.vocab != vocab:
+            raise UsageError(
+                f"loss.teachers: {name!r} has other tokens ({teacher.shape.vocab}) than this run ({vocab}); name "
+                "models with the same tokenizer and vocabulary"
+            )
 
 
 def model_shape(recipe: Recipe) -> ModelShape:

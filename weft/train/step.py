@@ -140,16 +140,16 @@ def pass_loss(
     total: torch.Tensor,
     mesh: Mesh,
     route: Sequence[int] | None = None,
+    hooks: Hooks | None = None,
 ) -> torch.Tensor:
     """Run forward on ``batch``, and return this rank's share of the step's mean loss, equal on all ranks of ``tp``.
 
     ``total``: the weight of all labels of the step, by which the summed loss is divided. ``route``: indices of the
-    blocks to run, by default all.
+    blocks to run, by default all. ``hooks``: functions whose losses replace the model's; None: the model's own.
     """
     seen = model.loads.seen(batch) if model.loads else None
-    loss = model(
-        batch.tokens, batch.positions, batch.cu_seqlens, batch, seen=seen, route=route
-    )
+    ids = batch.tokens, batch.positions, batch.cu_seqlens
+    loss = model(*ids, batch, seen=seen, hooks=hooks, route=route)
     return share_of_sum(loss, mesh, **dict.fromkeys(DATA_AXES, V)) / total
 
 
@@ -163,6 +163,7 @@ def accumulate(
     weight: torch.Tensor | None = None,
     beyond: Beyond = unchanged,
     early: EarlyUpdates | None = None,
+    hooks: Callable[[Batch], Hooks | None] = lambda batch: None,
 ) -> torch.Tensor:
     """Run forward and backward of every pass of a step (gradient accumulation).
 
@@ -178,6 +179,8 @@ def accumulate(
             ranks of all islands that share one update.
         ``beyond``: function that sums a tensor over these islands.
         ``early``: updates of parameters that a pipeline makes while its backward still runs.
+        ``hooks``: function that returns the functions that a pass calls, for its batch on this rank's device; None
+            stands for the model's own. A pipeline does not use it.
     """
     set_reference_point(model, state, batches, mesh, beyond)
     count_loads(model, batches, mesh, beyond)
@@ -201,7 +204,8 @@ def accumulate(
         if planned:
             share_pass(model, batch.group)
         route = routes[i % len(routes)] if routes else None
-        share = pass_loss(model, batch.to(mesh.device), weight, mesh, route)
+        batch = batch.to(mesh.device)
+        share = pass_loss(model, batch, weight, mesh, route, hooks(batch))
         shares.append(share.detach())
         if i == len(batches) - 1:
             before_last(torch.stack(shares).sum())

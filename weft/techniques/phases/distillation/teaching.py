@@ -1,0 +1,102 @@
+"""Gradients of a loss that compares a model with its teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.models.plugin_loss import TokenLoss
+from weft.train.ensemble import (
+    Average,
+    TokenOutputs,
+    joint_log_probabilities,
+    token_outputs,
+)
+from weft.train.step import PhaseFiller, accumulate
+
+if TYPE_CHECKING:
+    from weft.data.batch import Batch
+    from weft.models.hooks import Hooks
+    from weft.models.transformer import Transformer
+    from weft.recipe import Loss
+    from weft.train.phases import AgreePhase
+    from weft.train.step import StepContext
+    from weft.train.step_values import StepInput
+
+T = torch.Tensor
+
+
+@dataclass
+class SoftTargets:
+    """Loss of tokens with the joint probabilities of teachers as targets, for one pass.
+
+    A call returns the loss of the next tokens of the pass: chunks come in the order of the labels, of which the
+    teachers' outputs have one row each.
+
+    Attributes:
+        ``outputs``: what each teacher says about the labelled tokens of the pass.
+        ``share``: share of the loss that the teachers have; the rest is the cross entropy with the labels.
+        ``average``: what is averaged over the teachers.
+        ``position``: number of tokens that have had their loss.
+    """
+
+    outputs: Sequence[TokenOutputs]
+    share: float
+    average: Average
+    position: int = 0
+
+    def __call__(self, logits: T, labels: T) -> T:
+        rows = slice(self.position, self.position + len(labels))
+        self.position = rows.stop
+        target = joint_log_probabilities(self.outputs, rows, self.average).exp()
+        own = logits.log_softmax(-1)
+        soft = -(target.to(own.dtype) * own).sum(-1)
+        hard = -own.gather(1, labels[:, None])[:, 0]
+        return self.share * soft + (1 - self.share) * hard
+
+
+class Teaching(PhaseFiller):
+    """Fills the gradient phase: each pass asks the teachers first, whose answers are targets of the model's pass.
+
+    ``context``: the model, state and mesh of the run. ``teachers``: the teachers, whole on this rank's device.
+    ``loss``: the section ``[loss]``.
+    """
+
+    def __init__(
+        self, context: StepContext, teachers: Sequence[Transformer], loss: Loss
+    ) -> None:
+        self.context, self.teachers, self.loss = context, teachers, loss
+
+    def gradients(self, given: StepInput, agree: AgreePhase) -> T:
+        of = self.context
+        weight = agree.label_weight(given.batches)
+        return accumulate(
+            of.model, of.state, given.batches, of.mesh, of.routes, weight=weight, beyond=agree.beyond,
+            hooks=self.taught,
+        )  # fmt: skip
+
+    def taught(self, batch: Batch) -> Hooks:
+        """Return the hooks of the model's pass over ``batch``: its loss knows what the teachers say."""
+        outputs = [token_outputs(teacher, batch) for teacher in self.teachers]
+        targets = SoftTargets(
+            outputs, self.loss.teacher_share, self.loss.teacher_average
+        )
+        model = self.context.model
+        return replace(model.hooks, criterion=TokenLoss(targets, model.shape.vocab))
+
+
+def open_teachers(names: Sequence[str], context: StepContext) -> list[Transformer]:
+    """Open the models ``names`` on this rank's device, without gradients."""
+    from weft.checkpoint.model import open_model
+
+    def warn(text: str) -> None:
+        context.report("teacher", text, {})
+
+    teachers = []
+    for name in names:
+        model = open_model(name, str(context.mesh.device), warn).model
+        teachers.append(model.requires_grad_(False).eval())
+    return teachers
