@@ -324,3 +324,67 @@ def classify_command(
         typer.echo(line)
     typer.echo(f"wrote {out} and {report_file(out)}")
     return 0
+
+
+_folders = "Folders of Parquet files, or such files."
+_rows = "Rows of a table that are looked for in another one; 0: all of them."
+_storage = "Price of a gigabyte that is kept for a month."
+_maintenance = (
+    "Price of a gigabyte in a month for scans, back-ups and rules of privacy."
+)
+_reads = "How often a table is asked for in a month."
+_compute = "Price of a gigabyte that is read or written to make a table again."
+_bandwidth = "Gigabytes in a second at which a table is made again."
+_latency = "Seconds at most until a deleted table is there again."
+
+
+@app.command("contained")
+def contained_command(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help=_folders)],
+    whole_folders: Annotated[
+        bool,
+        typer.Option(
+            "--folders", help="Every folder is one table; else every file is."
+        ),
+    ] = False,
+    rows: Annotated[int, typer.Option(min=0, help=_rows)] = 64,
+    seed: Annotated[int, typer.Option(help="Seed by which rows are drawn.")] = 0,
+    plan: Annotated[
+        bool, typer.Option(help="Say which tables are cheaper to delete than to keep.")
+    ] = True,
+    storage: Annotated[float, typer.Option(min=0, help=_storage)] = 0.023,
+    maintenance: Annotated[float, typer.Option(min=0, help=_maintenance)] = 0.0,
+    reads: Annotated[float, typer.Option(min=0, help=_reads)] = 0.1,
+    compute: Annotated[float, typer.Option(min=0, help=_compute)] = 0.005,
+    bandwidth: Annotated[float, typer.Option(min=1e-9, help=_bandwidth)] = 0.2,
+    latency: Annotated[float | None, typer.Option(min=0, help=_latency)] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Say which tables others contain, and which of those can be deleted; nothing is deleted here."""
+    import math
+
+    from weft.curation.containment import containment_graph
+    from weft.curation.containment_report import containment_json, containment_lines
+    from weft.curation.deletion_plan import TableCosts, plan_deletions
+    from weft.curation.table_footers import read_tables
+
+    tables, unread = read_tables(folders, whole_folders)
+    graph = containment_graph(tables, rows or None, seed)
+    costs = TableCosts(
+        storage,
+        maintenance,
+        reads,
+        compute,
+        bandwidth,
+        math.inf if latency is None else latency,
+    )
+    planned = plan_deletions(graph, costs) if plan else None
+    for name, reason in unread.items():
+        typer.echo(f"note: {name} is left out: {reason}", err=True)
+    if as_json:
+        report = containment_json(graph, planned, unread)
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+    else:
+        for line in containment_lines(graph, planned):
+            typer.echo(line)
+    return 1 if unread else 0

@@ -127,7 +127,8 @@ def survivor_decisions(
         "" if kept else names[survivor]
         for kept, survivor in zip(is_kept, survivors, strict=True)
     ]
-    reasons = [f"{word} of {name}" if name else "" for name in of]
+    # kinds of reasons are counted by what stands before ": "
+    reasons = [f"{word} of another document: {name}" if name else "" for name in of]
     columns = {"duplicate_of": of, copies: sizes}
     return split_decisions(ids, columns, reasons)
 

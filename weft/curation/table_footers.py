@@ -110,6 +110,33 @@ def read_table(name: str, files: Sequence[Path]) -> LakeTable:
     )
 
 
+def read_tables(
+    places: Sequence[Path], whole_folders: bool = False
+) -> tuple[list[LakeTable], dict[str, str]]:
+    """Read the footers of all tables in ``places``: the tables, and why others cannot be read, by their names.
+
+    ``places`` and ``whole_folders``: as for :func:`table_files`. Raises :class:`UsageError` if pyarrow is missing, and
+    :class:`WeftError` if no table can be read.
+    """
+    files = table_files(places, whole_folders)
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "tables of Parquet need pyarrow; pip install 'weft[data]'"
+        ) from None
+    tables = []
+    unread = {}
+    for name, of_table in files.items():
+        try:
+            tables.append(read_table(name, of_table))
+        except WeftError as error:
+            unread[name] = str(error)
+    if not tables:
+        raise WeftError(f"no table can be read: {next(iter(unread.values()))}")
+    return tables, unread
+
+
 class _Footer(NamedTuple):
     metadata: pyarrow.parquet.FileMetaData
     size: int
