@@ -22,7 +22,7 @@ Row = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Sample:
+class RowSample:
     """Rows of a table.
 
     Attributes:
@@ -38,7 +38,7 @@ class Sample:
     size: int
 
 
-def sample_rows(table: LakeTable, rows: int | None, seed: int) -> Sample | None:
+def sample_rows(table: LakeTable, rows: int | None, seed: int) -> RowSample | None:
     """Draw ``rows`` rows of ``table`` without replacement, or all for None; only row groups that hold them are read.
 
     Returns None if pyarrow cannot read the rows.
@@ -68,10 +68,10 @@ def sample_rows(table: LakeTable, rows: int | None, seed: int) -> Sample | None:
     drawn = schema.empty_table()
     if parts:
         drawn = pyarrow.concat_tables(parts, promote_options="default")
-    return Sample(tuple(table.types), table.types, drawn, count)
+    return RowSample(tuple(table.types), table.types, drawn, count)
 
 
-def missing_rows(sample: Sample, within: LakeTable) -> int | None:
+def missing_rows(sample: RowSample, within: LakeTable) -> int | None:
     """Return how many different rows of ``sample`` are not in ``within``, None if they cannot be compared.
 
     DuckDB joins where it is installed and all columns have the same plain types in both tables. Otherwise batches of
@@ -92,7 +92,7 @@ def missing_rows(sample: Sample, within: LakeTable) -> int | None:
         return None
 
 
-def _duckdb_compares(sample: Sample, within: LakeTable) -> bool:
+def _duckdb_compares(sample: RowSample, within: LakeTable) -> bool:
     """Return whether DuckDB is installed, and its equality is that of this module for these columns."""
     try:
         import duckdb  # noqa: F401
@@ -110,7 +110,7 @@ def _duckdb_compares(sample: Sample, within: LakeTable) -> bool:
     )
 
 
-def _missing_in_duckdb(sample: Sample, within: LakeTable) -> int | None:
+def _missing_in_duckdb(sample: RowSample, within: LakeTable) -> int | None:
     """Return how many different rows of ``sample`` are not in ``within``, None if DuckDB cannot say."""
     import duckdb
 
@@ -135,7 +135,7 @@ def _missing_in_duckdb(sample: Sample, within: LakeTable) -> int | None:
         connection.close()
 
 
-def _missing_in_batches(sample: Sample, within: LakeTable) -> set[Row]:
+def _missing_in_batches(sample: RowSample, within: LakeTable) -> set[Row]:
     """Return the rows of ``sample`` that are not in ``within``."""
     import pyarrow.parquet
 
