@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from weft.curation import anti_join
 from weft.curation.containment import containment_graph, ranges_allow, schema_allows
-from weft.curation.table_footers import LakeTable, read_table, table_files
+from weft.curation.table_footers import LakeTable, read_lake_table, table_files
 from weft.errors import UsageError, WeftError
 
 #: Values by column; a column's name says of which kind it is.
@@ -72,7 +72,7 @@ def write_rows(
 ) -> LakeTable:
     columns = {name: array([row[name] for row in rows], kind) for name, kind in kinds.items()}  # fmt: skip
     pq.write_table(pa.table(columns), path, row_group_size=group)
-    return read_table(path.stem, [path])
+    return read_lake_table(path.stem, [path])
 
 
 @st.composite
@@ -154,7 +154,7 @@ def test_recall_is_one_in_many_families(
 
 def write_columns(path: Path, **columns: Any) -> LakeTable:
     pq.write_table(pa.table(columns), path)
-    return read_table(path.stem, [path])
+    return read_lake_table(path.stem, [path])
 
 
 def test_each_step_drops_what_it_can(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_footers_alone_are_read(tmp_path: Path) -> None:
     footer = int.from_bytes(whole[-8:-4], "little") + 8
     assert table.footer_bytes == footer < len(whole) / 100
     path.write_bytes(b"PAR1" + bytes(len(whole) - footer - 4) + whole[-footer:])
-    assert read_table("a", [path]).ranges == table.ranges
+    assert read_lake_table("a", [path]).ranges == table.ranges
     assert table.ranges["x"].is_whole and table.rows == 50_000
 
 
@@ -242,7 +242,7 @@ def test_samples_cross_row_groups_and_files(tmp_path: Path) -> None:
         part = pa.table({"x": range(number * 10, number * 10 + 10)})
         pq.write_table(part, tmp_path / f"{number}.parquet", row_group_size=3)
     files = table_files([tmp_path], whole_folders=True)[str(tmp_path)]
-    table = read_table("t", files)
+    table = read_lake_table("t", files)
     assert table.rows == 30
     whole = anti_join.sample_rows(table, None, 0)
     assert whole is not None and whole.table["x"].to_pylist() == list(range(30))
@@ -276,16 +276,16 @@ def damaged(path: Path, change: Callable[[bytes], bytes]) -> Path:
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     cut = damaged(tmp_path / "cut.parquet", lambda whole: whole[:-20])
     with pytest.raises(WeftError, match=r"cut.parquet is no whole Parquet file"):
-        read_table("t", [cut])
+        read_lake_table("t", [cut])
     empty = damaged(tmp_path / "empty.parquet", lambda whole: b"")
     with pytest.raises(WeftError, match=r"footer of .*empty.parquet"):
-        read_table("t", [empty])
+        read_lake_table("t", [empty])
     noise = damaged(
         tmp_path / "noise.parquet", lambda whole: bytes(len(whole) - 8) + whole[-8:]
     )
     with pytest.raises(WeftError, match=r"footer of .*noise.parquet"):
-        read_table("t", [noise])
+        read_lake_table("t", [noise])
     pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"y": [1]}), tmp_path / "b.parquet")
     with pytest.raises(WeftError, match="they are not one table"):
-        read_table("t", [tmp_path / "a.parquet", tmp_path / "b.parquet"])
+        read_lake_table("t", [tmp_path / "a.parquet", tmp_path / "b.parquet"])

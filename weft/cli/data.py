@@ -366,9 +366,9 @@ def contained_command(
     from weft.curation.containment import containment_graph
     from weft.curation.containment_report import containment_json, containment_lines
     from weft.curation.deletion_plan import TableCosts, plan_deletions
-    from weft.curation.table_footers import read_tables
+    from weft.curation.table_footers import read_lake_tables
 
-    tables, unread = read_tables(folders, whole_folders)
+    tables, unread = read_lake_tables(folders, whole_folders)
     graph = containment_graph(tables, rows or None, seed)
     costs = TableCosts(
         storage,

@@ -178,12 +178,12 @@ def cheapest_sources(
     own = np.arange(len(names))
     if not pairs:
         return {}
-    made, source = np.array([[index[a], index[b]] for a, b in pairs]).T
+    target, source = np.array([[index[a], index[b]] for a, b in pairs]).T
     variables = len(names) + np.arange(len(pairs))
     size = len(names) + len(pairs)
     goal = np.array([*keep.values(), *(rebuild[pair] for pair in pairs)])
     # every table is kept or made from exactly one other
-    rows = np.append(own, made), np.append(own, variables)
+    rows = np.append(own, target), np.append(own, variables)
     each = coo_array((np.ones(size), rows), shape=(len(names), size))
     # what others are made from is kept
     ones = np.ones(len(pairs))

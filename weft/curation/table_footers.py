@@ -87,7 +87,7 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def read_table(name: str, files: Sequence[Path]) -> LakeTable:
+def read_lake_table(name: str, files: Sequence[Path]) -> LakeTable:
     """Read the footers of ``files`` and nothing else, and return the table that they are.
 
     Raises :class:`WeftError` for a damaged file, and for files whose columns differ.
@@ -110,7 +110,7 @@ def read_table(name: str, files: Sequence[Path]) -> LakeTable:
     )
 
 
-def read_tables(
+def read_lake_tables(
     places: Sequence[Path], whole_folders: bool = False
 ) -> tuple[list[LakeTable], dict[str, str]]:
     """Read the footers of all tables in ``places``: the tables, and why others cannot be read, by their names.
@@ -129,7 +129,7 @@ def read_tables(
     unread = {}
     for name, of_table in files.items():
         try:
-            tables.append(read_table(name, of_table))
+            tables.append(read_lake_table(name, of_table))
         except WeftError as error:
             unread[name] = str(error)
     if not tables:
