@@ -8,7 +8,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-SHIPPED = {"recipes": "*.toml", "docs": "reference/techniques.md"}
+SHIPPED = {"recipes": "**/*.toml", "docs": "reference/techniques.md"}
 
 
 class BuildPackage(build_py):

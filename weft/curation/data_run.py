@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft.curation.curation_page import curation_page
 from weft.curation.data_operators import Joint
 from weft.curation.data_pipeline import DataPipeline
 from weft.curation.document_files import arrow
@@ -30,7 +31,12 @@ from weft.curation.source_units import (
 )
 from weft.curation.step_counts import StepCounts, add_counts
 from weft.curation.task_workers import Engine, local_engine
-from weft.curation.work_folder import WORK, sole_writer
+from weft.curation.work_folder import (
+    WORK,
+    sole_writer,
+    write_atomically,
+    write_json_file,
+)
 from weft.curation.written_documents import common_schema
 from weft.data.corpora import source_fingerprint
 from weft.errors import UsageError, WeftError, nearest
@@ -98,7 +104,11 @@ def run_pipeline(
         with _opened(engine, setting, workers) as do:
             parts = run.parts(do)
             problem = _problem(parts)
-            publish(out, setting, parts, run.perform, do)
+            manifest = publish(out, setting, parts, run.perform, do)
+            page = curation_page(pipeline, parts, problem)
+            write_atomically(out / "report.html", page.encode())
+            # whoever finds it finds all the rest
+            write_json_file(out / "manifest.json", manifest)
         run.forget_others()
     return DataResult(
         out,

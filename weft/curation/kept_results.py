@@ -13,7 +13,7 @@ from weft.curation.data_operators import OperatorFailed
 from weft.curation.document_files import columns_of, read_table, table_bytes
 from weft.curation.documents import Documents
 from weft.curation.work_folder import content_digest, write_atomically
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 
 #: Bytes of the digest at the beginning of a file of results.
 _HEAD = 32
@@ -46,7 +46,7 @@ def isolate(
         )
         try:
             results.append((indices, work(part)))
-        except OperatorFailed:
+        except (OperatorFailed, UsageError):  # no document's fault
             raise
         except Exception as error:
             if len(indices) > 1:

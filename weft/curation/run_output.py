@@ -114,8 +114,8 @@ class PublishedTokens:
 
 def publish(
     out: Path, setting: TaskSetting, parts: RunParts, perform: Perform, do: Engine
-) -> None:
-    """Write documents, tokens, the card and, last, the manifest to the folder ``out``; what is there already stays.
+) -> Words:
+    """Write documents, tokens and the card to the folder ``out``, and return the manifest; what is there already stays.
 
     The counts of ``parts.sources`` are completed.
     """
@@ -147,8 +147,7 @@ def publish(
         tokens = _publish_tokens(out, setting, parts, perform, do)
     manifest = run_manifest(setting, parts, names, written, tokens)
     write_json_file(out / "card.json", run_card(setting, parts, tokens, manifest))
-    # whoever finds it finds all the rest
-    write_json_file(out / "manifest.json", manifest)
+    return manifest
 
 
 def _in_folder(out: Path, name: str, key: str, fill: Callable[[Path], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,8 +16,10 @@ from weft.curation.documents import Documents
 SAMPLES, EXCERPT, LISTED = 3, 600, 20
 #: Reasons that are told apart at most; the rarest beyond are counted together.
 REASONS = 50
+#: The end of a reason that names another document, such as " of stdlib:ast.py".
+_OF_ID = re.compile(r" (of|as|in|with) \S+:.*", re.DOTALL)
 #: Width of a histogram's bins: neighbouring bins are this factor apart.
-_FACTOR = math.log(1.05)
+_FACTOR = math.log(1.02)
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,8 @@ def label_of(name: str) -> str:
 
 
 def reason_kind(reason: str) -> str:
-    """Return the part of a reason that other documents share: what stands before ": "."""
-    return reason.partition(": ")[0]
+    """Return the part of a reason that other documents share: without what follows ": ", and without an id."""
+    return _OF_ID.sub("", reason.partition(": ")[0])
 
 
 def count_step(

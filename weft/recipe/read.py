@@ -11,6 +11,7 @@ from typing import Any
 from weft.errors import UsageError, WeftError
 from weft.layout.layout import Layout
 from weft.plugins import load_plugins_of
+from weft.recipe.curated_folder import name_curated_data
 from weft.recipe.data_section import Source
 from weft.recipe.host_section import HostSection, unused_settings
 from weft.recipe.recipe import Recipe
@@ -85,6 +86,7 @@ def load_recipe(
             tree["generate"] = own | {"from_data": True}
     for item in overrides:
         apply_override(tree, item)
+    name_curated_data(tree, set_keys)
     if layout is not None:
         try:
             load_plugins_of(tree)
