@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.curation.operators import cut, decisions, joint, kept
+from weft.curation.data_operators import OperatorFailed
 from weft.curation.documents import Documents
 from weft.curation.duplicate_groups import (
     choose_survivors,
     connected_groups,
     equal_neighbours,
 )
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 
 #: Texts that are equal, equal but for spaces, nearly equal, short, and empty.
 LINE = " ".join(
@@ -127,9 +128,11 @@ def test_chains_are_one_group_with_one_survivor() -> None:
 
 def test_a_score_must_exist_and_be_a_number() -> None:
     documents = Documents(["a"], ["text"], {"grade": ["good"]})
-    with pytest.raises(UsageError, match=r"needs the column 'quality'.*columns: grade"):
+    with pytest.raises(
+        OperatorFailed, match=r"needs the column 'quality'.*columns: grade"
+    ):
         joint("exact", keep="best", score="quality").summarize(documents)
-    with pytest.raises(UsageError, match="holds 'good', which is no number"):
+    with pytest.raises(WeftError, match="holds 'good', which is no number"):
         joint("minhash", keep="best", score="grade").summarize(documents)
     with pytest.raises(UsageError, match="go together"):
         joint("exact", keep="best")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.curation.data_operators import Filter
+from weft.curation.data_operators import Filter, OperatorFailed
 from weft.curation.data_pipeline import DataStep
 from weft.curation.documents import Documents
 from weft.curation.evaluation_index import (
@@ -62,12 +62,16 @@ def test_names_the_set_and_counts_places(tmp_path: Path) -> None:
     result = rows(documents, sets=[trains, short])
     # 16 words have 4 sequences of 13
     assert result[:4] == [
-        (4, ["trains"], "contaminated by trains"),
-        (1, ["short"], "contaminated by short"),
+        (4, ["trains"], "contaminated by trains: 4 sequences of words"),
+        (1, ["short"], "contaminated by short: 1 sequences of words"),
         (0, [], ""),
         (0, [], ""),
     ]
-    assert result[4] == (9, ["trains", "short"], "contaminated by trains, short")
+    assert result[4] == (
+        9,
+        ["trains", "short"],
+        "contaminated by trains, short: 9 sequences of words",
+    )
     lenient = rows(documents, sets=[trains, short], most_hits=4)
     assert [bool(reason) for *_, reason in lenient] == [False] * 4 + [True]
 
@@ -127,9 +131,9 @@ def test_digest_follows_contents(tmp_path: Path) -> None:
 
 def test_one_line_for_what_cannot_be_read(tmp_path: Path) -> None:
     documents = Documents(["x"], [QUESTION])
-    with pytest.raises(UsageError, match="nowhere: there is no such file"):
+    with pytest.raises(WeftError, match="nowhere: there is no such file"):
         rows(documents, sets=[str(tmp_path / "nowhere")])
-    with pytest.raises(UsageError, match="none of its 1 texts has 8 words"):
+    with pytest.raises(OperatorFailed, match="none of its 1 texts has 8 words"):
         rows(documents, sets=[write_lines(tmp_path / "few.jsonl", [{"a": "two words"}])])  # fmt: skip
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nothing else")
     with pytest.raises(WeftError, match=r"cannot read .*bad.parquet as an evaluation set"):  # fmt: skip

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.curation.operators import cut, decisions, joint
-from weft.curation.data_operators import Mapper
+from weft.curation.data_operators import Mapper, OperatorFailed
 from weft.curation.data_pipeline import DataStep
 from weft.curation.documents import Documents
 from weft.curation.repeated_paragraphs import paragraph_spans, without_spans
-from weft.errors import UsageError
 
 POOL = ["one two three", "One, two three!", "alpha beta gamma\ndelta", "short", "four five six seven"]  # fmt: skip
 
@@ -98,7 +97,7 @@ def test_marked_paragraphs_are_cut() -> None:
     )
     marked = documents.with_columns({"repeated_spans": [kept_by_b[n]["repeated_spans"] for n in "ab"]})  # fmt: skip
     assert mapper.map(marked).texts == ["Own start.\n\nOwn end.", shared]
-    with pytest.raises(UsageError, match="put a step 'paragraphs' before it"):
+    with pytest.raises(OperatorFailed, match="put a step 'paragraphs' before it"):
         mapper.map(documents)
 
 

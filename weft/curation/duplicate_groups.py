@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from weft.curation.data_operators import Decision
+from weft.curation.data_operators import Decision, OperatorFailed
 from weft.curation.documents import Documents
-from weft.errors import UsageError
+from weft.errors import WeftError
 from weft.section import Section
 
 
@@ -37,20 +37,21 @@ class SurvivorSettings(Section):
 def survivor_scores(documents: Documents, settings: SurvivorSettings) -> np.ndarray:
     """Return how much each document should survive its duplicates, float64. A document without a score has -inf.
 
-    Raises :class:`UsageError` for a column that does not exist, or that holds no numbers.
+    Raises :class:`OperatorFailed` for a column that does not exist, and :class:`WeftError` for a value that is no
+    number.
     """
     if settings.keep == "first":
         return np.zeros(len(documents))
     if settings.keep == "longest":
         return np.fromiter(map(len, documents.texts), np.float64, len(documents))
     if settings.score not in documents.columns:
-        raise UsageError(
+        raise OperatorFailed(
             f"keep = 'best' needs the column {settings.score!r}, which no earlier step has written; columns: "
             f"{', '.join(documents.columns) or 'none'}"
         )
     values = documents.columns[settings.score]
     if wrong := [v for v in values if not isinstance(v, int | float | None)]:
-        raise UsageError(
+        raise WeftError(
             f"score = {settings.score!r}: the column holds {wrong[0]!r}, which is no number"
         )
     scores = np.array([np.nan if v is None else v for v in values], np.float64)

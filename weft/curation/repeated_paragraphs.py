@@ -19,15 +19,12 @@ class ParagraphTable(NamedTuple):
     """Paragraphs of a list of documents, one document after the other.
 
     Attributes:
-        ``keys``: uint64 hash of the words of each paragraph.
-        ``starts``: index of each paragraph's first character in its document.
-        ``ends``: index after each paragraph's last character, with the white space that follows the paragraph.
+        ``rows``: of each paragraph in uint64 a hash of its words, the index of its first character in its document,
+            and the index after its last one with the white space that follows.
         ``offsets``: where each document's paragraphs begin, and the end of the last ones.
     """
 
-    keys: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
+    rows: np.ndarray
     offsets: np.ndarray
 
 
@@ -47,21 +44,17 @@ def paragraph_table(
     texts: Sequence[str], unit: Literal["paragraph", "line"], least_words: int
 ) -> ParagraphTable:
     """Return the paragraphs or lines of ``texts`` that have at least ``least_words`` words."""
-    keys, starts, ends, offsets = [], [], [], [0]
+    rows: list[tuple[int, int, int]] = []
+    offsets = [0]
     for text in texts:
         for start, end in paragraph_spans(text, unit):
             words = simplified(text[start:end]).replace(b"\0", b" ").split()
             if len(words) >= max(least_words, 1):
-                keys.append(xxhash.xxh3_64_intdigest(b" ".join(words)))
-                starts.append(start)
-                ends.append(end)
-        offsets.append(len(keys))
-    return ParagraphTable(
-        np.array(keys, np.uint64),
-        np.array(starts, np.int64),
-        np.array(ends, np.int64),
-        np.array(offsets, np.int64),
-    )
+                key = xxhash.xxh3_64_intdigest(b" ".join(words))
+                rows.append((key, start, end))
+        offsets.append(len(rows))
+    table = np.array(rows, np.uint64).reshape(-1, 3)
+    return ParagraphTable(table, np.array(offsets, np.int64))
 
 
 def is_repeated(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from weft.curation.data_operators import OperatorFailed
 from weft.curation.data_pipeline import DataStep
 from weft.curation.documents import Documents
 from weft.curation.repeated_paragraphs import without_spans
-from weft.errors import UsageError
 from weft.registry import register
 
 
@@ -24,7 +24,7 @@ class CutRepeated:
     def map(self, documents: Documents) -> Documents:
         spans = documents.columns.get("repeated_spans")
         if spans is None:
-            raise UsageError(
+            raise OperatorFailed(
                 "operator 'cut-repeated' needs the column 'repeated_spans'; put a step 'paragraphs' before it"
             )
         texts = [

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from weft.curation.data_operators import OperatorFailed
 from weft.curation.data_pipeline import DataStep
 from weft.curation.documents import Documents
 from weft.curation.evaluation_index import (
@@ -16,6 +17,7 @@ from weft.curation.evaluation_index import (
     count_overlaps,
     files_digest,
 )
+from weft.errors import WeftError
 from weft.registry import register
 from weft.section import Section
 
@@ -63,7 +65,10 @@ class Decontaminate:
     def index(self) -> EvaluationIndex:
         """The index of the evaluation sets, read once in each process."""
         ours = self.settings
-        return build_evaluation_index(ours.sets, ours.ngram, ours.least_words)
+        try:
+            return build_evaluation_index(ours.sets, ours.ngram, ours.least_words)
+        except WeftError as error:  # none of a single document
+            raise OperatorFailed(str(error)) from None
 
     def fingerprint(self) -> str:
         """Return a digest of the contents of the evaluation sets."""
@@ -86,6 +91,8 @@ class Decontaminate:
             columns["contamination_hits"], columns["contaminated_by"], strict=True
         )
         return [
-            f"contaminated by {', '.join(sets)}" if hits > most else ""
+            f"contaminated by {', '.join(sets)}: {hits} sequences of words"
+            if hits > most
+            else ""
             for hits, sets in pairs
         ]

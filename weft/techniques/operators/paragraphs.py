@@ -72,10 +72,8 @@ class Paragraphs:
         ours = self.settings
         table = paragraph_table(documents.texts, ours.unit, ours.least_words)
         return {
-            "keys": table.keys,
-            "starts": table.starts,
-            "ends": table.ends,
-            "keys_offsets": table.offsets,
+            "paragraphs": table.rows,
+            "paragraphs_offsets": table.offsets,
             "lengths": np.array([*map(len, documents.texts)], np.int64),
             "scores": survivor_scores(documents, ours),
         }
@@ -86,17 +84,14 @@ class Paragraphs:
         summaries: Sequence[Mapping[str, np.ndarray]],
     ) -> list[Decision]:
         names = flat_ids(ids)
-        counts = np.concatenate([np.diff(s["keys_offsets"]) for s in summaries])
-        starts = joined_summaries(summaries, "starts")
-        ends = joined_summaries(summaries, "ends")
+        counts = np.concatenate([np.diff(s["paragraphs_offsets"]) for s in summaries])
+        rows = joined_summaries(summaries, "paragraphs")
+        keys, starts, ends = rows[:, 0], *rows[:, 1:].astype(np.int64).T
         order = np.lexsort((id_ranks(names), -joined_summaries(summaries, "scores")))
         ranks = np.empty(len(names), np.int64)
         ranks[order] = np.arange(len(names))
         repeated = is_repeated(
-            joined_summaries(summaries, "keys"),
-            np.repeat(ranks, counts),
-            starts,
-            self.settings.least_documents,
+            keys, np.repeat(ranks, counts), starts, self.settings.least_documents
         )
         document = np.repeat(np.arange(len(names)), counts)[repeated]
         spans = np.stack([starts[repeated], ends[repeated]], axis=1)

@@ -1,0 +1,53 @@
+"""Semantic duplicates: documents whose vectors point nearly the same way, and the one that is kept of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.curation.k_means import unit_rows
+
+#: Vectors that are compared with all that are kept at once. It is fixed, so that results are.
+BLOCK_VECTORS = 512
+
+
+def semantic_survivors(
+    vectors: np.ndarray, labels: np.ndarray, ranks: np.ndarray, eps: float
+) -> np.ndarray:
+    """Return for each document the index of the document that is kept in its place; its own if it is kept itself.
+
+    Documents of a cluster are looked at in the order of ``ranks``. One is dropped if its cosine with one that is kept
+    is above 1 - ``eps``, so that no chain of pairs drops a document that is like none that is kept. ``vectors``: one
+    row each; ``labels``: index of each document's cluster. After Abbas et al. 2023 (SemDeDup), where also dropped
+    documents drop others.
+    """
+    survivors = np.arange(len(vectors))
+    order = np.lexsort((ranks, labels))
+    for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        if len(members) > 1:
+            survivors[members] = members[_survivors(unit_rows(vectors[members]), eps)]
+    return survivors
+
+
+def _survivors(vectors: np.ndarray, eps: float) -> np.ndarray:
+    """Return the index of the survivor of each vector of a cluster, whose order is that of survival."""
+    survivors = np.arange(len(vectors))
+    kept = np.zeros(0, np.int64)
+    for start in range(0, len(vectors), BLOCK_VECTORS):
+        block = vectors[start : start + BLOCK_VECTORS]
+        if len(kept):
+            cosines = block @ vectors[kept].T
+            nearest = cosines.argmax(axis=1)
+            is_like = cosines.max(axis=1) > 1 - eps
+            survivors[start : start + len(block)][is_like] = kept[nearest[is_like]]
+        left = np.flatnonzero(survivors[start : start + len(block)] >= start)
+        cosines = block[left] @ block[left].T
+        is_kept = np.zeros(len(left), bool)
+        for row in range(len(left)):
+            before = np.flatnonzero(is_kept[:row])
+            near = before[cosines[row, before].argmax()] if len(before) else row
+            if near != row and cosines[row, near] > 1 - eps:
+                survivors[start + left[row]] = start + left[near]
+            else:
+                is_kept[row] = True
+        kept = np.append(kept, start + left[is_kept])
+    return survivors
