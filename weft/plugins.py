@@ -81,13 +81,33 @@ def blaming(technique: Registered, work: Callable[..., Any]) -> Callable[..., An
     return called
 
 
-def build_plugin_model(name: str, settings: Mapping[str, Any], vocab: int) -> Any:
-    """Build the ``torch.nn.Module`` that a plugin registered as ``name``, for a vocabulary of ``vocab`` tokens.
+def model_technique(shape: Any) -> Registered:
+    """Return what declares the model ``shape`` (section ``[model]``): of kind "model", or "surrogate" for arrays."""
+    return find("surrogate" if shape.inputs else "model", shape.kind)
 
-    ``settings`` are passed as keyword arguments. Raises :class:`WeftError` if the module cannot be trained.
+
+def check_model_plugin(shape: Any) -> None:
+    """Check that the model of ``shape`` (section ``[model]``) can be built. Raises :class:`ValueError` if it cannot."""
+    kind, other = ("surrogate", "model") if shape.inputs else ("model", "surrogate")
+    if shape.kind in names(other) and shape.kind not in names(kind):
+        remedy = (
+            "it reads tokens; leave model.inputs and model.outputs out"
+            if shape.inputs
+            else "it reads arrays; set model.inputs and model.outputs"
+        )
+        raise ValueError(f"model.kind = {shape.kind!r}: {remedy}")
+    check_plugin(kind, shape.kind, shape.settings)
+
+
+def build_plugin_model(shape: Any, vocab: int) -> Any:
+    """Build the ``torch.nn.Module`` of the model ``shape``, which names a plugin's model or a surrogate.
+
+    ``vocab``: number of tokens in the vocabulary, for a model of tokens. ``shape.settings`` are passed as keyword
+    arguments. Raises :class:`WeftError` if the module cannot be trained.
     """
-    who = find("model", name)
-    model = call(who, settings)(vocab)
+    who = model_technique(shape)
+    given = (shape.inputs, shape.outputs) if shape.inputs else (vocab,)
+    model = call(who, shape.settings)(*given)
     if not hasattr(model, "named_parameters"):
         raise WeftError(
             f"{who} returned {type(model).__name__}, which is no torch.nn.Module"

@@ -89,6 +89,7 @@ KINDS: dict[str, TechniqueKind] = {
     "callback": TechniqueKind("callback", "callbacks"),
     "loss": TechniqueKind("loss", "loss.kind", ("logits", "labels"), plain=("cross-entropy",)),
     "model": TechniqueKind("model", "model.kind", ("vocab",), plain=("",)),
+    "surrogate": TechniqueKind("surrogate model", "model.kind", ("inputs", "outputs"), "surrogates"),
     "dataset": TechniqueKind("dataset", "data.kind", ("path",), plain=(
         "stdlib", "text", "jsonl", "parquet", "huggingface", "tokens", "chat", "preference", "feedback",
     )),

@@ -20,7 +20,7 @@ from weft.errors import WeftError
 from weft.layout.dims import extents
 from weft.layout.layout import Layout
 from weft.layout.mesh import from_all
-from weft.plugins import check_plugin, load_plugins
+from weft.plugins import check_model_plugin, load_plugins
 from weft.recipe import ModelShape
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def model_of(checkpoint: StoredCheckpoint) -> ModelShape:
         shape = ModelShape.model_validate(checkpoint.meta["recipe"]["model"])
         if shape.kind:  # the model is the plugin's
             load_plugins(checkpoint.meta["recipe"]["plugins"])
-            check_plugin("model", shape.kind, shape.settings)
+            check_model_plugin(shape)
         return shape
     except (KeyError, TypeError, ValidationError):
         raise WeftError(f"{checkpoint} does not say which model it is of") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -130,6 +130,8 @@ class Batch:
             the same rows, and empty on the others.
         ``draws``: a random number for the dropout of each token, int64 ``[rows, seq/cp]``; None without dropout.
         ``rollout``: numbers that a policy loss reads, each ``[rows, seq/cp]``; None if rows hold no sampled answers.
+        ``arrays``: by name the arrays of each row, ``[rows, ...]``, for a model that reads arrays instead of tokens;
+            None if rows are of tokens. A row has a single token and label then, which only count the sample.
     """
 
     tokens: torch.Tensor
@@ -143,6 +145,7 @@ class Batch:
     samples: tuple[int, ...] = ()
     draws: torch.Tensor | None = None
     rollout: RolloutTokens | None = None
+    arrays: Mapping[str, torch.Tensor] | None = None
 
     @property
     def real_tokens(self) -> int:
@@ -183,4 +186,6 @@ class Batch:
         there: dict[str, Any] = {name: moved(x) for name, x in given.items()}
         if self.rollout is not None:
             there["rollout"] = self.rollout.each(moved)
+        if self.arrays is not None:
+            there["arrays"] = {name: moved(x) for name, x in self.arrays.items()}
         return replace(self, **there)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from weft.data.order import hash_keys
-
 #: Keys of the random numbers of a buffer, beside its seed: those of draws and those of evictions.
 DRAWS, EVICTIONS = 1, 2
 
@@ -91,4 +89,8 @@ class PlaceBag:
 
 def random_index(count: int, *keys: int) -> int:
     """Return a pseudo-random index below ``count`` that depends only on the integers ``keys``."""
+    from weft.data.order import (
+        hash_keys,
+    )  # which a recipe that names a buffer does without
+
     return int(hash_keys(*keys)[0]) * count >> 64

@@ -157,7 +157,7 @@ class SampleLedger:
         self.last = tasks[-1].name
         self.bound, self.batch = bound, batch
         self.buffer, self._freed = buffer, freed
-        #: Whether no sample comes any more, and samples by how often they were drawn until they have left.
+        #: Whether no sample comes any more, and numbers of samples by how often the buffer has drawn them, from 1 on.
         self.ended = False
         self.times: Counter[int] = Counter()
         self._leaving: dict[int, None] = {}
@@ -375,12 +375,9 @@ class SampleLedger:
         return [row for row in rows if row is not None]
 
     def repetitions(self) -> Counter[int]:
-        """Return the numbers of samples by how often they were drawn, of those that have left and those in the buffer.
-
-        Samples that were not drawn yet count under 0.
-        """
-        here = Counter(s.drawn for samples in self._groups.values() for s in samples)
-        return self.times + here
+        """Return the numbers of samples by how often they were drawn; those that were not drawn yet count under 0."""
+        undrawn = sum(not s.drawn for samples in self._groups.values() for s in samples)
+        return self.times + Counter({0: undrawn})
 
     def state(self) -> dict[str, Any]:
         """Return the ledger as JSON values, for a checkpoint."""
@@ -419,10 +416,12 @@ class SampleLedger:
             for place, samples in state["groups"]
         }
         self._leases, self._leaving = {}, {}
+        self.times = Counter({times: count for times, count in state.get("times", ())})
         for samples in self._groups.values():
             for sample in samples:
                 gone = {*sample.stores.values()} - {*stores}
                 if (gone or sample.lost) and self.last not in sample.done:
+                    self._forget_draws(sample)
                     sample.begin_anew()
                     self.left_out[LOST] += 1
         if self.buffer is not None:
@@ -431,14 +430,13 @@ class SampleLedger:
     def _load_buffer(self, buffer: SampleBuffer, state: Mapping[str, Any]) -> None:
         """Fill the empty ``buffer`` with the samples that the ledger has taken on from ``state``."""
         buffer.draws, self.ended = state["draws"], state["ended"]
-        self.times = Counter({times: count for times, count in state["times"]})
         kept = {place for place, _ in buffer.places()}
         for place in kept:
             buffer.withdraw(place)
         for place, samples in self._groups.items():
             seen = all(self.last in sample.done for sample in samples)
             for sample in () if seen else samples:
-                sample.drawn = 0
+                self._forget_draws(sample)
             self._offer(place, seen)
 
     # --- the buffer ---
@@ -454,8 +452,6 @@ class SampleLedger:
         """Remove a group, free its slot, and return its samples."""
         samples = self._groups.pop(place)
         self._leaving.pop(place, None)
-        if self.buffer is not None:
-            self.times.update(sample.drawn for sample in samples)
         self._freed(place)
         return samples
 
@@ -473,6 +469,11 @@ class SampleLedger:
             if seen and self.buffer.empties:  # it was trained, and left at the draw
                 self._leaving[place] = None
 
+    def _forget_draws(self, sample: _Sample) -> None:
+        """Count ``sample`` as not drawn yet."""
+        self.times[sample.drawn] -= bool(sample.drawn)
+        sample.drawn = 0
+
     def _drawn(self, count: int) -> list[SampleRow]:
         """Return the rows of the next ``count`` groups that the buffer draws, or none if it draws none."""
         assert self.buffer is not None
@@ -480,7 +481,9 @@ class SampleLedger:
         for place, leaves in self.buffer.draw(count, self.ended):
             rows += self._rows(place)
             for sample in self._groups[place]:
+                self.times[sample.drawn] -= bool(sample.drawn)
                 sample.drawn += 1
+                self.times[sample.drawn] += 1
             if leaves:
                 self._leaving[place] = None
         return rows
@@ -547,6 +550,7 @@ class SampleLedger:
 
     def _begin_anew(self, place: int, member: int, why: str) -> None:
         """Begin a sample anew. Its whole group is then handed out for training anew, as it is only trained together."""
+        self._forget_draws(self._groups[place][member])
         self._groups[place][member].begin_anew()
         self.left_out[why] += 1
         if self.buffer is not None:

@@ -56,7 +56,7 @@ class PluginModel(Transformer):
         self.freq = torch.zeros(0)
         self.blocks = nn.ModuleDict()
         with torch.random.fork_rng(devices=[]):
-            self.net = build_plugin_model(shape.kind, shape.settings, shape.vocab)
+            self.net = build_plugin_model(shape, shape.vocab)
         for name, p in self.net.named_parameters():
             dims = [Dim(f"d{i}", size) for i, size in enumerate(p.shape)]
             self.logical[f"net.{name}"] = mesh.place.logical(dims, std=None)
@@ -97,7 +97,7 @@ def plugin_values(shape: ModelShape, seed: int) -> Values:
     """Return a function that reads initial values: those of the plugin's module under PyTorch's seed ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = build_plugin_model(shape.kind, shape.settings, shape.vocab)
+        net = build_plugin_model(shape, shape.vocab)
     parameters = {f"net.{name}": p.detach() for name, p in net.named_parameters()}
 
     def values(name: str, logical: Logical, box: Box) -> T:

@@ -28,6 +28,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -464,6 +465,18 @@ class SealedConnection:
     def poll(self, limit: float = 0.0) -> bool:
         """Return whether a frame begins, or the connection ends, within ``limit`` seconds."""
         return await_ready(self.socket, limit)
+
+    def drain(self, limit: float) -> None:
+        """Discard what comes until the other end closes, for at most so many seconds (``limit``).
+
+        The other end then reads what was sent last, which closing at once may take from it. No frame can be received
+        afterwards.
+        """
+        deadline, waste = time.monotonic() + limit, memoryview(bytearray(1 << 16))
+        with suppress(OSError):
+            while (left := deadline - time.monotonic()) > 0:
+                if self.poll(left) and not self.socket.recv_into(waste):
+                    return
 
     def close(self) -> None:
         """End the connection. Calls that wait for it in other threads raise."""

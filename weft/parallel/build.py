@@ -238,6 +238,10 @@ def whole_model(
     """
     if not shape.kind:
         return Transformer(shape, mesh, loss_chunk, hooks=hooks)
+    if shape.inputs:
+        from weft.models.array_model import ArrayModel
+
+        return ArrayModel(shape, mesh, loss_chunk, hooks)
     from weft.models.plugin_model import PluginModel
 
     return PluginModel(shape, mesh, loss_chunk, hooks)

@@ -118,6 +118,16 @@ class ModelShape(Section):
     settings: dict[str, Any] = Field(
         {}, description="Keyword arguments for a plugin's model."
     )
+    inputs: dict[str, tuple[PositiveInt, ...]] = Field(
+        {},
+        description=(
+            "Names and shapes of the arrays that a model reads which learns from simulations ([stream]), such as "
+            "{ parameters = [3] }. Left out: the model reads tokens."
+        ),
+    )
+    outputs: dict[str, tuple[PositiveInt, ...]] = Field(
+        {}, description="Names and shapes of the arrays that such a model predicts."
+    )
     vocab: int = Field(
         0,
         ge=0,
@@ -471,6 +481,8 @@ class ModelShape(Section):
         others = self.model_fields_set - {
             "kind",
             "settings",
+            "inputs",
+            "outputs",
             "vocab",
             "origin",
             "kv_heads",
@@ -488,6 +500,16 @@ class ModelShape(Section):
             )
         if self.settings and not self.kind:
             raise ValueError("settings are those of a plugin's model; name it as kind")
+        if bool(self.inputs) != bool(self.outputs):
+            raise ValueError(
+                "inputs and outputs are the arrays that a model reads and predicts; give both, or neither"
+            )
+        if self.inputs and not self.kind:
+            raise ValueError(
+                "inputs and outputs are of a model that reads arrays; name it: kind = 'mlp', or a plugin's"
+            )
+        if both := sorted(self.inputs.keys() & self.outputs.keys()):
+            raise ValueError(f"{both[0]!r} is an input and an output; rename one")
         return self
 
     @model_validator(mode="after")

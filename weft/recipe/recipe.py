@@ -8,7 +8,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 from weft.errors import UsageError
 from weft.layout.axes import BATCH_AXES
 from weft.layout.layout import Layout
-from weft.plugins import check_plugin, load_plugins_of
+from weft.plugins import check_model_plugin, check_plugin, load_plugins_of
 from weft.recipe.adapter import Adapter
 from weft.recipe.checkpoint_section import Checkpoint
 from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
@@ -23,6 +23,7 @@ from weft.recipe.observe import Observe
 from weft.recipe.optimizer import Optimizer
 from weft.recipe.resilience import Resilience
 from weft.recipe.rl_section import Reinforcement, Roles
+from weft.recipe.stream_section import SampleStream
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
@@ -123,6 +124,10 @@ class Recipe(Section):
         Roles(),
         description="Which ranks write answers in reinforcement learning, and how.",
     )
+    stream: SampleStream | None = Field(
+        None,
+        description="Learn from simulations while they run, instead of training a language model.",
+    )
     checkpoint: Checkpoint = Field(
         Checkpoint(), description="Where checkpoints go, and how often they are saved."
     )
@@ -174,7 +179,7 @@ class Recipe(Section):
                 f"loss.settings are for a plugin's loss, and loss.kind = {self.loss.kind!r} is Weft's own"
             )
         if self.model.kind:
-            check_plugin("model", self.model.kind, self.model.settings)
+            check_model_plugin(self.model)
         for source in self.data.sources:
             check_plugin("dataset", source.kind, source.settings)
         for task in self.tasks:
@@ -208,6 +213,10 @@ class Recipe(Section):
             from weft.recipe.control_rules import check_beside_control
 
             check_beside_control(self)
+        if self.stream is not None or self.model.inputs:
+            from weft.recipe.stream_rules import check_beside_stream
+
+            check_beside_stream(self)
         return self
 
     def need_model(self) -> None:
@@ -225,6 +234,7 @@ class Recipe(Section):
             and self.layout.world > 1
             and self.layout.island == 1
             and self.control is None
+            and self.stream is None
         )
 
     @property

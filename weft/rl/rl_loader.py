@@ -106,6 +106,11 @@ class RlLoader:
         """Return the numbers of the samples of the step that starts at sample ``position``."""
         return range(position, position + self.batch)
 
+    @property
+    def over(self) -> str:
+        """An empty text, as samples do not end before the run expects it."""
+        return ""
+
     def is_ready(self, position: int) -> bool:
         """Return whether the answers for the step that starts at sample ``position`` are written already."""
         return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,7 @@ from weft.rl.remote_rollouts import FollowingRollouts, RemoteRollouts, RemoteSet
 from weft.rl.rollout import RolloutSource
 from weft.rl.rollout_engine import SECRET
 from weft.rl.weight_channel import WeightSender
-
-#: Variables by which launchers tell a process that it is a rank, which an engine is not.
-RANK_VARIABLES = re.compile(
-    r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|WEFT_LAUNCHED|GROUP_RANK|ROLE_.*"
-    r"|TORCHELASTIC_.*|SLURM_.*)"
-)
+from weft.run.rank_variables import environment_without_ranks
 
 
 def rollout_secret() -> str:
@@ -39,11 +33,8 @@ def engine_environment(secret: str, threads: int) -> Mapping[str, str]:
     """Return the environment variables of an engine that a rank starts. ``secret``: of the channel. ``threads``: of
     each engine; 0: an equal share of the cores.
     """
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if not RANK_VARIABLES.fullmatch(name) and name != "OMP_NUM_THREADS"
-    }
+    own = environment_without_ranks()
+    own.pop("OMP_NUM_THREADS", None)
     if threads:
         own["OMP_NUM_THREADS"] = str(threads)
     return own | {SECRET: secret} if secret else own

@@ -213,7 +213,7 @@ def outer_table(model: ModelShape) -> Table:
 
 
 def _of_plugin(model: ModelShape, vocab: int) -> list[Parameter]:
-    named = build_plugin_model(model.kind, model.settings, vocab).named_parameters()
+    named = build_plugin_model(model, vocab).named_parameters()
     return [
         Parameter(
             f"net.{name}",

@@ -57,7 +57,8 @@ class Loop:
             Evaluations and checkpoints that were due after the last step are then run first.
         ``stopped``: whether some rank asks to end the run.
         ``skipped_in_a_row``: number of steps that were skipped since the last step that was not.
-        ``enough``: why the run ends early because of its validation loss; empty if it does not.
+        ``enough``: why the run ends early, because of its validation loss or as its samples have ended; empty if it
+            does not.
     """
 
     job: Job
@@ -137,7 +138,11 @@ class Loop:
         """Make the samples of the next step, if they do not exist yet; return whether the run goes on. Collective."""
         if not self.loader.is_ready(self.position):
             self.account(self.step.finish())  # they may come from the newest weights
-            self.stopped = self.stopped or not self.loader.make_ready(self.position)
+            if not self.stopped and not self.loader.make_ready(self.position):
+                self.enough = self.loader.over
+                self.stopped = not self.enough
+                if self.enough:
+                    self.recorder.event(self.enough)
         return not self.ending
 
     def take_step(self) -> list[StepResult]:

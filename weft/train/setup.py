@@ -226,6 +226,9 @@ def prepare(recipe: Recipe) -> Job:
     if recipe.rl is not None:
         job: Job = find("samples", "rl").implementation(recipe)
         return job
+    if recipe.stream is not None:
+        job = find("samples", "stream").implementation(recipe)
+        return job
     check_sources(recipe.data)
     return completed_job(recipe, lambda own: open_data(recipe.data, own), Job)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -22,7 +23,12 @@ class AskedQuestions(NamedTuple):
 
 
 class RunRecords(Protocol):
-    """Interface of what records and shows a run, as far as loaders need it."""
+    """Interface of what records and shows a run, as far as loaders need it.
+
+    ``folder``: the run's folder.
+    """
+
+    folder: Path
 
     def event(self, text: str) -> None:
         """Print the line ``text``, and record it as an event of the run."""
@@ -37,13 +43,18 @@ class RunRecords(Protocol):
 class StepLoader(Protocol):
     """Interface of what makes the batches of this rank, step by step."""
 
+    @property
+    def over(self) -> str:
+        """The cause of a False of :meth:`make_ready`, if it is the end of the samples; else an empty text."""
+
     def is_ready(self, position: int) -> bool:
         """Return whether the samples of the step that starts at sample ``position`` exist already."""
 
     def make_ready(self, position: int) -> bool:
         """Make the samples of the step that starts at sample ``position``, which do not exist yet. Collective.
 
-        The weights are those after all earlier steps. Returns False if a rank is asked to end the run meanwhile.
+        The weights are those after all earlier steps. Returns False if a rank is asked to end the run meanwhile, or if
+        there are no further samples.
         """
 
     def questions(self) -> Mapping[str, AskedQuestions]:

@@ -13,6 +13,9 @@ from weft.registry import register
     "reservoir",
     title="Training on a stream of simulations through a reservoir",
     paper="Meyer et al. 2023 (Melissa)",
+    recipe="data/heat.toml",
+    proof="tests/techniques/test_buffers.py, tests/streams/test_reception.py, tests/streams/test_stream_run.py",
+    figure="nothing lost, each sample drawn at least once, no unseen sample evicted, draws uniform by chi-square",
 )
 class Reservoir:
     """Buffer whose samples are drawn uniformly and stay. A new sample replaces a random one that was drawn before.

@@ -1,0 +1,1 @@
+"""Models that read arrays and predict arrays, in place of a simulation."""
