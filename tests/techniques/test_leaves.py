@@ -50,6 +50,15 @@ ASKED: dict[str, dict[str, dict[str, object]]] = {
 }
 
 
+def streamed(kind: str = "mlp", buffer: str = "reservoir") -> dict[str, object]:
+    """A recipe of a stream of samples."""
+    model = {"kind": kind, "inputs": {"x": [1]}, "outputs": {"y": [1]}}
+    return {"model": model, "stream": {"producers": ["simulate"], "buffer": buffer}}
+
+
+#: Recipes whose samples come from elsewhere than files.
+SAMPLED = {"rl": {"rl": {}, "tasks": [{"reward": "addition"}]}, "stream": streamed()}
+
 #: What names a technique of a kind that no recipe names.
 NAMED_BY: dict[str, Callable[[str], object]] = {
     "policy": lambda name: policy_of(name),
@@ -63,9 +72,9 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "task": lambda name: build_recipe({"tasks": [{"reward": name}]}),
     "policy-loss": lambda name: policy_loss(name),
     "operator": lambda name: DataStep(operator=name),
-    "samples": lambda name: prepare(
-        build_recipe({name: {}, "tasks": [{"reward": "addition"}]})
-    ),
+    "samples": lambda name: prepare(build_recipe(SAMPLED[name])),
+    "buffer": lambda name: build_recipe(streamed(buffer=name)),
+    "surrogate": lambda name: build_recipe(streamed(kind=name)),
 }
 
 
