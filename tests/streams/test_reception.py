@@ -13,7 +13,7 @@ from weft.errors import UsageError, WeftError
 from weft.net.endpoint import Endpoint
 from weft.registry import find
 from weft.streams import producer
-from weft.streams.array_columns import ArrayColumns, read_table
+from weft.streams.array_columns import ArrayColumns, columns_of_table
 from weft.streams.producer import SECRET, TrainingOver
 from weft.streams.reception import CHANNEL, Reception
 from weft.streams.sample_store import SampleStore
@@ -58,9 +58,9 @@ def test_columns_pack_and_unpack() -> None:
     assert rows.tolist() == [[1, -1, 1], [2, -2, 2]]
     arrays = COLUMNS.unpack(rows)
     assert arrays["x"].shape == (2, 2) and arrays["y"].tolist() == [1, 2]
-    assert read_table(COLUMNS.table) == COLUMNS
+    assert columns_of_table(COLUMNS.table) == COLUMNS
     with pytest.raises(ValueError, match="no table"):
-        read_table([["x", [-1]]])
+        columns_of_table([["x", [-1]]])
 
 
 def test_a_simulator_waits_for_room_and_continues(stream: Stream) -> None:

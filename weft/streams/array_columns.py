@@ -68,7 +68,7 @@ class ArrayColumns:
         return arrays
 
 
-def read_table(table: Any) -> ArrayColumns:
+def columns_of_table(table: Any) -> ArrayColumns:
     """Return the columns that :attr:`ArrayColumns.table` describes. Raises :class:`ValueError` for anything else."""
     try:
         shapes = {str(name): tuple(int(size) for size in shape) for name, shape in table}  # fmt: skip

@@ -14,7 +14,7 @@ from weft.errors import UsageError, WeftError
 from weft.net.endpoint import Address, Endpoint
 from weft.net.sockets import own_address
 from weft.net.wire import SealedConnection
-from weft.streams.array_columns import ArrayColumns, read_table
+from weft.streams.array_columns import ArrayColumns, columns_of_table
 from weft.streams.index_ranges import of_ranges
 from weft.streams.reception import CHANNEL
 
@@ -66,7 +66,7 @@ class StreamProducer:
         try:
             self._connection = self._connect(wait)
             head = self._receive()
-            self.columns: ArrayColumns = read_table(head.get("columns"))
+            self.columns: ArrayColumns = columns_of_table(head.get("columns"))
             self._next = int(head["next"])
             self._again = {*of_ranges(head["again"])}
         except (KeyError, TypeError, ValueError) as error:
