@@ -147,7 +147,11 @@ def test_the_operator_does_not_depend_on_shards(
     vectors = spread([0.1, 0.4, 0.8], 12)
     names = [f"{i * 7 % 36:02}" for i in range(36)]
     step: Any = DataStep(
-        operator="clusters", clusters=3, share=0.5, temperature=0.1
+        operator="clusters",
+        embedding="embedding",
+        clusters=3,
+        share=0.5,
+        temperature=0.1,
     ).build()
 
     def decided(order: list[int], cuts: list[int]) -> dict[str, tuple[Any, ...]]:
@@ -179,8 +183,32 @@ def test_the_operator_does_not_depend_on_shards(
     )
 
 
+def test_random_ones_inside_a_cluster() -> None:
+    vectors = spread([0.1, 0.8], 20)
+    shard = Documents(
+        [f"{i:02}" for i in range(40)], [""] * 40, {"vector": vectors.tolist()}
+    )
+    kept = {}
+    for inside in ("far", "random"):
+        step: Any = DataStep(
+            operator="clusters",
+            embedding="vector",
+            clusters=2,
+            number=20,
+            temperature=0.1,
+            inside=inside,
+        ).build()
+        (decision,) = step.decide([shard.ids], [step.summarize(shard)])
+        kept[inside] = np.array([not reason for reason in decision.reasons])
+    # as many of each cluster, and others
+    assert (
+        kept["far"][:20].sum() == kept["random"][:20].sum() and kept["far"].sum() == 20
+    )
+    assert (kept["far"] != kept["random"]).any()
+
+
 def test_vectors_that_are_none_are_named() -> None:
-    step: Any = DataStep(operator="clusters", number=1).build()
+    step: Any = DataStep(operator="clusters", embedding="embedding", number=1).build()
     for values, said in (
         ([[1.0], [1.0, 2.0]], "holds 2 numbers for b"),
         ([[1.0], None], "holds nothing for b"),

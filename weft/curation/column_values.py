@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from weft.curation.documents import Documents
+from weft.curation.hashed_ngrams import NgramSettings, ngram_vector
 from weft.errors import UsageError
 
 
@@ -66,3 +67,20 @@ def vector_column(documents: Documents, name: str, setting: str) -> np.ndarray:
             f"steps.{setting} = {name!r}: the column holds infinite numbers or NaN; {remedy}"
         )
     return vectors
+
+
+def document_vectors(documents: Documents, embedding: str) -> np.ndarray:
+    """Return a vector for each document as float32 ``[documents, width]``: the column ``embedding``.
+
+    Without a column, where ``embedding`` is "", the vectors are the hashed n-grams of the texts, of width 256.
+    """
+    if not embedding:
+        vectors = np.zeros((len(documents), 256), np.float32)
+        settings = NgramSettings(bits=8)
+        for row, text in zip(vectors, documents.texts, strict=True):
+            sparse = ngram_vector(text, settings)
+            row[sparse.indices] = sparse.values
+        return vectors
+    if not len(documents):  # nobody knows the width
+        return np.zeros((0, 0), np.float32)
+    return vector_column(documents, embedding, "embedding")

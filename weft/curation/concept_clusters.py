@@ -129,20 +129,35 @@ def prune_clusters(
     temperature: float = 0.5,
     nearest: int = 20,
     seed: int = 0,
+    first: np.ndarray | None = None,
 ) -> PrunedClusters:
     """Choose ``total`` of the documents with these ``vectors``; inside a cluster the farthest from the centroid.
 
     ``vectors``: one row each, in the order of the documents' ids, which also decides between equals. ``clusters``:
     number of clusters, fewer if there are fewer documents; for ``temperature`` see :func:`target_counts`, for
-    ``nearest`` :func:`cluster_complexity`; ``seed``: of k-means.
+    ``nearest`` :func:`cluster_complexity`; ``seed``: of k-means; ``first``: a number for each document, of which the
+    highest are kept inside a cluster in place of the farthest.
     """
     grouped = k_means(vectors, max(1, min(clusters, len(vectors))), seed, cosine=True)
     sizes = np.bincount(grouped.labels, minlength=len(grouped.centroids))
     complexities = cluster_complexity(*grouped, nearest)
     counts = target_counts(complexities, sizes, total, temperature)
-    order = np.lexsort((-grouped.distances, grouped.labels))
-    starts = np.cumsum(sizes) - sizes
-    places = np.arange(len(vectors)) - starts[grouped.labels[order]]
-    kept = np.zeros(len(vectors), bool)
-    kept[order] = places < counts[grouped.labels[order]]
+    first = grouped.distances if first is None else first
+    kept = keep_of_clusters(grouped.labels, counts, first)
     return PrunedClusters(grouped.labels, grouped.distances, complexities, counts, kept)
+
+
+def keep_of_clusters(
+    labels: np.ndarray, counts: np.ndarray, first: np.ndarray
+) -> np.ndarray:
+    """Return which documents are kept: of each cluster so many as ``counts`` says, those with the highest ``first``.
+
+    ``labels``: cluster of each document. Equals are kept in the order of the documents.
+    """
+    order = np.lexsort((-first, labels))
+    sizes = np.bincount(labels, minlength=len(counts))
+    starts = np.cumsum(sizes) - sizes
+    places = np.arange(len(labels)) - starts[labels[order]]
+    kept = np.zeros(len(labels), bool)
+    kept[order] = places < counts[labels[order]]
+    return kept

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, PositiveFloat
 
-from weft.curation.column_values import vector_column
+from weft.curation.best_documents import score_order
+from weft.curation.column_values import document_vectors
 from weft.curation.concept_clusters import prune_clusters
 from weft.curation.data_operators import Decision
 from weft.curation.data_pipeline import DataStep
@@ -26,7 +27,9 @@ from weft.registry import register
 class ClustersSettings(SelectionSettings):
     """Settings of the pruning by density."""
 
-    embedding: str = Field("embedding", description="Column of vectors.")
+    embedding: str = Field(
+        "", description="Column of vectors. Left out: hashed n-grams of the text."
+    )
     clusters: int = Field(
         100,
         ge=1,
@@ -39,7 +42,16 @@ class ClustersSettings(SelectionSettings):
     neighbours: int = Field(
         20, ge=1, description="Nearest clusters to which the distance counts."
     )
-    seed: int = Field(0, ge=0, description="Seed of the clusters.")
+    inside: Literal["far", "random"] = Field(
+        "far",
+        description=(
+            "Documents of a cluster that are kept: the farthest from its centroid, as in the paper, or random ones, "
+            "which are better where clusters overlap and the farthest are outliers."
+        ),
+    )
+    seed: int = Field(
+        0, ge=0, description="Seed of the clusters and of random documents."
+    )
 
 
 @register(
@@ -63,6 +75,7 @@ class Clusters:
         "clusters",
         "temperature",
         "neighbours",
+        "inside",
         "seed",
     )
 
@@ -70,10 +83,7 @@ class Clusters:
         self.settings = step.own(ClustersSettings)
 
     def summarize(self, documents: Documents) -> dict[str, np.ndarray]:
-        if not len(documents):  # of which nobody knows the width
-            return {"vectors": np.zeros((0, 0), np.float32)}
-        name = self.settings.embedding
-        return {"vectors": vector_column(documents, name, "embedding")}
+        return {"vectors": document_vectors(documents, self.settings.embedding)}
 
     def decide(
         self,
@@ -93,6 +103,7 @@ class Clusters:
             ours.temperature,
             ours.neighbours,
             ours.seed,
+            self._first(sorted(names)),
         )
         sizes = np.bincount(pruned.labels, minlength=len(pruned.counts))
         shares = pruned.counts / np.maximum(sizes, 1)
@@ -105,5 +116,19 @@ class Clusters:
             "cluster": pruned.labels[ranks].tolist(),
             "cluster_distance": pruned.distances[ranks].tolist(),
         }
-        reason = "close to the centroid of its cluster"
+        close, drawn = (
+            "close to the centroid of its cluster",
+            "not drawn of its cluster",
+        )
+        reason = close if ours.inside == "far" else drawn
         return split_decisions(ids, columns, drop_reasons(pruned.kept[ranks], reason))
+
+    def _first(self, names: list[str]) -> np.ndarray | None:
+        """Return what is kept first inside a cluster where that is random."""
+        if self.settings.inside == "far":
+            return None
+        nothing = np.zeros(len(names))
+        first = np.zeros(len(names))
+        order = score_order(nothing, names, "random", self.settings.seed)
+        first[order] = -np.arange(len(names))
+        return first

@@ -1,0 +1,72 @@
+"""How hard an example is: EL2N, forgetting, and the distance to a prototype."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.curation.k_means import k_means
+from weft.curation.small_network import BATCH, SmallNetworks, standardized
+
+
+def el2n_scores(
+    features: np.ndarray,
+    labels: np.ndarray,
+    runs: int = 10,
+    steps: int = 60,
+    seed: int = 0,
+) -> np.ndarray:
+    """Return for each example the length of the error vector early in training, float64 (Paul et al. 2021).
+
+    That is the mean over ``runs`` networks, after ``steps`` steps, of ``||softmax - onehot||_2``; hard examples have
+    high scores. 2107.07075.
+
+    ``features``: float32 ``[examples, width]``; ``labels``: int64 ``[examples]``; ``seed``: of the networks.
+    """
+    classes = int(labels.max()) + 1
+    networks = SmallNetworks(features.shape[1], classes, runs, seed)
+    inputs = standardized(features)
+    networks.train(inputs, labels, steps)
+    errors = networks.probabilities(inputs) - np.eye(classes)[labels]
+    return np.asarray(np.linalg.norm(errors, axis=-1).mean(0))
+
+
+def forgetting_counts(
+    features: np.ndarray,
+    labels: np.ndarray,
+    runs: int = 5,
+    epochs: int = 20,
+    seed: int = 0,
+) -> np.ndarray:
+    """Return how often each example is forgotten, float64: right after one epoch, and wrong after the next.
+
+    The mean over ``runs`` networks. An example that a network never has right counts as ``epochs``. Toneva et al. 2019,
+    1812.05159. For the other arguments see :func:`el2n_scores`.
+    """
+    networks = SmallNetworks(features.shape[1], int(labels.max()) + 1, runs, seed)
+    inputs = standardized(features)
+    per_epoch = max(1, -(-len(labels) // BATCH))
+    right = np.zeros((runs, len(labels)), bool)
+    ever = right.copy()
+    forgotten = np.zeros((runs, len(labels)))
+
+    def look(step: int) -> None:
+        nonlocal right, ever, forgotten
+        if step % per_epoch:
+            return
+        now = networks.probabilities(inputs).argmax(-1) == labels
+        forgotten += right & ~now
+        right, ever = now, ever | now
+
+    networks.train(inputs, labels, per_epoch * epochs, look)
+    return np.asarray(np.where(ever, forgotten, epochs).mean(0))
+
+
+def prototype_distances(
+    features: np.ndarray, clusters: int, seed: int = 0
+) -> np.ndarray:
+    """Return the distance of each example to the nearest of ``clusters`` centroids, 1 - cosine, float64.
+
+    It needs no labels: what is far from all prototypes is hard. Sorscher et al. 2022, 2206.14486. ``seed``: of k-means.
+    """
+    clusters = max(1, min(clusters, len(features)))
+    return k_means(features, clusters, seed, cosine=True).distances.astype(np.float64)

@@ -1,0 +1,178 @@
+"""Prune: the hard or the easy ones of labelled examples, by how a small network learns them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from weft.curation.best_documents import choose_best, score_order
+from weft.curation.column_values import document_vectors, group_column
+from weft.curation.data_operators import Decision
+from weft.curation.data_pipeline import DataStep
+from weft.curation.document_selection import (
+    SelectionSettings,
+    drop_reasons,
+    say,
+    say_groups,
+)
+from weft.curation.documents import Documents
+from weft.curation.duplicate_groups import (
+    flat_ids,
+    id_ranks,
+    joined_summaries,
+    split_decisions,
+)
+from weft.registry import register
+
+
+class PruneSettings(SelectionSettings):
+    """Settings of the pruning by difficulty."""
+
+    metric: Literal["el2n", "forgetting", "prototypes"] = Field(
+        "el2n",
+        description=(
+            "How hard an example is: error early in training (EL2N), how often it is forgotten, or its distance to the "
+            "nearest centroid, which needs no labels."
+        ),
+    )
+    keep: Literal["hard", "easy", "auto"] = Field(
+        "auto",
+        description=(
+            "Hard examples are worth more where data is plentiful, easy ones where it is scarce; 'auto' measures both "
+            "on held-out examples."
+        ),
+    )
+    label: str = Field("", description="Column with the class of each example.")
+    embedding: str = Field(
+        "", description="Column of vectors. Left out: hashed n-grams of the text."
+    )
+    floor: int = Field(
+        0, ge=0, description="Fewest examples that are kept of each class."
+    )
+    runs: int = Field(10, ge=1, description="Networks whose scores are averaged.")
+    steps: int = Field(60, ge=1, description="Steps of training before EL2N.")
+    clusters: int = Field(20, ge=1, description="Centroids of 'prototypes'.")
+    compare: bool = Field(
+        True,
+        description="Whether the choice is compared with random examples on held-out ones.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of networks and clusters.")
+
+    @model_validator(mode="after")
+    def _labelled(self) -> PruneSettings:
+        if not self.label and self.metric != "prototypes":
+            raise ValueError(
+                f"metric = {self.metric!r} needs label, the column with the class; 'prototypes' does without"
+            )
+        if not self.label and (self.keep == "auto" or self.floor):
+            raise ValueError(
+                "keep = 'auto' and floor need label, the class's column; without one set keep = 'hard' or 'easy'"
+            )
+        return self
+
+
+@register(
+    "operator",
+    "prune",
+    settings=PruneSettings,
+    title="Hard or easy examples by EL2N, forgetting or prototypes, with a floor for each class",
+    paper="Sorscher et al. 2022 (2206.14486); Paul et al. 2021 (2107.07075); Toneva et al. 2019 (1812.05159)",
+    proof="tests/curation/test_pruning.py",
+)
+class Prune:
+    """Keeps the hard or the easy ones of labelled examples, and warns where random ones would be better.
+
+    Columns: ``difficulty``. What each class keeps, and the accuracies on held-out examples with hard, easy and random
+    ones, are printed.
+    """
+
+    late: ClassVar = tuple(
+        name
+        for name in PruneSettings.model_fields
+        if name not in ("label", "embedding")
+    )
+
+    def __init__(self, step: DataStep) -> None:
+        self.settings = step.own(PruneSettings)
+
+    def summarize(self, documents: Documents) -> dict[str, np.ndarray]:
+        label, none = self.settings.label, np.zeros(len(documents), np.str_)
+        return {
+            "vectors": document_vectors(documents, self.settings.embedding),
+            "labels": group_column(documents, label, "label") if label else none,
+        }
+
+    def decide(
+        self,
+        ids: Sequence[Sequence[str]],
+        summaries: Sequence[Mapping[str, np.ndarray]],
+    ) -> list[Decision]:
+        ours, names = self.settings, flat_ids(ids)
+        if not names:
+            return split_decisions(ids, {}, [])
+        filled = [summary for summary in summaries if len(summary["labels"])]
+        # by ids, so that nothing depends on shards
+        ranks = id_ranks(names)
+        order = np.argsort(ranks)
+        vectors = joined_summaries(filled, "vectors")[order]
+        groups = joined_summaries(filled, "labels")[order]
+        labels = np.unique(groups, return_inverse=True)[1].astype(np.int64)
+        scores = self._scores(vectors, labels)
+        count = ours.count(len(names))
+        keep = self._keep(scores, vectors, labels, sorted(names), count / len(names))
+        best = score_order(scores, sorted(names), "high" if keep == "hard" else "low")
+        kept = choose_best(best, count, groups, ours.floor)
+        if ours.label:
+            say_groups("prune", ours.label, groups, kept)
+        reason = f"{'easy' if keep == 'hard' else 'hard'} by {ours.metric}"
+        return split_decisions(
+            ids,
+            {"difficulty": scores[ranks].tolist()},
+            drop_reasons(kept[ranks], reason),
+        )
+
+    def _scores(self, vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        from weft.curation.example_difficulty import (
+            el2n_scores,
+            forgetting_counts,
+            prototype_distances,
+        )
+
+        ours = self.settings
+        if ours.metric == "el2n":
+            return el2n_scores(vectors, labels, ours.runs, ours.steps, ours.seed)
+        if ours.metric == "forgetting":
+            return forgetting_counts(vectors, labels, ours.runs, seed=ours.seed)
+        return prototype_distances(vectors, ours.clusters, ours.seed)
+
+    def _keep(
+        self,
+        scores: np.ndarray,
+        vectors: np.ndarray,
+        labels: np.ndarray,
+        names: list[str],
+        share: float,
+    ) -> str:
+        """Return whether hard or easy examples are kept, after the comparison if there is to be one."""
+        from weft.curation.pruning_comparison import compare_pruning
+
+        ours = self.settings
+        if share == 1 or not (ours.label and (ours.compare or ours.keep == "auto")):
+            return "hard" if ours.keep == "auto" else ours.keep
+        measured = compare_pruning(
+            scores, vectors, labels, names, share, ours.floor, seed=ours.seed
+        )
+        if measured is None:
+            keep = "easy" if ours.keep == "auto" else ours.keep
+            say(
+                "prune",
+                f"warning: {len(names)} examples are too few to compare choices of them; {keep} ones are kept",
+            )
+            return keep
+        keep = measured.better if ours.keep == "auto" else ours.keep
+        for line in measured.lines(keep):
+            say("prune", line)
+        return keep
