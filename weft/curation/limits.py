@@ -23,6 +23,8 @@ class Limit(NamedTuple):
 
         A missing value is dropped, as a document without it cannot be judged.
         """
+        if self.least is None and self.most is None:
+            return ""
         if value is None or value != value:  # NaN
             return f"no {self.noun}"
         if self.least is not None and value < self.least:

@@ -166,7 +166,7 @@ class Prune:
             scores, vectors, labels, names, share, ours.floor, seed=ours.seed
         )
         if measured is None:
-            keep = "easy" if ours.keep == "auto" else ours.keep
+            keep: str = "easy" if ours.keep == "auto" else ours.keep
             say(
                 "prune",
                 f"warning: {len(names)} examples are too few to compare choices of them; {keep} ones are kept",
