@@ -12,6 +12,9 @@ from typing import Any
 
 from weft.errors import WeftError
 
+#: Folder of the cache with the files of remote sources, which are there when they are read.
+DOWNLOADS = "weft-downloads"
+
 
 def cache_root(chosen: Path | None = None) -> Path:
     """Return the cache folder: ``chosen`` (``data.cache``), else ``$WEFT_CACHE``, else ``~/.cache/weft``."""

@@ -110,6 +110,7 @@ KINDS: dict[str, TechniqueKind] = {
     "code": TechniqueKind("gradient code", "resilience.code", ("settings", "ranks"), "codes", ("",)),
     "task": TechniqueKind("task", "tasks.reward", ("settings", "seed"), "tasks", ("",)),
     "operator": TechniqueKind("operator", "steps.operator", ("step",), "operators"),
+    "remote": TechniqueKind("remote place", "data.path", ("address",), "remote_sources"),
     "samples": TechniqueKind("source of samples", "rl", ("recipe",), "sample_sources"),
     "buffer": TechniqueKind("buffer of samples", "stream.buffer", ("capacity", "watermark", "seed"), "buffers"),
     "phases": TechniqueKind("technique of a step", "phases", (), "phases"),

@@ -14,6 +14,7 @@ from weft import registry
 from weft.checkpoint.convert import open_foreign
 from weft.cluster.dispatch_policy import dispatch_policy
 from weft.curation.data_pipeline import DataStep
+from weft.data.remote_files import open_store
 from weft.errors import UsageError
 from weft.generate.drafter import check_ahead
 from weft.generate.policies import policy_of
@@ -72,6 +73,7 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "task": lambda name: build_recipe({"tasks": [{"reward": name}]}),
     "policy-loss": lambda name: policy_loss(name),
     "operator": lambda name: DataStep(operator=name),
+    "remote": lambda name: open_store(f"{name}://host"),
     "samples": lambda name: prepare(build_recipe(SAMPLED[name])),
     "buffer": lambda name: build_recipe(streamed(buffer=name)),
     "surrogate": lambda name: build_recipe(streamed(kind=name)),

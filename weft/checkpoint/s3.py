@@ -172,6 +172,20 @@ class S3Storage:
             if n.startswith(prefix) and not n.endswith("/")
         }
 
+    def marked_objects(self, name: str = "") -> dict[str, tuple[int, str]]:
+        """Return size and ETag of the object ``name``, or of all objects without a name, by name."""
+        cut, key = len(self._key("")), self._key(name)
+        entries = (
+            [self._retried("read", key, lambda: _obstore().head(self._store, key))]
+            if name
+            else self._listed()
+        )
+        return {
+            entry["path"][cut:]: (entry["size"], str(entry["e_tag"]))
+            for entry in sorted(entries, key=lambda entry: entry["path"])
+            if not entry["path"].endswith("/")
+        }
+
     def _listed(self, prefix: str = "") -> Sequence[Any]:
         """obstore's entries of all objects in the folder part of ``prefix``, as a store can only list whole folders."""
         folder = self._key(prefix).rpartition("/")[0]

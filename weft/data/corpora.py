@@ -6,7 +6,7 @@ from pathlib import Path
 from weft.cache import digest
 from weft.data.files import FilePart
 from weft.data.placed_text import PlacedText
-from weft.data.reading import open_file, reading
+from weft.data.reading import file_state, open_file, reading
 from weft.data.source_kinds import documents_of
 from weft.data.source_report import SourceReport
 from weft.recipe import SOURCES, Source
@@ -74,7 +74,7 @@ def is_tokenized_in_pieces(source: Source) -> bool:
     """Return whether a source is so large that it is tokenized in pieces, by several processes."""
     if source.kind not in PIECED:
         return False
-    return sum(file.stat().st_size for file in documents_of(source).read) > LARGE
+    return sum(file_state(file)[0] for file in documents_of(source).read) > LARGE
 
 
 def source_fingerprint(source: Source) -> str:
@@ -87,10 +87,7 @@ def source_fingerprint(source: Source) -> str:
 
         return plugin_fingerprint(source)
     read = documents_of(source).read
-    stats = [
-        (str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
-        for file in read
-    ]
+    stats = [(str(file.absolute()), *file_state(file)) for file in read]
     how = (
         [source.columns, source.roles, source.on_error]
         if source.columns or source.roles or source.skips

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from weft.data.reading import PACKED, open_file
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:
     from weft.recipe import Source
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 #: Formats of which a folder is read in all that it has, and those of which it is read in the first that it has.
 _LINES = (".jsonl", ".ndjson")
-_RECORDS = (*_LINES, ".json", ".csv", ".tsv", ".parquet", ".arrow")
+_ARCHIVES = (".tar", ".tgz")
+_RECORDS = (*_LINES, ".json", ".csv", ".tsv", ".parquet", ".arrow", *_ARCHIVES)
 _FORMATS = {
-    "jsonl": (*_LINES, ".json", ".csv", ".tsv"), "chat": _RECORDS, "preference": _RECORDS, "feedback": _RECORDS,
-    "parquet": (".parquet",),
+    "jsonl": (*_LINES, ".json", ".csv", ".tsv", *_ARCHIVES), "parquet": (".parquet",),
+    "chat": _RECORDS, "preference": _RECORDS, "feedback": _RECORDS,
     "tokens": (".bin",), "stdlib": (".py",),
 }  # fmt: skip
 #: What data sets are saved with beside their records.
@@ -39,10 +40,10 @@ _HELD_OUT = re.compile(
     _WORD.format("test|testing|dev|eval|evaluation|val|valid|validation")
 )
 #: Formats that hold records, and never plain text; and those that hold neither.
-TABLES = (*_LINES, ".csv", ".tsv", ".parquet", ".arrow")
+TABLES = (*_LINES, ".csv", ".tsv", ".parquet", ".arrow", *_ARCHIVES)
 _BINARY = (
     ".bin", ".bmp", ".db", ".docx", ".gguf", ".gif", ".ico", ".jpeg", ".jpg", ".mp3", ".mp4", ".npy", ".npz", ".o",
-    ".pdf", ".pickle", ".pkl", ".png", ".pt", ".pth", ".pyc", ".safetensors", ".so", ".sqlite", ".tar", ".tgz", ".wav",
+    ".pdf", ".pickle", ".pkl", ".png", ".pt", ".pth", ".pyc", ".safetensors", ".so", ".sqlite", ".wav",
     ".webp", ".whl", ".zip",
 )  # fmt: skip
 
@@ -85,6 +86,8 @@ def select_files(source: Source) -> Selection:
 
     Raises :class:`WeftError` if no file matches.
     """
+    if "://" in (source.path or ""):
+        return _remote(source)
     stdlib = source.path is None
     path = Path(
         sysconfig.get_paths()["stdlib"] if stdlib else source.path or ""
@@ -92,7 +95,7 @@ def select_files(source: Source) -> Selection:
     formats = (".py",) if stdlib else _FORMATS.get(source.kind, ())
     if path.is_dir():
         every = _walk(path, stdlib)
-        fitting = _fitting(every, formats, source)
+        fitting = _fitting(every, formats, source, path)
         left = [] if stdlib else [file for file in every if file not in set(fitting)]
         picked = Selection(fitting, left)
     else:
@@ -111,7 +114,32 @@ def select_files(source: Source) -> Selection:
     return picked
 
 
-def _fitting(every: list[Path], formats: tuple[str, ...], source: Source) -> list[Path]:
+def _remote(source: Source) -> Selection:
+    """Return the files of a remote source, which are downloaded when they are read."""
+    from weft.data.remote_files import list_remote
+
+    if source.kind in ("tokens", "huggingface"):
+        raise UsageError(
+            f"a source of kind {source.kind!r} is a folder of this machine; kinds 'text', 'jsonl', 'parquet' and those "
+            "of conversations can be read from elsewhere"
+        )
+    listing = list_remote(source.path or "")
+    every = [file for file in listing.files if not file.name.startswith(".")]
+    if listing.whole:
+        return Selection(every, [])
+    formats = _FORMATS.get(source.kind, ())
+    fitting = _fitting(every, formats, source, listing.folder)
+    if not fitting:
+        raise WeftError(
+            f"no {' or '.join(formats) or source.kind} file at data source {source.path}; set 'path' to a file, a "
+            "folder or a pattern"
+        )
+    return Selection(fitting, [file for file in every if file not in set(fitting)])
+
+
+def _fitting(
+    every: list[Path], formats: tuple[str, ...], source: Source, folder: Path
+) -> list[Path]:
     """Return the files of a folder that are read."""
     if source.form == "docstrings" and any(file.suffix == ".py" for file in every):
         formats = (".py",)
@@ -124,8 +152,10 @@ def _fitting(every: list[Path], formats: tuple[str, ...], source: Source) -> lis
     ]
     if source.kind == "jsonl" and any(format_of(file) in _LINES for file in fitting):
         fitting = [file for file in fitting if format_of(file) in _LINES]
+    if any(format_of(file) not in _ARCHIVES for file in fitting):
+        fitting = [file for file in fitting if format_of(file) not in _ARCHIVES]
     if ".py" not in formats:  # of code, of which there are no splits
-        fitting = _to_train_on(fitting, Path(source.path or "").expanduser())
+        fitting = _to_train_on(fitting, folder)
     return fitting
 
 
@@ -186,7 +216,7 @@ def read_records(
     wrong: Callable[[WeftError], None] | None = None,
     part: FilePart | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield pairs of line number and record of a file of JSON Lines, JSON, CSV, Parquet, Arrow or Python code.
+    """Yield pairs of line number and record of a file of JSON Lines, JSON, CSV, Parquet, Arrow, tar or Python code.
 
     Records of Python code are prompts and completions about its docstrings. In a file without lines, records are
     numbered instead, from 1. For a line that is no record, ``wrong`` is called with the error; without ``wrong`` the
@@ -203,6 +233,10 @@ def read_records(
         yield from read_rows(file)
     elif form in (".csv", ".tsv"):
         yield from _table(file, wrong)
+    elif form in _ARCHIVES:
+        from weft.data.tar_samples import read_samples_of_tar
+
+        yield from read_samples_of_tar(file, wrong)
     elif form == ".json":
         with open_file(file) as stream:
             text = stream.read()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from weft.cache import DOWNLOADS
 from weft.errors import WeftError
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
@@ -32,6 +33,12 @@ def reading(path: Path, kind: str) -> Iterator[None]:
     ``kind``: what the error calls the format of the file.
     """
     try:
+        if DOWNLOADS in path.parts:
+            from weft.data.remote_files import in_use
+
+            with in_use(path):
+                yield
+            return
         yield
     except ImportError as error:
         raise WeftError(
@@ -48,6 +55,10 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 def open_file(file: Path) -> IO[bytes]:
     """Open a file to read bytes, and decompress it if its suffix says so."""
+    if DOWNLOADS in file.parts:
+        from weft.data.remote_files import downloaded
+
+        downloaded(file)
     packed = next((end for end in PACKED if file.name.lower().endswith(end)), "")
     if packed == ".zst":
         import pyarrow
@@ -60,6 +71,16 @@ def open_file(file: Path) -> IO[bytes]:
     }
     stream: IO[bytes] = openers.get(packed, open)(file, "rb")
     return stream
+
+
+def file_state(file: Path) -> tuple[int, int]:
+    """Return the size of a file, and a number that changes with its content: the time of its last change."""
+    if DOWNLOADS in file.parts:
+        from weft.data.remote_files import remote_state
+
+        return remote_state(file)
+    state = file.stat()
+    return state.st_size, state.st_mtime_ns
 
 
 def kind_by_content(file: Path) -> str | None:

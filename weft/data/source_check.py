@@ -6,7 +6,7 @@ from pathlib import Path
 
 from weft.data.corpora import read_documents
 from weft.data.files import format_of, source_files
-from weft.data.reading import open_file, reading
+from weft.data.reading import file_state, open_file, reading
 from weft.data.source_kinds import check_kind, documents_of
 from weft.data.validation_file import validation_source
 from weft.errors import WeftError
@@ -35,7 +35,7 @@ def _check(source: Source) -> None:
     elif source.kind == "tokens":
         first = [*source_files(source)]
     elif plain:  # of which a document is a whole file
-        texts = [file for file in documents_of(source).read if file.stat().st_size]
+        texts = [file for file in documents_of(source).read if file_state(file)[0]]
         first = [*texts]
         for file in texts[:FIRST]:
             with reading(file, source.kind):
@@ -73,4 +73,4 @@ def _check_begins(file: Path, source: Source) -> None:
 
 def _is_large(file: Path) -> bool:
     """Return whether a look at the first record takes long, as all of a file of JSON must be read for that."""
-    return format_of(file) == ".json" and file.stat().st_size > 2**26
+    return format_of(file) == ".json" and file_state(file)[0] > 2**26

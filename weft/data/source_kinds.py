@@ -43,7 +43,7 @@ def documents_of(source: Source) -> Selection:
         raise UsageError(
             f"{held} holds records, not plain text; set {right_kind(held)} (a copy called .txt is read as it is)"
         )
-    if not path.is_dir():
+    if not path.is_dir() and "://" not in source.path:
         if tables:
             raise UsageError(
                 f"{tables[0]} holds records, not plain text; set {right_kind(tables[0])}, or a path without it"

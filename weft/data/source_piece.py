@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from weft.cache import digest
 from weft.data.files import FilePart
+from weft.data.reading import file_state
 
 
 class FileStamp(NamedTuple):
@@ -52,5 +53,4 @@ class SourcePiece:
 
 def stamp_of(file: Path) -> FileStamp:
     """Return the present state of ``file``."""
-    state = file.stat()
-    return FileStamp(str(file), state.st_size, state.st_mtime_ns)
+    return FileStamp(str(file), *file_state(file))

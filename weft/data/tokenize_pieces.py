@@ -25,6 +25,7 @@ from weft.cache import digest, locked
 from weft.data.corpora import documents_in
 from weft.data.files import FilePart, format_of
 from weft.data.joined_pieces import JoinedPieces
+from weft.data.reading import open_file, reading
 from weft.data.source_kinds import documents_of
 from weft.data.source_piece import FileStamp, SourcePiece, stamp_of
 from weft.data.source_report import SourceReport
@@ -92,7 +93,8 @@ def tokenize_pieces(
 
             workers = TokenizeProcesses(folder, source, opening, processes)
             begin = stack.enter_context(workers).submit
-        for piece in _tokenized(files, joined, begin, processes * AHEAD, progress):
+        ahead = processes * AHEAD if begin else 1
+        for piece in _tokenized(files, joined, begin, ahead, progress):
             if not joined.waits(piece):
                 write_piece(folder, piece, source, tokenizer, opening)
             joined.append(piece)
@@ -165,8 +167,6 @@ def _row_groups(stamp: FileStamp, joined: JoinedPieces) -> Iterator[SourcePiece]
     """Cut a Parquet file into runs of row groups, each of about :data:`PIECE` bytes."""
     import pyarrow.parquet
 
-    from weft.data.reading import reading
-
     with reading(Path(stamp.file), "parquet"):
         data = pyarrow.parquet.read_metadata(stamp.file)
     start, row, size, first = 0, 1, 0, 1
@@ -184,7 +184,8 @@ def _row_groups(stamp: FileStamp, joined: JoinedPieces) -> Iterator[SourcePiece]
 def _line_ranges(stamp: FileStamp, joined: JoinedPieces) -> Iterator[SourcePiece]:
     """Cut a file of JSON Lines at ends of lines, into parts of about :data:`PIECE` bytes."""
     start, first = 0, 1
-    with open(stamp.file, "rb") as stream:
+    file = Path(stamp.file)
+    with reading(file, "JSON Lines"), open_file(file) as stream:
         while start < stamp.size:
             known = joined.parts.get((stamp, start))
             if known is not None:

@@ -43,7 +43,11 @@ class Source(Section):
         ),
     )
     path: str | None = Field(
-        None, description="File, folder or glob to read. 'stdlib' needs none."
+        None,
+        description=(
+            "File, folder or glob to read, on this machine or at https://, s3:// or "
+            "hf://datasets/ (docs/how-to/data-sources.md). 'stdlib' needs none."
+        ),
     )
     field: str = Field(
         "text",

@@ -1,0 +1,1 @@
+"""Places outside this machine from which sources are read, by the scheme of their address."""
