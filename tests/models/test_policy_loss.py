@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"form": "cispo", "clip_low": 1.0, "kl": "k2", "kl_weight": 0.2},
     "sapo": {"form": "sapo", "normaliser": "sequence", "entropy": -0.1},
+    "vespo": {"form": "vespo", "correction": {"weight": "token", "high": 1.2}},
     "rloo": {"ratio": "product", "normaliser": "constant", "constant": 9, "off_policy": 0.01},
     "ppo": {"advantage": "gae", "value_weight": 0.5, "value_clip": 0.3},
 }  # fmt: skip
@@ -154,6 +155,7 @@ CASES: list[Any] = [
     pytest.param({"shard": 2, "tp": 2}, "ppo", marks=SLOW),
     pytest.param({"pp": 2, "dp": 2, "schedule": "zb-h1"}, "ppo", marks=SLOW),
     ({"pp": 2, "tp": 2, "vocab_barriers": 2}, "sapo"),
+    ({"cp": 2}, "vespo"),
     pytest.param({"cp": 2, "tp": 2}, "rloo", marks=SLOW),
     pytest.param({"cp": 2, "shard": 2}, "grpo", marks=SLOW),
     pytest.param({"pp": 2, "cp": 2, "vocab_barriers": 1}, "gspo", marks=SLOW),

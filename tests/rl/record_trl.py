@@ -89,6 +89,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "cispo": ("cispo", {"clip_high": 0.03}, {"loss_type": "cispo", "epsilon_high": 1.03}),
     "sapo": ("sapo", {}, {"loss_type": "sapo"}),
+    "vespo": ("vespo", {"correction": {"weight": "token", "high": 1.06}},
+              {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate",
+               "vllm_importance_sampling_clip_max": 1.06}),
     "off-policy": ("grpo", {"off_policy": 0.01}, {"loss_type": "grpo", "off_policy_mask_threshold": 0.01}),
     "rloo": ("rloo", {"clip_high": 0.1}, {"beta": 0.05, "epsilon_high": 0.1}),
     "rloo-whitened": (

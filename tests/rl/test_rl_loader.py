@@ -225,10 +225,6 @@ def test_several_updates_learn_from_one_phase(
         ({"train": {"batch": 18}}, "no whole groups"),
         ({"rl": {"batch": 3}}, "which 1 epochs do not divide"),
         ({"rl": {"group": 1}}, "use at least 2"),
-        (
-            {"rl": {"temperature": 0.7, "loss": {"correction": {"weight": "token"}}}},
-            "than the sampler reports",
-        ),
         ({"rl": {"loss": {"kl_weight": 0.1}}}, "has none; set rl.loss.kl"),
         ({"rl": {"loss": {"correction": {"high": 2}}}}, "low and high limit a weight"),
         (

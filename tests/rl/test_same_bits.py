@@ -20,7 +20,9 @@ from weft.generate.sampling import Sampling
 from weft.layout.layout import Layout
 from weft.models.invariant import invariant
 from weft.rl.generation_model import GenerationModel
+from weft.rl.local_rollouts import LocalRollouts
 from weft.rl.log_probabilities import token_log_probabilities
+from weft.rl.rollout import GroupRequest, RewardQuestion
 from weft.train.step import train_step
 
 #: Sizes with which a pass over a batch adds up otherwise than one over a token does.
@@ -93,13 +95,61 @@ def test_without_it_they_are_near(tmp_path: Path) -> None:
     assert 0 < max(gaps) < 1e-4
 
 
-RL = {"rl": {"start": {"steps": 2}}, "model": {"embed": 64, "heads": 4, "ffn": 96}}
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_the_sampler_says_log_probabilities_at_the_temperature(
+    tmp_path: Path, temperature: float
+) -> None:
+    change = {f"model__{name}": value for name, value in MODEL.items()}
+    settings = recipe(write_corpus(tmp_path), **change, train__dtype="float32")
+    run = start(settings.model_dump(mode="json"))
+    engine = Engine(run.model, size=4, budget=24)
+    how = Sampling(temperature, tempered=True)
+    rollouts = LocalRollouts(engine, how, 12, ())
+    question = RewardQuestion("")
+    rollouts.request(
+        [GroupRequest(n, question, tuple(p), 2, n) for n, p in enumerate(PROMPTS)]
+    )
+    groups = rollouts.finished(len(PROMPTS))
+    texts = [
+        ([*group.request.prompt, *answer.ids], len(group.request.prompt))
+        for group in groups
+        for answer in group.answers
+    ]
+    marked = [(ids, [at >= n for at in range(len(ids))]) for ids, n in texts]
+    said = [a.log_probabilities for group in groups for a in group.answers]
+    gaps = {}
+    for heat in (temperature, 1.0):
+        trained = token_log_probabilities(
+            run.model, run.state, run.mesh, marked, room=ROOM, temperature=heat
+        )
+        gaps[heat] = [
+            np.abs(np.array(own) - theirs[n:]).max()
+            for own, theirs, (_, n) in zip(said, trained, texts, strict=True)
+        ]
+    assert max(gaps[temperature]) < 1e-5
+    assert min(gaps[1.0]) > 0.1
+    # a raw one, as services report it
+    (raw,) = engine.submit(PROMPTS[0], 1, Sampling(temperature), top=0)
+    engine.run()
+    (own,) = token_log_probabilities(
+        run.model, run.state, run.mesh, [(raw.ids, [False] * raw.prompt + [True])]
+    )
+    assert raw.log_probabilities[0][0] == pytest.approx(own[-1], abs=1e-5)
+
+
+RL: dict[str, Any] = {
+    "rl": {"start": {"steps": 2}},
+    "model": {"embed": 64, "heads": 4, "ffn": 96},
+}
 
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_run_reports_no_mismatch_at_any_step(tmp_path: Path, alike: bool) -> None:
     """Each step's own pass says what the sampler has said, to the last bit, only with the setting."""
     given = rl_recipe(**RL, roles={"rollout": {"invariant": alike}})
+    if not alike:  # at another temperature, with a correction that compares both
+        rl = {**RL["rl"], "temperature": 0.7, "loss": {"correction": {"weight": "token"}}}  # fmt: skip
+        given = rl_recipe(**RL | {"rl": rl})
     run = train(given, out=tmp_path / "run").run
     gaps = [row["mismatch_max"] for row in records(run, "policy")]
     assert len(gaps) == 3 and (max(gaps) == 0) == alike and max(gaps) < 1e-4

@@ -367,12 +367,13 @@ def first_above(ends: T, wanted: T) -> T:
 
 
 def row_log_probabilities(
-    logits: T, chosen: Sequence[int], tops: Sequence[int]
+    logits: T, chosen: Sequence[int], tops: Sequence[int], heats: Sequence[float] = ()
 ) -> list[tuple[float, dict[int, float]]]:
     """Return for each row of ``logits`` ``[rows, vocab]`` the log-probability of one token, and those of the row's
-    likeliest tokens by id. Bias, penalties and temperature do not count.
+    likeliest tokens by id. Bias and penalties do not count.
 
-    ``chosen``: the one token of each row. ``tops``: number of likeliest tokens of each row.
+    ``chosen``: the one token of each row. ``tops``: number of likeliest tokens of each row. ``heats``: number by which
+    the logits of each row are divided; empty: 1.
     """
     said: dict[int, tuple[float, dict[int, float]]] = {}
     kinds: dict[int, list[int]] = defaultdict(list)
@@ -380,7 +381,11 @@ def row_log_probabilities(
         kinds[min(top, logits.shape[1])].append(row)
     for top, of_kind in kinds.items():
         for rows in portions(of_kind, logits.device):
-            values = logit_rows(logits, rows).to(wide(logits.dtype)).log_softmax(-1)
+            values = logit_rows(logits, rows).to(wide(logits.dtype))
+            divisors = [heats[row] for row in rows] if heats else []
+            if any(each != 1 for each in divisors):
+                values = values / values.new_tensor(divisors)[:, None]
+            values = values.log_softmax(-1)
             tokens = index_of([chosen[row] for row in rows], logits.device)
             own = values.gather(1, tokens[:, None])[:, 0].tolist()
             best, ids = (each.tolist() for each in top_values(values, top))

@@ -134,5 +134,6 @@ def said_of(
         return {}
     rows = logit_rows(logits, [text.row for text, *_ in asked])
     chosen, tops = [token for _, token, _ in asked], [top for *_, top in asked]
-    said = row_log_probabilities(rows, chosen, tops)
+    heats = [text.generation.how.said_temperature for text, *_ in asked]
+    said = row_log_probabilities(rows, chosen, tops, heats)
     return {text: each for (text, *_), each in zip(asked, said, strict=True)}

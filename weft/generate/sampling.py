@@ -21,6 +21,8 @@ class Sampling:
         ``frequency``: subtracted from a token's logit for each time that the text has the token.
         ``bias``: added to logits, by token id.
         ``seed``: seed of the random numbers.
+        ``tempered``: whether the log-probabilities that are kept of tokens are those at this temperature, with which
+            tokens are drawn, and not the model's own.
     """
 
     temperature: float = 1.0  # 0 always takes the likeliest token
@@ -33,6 +35,7 @@ class Sampling:
     frequency: float = 0.0  # taken as often as it was
     bias: Mapping[int, float] = field(default_factory=dict)  # added to logits
     seed: int = 0
+    tempered: bool = False
 
     def __post_init__(self) -> None:
         ranges = {
@@ -44,6 +47,11 @@ class Sampling:
                 raise UsageError(
                     f"{name} = {getattr(self, name)} is not possible; give {low:g} to {high:g}"
                 )
+
+    @property
+    def said_temperature(self) -> float:
+        """Number by which logits are divided before their log-probabilities are kept."""
+        return self.temperature if self.tempered and self.temperature else 1.0
 
     @property
     def penalises(self) -> bool:

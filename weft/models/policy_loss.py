@@ -6,6 +6,7 @@ tokens of an answer is summed over these ranks. So the loss does not depend on m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -247,6 +248,7 @@ class PolicyObjective(TokenObjective):
         ratio = ratios(logp - old, tokens, settings.ratio)
         low, high = 1 - settings.clip_low, 1 + settings.clip_high
         limited = ratio.clamp(low, high)
+        weight, touched = self.corrections(old, tokens)
         if settings.form == "cispo":
             losses = -limited.detach() * advantage * logp
         elif settings.form == "sapo":
@@ -255,6 +257,9 @@ class PolicyObjective(TokenObjective):
             )
             soft = torch.sigmoid(steepness * (ratio - 1)) * 4 / steepness
             losses = -soft * advantage
+        elif settings.form == "vespo":
+            kernel = self.sequence_kernel(logp.detach() - old, weight, tokens)
+            losses = -kernel * advantage * logp
         else:
             losses = -torch.minimum(ratio * advantage, limited * advantage)
             if settings.dual_clip is not None:
@@ -262,8 +267,8 @@ class PolicyObjective(TokenObjective):
                 losses = -torch.minimum(least * advantage, limited * advantage)
         if settings.off_policy is not None:
             losses = losses * on_policy(logp, old, tokens, settings.off_policy)
-        weight, touched = self.corrections(old, tokens)
-        losses = losses * weight
+        if settings.form != "vespo":  # whose kernel has the weight in it
+            losses = losses * weight
         kl = torch.zeros_like(logp)
         if settings.needs_reference:
             kl = divergence(logp, numbers.reference, settings.kl)
@@ -284,6 +289,30 @@ class PolicyObjective(TokenObjective):
         maxima = torch.where(tokens.learned, maxima, 0)
         most = maxima.amax(1) if len(logp) else maxima.sum(1)
         return TokenLosses(losses, sums, most)
+
+    def sequence_kernel(self, gap: T, weight: T, tokens: AnswerTokens) -> T:
+        """Return the weight of each token's answer, ``[tokens]`` (Shen et al. 2026, 2602.10693, VESPO).
+
+        With ``W`` the product of the answer's ratios, the weight is ``W^k exp(l - l W)``, which is 1 for ``W = 1``.
+        ``k`` and ``l`` are the settings for the sign of the advantage. Limits of logarithms are TRL's. ``gap``: new
+        minus old log-probability, ``[tokens]``. ``weight``: weights by the correction of the sampler, factors of ``W``.
+        """
+        least, most = math.log(1e-8), 20.0
+        log_w = tokens.totals(gap.clamp(-most, most))
+        correction = weight.log().clamp(least, most)
+        if self.settings.correction.weight == "token":
+            correction = tokens.totals(correction)
+        if self.settings.correction.weight != "none":
+            log_w = log_w + correction
+        log_w = log_w.clamp(least, most)
+        positive = tokens.numbers.advantage >= 0
+        (power, decay), (other_power, other_decay) = (
+            self.settings.vespo_positive,
+            self.settings.vespo_negative,
+        )
+        k = torch.where(positive, power, other_power)
+        decays = torch.where(positive, decay, other_decay)
+        return (decays + k * log_w - decays * log_w.exp()).exp()
 
     def corrections(self, old: T, tokens: AnswerTokens) -> tuple[T, T]:
         """Return the weight of each token by the correction of the sampler, and which tokens it touches: ``[tokens]``.

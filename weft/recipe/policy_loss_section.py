@@ -83,12 +83,13 @@ class PolicyLoss(Section):
             "(GSPO); 'product': product of the ratios of an answer's tokens (RLOO)."
         ),
     )
-    form: Literal["clip", "cispo", "sapo"] = Field(
+    form: Literal["clip", "cispo", "sapo", "vespo"] = Field(
         "clip",
         description=(
             "How the ratio limits the update: 'clip': PPO's minimum of clipped and unclipped;"
             " 'cispo': the clipped ratio is a weight without a gradient; 'sapo': a sigmoid in"
-            " place of a limit."
+            " place of a limit; 'vespo': a weight without a gradient that falls where the product"
+            " of an answer's ratios is far from 1."
         ),
     )
     clip_low: NonNegativeFloat = Field(
@@ -109,6 +110,14 @@ class PolicyLoss(Section):
     )
     sapo_negative: PositiveFloat = Field(
         1.05, description="Steepness of form = 'sapo' where the advantage is negative."
+    )
+    vespo_positive: tuple[PositiveFloat, PositiveFloat] = Field(
+        (2.0, 3.0),
+        description="Exponent and decay of form = 'vespo' where the advantage is not negative.",
+    )
+    vespo_negative: tuple[PositiveFloat, PositiveFloat] = Field(
+        (3.0, 2.0),
+        description="Exponent and decay of form = 'vespo' where the advantage is negative.",
     )
     off_policy: PositiveFloat | None = Field(
         None,

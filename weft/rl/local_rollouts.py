@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from weft.data.sample_ledger import VersionSpan
@@ -63,7 +63,7 @@ class LocalRollouts:
         ]
 
     def _submit(self, group: GroupRequest) -> list[Generation]:
-        how = Sampling(temperature=self.sampling.temperature, seed=group.seed)
+        how = replace(self.sampling, seed=group.seed)
         assert not isinstance(self.engine, FollowingEngine)
         return self.engine.submit(
             group.prompt, self.most, how, self.stops, group.answers, top=0

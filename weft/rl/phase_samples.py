@@ -68,14 +68,12 @@ def phase_samples(
         for of_group, group in zip(texts, groups, strict=True)
     ]
     valued = [each for group in token_advantages(scored, loss) for each in group]
-    # logits are divided by the temperature in training, and the sampler's log-probabilities are those without
-    known = job.rl.temperature == 1
     return [
         PolicySample(
             text.ids,
             text.learns,
             value.advantage,
-            text.sampler if known else None,
+            text.sampler,
             old[i] if old else None,
             reference[i] if reference else None,
             value.returns,

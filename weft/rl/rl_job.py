@@ -64,7 +64,7 @@ class RlJob(RlPhases):
         stack.enter_context(invariant(alike))
         local = LocalRollouts(
             turns.engine,
-            Sampling(temperature=rl.temperature),
+            Sampling(temperature=rl.temperature, tempered=True),
             rl.tokens,
             self.questions.stops,
             interrupted,
@@ -116,7 +116,7 @@ class RlJob(RlPhases):
             most=rl.tokens,
             spare=0 if rl.staleness else MANY,
             stops=frozenset(self.questions.stops),
-            how=Sampling(temperature=rl.temperature),
+            how=Sampling(temperature=rl.temperature, tempered=True),
             requests=most,
             cache=(most + 1) * (recipe.data.seq_len + 16),
             dtype=recipe.train.dtype,

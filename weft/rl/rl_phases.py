@@ -176,11 +176,6 @@ def check_rl(job: RlPhases) -> None:
             f"rl.group = 1 leaves nothing to compare an answer with, and rl.method = {rl.method!r} compares it with "
             "others of its group; use at least 2"
         )
-    if rl.temperature != 1 and job.loss.correction.weight != "none":
-        raise UsageError(
-            f"rl.temperature = {rl.temperature:g} draws from other probabilities than the sampler reports, with which "
-            "rl.loss.correction compares; leave one of them out"
-        )
     if not rl.batch and batch % rl.group:
         raise UsageError(
             f"train.batch = {batch} answers are no whole groups of rl.group = {rl.group}; make the batch a multiple "
