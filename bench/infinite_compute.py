@@ -21,7 +21,7 @@ from step import machine, write
 
 from weft.observe.run_metrics import read_metrics
 from weft.recipe import load_recipe
-from weft.train.ensemble_members import open_members
+from weft.train.members import open_members
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "infinite_compute.json"
@@ -61,8 +61,7 @@ def train(work: Path, name: str, seed: int, more: list[str]) -> dict[str, Any]:
     lowest = min(losses, key=losses.__getitem__)
     row = {
         "decay": decay, "lr": recipe.optimizer.lr, "steps": steps,
-        "lr_decay_steps": recipe.optimizer.lr * decay * steps, "final": losses[steps],
-        "lowest": losses[lowest], "lowest_at": lowest,
+        "lr_decay_steps": recipe.optimizer.lr * decay * steps, "final": losses[steps], "lowest": losses[lowest], "lowest_at": lowest,
         "parameters": records["run"][-1]["parameters"], "epoch_tokens": records["run"][-1]["epoch_tokens"],
     }  # fmt: skip
     print(name, row, flush=True)
@@ -76,12 +75,17 @@ def main() -> None:
     parser.add_argument(
         "--size", type=int, default=1_000_000, help="characters of text"
     )
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a step")
     parser.add_argument("--work", type=Path, default=Path("/tmp/infinite_compute"))
     parser.add_argument("--quick", action="store_true", help="tiny: whether it runs")
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
     size = 20_000 if given.quick else given.size
-    more = ["data.epochs=2", "model.embed=16"] if given.quick else []
+    more = (
+        ["data.epochs=2", "model.embed=16"]
+        if given.quick
+        else [f"train.batch={given.batch}"]
+    )
     before, work = machine(), given.work
     if not (work / "texts").exists():
         write_texts(work / "texts", size)
@@ -102,7 +106,7 @@ def main() -> None:
     mean_gain = sum(losses) / len(losses) - joint["probabilities"].joint
     kept = (sum(losses) / len(losses) - learned) / mean_gain
     rows = {
-        "size": size, "usual_decay": usual, "members": list(members.values()), "student": student,
+        "size": size, "batch": given.batch, "usual_decay": usual, "members": list(members.values()), "student": student,
         "ensemble": {
             "members": losses, "probabilities": joint["probabilities"].joint, "logits": joint["logits"].joint,
             "gain_over_best": gain, "gain_over_mean": mean_gain,

@@ -1,6 +1,7 @@
 """``weft data``: make a corpus, and look at what a run would read."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -64,6 +65,11 @@ _measured = (
 _flops = (
     "Budget in floating-point operations; with --parameters, or by what the runs say."
 )
+_mixtures = "Table of small runs on mixtures: a column of weights for each domain."
+_losses = (
+    "With --mixtures: table of the runs' losses, if they stand in one of their own."
+)
+_target = "With --mixtures: column of the loss that is to be low."
 _size = "Number of tokens that a pool has in reality, if the small runs had a part of it; repeatable."
 
 
@@ -203,9 +209,20 @@ def data_plan_command(
     size: Annotated[
         list[str] | None, typer.Option(metavar="POOL=TOKENS", help=_size)
     ] = None,
+    mixtures: Annotated[
+        str | None, typer.Option(metavar="TABLE", help=_mixtures)
+    ] = None,
+    losses: Annotated[str | None, typer.Option(metavar="TABLE", help=_losses)] = None,
+    target: Annotated[str | None, typer.Option(metavar="COLUMN", help=_target)] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say which pools to train on, and how often, by the losses of small runs on each pool alone."""
+    """Say which pools to train on, and how often or in which mixture, by the losses of small runs."""
+    if mixtures is not None:
+        if measured or target is None:
+            raise UsageError(
+                "--mixtures needs --target, and no RUNS; docs/how-to/data-plan.md has both forms"
+            )
+        return _best_mixture(mixtures, losses, target, as_json)
     from weft.curation.data_plan import budget_samples, plan_data
     from weft.curation.measured_runs import pool_sizes, read_measured
     from weft.curation.repetition_fit import fit_repetition_law
@@ -388,3 +405,28 @@ def contained_command(
         for line in containment_lines(graph, planned):
             typer.echo(line)
     return 1 if unread else 0
+
+
+def _best_mixture(mixtures: str, losses: str | None, target: str, as_json: bool) -> int:
+    from weft.curation.mixture_regression import best_mixture
+    from weft.curation.mixture_runs import read_mixture_runs
+
+    runs = read_mixture_runs(mixtures, losses, target)
+    choice = best_mixture(runs.domains, runs.weights, runs.losses)
+    if as_json:
+        typer.echo(json.dumps(asdict(choice), indent=2))
+        return 0
+    mean = dict(zip(runs.domains, runs.weights.mean(0), strict=True))
+    ranked = sorted(choice.weights, key=lambda name: -choice.weights[name])
+    print_table(
+        ("domain", "weight", "mean of the runs"),
+        [(name, f"{choice.weights[name]:.3f}", f"{mean[name]:.3f}") for name in ranked],
+    )
+    typer.echo(
+        f"\n{target}: {choice.loss:.4f} +- {choice.deviation:.4f} expected, "
+        f"{choice.prior_loss:.4f} with the mean of the runs, {choice.best_run:.4f} in the best run"
+    )
+    typer.echo(
+        f"each of the {len(runs.losses)} runs predicted by the others: rank correlation {choice.rank_correlation:.3f}"
+    )
+    return 0
