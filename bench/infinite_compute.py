@@ -21,7 +21,7 @@ from step import machine, write
 
 from weft.observe.run_metrics import read_metrics
 from weft.recipe import load_recipe
-from weft.train.members import open_members
+from weft.train.ensemble_members import open_members
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "infinite_compute.json"
@@ -61,7 +61,8 @@ def train(work: Path, name: str, seed: int, more: list[str]) -> dict[str, Any]:
     lowest = min(losses, key=losses.__getitem__)
     row = {
         "decay": decay, "lr": recipe.optimizer.lr, "steps": steps,
-        "lr_decay_steps": recipe.optimizer.lr * decay * steps, "final": losses[steps], "lowest": losses[lowest], "lowest_at": lowest,
+        "lr_decay_steps": recipe.optimizer.lr * decay * steps, "final": losses[steps],
+        "lowest": losses[lowest], "lowest_at": lowest,
         "parameters": records["run"][-1]["parameters"], "epoch_tokens": records["run"][-1]["epoch_tokens"],
     }  # fmt: skip
     print(name, row, flush=True)
@@ -98,6 +99,11 @@ def main() -> None:
         opened = open_members([*members], "cpu", print, average=average)  # type: ignore[arg-type]
         joint[average] = opened.held_out_loss(str(work / "texts" / "held-out"))
     losses = joint["probabilities"].members
+    usual_loss = (
+        open_members([work / "usual"], "cpu", print)
+        .held_out_loss(str(work / "texts" / "held-out"))
+        .joint
+    )
     teachers = ", ".join(f"'{name}'" for name in members)
     student = train(work, "student", 9, [*more, f"loss.teachers=[{teachers}]"])
     alone = open_members([work / "student"], "cpu", print)
@@ -113,7 +119,8 @@ def main() -> None:
         },
         "student_loss": learned, "student_keeps_of_gain_over_mean": kept,
         "student_keeps_of_gain_over_best": (min(losses) - learned) / gain,
-        "decay_gain_at_end": usual["final"] - min(r["final"] for r in members.values()),
+        "usual_decay_loss": usual_loss, "decay_gain_at_end": usual_loss - losses[0],
+        "usual_decay_rises_by": usual["final"] - usual["lowest"],
     }  # fmt: skip
     print(rows)
     if not given.quick:
