@@ -124,11 +124,11 @@ def run_pipeline(
 
 @contextmanager
 def _opened(engine: str, setting: TaskSetting, workers: int) -> Iterator[Engine]:
-    if engine == "local":
-        with local_engine(setting, workers) as do:
-            yield do
-        return
-    raise UsageError(f"--engine {engine} is not available; leave it out")
+    from weft.curation.foreign_engines import datatrove_engine, ray_engine
+
+    engines = {"local": local_engine, "datatrove": datatrove_engine, "ray": ray_engine}
+    with engines[engine](setting, workers) as do:
+        yield do
 
 
 class StepSegment(NamedTuple):
@@ -329,7 +329,7 @@ class _Run:
             plural = "s" if total.failed > 1 else ""
             raise WeftError(
                 f"{self.setting.steps[number].name}: the operator raised an error on {total.failed:,} document"
-                f"{plural}: {listed}{rest}. Mend the operator or the documents, or set on_error = 'skip' in this step"
+                f"{plural}: {listed}{rest}; mend the operator or the documents, or set on_error = 'skip' in this step"
             )
 
     def forget_others(self) -> None:

@@ -48,6 +48,8 @@ def isolate(
             results.append((indices, work(part)))
         except (OperatorFailed, UsageError):  # no document's fault
             raise
+        except ImportError as error:
+            raise OperatorFailed(str(error)) from error
         except Exception as error:
             if len(indices) > 1:
                 middle = len(indices) // 2

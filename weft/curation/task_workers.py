@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,7 @@ class _Pool:
                     self._replace(busy, tasks[index], attempts[index])
                     waiting.appendleft(index)
                     continue
-                if "error" in reply:
-                    kind = UsageError if reply["usage"] else WeftError
-                    raise kind(reply["error"])
-                done(index, reply["result"])
+                done(index, replied_result(reply))
                 left -= 1
 
     def _give(
@@ -160,18 +158,33 @@ def serve_tasks(handle: int) -> None:
         os.environ.setdefault(name, "1")
     pipe = parent_pipe(handle)
     try:
-        setting: TaskSetting | None = None
         words = json.loads(pipe.recv_bytes())
+        setting = cache(lambda: setting_from(words))
         while True:
             task = json.loads(pipe.recv_bytes())
-            try:
-                setting = setting or setting_from(words)
-                reply: Words = {"result": run_task(setting, task)}
-            except Exception as error:
-                reply = {"error": _line_of(error), "usage": isinstance(error, UsageError)}  # fmt: skip
-            pipe.send_bytes(json.dumps(reply).encode())
+            pipe.send_bytes(json.dumps(reply_to(setting, task)).encode())
     except (EOFError, OSError):  # the parent has ended
         return
+
+
+def reply_to(setting: Callable[[], TaskSetting], task: Words) -> Words:
+    """Do a task, and return what the process that has sent it is told: a result, or the line of an error.
+
+    ``setting``: function that returns what all tasks share; an error that it raises is told, too.
+    """
+    try:
+        return {"result": run_task(setting(), task)}
+    except Exception as error:
+        return {"error": _line_of(error), "usage": isinstance(error, UsageError)}
+
+
+def replied_result(reply: Words) -> Words:
+    """Return the result in a reply. Raises the error in it, as :class:`WeftError` or :class:`UsageError`."""
+    if "error" in reply:
+        kind = UsageError if reply["usage"] else WeftError
+        raise kind(reply["error"])
+    result: Words = reply["result"]
+    return result
 
 
 def _line_of(error: Exception) -> str:
