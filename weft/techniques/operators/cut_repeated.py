@@ -13,7 +13,10 @@ from weft.registry import register
     "operator",
     "cut-repeated",
     title="Texts without repeated paragraphs",
+    paper="Soldaini et al. 2024 (2402.00159)",
+    recipe="data/duplicates.toml",
     proof="tests/curation/test_repeated_paragraphs.py",
+    figure="texts without what is marked, and all else of them",
 )
 class CutRepeated:
     """Cuts the paragraphs that the operator ``paragraphs`` has marked out of texts; a text may be empty afterwards."""

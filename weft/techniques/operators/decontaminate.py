@@ -47,7 +47,9 @@ class DecontaminateSettings(Section):
     settings=DecontaminateSettings,
     title="Decontamination",
     paper="Brown et al. 2020 (2005.14165)",
+    recipe="docs/how-to/duplicates.md",
     proof="tests/curation/test_evaluation_index.py",
+    figure="counts are those of a search without hashes",
 )
 class Decontaminate:
     """Drops documents that have sequences of words of evaluation sets.

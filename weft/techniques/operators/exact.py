@@ -62,7 +62,10 @@ class ExactSettings(SurvivorSettings):
     "exact",
     settings=ExactSettings,
     title="Exact duplicates",
+    paper="Lee et al. 2022 (2107.06499)",
+    recipe="data/duplicates.toml",
     proof="tests/curation/test_duplicates.py",
+    figure="equal texts are always duplicates; the same result in any shards and order",
 )
 class Exact:
     """Drops documents whose normalised text equals that of another one, by a hash of 128 bits."""

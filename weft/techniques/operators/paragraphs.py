@@ -53,7 +53,9 @@ class ParagraphsSettings(SurvivorSettings):
     settings=ParagraphsSettings,
     title="Repeated paragraphs",
     paper="Soldaini et al. 2024 (2402.00159)",
+    recipe="data/duplicates.toml",
     proof="tests/curation/test_repeated_paragraphs.py",
+    figure="one document keeps each paragraph, as a search without hashes says",
 )
 class Paragraphs:
     """Marks paragraphs that other documents have, too, and drops documents that consist mostly of them.

@@ -81,7 +81,9 @@ class SemanticSettings(SurvivorSettings):
     settings=SemanticSettings,
     title="Semantic duplicates",
     paper="Abbas et al. 2023 (2303.09540)",
+    recipe="docs/how-to/duplicates.md",
     proof="tests/curation/test_semantic_groups.py",
+    figure="no two that are kept are alike in a cluster, and every dropped one is like its survivor",
 )
 class Semantic:
     """Drops documents that say nearly the same as another one of their cluster, by the cosine of their embeddings.
