@@ -10,6 +10,7 @@ import torch
 
 from tests.serve.running import build
 from weft.checkpoint.model import open_model
+from weft.curation.data_operators import OperatorFailed
 from weft.curation.data_pipeline import DataStep
 from weft.curation.documents import Documents
 from weft.curation.text_loss import text_losses, token_windows
@@ -111,3 +112,38 @@ def test_other_weights_have_another_fingerprint(model: str, tmp_path: Path) -> N
     none: Any = DataStep(operator="perplexity", model=str(tmp_path / "none")).build()
     with pytest.raises(WeftError):
         none.fingerprint()
+
+
+def test_a_missing_model_or_gpu_ends_the_run(model: str, tmp_path: Path) -> None:
+    """Not counted as a fault of each document."""
+    with pytest.raises(OperatorFailed):
+        text_losses(["a"], str(tmp_path / "none"))
+    if not torch.cuda.is_available():
+        with pytest.raises(OperatorFailed, match="there is no GPU here; leave it out"):
+            text_losses(["a"], model, "cuda")
+
+
+def test_vectors_of_a_model_go_to_the_clusters(model: str) -> None:
+    texts = [f"{word} {i}" for i in range(6) for word in ("river", "0x1f 0x2a")]
+    documents = Documents([f"{i:02}" for i in range(12)], texts)
+    embed: Any = DataStep(operator="embed", model=model).build()
+    embedded = embed.map(documents)
+    vectors = embedded.columns["embedding"]
+    assert {len(vector) for vector in vectors} == {32}
+    assert sum(x * x for x in vectors[0]) == pytest.approx(1, abs=1e-3)
+    assert embed.map(documents.select([5])).columns["embedding"] == vectors[5:6]
+    step: Any = DataStep(
+        operator="clusters", embedding="embedding", clusters=2, number=6
+    ).build()
+    (decision,) = step.decide([embedded.ids], [step.summarize(embedded)])
+    # the two kinds of text are the two clusters
+    assert (
+        len({*decision.columns["cluster"][::2]})
+        == len({*decision.columns["cluster"][1::2]})
+        == 1
+    )
+    assert embed.map(Documents(["a"], [""])).columns["embedding"] == [None]
+    assert (
+        embed.fingerprint()
+        == DataStep(operator="perplexity", model=model).build().fingerprint()
+    )  # type: ignore[union-attr]

@@ -11,8 +11,10 @@ import numpy as np
 
 from weft.cache import digest
 from weft.checkpoint.model import OpenedModel, open_model, tokenizer_of
+from weft.curation.data_operators import OperatorFailed
 from weft.data.tasks import Text
 from weft.data.tokenizer import Tokenizer
+from weft.errors import WeftError
 from weft.generate.fingerprint import open_for_reading, weights_fingerprint
 from weft.train.score import scores
 
@@ -28,7 +30,7 @@ class TextLoss(NamedTuple):
 
 
 @cache
-def loss_model_fingerprint(model: str) -> str:
+def model_and_tokenizer_hash(model: str) -> str:
     """Return a hash of the weights and of the tokenizer of ``model``; computed once in a process."""
     opened = open_for_reading(model)
     tokenizer = tokenizer_of(dict(opened.files), model)
@@ -37,8 +39,15 @@ def loss_model_fingerprint(model: str) -> str:
 
 @cache
 def _opened(model: str, device: str) -> tuple[OpenedModel, Tokenizer]:
-    opened = open_model(model, device, lambda line: print(line, file=sys.stderr))
-    return opened, tokenizer_of(opened.files, model)
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OperatorFailed("device = 'cuda', and there is no GPU here; leave it out")
+    try:
+        opened = open_model(model, device, lambda line: print(line, file=sys.stderr))
+        return opened, tokenizer_of(opened.files, model)
+    except WeftError as error:  # it is no document's
+        raise OperatorFailed(str(error)) from None
 
 
 def text_losses(

@@ -61,7 +61,8 @@ class ClustersSettings(SelectionSettings):
     title="Concept clusters pruned by their density, by projection instead of a solver",
     paper="Abbas et al. 2024 (2401.04578)",
     proof="tests/curation/test_concept_clusters.py",
-    figure="counts equal the best of all whole numbers on small cases; their sum is exact",
+    figure="counts equal the best of all whole numbers; 20 % of dense and wide classes: accuracy 94.8, with as many "
+    "of each cluster 92.8 (`bench/pruning.py`)",
 )
 class Clusters:
     """Keeps few documents of dense clusters and many of wide ones, far from others (Abbas et al. 2024, 2401.04578).

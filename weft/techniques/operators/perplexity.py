@@ -68,9 +68,9 @@ class Perplexity:
 
     def fingerprint(self) -> str:
         """Return a hash of the model's weights and tokenizer."""
-        from weft.curation.text_loss import loss_model_fingerprint
+        from weft.curation.text_loss import model_and_tokenizer_hash
 
-        return loss_model_fingerprint(self.settings.model)
+        return model_and_tokenizer_hash(self.settings.model)
 
     def statistics(self, documents: Documents) -> dict[str, list[Any]]:
         from weft.curation.text_loss import text_losses
