@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -22,7 +26,7 @@ from weft.data.chat.trajectory_records import (
 )
 from weft.data.sample_ledger import VersionSpan
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 from weft.recipe import Task
 from weft.rl import phase_samples
 from weft.rl.build_task import reward_task
@@ -234,6 +238,58 @@ def test_groups_of_several_turns_become_samples() -> None:
 def test_a_first_turn_without_room_is_refused() -> None:
     with pytest.raises(UsageError, match=r"q0: its first turn begins behind \d+ tokens, of at most 3"):  # fmt: skip
         written(Scripted(BYTES, ["1"]), QUESTION, room=3)
+
+
+@pytest.mark.parametrize("thread", [False, True])
+def test_an_environment_that_hangs_ends_its_own_episode_alone(thread: bool) -> None:
+    class Hanging(Environment):
+        def step(self, action: str) -> EnvironmentStep:
+            while action == "hang" and not released.is_set():
+                try:
+                    released.wait(60)
+                except Exception:
+                    continue
+            return EnvironmentStep([], 1.0, True)
+
+        def close(self) -> None:
+            released.wait(60)
+
+    released = Event()
+    alarm = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 30)
+
+    def write() -> list[Trajectory]:
+        policy = Scripted(BYTES, ["hang"], ["go"])
+        both = [
+            Episode(Hanging(), QUESTION, PlainTurns(BYTES), name=name, seconds=0.2)
+            for name in "ab"
+        ]
+        trajectories = write_episodes(both, policy)
+        both[0].close()
+        return trajectories
+
+    try:
+        if thread:
+            with ThreadPoolExecutor(1) as pool:
+                stuck, good = pool.submit(write).result(20)
+        else:
+            stuck, good = write()
+            assert 20 < signal.getitimer(signal.ITIMER_REAL)[0] < 30  # another's alarm
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
+        released.set()
+    assert stuck.facts["ended"] == "its environment took longer than 0.2 s"
+    assert stuck.turns[-1].reward is None and good.turns[-1].reward == 1.0
+
+    class Slow(Environment):
+        def reset(self, question: RewardQuestion) -> Any:
+            sleep(60)
+
+    with pytest.raises(
+        WeftError, match=r"q: its environment took longer than 0\.1 s to"
+    ):
+        Episode(Slow(), QUESTION, PlainTurns(BYTES), name="q", seconds=0.1)
 
 
 def test_hostile_actions_do_nothing(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ class RewardSettings(Section):
         10.0,
         gt=0,
         description=(
-            "Longest time in seconds for the reward of one answer. An answer whose reward takes longer is left out."
+            "Longest time in seconds for the reward of one answer, and for each turn of an environment. An answer "
+            "whose reward or environment takes longer is left out."
         ),
     )
     megabytes: int = Field(

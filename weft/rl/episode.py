@@ -7,17 +7,19 @@ ever tokenized again, as a tokenizer writes other ids for the same text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 from weft.data.chat.trajectory import Observed, Trajectory, Turn, TurnTokens
 from weft.errors import UsageError, WeftError
 from weft.rl.rollout import GroupRequest
+from weft.rl.time_limit import OutOfTime, call_within
 
 if TYPE_CHECKING:
     from weft.data.chat.encode import ChatEncoder, Messages
     from weft.data.tokenizer import Tokenizer
-    from weft.rl.environment import Environment
+    from weft.rl.environment import Environment, EnvironmentStep, ReadAction
     from weft.rl.rollout import RewardQuestion, RolloutSource, WrittenAnswer
 
 
@@ -115,6 +117,10 @@ class Episode:
         ``room``: most tokens of the whole text before a turn.
         ``name``: name of the trajectory.
         ``seed``: seed from which the seeds of all turns follow.
+        ``seconds``: longest time of the environment for a turn; 0: no limit.
+
+    Raises :class:`UsageError` if the first turn begins behind more tokens than ``room``, and :class:`WeftError` if the
+    environment takes too long to begin.
 
     Attributes:
         ``ids``: all token ids so far.
@@ -131,11 +137,18 @@ class Episode:
         room: int = 1 << 30,
         name: str = "",
         seed: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         self.question, self.done, self.why = question, False, ""
         self._environment, self._encoder = environment, encoder
         self._most, self._room, self._name, self._seed = turns, room, name, seed
-        messages = environment.reset(question)
+        self._seconds = seconds
+        try:
+            messages = call_within(seconds, lambda: environment.reset(question))
+        except OutOfTime:
+            raise WeftError(
+                f"{name}: its environment took longer than {seconds:g} s to begin; mend it, or raise tasks.seconds"
+            ) from None
         self.ids = [*encoder.first(messages, [*environment.tools])]
         self._turns = [
             Turn(_source(message), str(message.get("content") or ""))
@@ -157,7 +170,7 @@ class Episode:
         """Take the policy's next turn, let the environment act, and put what it says behind it.
 
         An episode also ends if its turns or its room are used up, if the turn was cut off, and if the environment
-        fails; ``why`` then says so. The reward of a turn on which the environment failed is None.
+        fails or takes too long; ``why`` then says so. The reward of a turn on which the environment failed is None.
         """
         text = self._encoder.text(answer.ids)
         spans = tuple((span.first, span.version) for span in answer.versions)
@@ -165,11 +178,14 @@ class Episode:
         self.ids += answer.ids
         self._written += 1
         try:
-            action = self._environment.read(text)
-            observation, reward, done = self._environment.step(text)
-        except Exception as error:
+            action, step = call_within(self._seconds, lambda: self._acted(text))
+            observation, reward, done = step
+        except (Exception, OutOfTime) as error:
             line = (str(error).splitlines() or [""])[0]
-            self.done, self.why = True, f"its environment raised {type(error).__name__}: {line}"  # fmt: skip
+            why = f"raised {type(error).__name__}: {line}"
+            if isinstance(error, OutOfTime):
+                why = f"took longer than {self._seconds:g} s"
+            self._end(f"its environment {why}")
             self._turns.append(Turn("agent", text, tokens=tokens))
             return
         seen = tuple(
@@ -200,8 +216,12 @@ class Episode:
             self.ids += following
 
     def close(self) -> None:
-        """Free what the environment holds."""
-        self._environment.close()
+        """Free what the environment holds, if that does not take too long."""
+        with suppress(OutOfTime):
+            call_within(self._seconds, self._environment.close)
+
+    def _acted(self, text: str) -> tuple[ReadAction, EnvironmentStep]:
+        return self._environment.read(text), self._environment.step(text)
 
     def _end(self, why: str) -> None:
         self.done, self.why = True, why

@@ -21,10 +21,15 @@ EnvironmentMaker = Callable[[], "Environment | None"]
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Limits of answers in several turns. ``turns``: most turns; ``room``: most tokens before a turn."""
+    """Limits of answers in several turns.
+
+    ``turns``: most turns; ``room``: most tokens before a turn; ``seconds``: longest time of the environment for a turn,
+    0: no limit.
+    """
 
     turns: int
     room: int
+    seconds: float = 0.0
 
 
 def written_groups(
@@ -56,7 +61,7 @@ def written_groups(
         episodes[i] = [
             Episode(
                 environment, requests[i].question, encoder, limits[i].turns, limits[i].room,
-                f"question {requests[i].number}, answer {n}", requests[i].seed + n,
+                f"question {requests[i].number}, answer {n}", requests[i].seed + n, limits[i].seconds,
             )
             for n, environment in enumerate(environments)
         ]  # fmt: skip

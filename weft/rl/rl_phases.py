@@ -103,8 +103,9 @@ class RlPhases(Job):
 
     def turn_limits(self, task: int) -> TurnLimits:
         """Return the limits of answers in several turns to questions of the task with the index ``task``."""
-        turns = self.rewarded[task].own(RewardSettings).turns
-        return TurnLimits(turns, self.recipe.data.seq_len - self.rl.tokens)
+        own = self.rewarded[task].own(RewardSettings)
+        room = self.recipe.data.seq_len - self.rl.tokens
+        return TurnLimits(own.turns, room, own.seconds)
 
     def phase_questions(
         self, phase: int, curricula: Mapping[int, Curriculum] = {}
