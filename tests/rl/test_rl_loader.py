@@ -14,9 +14,13 @@ from weft import registry
 from weft.api import start as train
 from weft.checkpoint.model import open_model
 from weft.checkpoint.store import open_checkpoint
+from weft.data.chat.samples import read_samples
 from weft.data.sample_ledger import VersionSpan
 from weft.errors import UsageError, WeftError
-from weft.recipe import Recipe, build_recipe
+from weft.observe.charts import charts
+from weft.observe.run_metrics import RecordedRun, read_metrics
+from weft.observe.run_page import write_report
+from weft.recipe import Recipe, Source, build_recipe
 from weft.registry import register
 from weft.rl.environment import Environment, EnvironmentStep
 from weft.rl.reward_task import RewardTask
@@ -75,9 +79,20 @@ def letters(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_a_run_learns_from_answers_that_it_writes(tmp_path: Path) -> None:
-    run = train(recipe(), out=tmp_path / "run").run
+    run = train(recipe(rl={"keep": 2}), out=tmp_path / "run").run
     phases = records(run, "rollout")
     assert [r["phase"] for r in phases] == [0, 1, 2, 3]
+    kept = sorted(path.name for path in (run / "answers").iterdir())
+    assert kept == ["000002.jsonl", "000003.jsonl"]
+    lines = (run / "answers" / kept[1]).read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    assert len(answers) == 16
+    assert sum(a["reward"] for a in answers) / 16 == pytest.approx(phases[3]["reward"])
+    versions = {tuple(map(tuple, a["versions"])) for a in answers}
+    assert versions == {((0, phases[3]["step"]),)}
+    talks = read_samples(Source(kind="chat", path=str(run / "answers")))
+    said = [[m["role"] for m in talk.messages] for _, talk in talks]
+    assert said == [["user", "assistant"]] * 32
     assert all(r["lags"] == {"0": 16} for r in phases)
     assert all(0 <= r["pass@1"] <= r["pass@all"] <= 1 for r in phases)
     (shown, *_) = records(run, "answers")
@@ -138,7 +153,14 @@ def test_a_curriculum_goes_on_where_it_was(
     assert asked == [(1, levels[1]), (2, levels[2])]
     rates = [record["rates"] for record in records(whole.run, "levels")]
     assert len(rates) == 3 and len(rates[0]) == 3
-    assert {*levels[0], *levels[1], *levels[2]} == {0, 1, 2}
+    page = {
+        each["title"]: each
+        for each in charts([RecordedRun("run", read_metrics(whole.run))])
+    }
+    drawn = page["Curriculum"]["traces"]
+    assert [trace["name"] for trace in drawn] == ["level 0", "level 1", "level 2"]
+    for trace, own in zip(drawn, zip(*rates, strict=True), strict=True):
+        assert trace["y"] == pytest.approx(own, rel=1e-4)
     with pytest.raises(UsageError, match=r"tasks.curriculum = true, and 'addition'"):
         train(recipe(tasks=[task | {"digits": 1}]), out=tmp_path / "single")
     with pytest.raises(UsageError, match=r"with rl.staleness = 1 the next questions"):
@@ -176,7 +198,7 @@ def test_answers_of_several_turns_are_learned_from(tmp_path: Path) -> None:
     try:
         tree = {"tasks": [{"reward": "twice", "limit": 2}], "data": {"seq_len": 32}}
         # so that it ends its turns
-        rl = {"start": {"steps": 30, "lr": 0.02}}
+        rl = {"start": {"steps": 30, "lr": 0.02}, "keep": 1}
         given = recipe(**tree, rl=rl, train={"steps": 32})
         run = train(given, out=tmp_path / "run").run
     finally:
@@ -186,6 +208,14 @@ def test_answers_of_several_turns_are_learned_from(tmp_path: Path) -> None:
     assert len(phases) == 2 and all(r["length_most"] >= 7 for r in phases)
     assert all(r["unscored"] == 0 and 0.5 < r["reward"] <= 1 for r in phases)
     (policy,) = records(run, "policy")
+    (shown, *_) = records(run, "answers")
+    turns = shown["groups"][0]["answers"][0]["turns"]
+    assert len(turns) == 2 and turns[0]["seen"] == "again"
+    reward = shown["groups"][0]["answers"][0]["reward"]
+    assert sum(turn["reward"] for turn in turns) == pytest.approx(reward)
+    assert 'class="turn"' in write_report(run).read_text()
+    ((_, talk), *_) = read_samples(Source(kind="chat", path=str(run / "answers")))
+    assert [m["role"] for m in talk.messages][:3] == ["user", "assistant", "user"]
     # what the environment says is not learned; the record is of the phase before
     assert policy["tokens"] == 16 * (phases[0]["length"] - len("again"))
 

@@ -171,7 +171,41 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
         expert_loads(single.get("experts", [])),
         saved_activations(single.get("activations", [])),
     )
-    return drawn[:3] + step_times(runs) + membership(single) + drawn[3:] + loads + saved
+    drawn[3:3] = step_times(runs) + membership(single)
+    return drawn + level_rates(single, runs) + loads + saved
+
+
+def level_rates(records: Records, runs: Sequence[RecordedRun]) -> list[Record]:
+    """Draw the pass rate of each level of difficulty of each task that has a curriculum.
+
+    Returns a list of the charts; it is empty without records of the kind ``levels``. ``records``: the records of a run,
+    by kind. ``runs``: the run alone.
+    """
+    shown = list[Record]()
+    rows = records.get("levels", [])
+    for task in dict.fromkeys(row["task"] for row in rows):
+        own = [row for row in rows if row["task"] == task]
+        series = [
+            Series("level", f"{level}", color, f"level {level}")
+            for level, color in zip(range(len(own[-1]["rates"])), cycle(RUNS), strict=False)
+        ]  # fmt: skip
+        split = [
+            {"step": row["step"], **{f"{n}": rate for n, rate in enumerate(row["rates"])}}
+            for row in own
+        ]  # fmt: skip
+        note = f"Share of right answers so far, by level of difficulty of {task}"
+        chart = Chart("Curriculum", note, "~%", ".1~%", tuple(series))
+        traces = [
+            trace
+            for each in series
+            for trace in line({"level": split}, chart, each, each.label, "solid")
+        ]
+        if traces:
+            layout = frame(chart, traces, runs)
+            shown.append(
+                {"title": chart.title, "note": note, "traces": traces, "layout": layout}
+            )
+    return shown
 
 
 def expert_loads(records: list[Record]) -> list[Record]:

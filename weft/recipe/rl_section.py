@@ -72,6 +72,13 @@ class Reinforcement(HostSection):
             "another question (dynamic sampling of DAPO). 0: never."
         ),
     )
+    keep: NonNegativeInt = Field(
+        0,
+        description=(
+            "Of how many rollout phases, the newest, all answers stay in the run's folder, in answers/*.jsonl: "
+            "conversations with rewards and versions of the weights, which data.kind = 'chat' reads. 0: of none."
+        ),
+    )
     most_unscored: float = Field(
         0.2,
         ge=0,

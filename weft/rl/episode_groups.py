@@ -88,6 +88,7 @@ def episode_answer(episode: Episode, start: int) -> WrittenAnswer:
         tuple(text.learns[start:]),
         None if failed else trajectory.reward,
         failed,
+        trajectory.without_tokens(),
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.data.order import permutation
 from weft.data.policy_rows import PolicySample, policy_rows
@@ -23,6 +23,7 @@ from weft.layout.mesh import from_all
 from weft.models.policy_loss import PolicyObjective
 from weft.parallel.reference_weights import set_reference
 from weft.rl.episode_groups import written_groups
+from weft.rl.kept_phases import keep_phase
 from weft.rl.local_rollouts import LocalRollouts, RolloutInterrupted
 from weft.rl.phase_samples import phase_samples
 from weft.rl.questions import TaskQuestion, supervised_row
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from weft.rl.phase_curricula import PhaseCurricula
     from weft.rl.reward_workers import RewardWorkers
     from weft.rl.rl_phases import RlPhases
-    from weft.rl.rollout import AnswerGroup, GroupRequest, RolloutSource
+    from weft.rl.rollout import AnswerGroup, GroupRequest, RolloutSource, WrittenAnswer
     from weft.train.step_loader import RunRecords
 
 
@@ -378,10 +379,7 @@ class RlLoader:
             {
                 "question": str(group.group.request.question.prompt),
                 "answers": [
-                    {
-                        "text": self.job.questions.answer_text(answer.ids),
-                        "reward": reward,
-                    }
+                    self._example(answer, reward)
                     for answer, reward in zip(
                         group.group.answers, group.rewards, strict=True
                     )
@@ -390,6 +388,25 @@ class RlLoader:
             for group in groups[:2]
         ]
         self.recorder.log("answers", phase=phase, groups=shown)
+        if self.rl.keep and self.writes_all:
+            text_of = self.job.questions.answer_text
+            keep_phase(self.recorder.folder, phase, groups, text_of, self.rl.keep)
+
+    def _example(self, answer: WrittenAnswer, reward: float) -> dict[str, Any]:
+        """Return an answer as the report shows it, with the reward of each turn if it has several."""
+        text = self.job.questions.answer_text(answer.ids)
+        shown: dict[str, Any] = {"text": text, "reward": reward}
+        if answer.trajectory is not None:
+            shown["turns"] = [
+                {
+                    "text": turn.message,
+                    "reward": turn.reward,
+                    "seen": "\n".join(seen.content for seen in turn.observations),
+                }
+                for turn in answer.trajectory.turns
+                if turn.source == "agent"
+            ]
+        return shown
 
     # --- evaluation ---
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.cache import digest
 from weft.data.bos import with_bos
@@ -20,6 +20,9 @@ from weft.train.setup import completed_job
 if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
     from weft.recipe import Recipe
+
+#: Settings that change none of the samples, or are younger than runs that may be resumed.
+_APART: Any = {"keep": True, "loss": {"vespo_positive", "vespo_negative"}}
 
 
 def prepare_rl(recipe: Recipe) -> RlJob:
@@ -65,7 +68,7 @@ def _corpus(recipe: Recipe, own: Tokenizer | None) -> Corpus:
         tasks,
         tokenizer.fingerprint,
         recipe.train.seed,
-        recipe.rl and recipe.rl.model_dump(mode="json"),
+        recipe.rl and recipe.rl.model_dump(mode="json", exclude=_APART),
     )
     said = ", ".join(str(task["reward"]) for task in tasks)
     return Corpus(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from weft.data.chat.encode import Messages
+    from weft.data.chat.trajectory import Trajectory
     from weft.data.sample_ledger import VersionSpan
 
 
@@ -39,6 +40,7 @@ class WrittenAnswer:
             the policy has written all.
         ``reward``: the reward that an environment gave in all turns; None: the task has yet to score the answer.
         ``failed``: why the environment gave none, as it failed; "" if it did not.
+        ``trajectory``: the turns of an answer in several turns, without their tokens; None: it has a single turn.
     """
 
     ids: tuple[int, ...]
@@ -48,6 +50,7 @@ class WrittenAnswer:
     learns: tuple[bool, ...] | None = None
     reward: float | None = None
     failed: str = ""
+    trajectory: Trajectory | None = None
 
 
 @dataclass(frozen=True)
