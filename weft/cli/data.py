@@ -430,3 +430,47 @@ def _best_mixture(mixtures: str, losses: str | None, target: str, as_json: bool)
         f"each of the {len(runs.losses)} runs predicted by the others: rank correlation {choice.rank_correlation:.3f}"
     )
     return 0
+
+
+_searched = (
+    "Tables of runs (columns parameters, loss, and one for each setting), folders of weft "
+    "train, or of its sweeps."
+)
+_over = (
+    "Column of the tables that grows from size to size, such as members of an ensemble."
+)
+
+
+@app.command("asymptote")
+def asymptote_command(
+    searched: Annotated[list[str], typer.Argument(metavar="RUNS...", help=_searched)],
+    over: Annotated[str, typer.Option(metavar="COLUMN", help=_over)] = "parameters",
+    as_json: AsJson = False,
+) -> int:
+    """Say which settings are best at each size of a model, and which loss an endless one would have."""
+    from weft.curation.settings_search import read_searched_runs, search_settings
+
+    search = search_settings(read_searched_runs(searched, over))
+    if as_json:
+        typer.echo(json.dumps(search.as_json(), indent=2))
+        return 0
+    names = list(dict.fromkeys(name for run in search.best for name in run.settings))
+    print_table(
+        (over, "loss", *names),
+        [
+            (
+                compact(run.size),
+                f"{run.loss:.4f}",
+                *(f"{run.settings[n]:g}" if n in run.settings else "-" for n in names),
+            )
+            for run in search.best
+        ],
+    )
+    if (law := search.asymptote) is not None:
+        typer.echo(
+            f"\nasymptote {law.floor:.4f} ({law.low:.4f} to {law.high:.4f}), approached with exponent "
+            f"{law.exponent:.3g}; a run is off by {law.noise:.2%}"
+        )
+    for note in search.notes:
+        typer.echo(f"note: {note}")
+    return 0
