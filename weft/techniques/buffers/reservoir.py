@@ -15,7 +15,9 @@ from weft.registry import register
     paper="Meyer et al. 2023 (Melissa)",
     recipe="data/heat.toml",
     proof="tests/techniques/test_buffers.py, tests/streams/test_reception.py, tests/streams/test_stream_run.py",
-    figure="nothing lost, each sample drawn at least once, no unseen sample evicted, draws uniform by chi-square",
+    figure="nothing lost, each sample drawn at least once, no unseen sample evicted, draws uniform by chi-square; "
+    "validation loss 0.30 times that of 'fifo' and 1.22 times that of 'firo' at equal trained samples, with slow "
+    "simulators, of which one is killed, idle for 0.4 % of the time where 'fifo' is for 84 % (`bench/streams.py`)",
 )
 class Reservoir:
     """Buffer whose samples are drawn uniformly and stay. A new sample replaces a random one that was drawn before.

@@ -1,0 +1,1 @@
+"""Mini-batches of a graph by neighbour sampling, whose features are gathered as unique sorted rows."""
