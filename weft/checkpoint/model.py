@@ -12,6 +12,7 @@ import torch
 from weft.checkpoint.convert.gguf_write import export_gguf
 from weft.checkpoint.convert.peft import write_adapter
 from weft.checkpoint.hub import local_path
+from weft.checkpoint.model_card import write_model_card
 from weft.checkpoint.store import learned_length, load_newest, stored_files
 from weft.checkpoint.weights import (
     AVERAGE,
@@ -174,4 +175,5 @@ def export_model(
             out,
             files,
         )
+    write_model_card(checkpoint, out)
     return out

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import glob
-import io
 import json
 import os
 import re
-import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.data.reading import PACKED, open_file
+from weft.data.reading import JSON_LINES, FilePart, format_of
 from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:
@@ -23,11 +20,10 @@ if TYPE_CHECKING:
 #: Folders below the standard library that are not its own code.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 #: Formats of which a folder is read in all that it has, and those of which it is read in the first that it has.
-_LINES = (".jsonl", ".ndjson")
 _ARCHIVES = (".tar", ".tgz")
-_RECORDS = (*_LINES, ".json", ".csv", ".tsv", ".parquet", ".arrow", *_ARCHIVES)
+_RECORDS = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet", ".arrow", *_ARCHIVES)
 _FORMATS = {
-    "jsonl": (*_LINES, ".json", ".csv", ".tsv", *_ARCHIVES), "parquet": (".parquet",),
+    "jsonl": (*JSON_LINES, ".json", ".csv", ".tsv", *_ARCHIVES), "parquet": (".parquet",),
     "chat": _RECORDS, "preference": _RECORDS, "feedback": _RECORDS,
     "tokens": (".bin",), "stdlib": (".py",),
 }  # fmt: skip
@@ -40,7 +36,7 @@ _HELD_OUT = re.compile(
     _WORD.format("test|testing|dev|eval|evaluation|val|valid|validation")
 )
 #: Formats that hold records, and never plain text; and those that hold neither.
-TABLES = (*_LINES, ".csv", ".tsv", ".parquet", ".arrow", *_ARCHIVES)
+TABLES = (*JSON_LINES, ".csv", ".tsv", ".parquet", ".arrow", *_ARCHIVES)
 _BINARY = (
     ".bin", ".bmp", ".db", ".docx", ".gguf", ".gif", ".ico", ".jpeg", ".jpg", ".mp3", ".mp4", ".npy", ".npz", ".o",
     ".pdf", ".pickle", ".pkl", ".png", ".pt", ".pth", ".pyc", ".safetensors", ".so", ".sqlite", ".wav",
@@ -56,24 +52,6 @@ class Selection(NamedTuple):
 
     read: list[Path]
     left: list[Path]
-
-
-class FilePart(NamedTuple):
-    """Part of a file of records that is read.
-
-    ``start`` and ``end``: bytes of JSON Lines, or row groups of Parquet. ``first``: number of the first line or row.
-    """
-
-    start: int
-    end: int
-    first: int
-
-
-def format_of(file: Path) -> str:
-    """Return the suffix of a file's name that tells its format, without the suffix of its compression."""
-    name = file.name.lower()
-    packed = next((end for end in PACKED if name.endswith(end)), "")
-    return Path(name.removesuffix(packed)).suffix
 
 
 def source_files(source: Source) -> list[Path]:
@@ -150,8 +128,10 @@ def _fitting(
     fitting = [
         file for file in every if format_of(file) in formats and file.name not in _ABOUT
     ]
-    if source.kind == "jsonl" and any(format_of(file) in _LINES for file in fitting):
-        fitting = [file for file in fitting if format_of(file) in _LINES]
+    if source.kind == "jsonl" and any(
+        format_of(file) in JSON_LINES for file in fitting
+    ):
+        fitting = [file for file in fitting if format_of(file) in JSON_LINES]
     if any(format_of(file) not in _ARCHIVES for file in fitting):
         fitting = [file for file in fitting if format_of(file) not in _ARCHIVES]
     if ".py" not in formats:  # of code, of which there are no splits
@@ -231,125 +211,11 @@ def read_records(
         from weft.data.arrow import read_rows
 
         yield from read_rows(file)
-    elif form in (".csv", ".tsv"):
-        yield from _table(file, wrong)
     elif form in _ARCHIVES:
         from weft.data.tar_samples import read_samples_of_tar
 
         yield from read_samples_of_tar(file, wrong)
-    elif form == ".json":
-        with open_file(file) as stream:
-            text = stream.read()
-        if _is_lines(text):
-            yield from _lines(io.BytesIO(text), file, wrong)
-        else:
-            value = _unwrapped(_parsed(text, str(file)))
-            yield from enumerate(value if isinstance(value, list) else [value], 1)
     else:
-        with open_file(file) as stream:
-            if part is None:
-                yield from _lines(stream, file, wrong)
-            else:
-                yield from _lines(_lines_of(stream, part), file, wrong, part.first)
+        from weft.data.text_records import read_text_records
 
-
-def _lines_of(stream: IO[bytes], part: FilePart) -> Iterator[bytes]:
-    """Yield the lines that begin in a part of a file."""
-    at = stream.seek(part.start)
-    while at < part.end and (line := stream.readline()):
-        at += len(line)
-        yield line
-
-
-def _lines(
-    stream: Iterable[bytes],
-    file: Path,
-    wrong: Callable[[WeftError], None] | None,
-    first: int = 1,
-) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(stream, first):
-        if not line.strip():
-            continue
-        if number == 1 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise ValueError("not UTF-8")  # of which 'reading' says what it is
-        try:
-            record = _parsed(line, f"{file}:{number}")
-        except WeftError as error:
-            if number == 1 and format_of(file) not in (*_LINES, ".json"):
-                error = WeftError(f"{error}; kind = 'text' reads plain text")
-            if wrong is None:
-                raise error from None
-            wrong(error)
-        else:
-            yield number, record
-
-
-def _is_lines(text: bytes) -> bool:
-    """Return whether the text of a ``.json`` file is JSON Lines: its first line is an object, and not all of it."""
-    first, _, rest = text.strip().partition(b"\n")
-    if not rest or not first.strip().endswith((b"}", b"]")):
-        return False
-    try:
-        return isinstance(json.loads(first), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _unwrapped(value: Any) -> Any:
-    """Return the list of records of an object that has nothing else, under a name that data sets give it."""
-    if (
-        isinstance(value, dict)
-        and len(value) == 1
-        and {*value} <= {"data", "rows", "records", "examples", "train"}
-    ):
-        (inner,) = value.values()
-        return (
-            inner
-            if isinstance(inner, list)
-            and all(isinstance(record, dict) for record in inner)
-            else value
-        )
-    return value
-
-
-def _table(
-    file: Path, wrong: Callable[[WeftError], None] | None
-) -> Iterator[tuple[int, dict[str, str | None]]]:
-    """Yield the rows of a table under the names of its first line. An empty cell is nothing."""
-    csv.field_size_limit(sys.maxsize)
-    with io.TextIOWrapper(open_file(file), "utf-8-sig", newline="") as text:
-        head = text.readline()
-        mark = "\t" if format_of(file) == ".tsv" else max(",;\t", key=head.count)
-        names = next(csv.reader([head], delimiter=mark), [])
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise WeftError(
-                f"{file}:1: two columns are called {twice[0]!r}; the first line names each column"
-            )
-        reader, before = csv.reader(text, delimiter=mark), 0
-        for cells in reader:
-            number, before = before + 2, reader.line_num
-            if not cells:
-                continue
-            if len(cells) == len(names):
-                yield (
-                    number,
-                    {
-                        name: cell or None
-                        for name, cell in zip(names, cells, strict=True)
-                    },
-                )
-                continue
-            error = WeftError(
-                f"{file}:{number}: {len(cells)} cells under the {len(names)} names of the first line; put cells with "
-                f"{'a tab' if mark == chr(9) else repr(mark)} in them in double quotes"
-            )
-            if wrong is None:
-                raise error
-            wrong(error)
-
-
-def _parsed(text: bytes, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WeftError(f"{where}: not valid JSON ({error})") from None
+        yield from read_text_records(file, wrong, part)

@@ -8,12 +8,13 @@ import lzma
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from weft.cache import DOWNLOADS
 from weft.errors import WeftError
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
+JSON_LINES = (".jsonl", ".ndjson")
 #: How files begin that are no text.
 _BEGINNINGS = {
     b"PAR1": "it is Parquet", b"\x1f\x8b": "it is compressed by gzip, and '.gz' is missing from its name",
@@ -51,6 +52,24 @@ def reading(path: Path, kind: str) -> Iterator[None]:
         )
         remedy = kind_by_content(path) or f"{encoding}check 'path' and 'kind'"
         raise WeftError(f"cannot read {path} as {kind}: {reason}; {remedy}") from None
+
+
+class FilePart(NamedTuple):
+    """Part of a file of records that is read.
+
+    ``start`` and ``end``: bytes of JSON Lines, or row groups of Parquet. ``first``: number of the first line or row.
+    """
+
+    start: int
+    end: int
+    first: int
+
+
+def format_of(file: Path) -> str:
+    """Return the suffix of a file's name that tells its format, without the suffix of its compression."""
+    name = file.name.lower()
+    packed = next((end for end in PACKED if name.endswith(end)), "")
+    return Path(name.removesuffix(packed)).suffix
 
 
 def open_file(file: Path) -> IO[bytes]:

@@ -103,6 +103,7 @@ def page_of(run: RecordedRun) -> str:
         checkpoints=checkpoint_card(run.records),
         delays=delays.card(run.records.get("delays", [])),
         facts=facts.items(),
+        reading=reading_rows(run.records.get("read", [])),
         events=events,
         phases=answers_shown(run.records),
         recipe=json.dumps(run.recipe, indent=2),
@@ -293,6 +294,18 @@ def answers_shown(records: Records) -> list[Record]:
     if len(kept) <= PHASES:
         return kept
     return [kept[i * (len(kept) - 1) // (PHASES - 1)] for i in range(PHASES)]
+
+
+def reading_rows(records: list[Record]) -> list[tuple[str, str]]:
+    """Return the rows of the card about what was read, by source; empty if the run has no records of that.
+
+    ``records``: the records of kind ``read``.
+    """
+    return [
+        (about["name"] if number == 0 else "", line)
+        for about in (records[-1]["sources"] if records else ())
+        for number, line in enumerate(about["lines"])
+    ]
 
 
 def checkpoint_card(records: Records) -> Record:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.data.order import sample_hashes
+from weft.data.read_so_far import count_read
 from weft.errors import WeftError
 from weft.layout.mesh import Mesh, from_all
 from weft.train.evaluation import Evaluation
@@ -131,6 +132,7 @@ class Loop:
         """
         self.evaluate(names)
         if levels and not self.ending:
+            self.recorder.reading()
             self.checkpoints.save(levels)
         self.keep_best()
 
@@ -160,12 +162,11 @@ class Loop:
             lr = self.job.learning_rate(self.progress.step, self.steps)
             self.check_samples(result)
             # The last step of an epoch has fewer samples; a run that is resumed for another epoch goes on behind them.
-            left = max(
-                0, (self.job.corpus.train.total or sys.maxsize) - self.progress.position
-            )
-            self.progress.advance(
-                min(self.batch, left), result.tokens, not result.skipped
-            )
+            position = self.progress.position
+            left = max(0, (self.job.corpus.train.total or sys.maxsize) - position)
+            samples = range(position, position + min(self.batch, left))
+            count_read(self.progress.loader, self.job.corpus.train, samples)
+            self.progress.advance(len(samples), result.tokens, not result.skipped)
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
             self.stopped = self.stopped or result.stop
             self.recorder.step(result, lr)
@@ -235,6 +236,7 @@ class Loop:
                 )
             self.evaluate(self.evaluation.missing(self.progress.step))
             self.keep_best()
+        self.recorder.reading()
         # A broken model must not push a whole one out.
         self.checkpoints.finish(save=self.skipped_in_a_row < MOST_SKIPPED)
         self.callbacks.running.checkpoint = self.checkpoints.last

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
+from weft.data.read_so_far import read_so_far
 from weft.observe.display import Display
 from weft.observe.flops import memory_gib, peak_flops
 from weft.observe.host import HardwareLoad, describe_machine
@@ -121,6 +122,11 @@ class Recorder:
     def validation(self, loss: float) -> None:
         self.log("validation", loss=loss)
         self._display.update(self._progress.step, validation=loss)
+
+    def reading(self) -> None:
+        """Record what was read so far of each source."""
+        if sources := read_so_far(self._progress.loader):
+            self.log("read", sources=sources)
 
     def passes(self, done: int, of: int) -> None:
         """Show that ``done`` of a step's ``of`` passes (forward and backward) are done, if the step takes long."""

@@ -15,6 +15,7 @@ import torch
 from weft.checkpoint.best import Best, read_best
 from weft.checkpoint.levels import check_hosts, open_levels
 from weft.checkpoint.run_checkpoints import Checkpoints
+from weft.data.read_so_far import begin_reading
 from weft.models.widened import widened_note
 from weft.observe.run_metrics import read_metrics
 from weft.run.signals import requests
@@ -129,6 +130,7 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
     model, state = built
     resumed = guard.fill(run, job, state, mesh)
     progress = resumed.progress
+    begin_reading(progress.loader, job.corpus, progress.position)
     mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
     lowest = lowest_of_run(job, mesh, run.folder, progress.step)
     signals = stack.enter_context(guard.signals())

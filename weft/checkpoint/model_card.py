@@ -1,0 +1,63 @@
+"""Model card of an export: what the run was, and which documents it has read how often."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.checkpoint.hub import local_path
+from weft.checkpoint.store import load_newest
+from weft.checkpoint.weights import is_foreign
+from weft.data.read_so_far import read_so_far
+
+if TYPE_CHECKING:
+    from weft.checkpoint.load import StoredCheckpoint
+
+#: File of the card, which hubs show.
+CARD_FILE = "README.md"
+
+
+def write_model_card(checkpoint: str, folder: Path) -> None:
+    """Write ``README.md`` to the ``folder`` of an export, if the checkpoint is of a run that tells what it has read.
+
+    ``checkpoint``: the run or the checkpoint that is exported.
+    """
+    where = local_path(checkpoint)
+    if is_foreign(where):
+        return
+    stored, _ = load_newest([where], lambda stored: None, lambda line: None)
+    if (text := model_card(stored)) is not None:
+        (folder / CARD_FILE).write_text(text)
+
+
+def model_card(stored: StoredCheckpoint) -> str | None:
+    """Return the card of a checkpoint as Markdown, or None if it does not tell what its run has read."""
+    meta: dict[str, Any] = stored.meta
+    sources = read_so_far(meta["progress"].get("loader", {}))
+    if not sources:
+        return None
+    progress, recipe = meta["progress"], meta["recipe"]
+    origin = recipe["model"].get("from") or recipe["model"].get("origin")
+    begun = f", from `{origin}`" if origin else ""
+    lines = [
+        f"# {recipe.get('name') or 'model'}",
+        "",
+        f"Trained by Weft for {progress['step']:,} steps and {progress['tokens']:,} tokens{begun}.",
+        "",
+        "## What was read",
+        "",
+        "| source | documents | trained on | tokens | epochs read | tokens read |",
+        "|---|---|---|---|---|---|",
+    ]
+    for about in sources:
+        lines.append(
+            f"| {about['name']} | {about['documents']:,} | {about['trained_documents']:,} | {about['tokens']:,} "
+            f"| {about['epochs']:.3g} | {about['tokens_read']:,} |"
+        )
+    dropped = any(about["lines"][1:] for about in sources)
+    lines += ["", "Written by `weft data run`:", ""] if dropped else []
+    for about in sources:
+        lines += [f"- `{about['name']}`, {line}" for line in about["lines"][1:]]
+    facts = json.dumps([{k: v for k, v in s.items() if k != "lines"} for s in sources])
+    return "\n".join([*lines, "", f"<!-- weft: {facts} -->", ""])
