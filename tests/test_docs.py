@@ -12,6 +12,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+import pipeline_reference
 import pytest
 import reference
 import typer.main
@@ -88,6 +89,12 @@ def test_every_page_is_in_the_menu() -> None:
 def test_the_reference_shows_the_code_as_it_is() -> None:
     for page, text in reference.pages().items():
         assert page.read_text() == text, "run: python bench/reference.py --mend"
+
+
+def test_the_reference_of_pipelines_says_what_operators_take(no_plugins: None) -> None:
+    page = pipeline_reference.PAGE.read_text()
+    how = "run: python bench/pipeline_reference.py --mend"
+    assert page == pipeline_reference.page(), how
 
 
 def test_the_reference_of_python_names_what_exists() -> None:

@@ -19,7 +19,8 @@ from weft.section import validated
 def shipped_pipelines() -> dict[str, Path]:
     """Return the file of every pipeline that comes with Weft, by name."""
     folder = shipped("recipes") / "data"
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    files = sorted(folder.glob("*.toml"))
+    return {path.stem: path for path in files if "[[steps]]" in path.read_text()}
 
 
 def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> DataPipeline:

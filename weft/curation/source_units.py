@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -12,8 +11,8 @@ from typing import Any
 from weft.curation.document_files import arrow
 from weft.curation.documents import Documents
 from weft.data.corpora import read_documents
-from weft.data.files import format_of, read_records
-from weft.data.reading import PACKED, open_file, reading
+from weft.data.files import FilePart, format_of, read_records
+from weft.data.reading import DOWNLOADS, PACKED, file_state, open_file, reading
 from weft.data.record_texts import is_wanted
 from weft.data.source_kinds import documents_of
 from weft.data.source_report import SourceReport
@@ -131,9 +130,9 @@ def _files_of(source: Source) -> list[UnitFile]:
     root = _root(source, paths)
     files = []
     for path in paths:
-        stat = path.stat()
+        size, changed = file_state(path)
         name = path.relative_to(root).as_posix() if root else path.as_posix()
-        files.append(UnitFile(str(path), name, stat.st_size, stat.st_mtime_ns))
+        files.append(UnitFile(str(path), name, size, changed))
     return files
 
 
@@ -151,7 +150,7 @@ def _root(source: Source, paths: Sequence[Path]) -> Path | None:
 def _parts_of(file: UnitFile, source: Source, most: int) -> list[UnitFile]:
     """Divide a file into parts of about ``most`` bytes where its format has places to divide it at."""
     path = Path(file.path)
-    if file.size <= most:
+    if file.size <= most or DOWNLOADS in path.parts:  # what is elsewhere is whole
         return [file]
     if source.kind == "parquet":
         return _row_parts(file, -(-file.size // most))
@@ -302,23 +301,6 @@ def _parquet(file: UnitFile) -> Iterator[tuple[int, Any]]:
 def _json(
     file: UnitFile, report: SourceReport, source: Source
 ) -> Iterator[tuple[int, Any]]:
-    path, wrong = Path(file.path), report.skip if source.skips else None
-    if not file.stop:
-        yield from read_records(path, wrong)
-        return
-    with path.open("rb") as stream:
-        stream.seek(file.start)
-        number = file.first
-        while stream.tell() < file.stop:
-            line = stream.readline()
-            if line.strip():
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    broken = WeftError(f"{path}:{number}: not valid JSON ({error})")
-                    if wrong is None:
-                        raise broken from None
-                    wrong(broken)
-                else:
-                    yield number, record
-            number += 1
+    wrong = report.skip if source.skips else None
+    part = FilePart(file.start, file.stop, file.first) if file.stop else None
+    return read_records(Path(file.path), wrong, part)

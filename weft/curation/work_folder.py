@@ -125,7 +125,7 @@ def sole_writer(out: Path) -> Iterator[None]:
         lock.write(str(os.getpid()))
         lock.flush()
         # what killed processes have left
-        for draft in work.rglob("*.part"):
+        for draft in (*out.glob("*.part"), *work.rglob("*.part")):
             with suppress(OSError):
                 draft.unlink()
         yield

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from weft.recipe.data_section import RECORD_FILES
 from weft.recipe.host_section import HostSection
 from weft.recipe.recipe import Recipe
@@ -66,9 +68,12 @@ def _add_names(tree: Schema, definitions: dict[str, Schema]) -> None:
 
 def technique_fields(technique: Registered) -> dict[str, Schema]:
     """Return the JSON schema of each setting that a technique adds to its section, by key; empty if there is none."""
-    if technique.settings is None:
-        return {}
-    fields: dict[str, Schema] = technique.settings.model_json_schema()["properties"]
+    return {} if technique.settings is None else section_fields(technique.settings)
+
+
+def section_fields(section: type[BaseModel]) -> dict[str, Schema]:
+    """Return the JSON schema of each setting of a section, by key."""
+    fields: dict[str, Schema] = section.model_json_schema()["properties"]
     return {key: _in_draft_4(field) for key, field in fields.items()}
 
 
