@@ -32,6 +32,9 @@ TEXTS = [
     "Short!",
 ]
 
+#: What the runs have noted.
+notes: list[str] = []
+
 
 def run(
     folder: Path, steps: list[dict[str, Any]], shards: int, sizes: list[int]
@@ -50,13 +53,14 @@ def run(
         "steps": steps,
         "shards": shards,
     }
-    run_pipeline(build_pipeline(tree), folder / "out", 0)
+    result = run_pipeline(build_pipeline(tree), folder / "out", 0)
+    notes.extend(result.notes)
     return folder / "out"
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     questions = folder / "riddles.jsonl"
-    questions.write_text(json.dumps({"q": QUESTION}))
+    questions.write_text(json.dumps({"q": QUESTION, "a": "the second"}))
     return [
         {"operator": "decontaminate", "sets": [str(questions)]},
         {"operator": "exact", "keep": "first"},
@@ -67,6 +71,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_all_of_them_in_any_shards(tmp_path: Path) -> None:
+    notes.clear()
     outputs = []
     for shards, sizes in ((1, [8]), (3, [1, 1, 3, 2, 1])):
         folder = tmp_path / str(shards)
@@ -87,6 +92,13 @@ def test_all_of_them_in_any_shards(tmp_path: Path) -> None:
             {"near-duplicate of another document": 2},
         ]
     assert outputs[0] == outputs[1]
+    assert (
+        notes
+        == [
+            "steps[0] (decontaminate): 1 texts of riddles are not looked for, as they have fewer than 8 words"
+        ]
+        * 2
+    )
     texts = outputs[0][0]
     assert len(texts) == 4 and sum(LICENCE in text for text in texts) == 1
     # the longest of the near-duplicates

@@ -62,15 +62,15 @@ def test_names_the_set_and_counts_places(tmp_path: Path) -> None:
     result = rows(documents, sets=[trains, short])
     # 16 words have 4 sequences of 13
     assert result[:4] == [
-        (4, ["trains"], "contaminated by trains: 4 sequences of words"),
-        (1, ["short"], "contaminated by short: 1 sequences of words"),
+        (4, ["trains"], "contaminated by trains: 4 hits"),
+        (1, ["short"], "contaminated by short: 1 hit"),
         (0, [], ""),
         (0, [], ""),
     ]
     assert result[4] == (
         9,
         ["trains", "short"],
-        "contaminated by trains, short: 9 sequences of words",
+        "contaminated by trains, short: 9 hits",
     )
     lenient = rows(documents, sets=[trains, short], most_hits=4)
     assert [bool(reason) for *_, reason in lenient] == [False] * 4 + [True]

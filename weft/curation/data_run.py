@@ -22,6 +22,7 @@ from weft.curation.run_output import (
     publish,
     run_notes,
 )
+from weft.curation.shard_steps import operator_notes
 from weft.curation.shard_tasks import TaskSetting, Words, done_before, task_file
 from weft.curation.source_units import (
     SourceUnit,
@@ -216,10 +217,19 @@ class _Run:
             self._check_failures(counts)
             if segment.joint is not None:
                 decided = self._decide(do, segment.joint, results)
+        totals = [add_counts(of_step) for of_step in counts]
         outcomes = [
-            StepOutcome(number, step.operator, add_counts(counts[number]), computed[number])
-            for number, step in enumerate(pipeline.steps)
-        ]  # fmt: skip
+            StepOutcome(
+                number,
+                step.operator,
+                total,
+                computed[number],
+                operator_notes(steps[number], total),
+            )
+            for number, (step, total) in enumerate(
+                zip(pipeline.steps, totals, strict=True)
+            )
+        ]
         return RunParts(
             shards,
             self._sources(units, reads, outcomes),

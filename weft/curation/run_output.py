@@ -79,13 +79,14 @@ class StepOutcome:
     """What a step did.
 
     ``number``, ``operator``: the step; ``computed``: number of documents for which the operator was called in this run
-    or the one that did the task.
+    or the one that did the task; ``notes``: what the operator says to the user.
     """
 
     number: int
     operator: str
     counts: StepCounts
     computed: int
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -377,4 +378,6 @@ def run_notes(parts: RunParts) -> list[str]:
                 f"steps[{outcome.number}] ({outcome.operator}): {outcome.counts.missing:,} documents could not be "
                 f"made; the first: from {name}: {reason}"
             )
+        step = f"steps[{outcome.number}] ({outcome.operator})"
+        notes += [f"{step}: {line}" for line in outcome.notes]
     return notes

@@ -76,6 +76,16 @@ class Decontaminate:
         """Return a digest of the contents of the evaluation sets."""
         return files_digest(self.settings.sets)
 
+    def notes(self) -> list[str]:
+        """Return a line for every set of which texts are too short to be looked for."""
+        ours = self.settings
+        least = min(ours.least_words, ours.ngram)
+        return [
+            f"{skipped:,} texts of {name} are not looked for, as they have fewer than {least} words"
+            for name, skipped in zip(self.index.names, self.index.skipped, strict=True)
+            if skipped
+        ]
+
     def statistics(self, documents: Documents) -> dict[str, list[Any]]:
         counts = count_overlaps(documents.texts, self.index)
         names = self.index.names
@@ -93,7 +103,7 @@ class Decontaminate:
             columns["contamination_hits"], columns["contaminated_by"], strict=True
         )
         return [
-            f"contaminated by {', '.join(sets)}: {hits} sequences of words"
+            f"contaminated by {', '.join(sets)}: {hits} hit{'s' * (hits != 1)}"
             if hits > most
             else ""
             for hits, sets in pairs
