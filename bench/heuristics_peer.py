@@ -124,6 +124,8 @@ def compare(python: str, texts: list[str], names: list[str]) -> dict[str, Any]:
 
 def record(python: str) -> None:
     sys.path.insert(0, str(ROOT))
+    from step import machine
+
     from tests.curation.web_pages import pages
 
     drawn = compare(python, pages(PAGES), [f"page {i}" for i in range(PAGES)])
@@ -144,7 +146,14 @@ def record(python: str) -> None:
         [f.name for f in files],
     )
     RESULTS.write_text(
-        json.dumps({"pages": drawn["figures"], "stdlib": code["figures"]}, indent=2)
+        json.dumps(
+            {
+                "machine": machine(),
+                "pages": drawn["figures"],
+                "stdlib": code["figures"],
+            },
+            indent=2,
+        )
         + "\n"
     )
 

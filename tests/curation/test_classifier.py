@@ -53,7 +53,9 @@ def minified(text: str, _: random.Random) -> str:
 
 
 @pytest.mark.slow(3)
-@pytest.mark.parametrize("spoil", [shuffled, minified])
+@pytest.mark.parametrize(
+    "spoil", [shuffled, pytest.param(minified, marks=pytest.mark.soak)]
+)
 def test_spoilt_copies_of_packages_that_it_does_not_know(spoil: Any) -> None:
     good, rng = stdlib(), random.Random(1)
     bad = [each._replace(text=spoil(each.text, rng)) for each in good]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,12 @@ def test_lines_of_c4() -> None:
         "Is it so [12]?\n said he. \nand that was the end", ended=False
     ) == ["Is it so ?", "and that was the end"]
     assert kept_lines("This is prose about privacy policy and lorem ipsum.") != []
+
+
+@pytest.mark.parametrize("text", ["(" * 100_000, "!" * 100_000 + "x", "a." * 50_000])
+def test_long_texts_without_spaces_take_no_longer(text: str) -> None:
+    """Minified code and binary noise: time is proportional to the length, where its square would be minutes."""
+    began = time.process_time()
+    assert "".join(split_words(text)) == text
+    assert count_sentences(text) == 1
+    assert time.process_time() - began < 10

@@ -42,6 +42,7 @@ def run(
     ]
 
 
+@pytest.mark.slow(3)
 def test_scores_through_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(4):
         file = tmp_path / f"data/{number}.jsonl"

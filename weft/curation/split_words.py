@@ -30,8 +30,13 @@ _ABBREVIATIONS = frozenset((
     "mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "vs", "e.g", "i.e", "a.m", "p.m", "u.s", "inc", "co", "corp",
     "ltd", "gen", "rep", "sen", "gov", "adm", "jan", "feb", "aug", "sept", "oct", "nov", "dec",
 ))  # fmt: skip
-#: The end of a sentence: its mark, what closes behind the mark, and a white space or the end of the text.
-_SENTENCE_END = re.compile(r"(\S*?)([.!?。！？]+)[\"'”’)\]]*(?=\s|$)")
+#: The end of a sentence: its marks, what closes behind them, and a white space or the end of the text.
+_SENTENCE_END = re.compile(r"(?<![.!?。！？])([.!?。！？]+)[\"'”’)\]]*(?=\s|$)")
+#: The word before a mark.
+_LAST_WORD = re.compile(r"\S*$")
+#: Characters of the longest text between white spaces that is remembered, and at its end of the longest mark; what is
+#: before a full stop is looked at as far.
+_REMEMBERED, _MARK_LENGTH = 64, 32
 
 
 def split_words(text: str) -> list[str]:
@@ -40,22 +45,34 @@ def split_words(text: str) -> list[str]:
     What stands between white spaces is divided at marks before and after it, at English contractions and at dashes
     between letters.
     """
-    return [word for chunk in text.split() for word in _words_of(chunk)]
+    words: list[str] = []
+    for chunk in text.split():
+        divide = _words_of if len(chunk) <= _REMEMBERED else _divided
+        words += divide(chunk)
+    return words
 
 
-@lru_cache(1 << 16)
-def _words_of(chunk: str) -> tuple[str, ...]:
+def _divided(chunk: str) -> tuple[str, ...]:
+    """Return the words of what stands between white spaces, in time proportional to its length."""
     before: list[str] = []
     after: list[str] = []
-    while chunk and (mark := _BEFORE.match(chunk)):
+    start, end = 0, len(chunk)
+    while start < end and (mark := _BEFORE.match(chunk, start)):
         before.append(mark[0])
-        chunk = chunk[mark.end() :]
-    while not _whole(chunk) and (mark := _AFTER.search(chunk)) and mark.start() > 0:
+        start = mark.end()
+    while start < end and not _whole(chunk[max(start, end - _MARK_LENGTH) : end]):
+        mark = _AFTER.search(chunk, max(start, end - _MARK_LENGTH), end)
+        if mark is None or mark.start() <= start:
+            break
         after.append(mark[0])
-        chunk = chunk[: mark.start()]
-    whole = _ADDRESS.fullmatch(chunk) or _whole(chunk)
-    inside = [chunk] if whole else [word for word in _INSIDE.split(chunk) if word]
+        end = mark.start()
+    word = chunk[start:end]
+    whole = _ADDRESS.fullmatch(word) or _whole(word)
+    inside = [word] if whole else _INSIDE.split(word)
     return (*before, *filter(None, inside), *reversed(after))
+
+
+_words_of = lru_cache(1 << 16)(_divided)
 
 
 def _whole(chunk: str) -> bool:
@@ -84,11 +101,17 @@ def count_sentences(text: str) -> int:
     ends = 0
     last = 0
     for end in _SENTENCE_END.finditer(text):
-        word = end[1].lstrip("\"'“‘([").lower()
-        if end[2] == "." and (word in _ABBREVIATIONS or _is_initial(end[1])):
+        if end[1] == "." and _is_abbreviated(text, end.start()):
             continue
         ends, last = ends + 1, end.end()
     return ends + bool(text[last:].strip())
+
+
+def _is_abbreviated(text: str, stop: int) -> bool:
+    """Return whether the word before the full stop at ``stop`` is an abbreviation or an initial."""
+    match = _LAST_WORD.search(text, max(0, stop - _MARK_LENGTH), stop)
+    word = match[0] if match else ""
+    return word.lstrip("\"'“‘([").lower() in _ABBREVIATIONS or _is_initial(word)
 
 
 def _is_initial(word: str) -> bool:
