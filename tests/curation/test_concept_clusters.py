@@ -207,17 +207,45 @@ def test_random_ones_inside_a_cluster() -> None:
     assert (kept["far"] != kept["random"]).any()
 
 
+def test_documents_without_a_vector_come_last() -> None:
+    vectors: list[Any] = [*spread([0.1, 0.8], 20).tolist(), None, []]
+    names = [f"{i:02}" for i in range(42)]
+    for operator in ("clusters", "prune"):
+        more = {"metric": "prototypes", "keep": "hard"} if operator == "prune" else {}
+        for number, missing in ((20, 2), (41, 1), (42, 0)):
+            step: Any = DataStep(
+                operator=operator, embedding="v", number=number, **more
+            ).build()  # type: ignore[arg-type]
+            shards = [
+                Documents(names[a:b], [""] * (b - a), {"v": vectors[a:b]})
+                for a, b in ((0, 30), (30, 30), (30, 40), (40, 42))
+            ]
+            decisions = step.decide(
+                [s.ids for s in shards], [step.summarize(s) for s in shards]
+            )
+            reasons = [reason for decision in decisions for reason in decision.reasons]
+            assert (
+                reasons.count("") == number
+                and reasons[40:].count("no vector") == missing
+            )
+            assert next(iter(decisions[3].columns.values())) == [None, None]
+
+
 def test_vectors_that_are_none_are_named() -> None:
-    step: Any = DataStep(operator="clusters", embedding="embedding", number=1).build()
+    step: Any = DataStep(operator="clusters", embedding="v", number=1).build()
     for values, said in (
-        ([[1.0], [1.0, 2.0]], "holds 2 numbers for b"),
-        ([[1.0], None], "holds nothing for b"),
-        (["ab", "cd"], "holds 'ab'"),
-        ([[1.0], [float("inf")]], "infinite"),
+        ([[1.0], [1.0, 2.0]], r"b has '\[1.0, 2.0\]' in this column; .* \(1 here\)"),
+        (["ab", "cd"], "a has 'ab'"),
+        ([5, 5], "a has '5'"),
+        ([[1.0], [float("inf")]], "b has .* a list of finite numbers"),
+        ([[[1.0]], [[1.0]]], "a has"),
     ):
         with pytest.raises(UsageError, match=said):
-            step.summarize(Documents(["a", "b"], ["", ""], {"embedding": values}))
+            step.summarize(Documents(["a", "b"], ["", ""], {"v": values}))
     with pytest.raises(
         UsageError, match="no earlier step has written this column; columns: none"
     ):
         step.summarize(Documents(["a"], [""]))
+    shards = [Documents([f"{n}"], [""], {"v": [[1.0] * n]}) for n in (2, 3)]
+    with pytest.raises(UsageError, match="vectors of 2 and of 3 numbers"):
+        step.decide([s.ids for s in shards], [step.summarize(s) for s in shards])

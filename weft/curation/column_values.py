@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,13 @@ def number_column(documents: Documents, name: str, setting: str) -> np.ndarray:
         raise UsageError(
             f"steps.{setting} = {name!r}: the column holds {wrong[0]!r}, which is no number; name another column"
         )
-    return np.array([np.nan if v is None else v for v in values], np.float64)
+    # as float() of a whole number of 400 digits raises an error
+    largest = float(np.finfo(np.float64).max)
+    numbers = [
+        np.nan if v is None else max(-largest, min(v, largest)) if v == v else v
+        for v in values
+    ]
+    return np.array(numbers, np.float64)
 
 
 def group_column(documents: Documents, name: str, setting: str) -> np.ndarray:
@@ -44,35 +51,39 @@ def group_column(documents: Documents, name: str, setting: str) -> np.ndarray:
 
 
 def vector_column(documents: Documents, name: str, setting: str) -> np.ndarray:
-    """Return a column of vectors as float32 ``[documents, width]``.
+    """Return a column of vectors as float32 ``[documents, width]``; NaN where a document has none.
 
-    Raises :class:`UsageError` if a value is no list of numbers, or if the lists have different lengths.
+    Raises :class:`UsageError` if a value is no list of finite numbers, or if the lists have different lengths.
     """
     values = column_values(documents, name, setting)
-    remedy = "an embedding is a list of numbers, for each document of the same length"
-    for document, value in zip(documents.ids, values, strict=True):
-        if value is None or not len(value) or len(value) != len(values[0]):
-            shown = "nothing" if value is None else f"{len(value)} numbers"
-            raise UsageError(
-                f"steps.{setting} = {name!r}: the column holds {shown} for {document}; {remedy}"
-            )
-    try:
-        vectors = np.array(values, np.float32).reshape(len(values), -1)
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"steps.{setting} = {name!r}: the column holds {values[0]!r:.60}; {remedy}"
-        ) from None
-    if not np.isfinite(vectors).all():
-        raise UsageError(
-            f"steps.{setting} = {name!r}: the column holds infinite numbers or NaN; {remedy}"
-        )
+    width = next((len(v) for v in values if isinstance(v, list) and v), 0)
+    vectors = np.full((len(values), width), np.nan, np.float32)
+    for row, document, value in zip(vectors, documents.ids, values, strict=True):
+        if value is None or (isinstance(value, list) and not value):
+            continue
+        row[:] = _vector(value, width, f"steps.{setting} = {name!r}: {document}")
     return vectors
+
+
+def _vector(value: Any, width: int, where: str) -> np.ndarray:
+    """Return ``value`` as a vector of ``width`` numbers. ``where``: what error lines begin with."""
+    try:
+        vector = np.array(value, np.float32)
+    except (TypeError, ValueError, OverflowError):
+        vector = np.array(np.nan)  # of no dimension
+    if vector.shape != (width,) or not np.isfinite(vector).all():
+        raise UsageError(
+            f"{where} has {str(value)[:40]!r} in this column; a vector is a list of finite numbers, for each document "
+            f"of the same length ({width} here)"
+        )
+    return vector
 
 
 def document_vectors(documents: Documents, embedding: str) -> np.ndarray:
     """Return a vector for each document as float32 ``[documents, width]``: the column ``embedding``.
 
-    Without a column, where ``embedding`` is "", the vectors are the hashed n-grams of the texts, of width 256.
+    A document without a vector has NaN. Without a column, where ``embedding`` is "", the vectors are the hashed n-grams
+    of the texts, of width 256.
     """
     if not embedding:
         vectors = np.zeros((len(documents), 256), np.float32)
@@ -81,6 +92,29 @@ def document_vectors(documents: Documents, embedding: str) -> np.ndarray:
             sparse = ngram_vector(text, settings)
             row[sparse.indices] = sparse.values
         return vectors
-    if not len(documents):  # nobody knows the width
-        return np.zeros((0, 0), np.float32)
     return vector_column(documents, embedding, "embedding")
+
+
+def joined_vectors(parts: Sequence[np.ndarray], setting: str) -> np.ndarray:
+    """Return the vectors of all shards as one array ``[documents, width]``; NaN where a document has none.
+
+    ``parts``: vectors of each shard; a shard in which no document has a vector has any width. ``setting``: the setting
+    that names the column, for error lines. Raises :class:`UsageError` if shards have vectors of different lengths.
+    """
+    widths = sorted({part.shape[1] for part in parts if np.isfinite(part).any()})
+    if len(widths) > 1:
+        raise UsageError(
+            f"steps.{setting}: the column has vectors of {widths[0]} and of {widths[-1]} numbers; write it by one model"
+        )
+    width = widths[0] if widths else 0
+    empty = [np.full((len(part), width), np.nan, np.float32) for part in parts]
+    filled = [
+        part if part.shape[1] == width else nothing
+        for part, nothing in zip(parts, empty, strict=True)
+    ]
+    return np.concatenate(filled)
+
+
+def with_vector(vectors: np.ndarray) -> np.ndarray:
+    """Return which documents have a vector, bool ``[documents]``."""
+    return np.isfinite(vectors).all(axis=1) & (vectors.shape[1] > 0)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, PositiveFloat
 
 from weft.curation.best_documents import score_order
-from weft.curation.column_values import document_vectors
-from weft.curation.concept_clusters import prune_clusters
+from weft.curation.column_values import document_vectors, joined_vectors, with_vector
+from weft.curation.concept_clusters import PrunedClusters, prune_clusters
 from weft.curation.data_operators import Decision
 from weft.curation.data_pipeline import DataStep
 from weft.curation.document_selection import SelectionSettings, drop_reasons, say
 from weft.curation.documents import Documents
-from weft.curation.duplicate_groups import (
-    flat_ids,
-    id_ranks,
-    joined_summaries,
-    split_decisions,
-)
+from weft.curation.duplicate_groups import flat_ids, id_ranks, split_decisions
 from weft.registry import register
+
+#: Documents of a cluster on average, at least.
+_FEWEST = 10
 
 
 class ClustersSettings(SelectionSettings):
@@ -33,7 +31,7 @@ class ClustersSettings(SelectionSettings):
     clusters: int = Field(
         100,
         ge=1,
-        description="Number of clusters; fewer where there are fewer documents.",
+        description="Number of clusters; fewer where they would have fewer than 10 documents.",
     )
     temperature: PositiveFloat = Field(
         0.5,
@@ -94,35 +92,57 @@ class Clusters:
         ours, names = self.settings, flat_ids(ids)
         if not names:
             return split_decisions(ids, {}, [])
-        filled = [summary for summary in summaries if len(summary["vectors"])]
-        vectors = joined_summaries(filled, "vectors")
         ranks = id_ranks(names)
+        parts = [summary["vectors"] for summary in summaries]
+        vectors = joined_vectors(parts, "embedding")[np.argsort(ranks)]
+        known = with_vector(vectors)
+        total = ours.count(len(names))
+        kept = np.zeros(len(names), bool)
+        # those without a vector come last
+        kept[np.flatnonzero(~known)[: max(0, total - int(known.sum()))]] = True
+        labels = np.full(len(names), -1)
+        distances = np.full(len(names), np.nan)
+        if known.any():
+            pruned = self._pruned(vectors[known], total, sorted(names), known)
+            kept[known] = pruned.kept
+            labels[known], distances[known] = pruned.labels, pruned.distances
+        columns: dict[str, list[Any]] = {
+            "cluster": [None if label < 0 else int(label) for label in labels[ranks]],
+            "cluster_distance": [
+                None if x != x else float(x) for x in distances[ranks]
+            ],
+        }
+        close = "close to the centroid of its cluster"
+        reason = close if ours.inside == "far" else "not drawn of its cluster"
+        reasons = drop_reasons(kept[ranks], reason)
+        reasons = [
+            why if not why or has else "no vector"
+            for why, has in zip(reasons, known[ranks], strict=True)
+        ]
+        return split_decisions(ids, columns, reasons)
+
+    def _pruned(
+        self, vectors: np.ndarray, total: int, names: list[str], known: np.ndarray
+    ) -> PrunedClusters:
+        """Return the clusters of the documents with a vector, and say how much of them is kept."""
+        ours, first = self.settings, self._first(names)
         pruned = prune_clusters(
-            vectors[np.argsort(ranks)],
-            ours.count(len(names)),
-            ours.clusters,
+            vectors,
+            min(total, len(vectors)),
+            min(ours.clusters, max(1, len(vectors) // _FEWEST)),
             ours.temperature,
             ours.neighbours,
             ours.seed,
-            self._first(sorted(names)),
+            None if first is None else first[known],
         )
         sizes = np.bincount(pruned.labels, minlength=len(pruned.counts))
         shares = pruned.counts / np.maximum(sizes, 1)
         say(
             "clusters",
-            f"{pruned.counts.sum()} of {len(names)} documents kept, of the {len(sizes)} clusters between "
+            f"{pruned.counts.sum()} of {len(vectors)} documents kept, of the {len(sizes)} clusters between "
             f"{shares.min():.0%} and {shares.max():.0%}",
         )
-        columns = {
-            "cluster": pruned.labels[ranks].tolist(),
-            "cluster_distance": pruned.distances[ranks].tolist(),
-        }
-        close, drawn = (
-            "close to the centroid of its cluster",
-            "not drawn of its cluster",
-        )
-        reason = close if ours.inside == "far" else drawn
-        return split_decisions(ids, columns, drop_reasons(pruned.kept[ranks], reason))
+        return pruned
 
     def _first(self, names: list[str]) -> np.ndarray | None:
         """Return what is kept first inside a cluster where that is random."""

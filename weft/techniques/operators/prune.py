@@ -9,7 +9,12 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from weft.curation.best_documents import choose_best, score_order
-from weft.curation.column_values import document_vectors, group_column
+from weft.curation.column_values import (
+    document_vectors,
+    group_column,
+    joined_vectors,
+    with_vector,
+)
 from weft.curation.data_operators import Decision
 from weft.curation.data_pipeline import DataStep
 from weft.curation.document_selection import (
@@ -114,26 +119,34 @@ class Prune:
         ours, names = self.settings, flat_ids(ids)
         if not names:
             return split_decisions(ids, {}, [])
-        filled = [summary for summary in summaries if len(summary["labels"])]
         # by ids, so that nothing depends on shards
         ranks = id_ranks(names)
-        order = np.argsort(ranks)
-        vectors = joined_summaries(filled, "vectors")[order]
-        groups = joined_summaries(filled, "labels")[order]
-        labels = np.unique(groups, return_inverse=True)[1].astype(np.int64)
-        scores = self._scores(vectors, labels)
-        count = ours.count(len(names))
-        keep = self._keep(scores, vectors, labels, sorted(names), count / len(names))
-        best = score_order(scores, sorted(names), "high" if keep == "hard" else "low")
+        order, names = np.argsort(ranks), sorted(names)
+        parts = [summary["vectors"] for summary in summaries]
+        vectors = joined_vectors(parts, "embedding")[order]
+        known = with_vector(vectors)
+        groups = joined_summaries(summaries, "labels")[order]
+        scores = np.full(len(names), np.nan)
+        count, keep = ours.count(len(names)), "hard"
+        if known.any():
+            labels = np.unique(groups[known], return_inverse=True)[1].astype(np.int64)
+            scores[known] = self._scores(vectors[known], labels)
+            names_known = [name for name, has in zip(names, known, strict=True) if has]
+            share = count / len(names)
+            keep = self._keep(scores[known], vectors[known], labels, names_known, share)
+        # those without a vector come last
+        best = score_order(scores, names, "high" if keep == "hard" else "low")
         kept = choose_best(best, count, groups, ours.floor)
         if ours.label:
             say_groups("prune", ours.label, groups, kept)
-        reason = f"{'easy' if keep == 'hard' else 'hard'} by {ours.metric}"
-        return split_decisions(
-            ids,
-            {"difficulty": scores[ranks].tolist()},
-            drop_reasons(kept[ranks], reason),
-        )
+        other = "easy" if keep == "hard" else "hard"
+        reasons = drop_reasons(kept[ranks], f"{other} by {ours.metric}")
+        reasons = [
+            why if not why or has else "no vector"
+            for why, has in zip(reasons, known[ranks], strict=True)
+        ]
+        difficulty = [None if x != x else float(x) for x in scores[ranks]]
+        return split_decisions(ids, {"difficulty": difficulty}, reasons)
 
     def _scores(self, vectors: np.ndarray, labels: np.ndarray) -> np.ndarray:
         from weft.curation.example_difficulty import (
