@@ -111,6 +111,7 @@ KINDS: dict[str, TechniqueKind] = {
     "task": TechniqueKind("task", "tasks.reward", ("settings", "seed"), "tasks", ("",)),
     "operator": TechniqueKind("operator", "steps.operator", ("step",), "operators"),
     "remote": TechniqueKind("remote place", "data.path", ("address",), "remote_sources"),
+    "mixture": TechniqueKind("mixture", "data.mix", ("about",), "mixtures", ("static",)),
     "samples": TechniqueKind("source of samples", "rl", ("recipe",), "sample_sources"),
     "buffer": TechniqueKind("buffer of samples", "stream.buffer", ("capacity", "watermark", "seed"), "buffers"),
     "phases": TechniqueKind("technique of a step", "phases", (), "phases"),

@@ -151,12 +151,20 @@ def other_differences(
 
 
 def _differing(section: str, stored: Any, present: Any, names: Any) -> list[str]:
-    before, now = stored.get(section, {}), present[section]
+    before, now = _completed(stored.get(section, {})), present[section]
     return [
         f"{section}.{name} = {_shown(now[name])}, the checkpoint was trained with {_shown(before[name])}"
         for name in names
         if name in before and before[name] != now[name]
     ]
+
+
+def _completed(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a recorded section in which every source has the settings that sources have had only since."""
+    if "sources" not in section:
+        return section
+    since = {"name": ""}
+    return {**section, "sources": [since | source for source in section["sources"]]}
 
 
 def _shown(value: Any) -> str:

@@ -37,6 +37,11 @@ class Progress:
     updates: int = 0
     loader: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def mixed(self) -> dict[str, Any]:
+        """The mixture of the run's sources under the key ``mix``; empty if there is one source."""
+        return {"mix": self.loader["mix"]} if "mix" in self.loader else {}
+
     def to_json(self) -> dict[str, Any]:
         """Return the progress as JSON values, from which the class makes it again, without an empty ``loader``."""
         return {name: value for name, value in asdict(self).items() if value != {}}

@@ -20,7 +20,6 @@ from weft.data.corpora import unread_files
 from weft.data.order import Order, Row, RowList, Stream, choose_held_out, hash_keys
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.data.tokens import Tokens, open_source
-from weft.data.validation_file import validation_source
 from weft.errors import UsageError
 from weft.layout.axes import BATCH_AXES, DATA_AXES
 from weft.layout.layout import Layout
@@ -42,6 +41,8 @@ class Corpus:
         ``notes``: lines to print at the start of the run.
         ``validated``: digest of everything that determines the validation data.
         ``opened``: the sources with their tokens, in the order of the recipe, the source of validation last.
+        ``names``: name of the source of each stream in ``train``.
+        ``ingredients``: what ``fingerprint`` is a digest of, without the weights of the sources.
     """
 
     tokenizer: Tokenizer
@@ -52,6 +53,19 @@ class Corpus:
     notes: tuple[str, ...] = ()
     validated: str = ""
     opened: tuple[tuple[Source, Tokens], ...] = ()
+    names: tuple[str, ...] = ()
+    ingredients: tuple[Any, ...] = ()
+
+    def fingerprint_with(self, weights: Sequence[float]) -> str:
+        """Return the fingerprint that the same documents have with other ``weights`` of the sources."""
+        seen, *others = self.ingredients
+        if len(weights) != len(seen):
+            return ""
+        weighed = [
+            (documents, weight, *how)
+            for (documents, *how), weight in zip(seen, weights, strict=True)
+        ]
+        return digest(weighed, *others)
 
 
 def tokenizer_of_data(data: Data, own: Tokenizer | None = None) -> Tokenizer:
@@ -77,8 +91,13 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
     tokenizer = tokenizer_of_data(data, own)
     opening = document_opening(tokenizer, data.bos)
     sides: list[list[tuple[Stream, float]]] = [[], []]
-    lines, seen, notes, paired = [], [], list[str](), 0
-    apart = validation_source(data)
+    lines, notes, paired = [], list[str](), 0
+    seen, weights, names = list[Any](), list[float](), list[str]()
+    apart = None
+    if isinstance(data.validation, str):
+        from weft.data.validation_file import validation_source
+
+        apart = validation_source(data)
     opened = list[tuple[Source, Tokens]]()
     for number, source in enumerate([*data.sources, *([apart] if apart else [])]):
         if source.kind in CONVERSATIONS:
@@ -132,13 +151,11 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         size = f"{len(out):,} {named} ({out.sum():,} for validation), {lengths.sum():,} tokens"
         lines.append(f"{source.path or source.kind}: {size}{note and f', {note}'}")
         if source is not apart:  # what is trained on does not depend on it
-            seen.append(
-                (
-                    tokens.fingerprint,
-                    source.weight,
-                    *([data.chat.truncation, how["rows_of"]] if how else []),
-                )
-            )
+            packed = [data.chat.truncation, how["rows_of"]] if how else []
+            seen.append((tokens.fingerprint, *packed))
+            weights.append(source.weight)
+            if (~out).any():
+                names.append(source.title)
     train, validation = (
         Order(tuple(s for s, _ in side), tuple(w for _, w in side), data.seed, epochs)
         if side
@@ -146,8 +163,12 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         for side, epochs in zip(sides, (data.epochs, 1), strict=True)
     )
     assert train is not None
-    identity = digest(
-        seen, tokenizer.fingerprint, data.seq_len, data.seed, data.held_out
+    ingredients = (
+        tuple(seen),
+        tokenizer.fingerprint,
+        data.seq_len,
+        data.seed,
+        data.held_out,
     )
     how_read = (
         tokens.fingerprint,
@@ -157,17 +178,20 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
         data.chat.truncation,
         data.chat.pack,
     )
-    validated = digest(how_read) if apart else identity
-    return Corpus(
+    corpus = Corpus(
         tokenizer,
         train,
         validation,
         "; ".join(lines),
-        identity,
+        "",
         tuple(notes),
-        validated,
-        tuple(opened),
+        opened=tuple(opened),
+        names=tuple(names),
+        ingredients=ingredients,
     )
+    identity = corpus.fingerprint_with(weights)
+    validated = digest(how_read) if apart else identity
+    return replace(corpus, fingerprint=identity, validated=validated)
 
 
 def shares_of(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -333,7 +357,8 @@ class Loader:
         length = padded_length(longest, self.layout)
         tokens = np.zeros((len(lines), length), np.int64)
         labels = np.full_like(tokens, IGNORE)
-        weights = np.ones(tokens.shape, np.float32)
+        kinds = [row.weights.dtype for row in rows if row.weights is not None]
+        weights = np.ones(tokens.shape, np.result_type(np.float32, *kinds))
         starts, padding = [], []
         draws, samples = np.zeros_like(tokens), iter(numbered)
         rollout = None
@@ -518,7 +543,7 @@ class Loader:
         draws[0, :size] = drawn[at]
         weights = None
         if step.weights is not None:
-            weights = np.zeros(tokens.shape, np.float32)
+            weights = np.zeros(tokens.shape, step.weights.dtype)
             weights[0, :size] = step.weights[at]
         starts = np.cumsum([0, *(edges[d + 1] - edges[d] for d in p.documents)])
         owners = chunk_owners(Layout(cp=ranks, context=self.layout.context))

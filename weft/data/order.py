@@ -5,14 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from weft.data.batch import IGNORE, Pairs
+from weft.data.mix_leg import FixedShares, MixLeg
 from weft.errors import UsageError
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Row(NamedTuple):
         ``tokens``: token ids, int64 ``[n]`` with ``n <= seq_len``.
         ``labels``: the id that follows each token in its document, int64 ``[n]``.
         ``starts``: index of each document's first token in the row.
-        ``weights``: weight of each label, float32 ``[n]``; None if all are 1.
+        ``weights``: weight of each label, float32 or float64 ``[n]``; None if all are 1.
         ``pairs``: the pairs that successive documents of the row form; None if they form none.
         ``rollout``: numbers that a policy loss reads, each ``[n]``; None if documents are no sampled answers.
     """
@@ -281,33 +280,37 @@ class Order:
     A sample is a row of a stream. ``seed``: seed of the mixing. ``epochs``: the order ends before any stream would
     begin an epoch beyond this number; 0: it never ends. Samples are mixed in blocks of :attr:`block` samples. At the
     end of every block, the number of samples that a stream has given so far is its share by weight, to within one
-    sample.
+    sample. ``legs``: parts of the order that have mixtures of their own, in which shares may also move
+    (:mod:`weft.data.mix_plan`); empty: the whole order is mixed by ``weights``.
     """
 
     streams: tuple[Stream, ...]
     weights: tuple[float, ...]
     seed: int
     epochs: int = 0
+    legs: tuple[MixLeg, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.streams and self.block > 2**20:
-            least = min(self.weights)
-            raise UsageError(
-                f"source weight {least} is below a millionth of all; raise it or drop the source"
-            )
+        for leg in self.all_legs if self.streams else ():
+            if leg.plan.block > 2**20 and isinstance(leg.plan, FixedShares):
+                least = min(leg.plan.weights)
+                raise UsageError(
+                    f"source weight {least} is below a millionth of all; raise it or drop the source"
+                )
 
     @cached_property
-    def _edges(self) -> list[Fraction]:  # exact running sum of the weights
-        return [*accumulate(map(Fraction, self.weights))]
+    def all_legs(self) -> tuple[MixLeg, ...]:
+        """The legs of the order; a plain order has one."""
+        plain = MixLeg(0, (0,) * len(self.weights), FixedShares(self.weights))
+        return self.legs or (plain,)
 
-    @cached_property
+    @property
     def block(self) -> int:
         """Number of samples of a block: in each block of successive samples all streams have their shares.
 
-        It is at least 1,024, and so large that every block has samples of every stream.
+        Unless the order has legs it is at least 1,024, and so large that every block has samples of every stream.
         """
-        least = -(-self._edges[-1] // Fraction(min(self.weights)))
-        return max(1024, 1 << (least - 1).bit_length())
+        return self.all_legs[-1].plan.block
 
     @cached_property
     def total(self) -> int | None:
@@ -315,39 +318,49 @@ class Order:
         if not self.epochs:
             return None
         limits = [stream.rows * self.epochs for stream in self.streams]
+        leg, number = self.all_legs[-1], len(self.all_legs) - 1
 
         def over(blocks: int) -> bool:
+            drawn = leg.plan.drawn(blocks)
             return any(
-                drawn > limit
-                for drawn, limit in zip(
-                    self._samples_drawn(blocks), limits, strict=True
-                )
+                before + count > limit
+                for before, count, limit in zip(leg.given, drawn, limits, strict=True)
             )
 
-        last = bisect_left(range(sum(limits) + 1), True, key=over) - 1
-        source, index = self._block(last)
-        return last * self.block + int(np.argmax(index >= np.array(limits)[source]))
+        if over(0):
+            return leg.start
+        most = sum(limits) // leg.plan.block + 2
+        last = bisect_left(range(most), True, key=over) - 1
+        source, index = self.block_samples(number, last)
+        ends = int(np.argmax(index >= np.array(limits)[source]))
+        return leg.start + last * leg.plan.block + ends
 
     def _samples_drawn(self, blocks: int) -> list[int]:
-        """Return how many samples of each stream are in the first ``blocks`` blocks.
+        """Return how many samples of each stream are in the first ``blocks`` blocks of the first leg."""
+        return self.all_legs[0].plan.drawn(blocks)
 
-        The weights cut the unit interval; a stream gets what lies between the rounded ends of its part.
-        """
-        ends = [blocks * self.block * edge // self._edges[-1] for edge in self._edges]
-        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    def leg_at(self, sample: int) -> int:
+        """Return the index of the leg that holds global sample number ``sample``."""
+        legs = self.all_legs
+        return next(i for i in reversed(range(len(legs))) if legs[i].start <= sample)
 
     @cached_property
-    def _block(self) -> Any:
+    def block_samples(self) -> Any:
+        """The function from a leg's index and a block's number in the leg to streams and indices of its samples."""
         return lru_cache(maxsize=2)(self._streams_in_block)
 
-    def _streams_in_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Stream and index within the stream of each sample of a block: int64 ``[block]`` each."""
-        before, after = self._samples_drawn(block), self._samples_drawn(block + 1)
+    def _streams_in_block(
+        self, number: int, block: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Stream and index within the stream of each sample of a block of leg ``number``: int64 ``[block]`` each."""
+        leg = self.all_legs[number]
+        before, after = leg.plan.drawn(block), leg.plan.drawn(block + 1)
         source = np.repeat(np.arange(len(before)), np.subtract(after, before))
-        source = source[permutation(self.block, _BLOCK, self.seed, block)]
+        keys = (self.seed, block, leg.start) if leg.start else (self.seed, block)
+        source = source[permutation(leg.plan.block, _BLOCK, *keys)]
         index = np.empty_like(source)
         index[np.argsort(source, kind="stable")] = np.concatenate(
-            [*map(np.arange, before, after)]
+            [*map(np.arange, np.add(leg.given, before), np.add(leg.given, after))]
         )
         return source, index
 
@@ -358,13 +371,24 @@ class Order:
         """
         if len(self.streams) == 1:  # saves the shuffle
             return 0, sample
-        source, index = self._block(sample // self.block)
-        return int(source[sample % self.block]), int(index[sample % self.block])
+        number = self.leg_at(sample)
+        leg = self.all_legs[number]
+        block, at = divmod(sample - leg.start, leg.plan.block)
+        source, index = self.block_samples(number, block)
+        return int(source[at]), int(index[at])
 
     def row(self, sample: int) -> Row:
         """Return the row that is global sample number ``sample``."""
         source, index = self.locate(sample)
-        return self.streams[source].row(index)
+        row = self.streams[source].row(index)
+        if not self.legs or len(self.streams) == 1:
+            return row
+        leg = self.legs[self.leg_at(sample)]
+        if leg.weighed is None:
+            return row
+        from weft.data.label_factors import weighed_row
+
+        return weighed_row(row, leg, sample, source)
 
     def row_length(self, sample: int) -> int:
         """Return the number of tokens in the row that is global sample number ``sample``."""

@@ -68,18 +68,29 @@ def sample_of_row(order: Order, stream: int, index: int) -> int:
     """Return the global sample that is row ``index`` of stream number ``stream``. It may lie beyond the order's end."""
     if len(order.streams) == 1:
         return index
+    # of a row that no leg reaches, in the last one
+    number = next(
+        (
+            number
+            for number, leg in enumerate(order.all_legs[1:])
+            if index < leg.given[stream]
+        ),
+        len(order.all_legs) - 1,
+    )
+    leg = order.all_legs[number]
+    index_in_leg = index - leg.given[stream]
     low, high = 0, 1
-    while order._samples_drawn(high)[stream] <= index:
+    while leg.plan.drawn(high)[stream] <= index_in_leg:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if order._samples_drawn(middle)[stream] <= index:
+        if leg.plan.drawn(middle)[stream] <= index_in_leg:
             low = middle
         else:
             high = middle
-    streams, indices = order._block(low)
+    streams, indices = order.block_samples(number, low)
     place = np.flatnonzero((streams == stream) & (indices == index))
-    return low * order.block + int(place[0])
+    return leg.start + low * leg.plan.block + int(place[0])
 
 
 def samples_of_document(
@@ -126,10 +137,11 @@ def samples_drawn(order: Order, samples: int) -> list[int]:
     """Return how many of the first ``samples`` samples come from each stream."""
     if len(order.streams) == 1:
         return [samples]
-    blocks, rest = divmod(samples, order.block)
-    drawn = order._samples_drawn(blocks)
+    number = order.leg_at(max(0, samples - 1))
+    leg = order.all_legs[number]
+    blocks, rest = divmod(samples - leg.start, leg.plan.block)
+    drawn = np.add(leg.given, leg.plan.drawn(blocks))
     if rest:
-        streams, _ = order._block(blocks)
-        more = np.bincount(streams[:rest], minlength=len(drawn))
-        drawn = [a + b for a, b in zip(drawn, more.tolist(), strict=True)]
-    return drawn
+        streams, _ = order.block_samples(number, blocks)
+        drawn = drawn + np.bincount(streams[:rest], minlength=len(drawn))
+    return [*map(int, drawn)]

@@ -8,7 +8,6 @@ from weft.data.corpora import read_documents
 from weft.data.files import format_of, source_files
 from weft.data.reading import file_state, open_file, reading
 from weft.data.source_kinds import check_kind, documents_of
-from weft.data.validation_file import validation_source
 from weft.errors import WeftError
 from weft.recipe import CONVERSATIONS, SOURCES, Data, Source
 
@@ -21,7 +20,11 @@ def check_sources(data: Data) -> None:
 
     Of each source only the first records are read. Data sets of plugins are not checked, as reading them may take long.
     """
-    apart = validation_source(data)
+    apart = None
+    if isinstance(data.validation, str):
+        from weft.data.validation_file import validation_source
+
+        apart = validation_source(data)
     for source in (*data.sources, *([apart] if apart else [])):
         if source.kind in SOURCES and (source.kind, source.path) != ("stdlib", None):
             _check(source)

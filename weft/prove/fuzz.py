@@ -146,6 +146,11 @@ def _sync_method(case: Case) -> Any:
     return find("sync", (SMALL | case)["sync.update"]).implementation
 
 
+def _learns_texts(recipe: Recipe, case: Case) -> bool:
+    """Return whether the recipe learns from texts, of which a case may have several sources."""
+    return not (recipe.loss.of_pairs or recipe.rl)
+
+
 def _named(kind: str) -> Choices:
     """Allow all techniques of a kind, with those of the recipe's plugins."""
     return lambda recipe, case, rng: names(kind)
@@ -223,6 +228,8 @@ BY_CODE: dict[str, Choices] = {
     "data.seq_len": lambda recipe, case, rng: (
         [40, 48, 57, 64] if recipe.loss.of_pairs or recipe.rl else [1, 2, 7, 33]
     ),
+    "data.mix": _if(_learns_texts, *names("mixture")),
+    "data.mix_by": _if(_learns_texts, "weighting"),
     "rl.method": _if(lambda recipe, case: recipe.rl, *names("policy-loss")),
     "rl.loss.normaliser": _if(
         lambda recipe, case: recipe.rl, "tokens", "constant", "sequence"
@@ -335,10 +342,26 @@ def command_options(case: Case) -> tuple[str, list[str]]:
         if name.startswith("layout."):
             layout.append(f"{name.removeprefix('layout.')}={value}")
         elif name == "data.sources":
-            sets.append(f'{name}=[{{kind="jsonl",path={json.dumps(value)}}}]')
+            paths = [value, *([str(FOLDER / "few.jsonl")] if _mixes(settings) else [])]
+            listed = [{"kind": "jsonl", "path": path} for path in paths]
+            sets.append(f"{name}={_in_toml(listed)}")
         else:
-            sets.append(f"{name}={json.dumps(value)}")
+            sets.append(f"{name}={_in_toml(value)}")
     return ",".join(layout), sets
+
+
+def _mixes(case: Case) -> bool:
+    """Return whether a case has several sources, because it mixes them in a way of its own."""
+    return (case["data.mix"], case["data.mix_by"]) != ("static", "sampling")
+
+
+def _in_toml(value: Any) -> str:
+    """Return a value as TOML, in which tables have other signs than in JSON."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}={_in_toml(of)}' for key, of in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_in_toml, value))}]"
+    return json.dumps(value)
 
 
 def command_of(path: Path, case: Case, dtype: str, steps: int) -> str:
@@ -366,7 +389,8 @@ def write_corpus() -> None:
         {name: rng.choice("abcdefgh") + text(0, 1, 4) for name in answers}
         for _ in range(60)
     ]
-    for name, rows in ("corpus", documents), ("pairs", pairs):
+    few = [{"text": text(2, 13, 34)} for _ in range(9)]
+    for name, rows in ("corpus", documents), ("pairs", pairs), ("few", few):
         path = FOLDER / f"{name}.jsonl"
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         if not path.exists() or path.read_text() != lines:

@@ -1,10 +1,11 @@
 """The section ``[data]``: the sources of the data and their order."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
+from weft.recipe.host_section import HostSection
 from weft.registry import KINDS
 from weft.section import Section
 
@@ -48,6 +49,10 @@ class Source(Section):
             "File, folder or glob to read, on this machine or at https://, s3:// or "
             "hf://datasets/ (docs/how-to/data-sources.md). 'stdlib' needs none."
         ),
+    )
+    name: str = Field(
+        "",
+        description="Name of the source in mixtures and reports. Left out: its path.",
     )
     field: str = Field(
         "text",
@@ -102,6 +107,11 @@ class Source(Section):
             "it out and counts it."
         ),
     )
+
+    @property
+    def title(self) -> str:
+        """Name of the source in mixtures, reports and error lines: ``name``, or else its path or kind."""
+        return self.name or self.path or self.kind
 
     @property
     def skips(self) -> bool:
@@ -207,12 +217,15 @@ class Chat(Section):
     )
 
 
-class Data(Section):
+class Data(HostSection):
     """Section of the data that the model learns from.
 
     The keys of a single source may stand in this section itself. With several ``sources``, ``columns``, ``roles`` and
-    ``on_error`` may stand here for all of them.
+    ``on_error`` may stand here for all of them. ``weft techniques`` lists the mixtures, each of which brings settings
+    of its own.
     """
+
+    hosts: ClassVar = {"mix": "mixture"}
 
     sources: tuple[Source, ...] = Field(
         (Source(),),
@@ -220,6 +233,21 @@ class Data(Section):
         description=(
             "List of data sources that are mixed. With a single source its keys can stand in "
             "[data] itself."
+        ),
+    )
+    mix: str = Field(
+        "static",
+        description=(
+            "How several sources are mixed (docs/how-to/mixtures.md). 'static': by their weights; 'temperature': by "
+            "their sizes, small ones more often; 'schedule': by weights that change over the run; 'online': by the "
+            "losses that are measured meanwhile; 'doremi': weights are learned against a reference model."
+        ),
+    )
+    mix_by: Literal["sampling", "weighting"] = Field(
+        "sampling",
+        description=(
+            "How a source gets its share: its documents come more often ('sampling'), or all documents come equally "
+            "often and the loss of its tokens counts more ('weighting')."
         ),
     )
     tokenizer: str = Field(
@@ -273,6 +301,15 @@ class Data(Section):
     def held_out(self) -> float:
         """Share of the documents (0 to 1) that is held out for validation."""
         return 0.0 if isinstance(self.validation, str) else self.validation
+
+    @model_validator(mode="after")
+    def _source_names(self) -> Self:
+        named = [source.name for source in self.sources if source.name]
+        if twice := next((name for name in named if named.count(name) > 1), ""):
+            raise ValueError(
+                f"two sources are called {twice!r}; give each a name of its own"
+            )
+        return self
 
     @classmethod
     def user_path(cls, path: list[str], given: Any) -> list[str]:

@@ -82,7 +82,7 @@ class Recipe(Section):
         None,
         description="Low-rank adapters (LoRA) to train instead of the model's own weights.",
     )
-    data: Data = Field(
+    data: Annotated[SerializeAsAny[Data], with_techniques(Data)] = Field(
         Data(), description="What the model learns from, and how it becomes tokens."
     )
     layout: Layout = Field(

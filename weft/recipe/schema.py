@@ -15,7 +15,7 @@ from weft.registry import KINDS, Registered, setting_values
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
 
 #: Settings for which any text is possible: a technique with its strength, such as ``topk:0.01``, or a file's function.
-WORDS = ("sync.compress", "tasks.reward")
+WORDS = ("sync.compress", "tasks.reward", "data.path")
 
 Schema = dict[str, Any]
 
@@ -58,7 +58,7 @@ def _add_names(tree: Schema, definitions: dict[str, Schema]) -> None:
         if not dot or section not in Recipe.model_fields:
             continue  # an option of a command, or a list of tables
         values = setting_values(setting)
-        if section == "data":
+        if setting == "data.kind":
             definition, values = definitions["Source"], [*values, *RECORD_FILES]
         else:
             definition = _section(tree, definitions, section)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from weft.layout.layout import Layout
 from weft.layout.placement import Place
 from weft.observe.run_metrics import Record, read_metrics
 from weft.recipe import Recipe, build_recipe
+from weft.train.mix_run import kept_mix
 from weft.train.setup import recipe_tokenizer
 
 #: Documents of one file that are looked up by the file's name alone.
@@ -108,12 +109,14 @@ class Attempt:
         ``steps``: numbers of the steps, from 0.
         ``position``: number of the first sample.
         ``fingerprint``: digest of the data.
+        ``mix``: the mixture of its sources, as checkpoints keep it; empty if they have fixed weights alone.
     """
 
     recipe: Recipe
     steps: range
     position: int
     fingerprint: str
+    mix: Mapping[str, Any] = field(default_factory=dict)
 
     def samples(self, total: int | None) -> range:
         """Return the samples of the attempt. ``total``: number of samples of its order, None without an end."""
@@ -145,7 +148,9 @@ def attempts_of(run: Path) -> list[Attempt]:
             position = before.position + taken
         position = head.get("position", position)
         steps = range(begin, max(begin, end))
-        attempts.append(Attempt(recipe, steps, position, head["data"]))
+        attempts.append(
+            Attempt(recipe, steps, position, head["data"], head.get("mix", {}))
+        )
     return [attempt for attempt in attempts if attempt.steps]
 
 
@@ -178,7 +183,7 @@ class RunDocuments:
 
     def corpus(self, attempt: Attempt) -> Corpus:
         """Return the data of an attempt. Raises :class:`WeftError` if they are not what they were."""
-        key = attempt.recipe.data.model_dump_json()
+        key = attempt.recipe.data.model_dump_json() + json.dumps(attempt.mix)
         if key not in self._corpora:
             opened = open_data(attempt.recipe.data, recipe_tokenizer(attempt.recipe))
             if opened.fingerprint != attempt.fingerprint:
@@ -186,7 +191,9 @@ class RunDocuments:
                     f"the data of {self.run} have changed since step {attempt.steps.start}, so that nobody can tell "
                     "which documents its steps had; bring the old files back"
                 )
-            self._corpora[key] = opened
+            self._corpora[key] = (
+                kept_mix(opened, attempt.mix) if attempt.mix else opened
+            )
         return self._corpora[key]
 
     @cached_property

@@ -66,6 +66,10 @@ class Recorder:
         self._begun, self._seconds, self._data_s = time.perf_counter(), 0.0, 0.0
         self._split: TimeSplit | None = None  # of the step that has just been taken
 
+    def continue_as(self, job: Job) -> None:
+        """Record the run of ``job``, whose data are read on as a checkpoint says, in place of the job as prepared."""
+        self._job = job
+
     @contextmanager
     def recording(self, progress: Progress) -> Iterator[None]:
         """Return a context in which the run is recorded. Each record reads the current counts from ``progress``."""
@@ -88,7 +92,7 @@ class Recorder:
             self._metrics = Metrics(folder, recipe.observe.trackers, self._display.note)
             stack.callback(self._metrics.close)
             self.log("run", **{
-                **self._job.facts(progress), "position": progress.position,
+                **self._job.facts(progress), **progress.mixed, "position": progress.position,
                 "device": device, "parameters": parameters, "learning": learning,
                 "flops_per_token": self._per_token, "peak_flops": self._peak, "epoch_tokens": self._epoch_tokens(),
                 "started": datetime.datetime.now().isoformat(timespec="seconds"),

@@ -249,7 +249,12 @@ def resume_run(run: Run, job: Job, state: State, mesh: Mesh) -> Resumed:
     notes.append(f"resumed from {checkpoint} at step {progress.step}")
     from weft.checkpoint.resume_check import other_differences
 
-    differences = other_differences(checkpoint, job.recipe, job.corpus.fingerprint)
+    fingerprint = job.corpus.fingerprint
+    if len(job.corpus.train.streams) > 1:
+        from weft.train.mix_run import resume_mix
+
+        fingerprint = resume_mix(job.corpus, checkpoint.meta, progress)
+    differences = other_differences(checkpoint, job.recipe, fingerprint)
     notes += [f"resumed with {difference}" for difference in differences]
     notes += filter(None, [_jump_of_rate(checkpoint, job, progress)])
     opening = job.corpus.tokenizer.opening

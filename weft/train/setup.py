@@ -230,7 +230,17 @@ def prepare(recipe: Recipe) -> Job:
         job = find("samples", "stream").implementation(recipe)
         return job
     check_sources(recipe.data)
-    return completed_job(recipe, lambda own: open_data(recipe.data, own), Job)
+
+    def opened(own: Tokenizer | None) -> Corpus:
+        corpus = open_data(recipe.data, own)
+        if len(recipe.data.sources) < 2 and recipe.data.mix == "static":
+            return corpus
+        # a run of one source does without mixtures
+        from weft.train.mix_run import with_mix
+
+        return with_mix(corpus, recipe)
+
+    return completed_job(recipe, opened, Job)
 
 
 def completed_job(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -130,6 +130,13 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
     model, state = built
     resumed = guard.fill(run, job, state, mesh)
     progress = resumed.progress
+    if len(job.corpus.train.streams) > 1:
+        from weft.train.mix_run import continued_mix
+
+        corpus, mix_notes = continued_mix(job.corpus, recipe, progress)
+        job = replace(job, corpus=corpus)
+        recorder.continue_as(job)
+        notes += mix_notes
     begin_reading(progress.loader, job.corpus, progress.position)
     mesh.on_main(lambda: open_levels(run.levels, run.folder, run.fresh))
     lowest = lowest_of_run(job, mesh, run.folder, progress.step)

@@ -1,0 +1,96 @@
+"""Temperature: small sources more often than by their size, and less so as training goes on (cool-down)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, PositiveFloat
+
+from weft.data.mix_plan import MixFacts
+from weft.errors import UsageError
+from weft.registry import register
+from weft.section import Section
+
+
+class TemperatureSettings(Section):
+    """Settings of a temperature."""
+
+    mix_temperature: PositiveFloat = Field(
+        5.0,
+        description=(
+            "Temperature T: a source of n tokens has a share in proportion to weight * n^(1/T). 1: by size; the "
+            "higher, the more alike are all sources."
+        ),
+    )
+    mix_final_temperature: PositiveFloat | None = Field(
+        None,
+        description="Temperature at the end of the cool-down. Left out: the temperature stays.",
+    )
+    mix_cooldown: tuple[int | float, int | float] = Field(
+        (0.0, 1.0),
+        description=(
+            "Beginning and end of the cool-down, during which the temperature falls in a straight line: whole numbers "
+            "are steps, other numbers are shares of the run, such as [0.5, 1.0]."
+        ),
+    )
+
+
+@register(
+    "mixture",
+    "temperature",
+    settings=TemperatureSettings,
+    draws={
+        "mix_temperature": (3.0,),
+        "mix_final_temperature": (1.0,),
+        "mix_cooldown": ([0, 2], [0.0, 0.5]),
+    },
+    title="Temperature sampling with cool-down",
+    paper="Arivazhagan et al. 2019 (1907.05019); cool-down: Upsample or Upweight, Li et al. 2025 (2410.04579)",
+    recipe="mixture.toml",
+    proof="tests/data/test_mixtures.py, tests/train/test_mix_run.py",
+    figure="shares to within one sample of their integral at the end of every block; every layout equals one device",
+)
+class Temperature:
+    """Mixture whose shares are ``weight * n^(1/T)`` of the numbers of tokens ``n``, with a temperature T that falls."""
+
+    @classmethod
+    def describe(cls, data: Any, facts: MixFacts) -> dict[str, Any]:
+        settings = data.own(TemperatureSettings)
+        begin, end = map(facts.sample, settings.mix_cooldown)
+        last = settings.mix_final_temperature
+        if last is not None and begin >= end:
+            raise UsageError(
+                f"data.mix_cooldown = {[*settings.mix_cooldown]} ends before it begins; set its beginning, then its end"
+            )
+        about: dict[str, Any] = {
+            "weights": [*facts.weights],
+            "tokens": [*facts.tokens],
+            "temperatures": [
+                settings.mix_temperature,
+                last or settings.mix_temperature,
+            ],
+        }
+        if last is None:
+            return about | {"samples": [0, 0], "block": 1024}
+        return about | {"samples": [begin, end], "block": facts.block}
+
+    def __init__(self, about: Mapping[str, Any]) -> None:
+        self.weights, self.tokens = about["weights"], about["tokens"]
+        self.temperatures, self.samples = about["temperatures"], about["samples"]
+
+    def temperature(self, sample: float) -> float:
+        """Return the temperature at global sample number ``sample``."""
+        (first, last), (begin, end) = self.temperatures, self.samples
+        cooled = (sample - begin) / (end - begin) if end > begin else 0.0
+        return float(first + (last - first) * min(1.0, max(0.0, cooled)))
+
+    def shares(self, first: int, last: int) -> Sequence[float]:
+        inverse = 1 / self.temperature((first + last) / 2)
+        most = max(self.tokens)
+        raw = [
+            weight * (count / most) ** inverse
+            for weight, count in zip(self.weights, self.tokens, strict=True)
+        ]
+        total = sum(raw)
+        return [share / total for share in raw]

@@ -1,0 +1,159 @@
+"""The mixture of a run: what its order is made of, and how a resumed run goes on from what its sources have given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from weft.cache import digest
+from weft.data.mix_plan import MixFacts, describe_mix, leg_of, mixture_of
+from weft.data.order_inverse import samples_drawn
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.checkpoint.run_state import Progress
+    from weft.data.loader import Corpus
+    from weft.data.order import Order
+    from weft.recipe import Recipe
+
+#: Key of the mixture in what a loader keeps (:attr:`weft.checkpoint.run_state.Progress.loader`).
+MIX = "mix"
+
+
+def mix_facts(
+    corpus: Corpus, recipe: Recipe, begun: int = 0, position: int = 0
+) -> MixFacts:
+    """Return what a mixture knows of the sources of a run.
+
+    ``begun``: step with which the mixture begins; ``position``: number of the first sample of this step.
+    """
+    order = corpus.train
+    return MixFacts(
+        corpus.names,
+        order.weights,
+        [stream.tokens for stream in order.streams],
+        [stream.rows for stream in order.streams],
+        recipe.train.batch,
+        recipe.train.steps,
+        begun,
+        position,
+    )
+
+
+def with_mix(corpus: Corpus, recipe: Recipe) -> Corpus:
+    """Return ``corpus`` with its training samples mixed as the recipe asks from the first step on.
+
+    A line on the mixture is added to the notes. Raises :class:`UsageError` if the sources do not have what the recipe
+    asks for.
+    """
+    if len(corpus.names) < len(recipe.data.sources):
+        empty = [s.title for s in recipe.data.sources if s.title not in corpus.names]
+        raise WeftError(
+            f"data source {(empty or corpus.names)[0]} holds nothing to train on, so it has no share of the mixture; "
+            "leave it out"
+        )
+    if len(corpus.train.streams) < 2:
+        describe_mix(recipe.data, mix_facts(corpus, recipe))
+        return corpus
+    facts = mix_facts(corpus, recipe)
+    about = describe_mix(recipe.data, facts)
+    notes = (*corpus.notes, mix_line(about, facts))
+    return replace(corpus, train=_order(corpus.train, [_first_leg(about)]), notes=notes)
+
+
+def mix_line(about: Mapping[str, Any], facts: MixFacts) -> str:
+    """Return the line that says how a run mixes its sources. ``about``: description of the mixture."""
+    mixture, end = mixture_of(about), facts.sample(facts.steps)
+    here = facts.position
+    first, last = mixture.shares(here, here + 1), mixture.shares(max(0, end - 1), end)
+    line = f"mix: {about['kind']} by {'weighting' if 'rows' in about else 'sampling'}: {_shares(facts, first)}"
+    if facts.steps and _shares(facts, last) != _shares(facts, first):
+        line += f" at first, {_shares(facts, last)} at the end"
+    return line
+
+
+def _shares(facts: MixFacts, shares: Sequence[float]) -> str:
+    named = zip(facts.names, shares, strict=True)
+    return ", ".join(f"{name} {share:.1%}" for name, share in named)
+
+
+def _first_leg(about: Mapping[str, Any], sources: int = 0) -> dict[str, Any]:
+    count = sources or len(about.get("weights", about.get("points", [[]])[0]))
+    return {"start": 0, "given": [0] * count, "origin": [0, 0], "plan": dict(about)}
+
+
+def _order(order: Order, legs: Sequence[Mapping[str, Any]]) -> Order:
+    """Return ``order`` with ``legs``, as checkpoints keep them; a plain order if it has one fixed mixture alone."""
+    first = legs[0]["plan"]
+    if len(legs) == 1 and first["kind"] == "static" and "rows" not in first:
+        return replace(order, weights=tuple(first["weights"]), legs=())
+    return replace(
+        order,
+        legs=tuple(leg_of(leg["start"], leg["given"], leg["plan"]) for leg in legs),
+    )
+
+
+def kept_mix(corpus: Corpus, kept: Mapping[str, Any]) -> Corpus:
+    """Return ``corpus`` with its training samples in the order of a mixture that a checkpoint has ``kept``."""
+    return replace(corpus, train=_order(corpus.train, kept["legs"]))
+
+
+def resume_mix(corpus: Corpus, meta: Mapping[str, Any], progress: Progress) -> str:
+    """Return the fingerprint of the recipe's documents with the weights that a checkpoint's run began with.
+
+    ``meta``: contents of the checkpoint's root file. If the documents are the same, and the checkpoint is of a version
+    that knew fixed weights alone, ``progress`` gets what a checkpoint keeps of these.
+    """
+    sources = meta.get("recipe", {}).get("data", {}).get("sources", ())
+    weights = [source["weight"] for source in sources]
+    fingerprint = corpus.fingerprint_with(weights)
+    if fingerprint != meta["data"]:
+        return corpus.fingerprint
+    about = {"kind": "static", "weights": weights}
+    kept = {"documents": digest(corpus.ingredients), "legs": [_first_leg(about)]}
+    progress.loader.setdefault(MIX, kept)
+    return fingerprint
+
+
+def continued_mix(
+    corpus: Corpus, recipe: Recipe, progress: Progress
+) -> tuple[Corpus, list[str]]:
+    """Return ``corpus`` in the order in which the run has read it so far and will read it on, and lines to print.
+
+    ``progress``: where the run is. What its loader keeps gets the legs of the order, so that every checkpoint has them.
+    If the recipe asks for another mixture than before, the samples before the present position stay as they were read,
+    and each source goes on after the samples that it has given.
+    """
+    order = corpus.train
+    if len(order.streams) < 2:
+        return corpus, []
+    documents = digest(corpus.ingredients)
+    kept = progress.loader.get(MIX, {})
+    if kept.get("documents") != documents:  # of a new run, or of other data
+        about = describe_mix(recipe.data, mix_facts(corpus, recipe))
+        kept = {"documents": documents, "legs": [_first_leg(about, len(order.streams))]}
+    legs, notes = [*kept["legs"]], list[str]()
+    last = legs[-1]
+    about = describe_mix(recipe.data, mix_facts(corpus, recipe, *last["origin"]))
+    if about != last["plan"]:
+        facts = mix_facts(corpus, recipe, progress.step, progress.position)
+        given = samples_drawn(_order(order, legs), progress.position)
+        leg: dict[str, Any] = {
+            "start": progress.position,
+            "given": given,
+            "origin": [progress.step, progress.position],
+            "plan": describe_mix(recipe.data, facts),
+        }
+        rows = ", ".join(
+            f"{name} {count:,}" for name, count in zip(corpus.names, given, strict=True)
+        )
+        notes.append(
+            f"another mix from sample {progress.position:,} on: {mix_line(leg['plan'], facts).removeprefix('mix: ')}; "
+            f"each source goes on after the samples that it has given: {rows}"
+        )
+        legs = [*(each for each in legs if each["start"] < progress.position), leg]
+        kept = {"documents": documents, "legs": legs}
+    progress.loader[MIX] = kept
+    train = _order(order, legs)
+    return replace(corpus, train=train), notes
