@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.testclient import TestClient
 
+from tests.cluster import inprocess
 from tests.cluster.inprocess import (
     MODEL,
     SECRET,
@@ -25,8 +27,9 @@ from tests.cluster.inprocess import (
     until,
     written_by,
 )
-from weft.cluster.engine_router import EngineRouter
+from weft.cluster.engine_router import EngineRouter, RouterModel
 from weft.cluster.other_router import router_endpoint
+from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import (
     Busy,
@@ -36,12 +39,18 @@ from weft.generate.backend import (
     TokenEvent,
 )
 from weft.generate.beam_search import LENGTH_PENALTY, Search
+from weft.generate.best_answer import text_score
 from weft.generate.embedding import embed
 from weft.generate.engine import Engine
 from weft.generate.request import Written
 from weft.generate.sampling import GREEDY, Sampling
+from weft.layout.mesh import Mesh
 from weft.net.endpoint import Endpoint
 from weft.net.sockets import listen
+from weft.parallel.build import parallelize
+from weft.recipe import ModelShape, Train
+from weft.serve.gate import gate_rules
+from weft.serve.server import Server
 
 Scores = Sequence[tuple[float, dict[int, float]]]
 
@@ -553,6 +562,37 @@ def test_too_much_is_refused_and_what_nobody_wants_is_cancelled() -> None:
 
         asyncio.run(main())
         until(cluster.engines[0].empty)
+
+
+def test_a_reward_model_scores_at_any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ModelShape(
+        vocab=257, layers=1, embed=32, heads=4, ffn=48, init_std=0.5, output="score"
+    )
+    judge = parallelize(shape, Mesh.single(), Train(seed=2))[0]
+    expected = RouterModel("the model", 257, 32, {}, scores=True)
+    monkeypatch.setattr(inprocess, "MODEL", expected)
+    ids = [72, 105]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = replace(load_tokenizer("bytes"), chat_template=template)
+    with Cluster(2, model=judge, vocab=257) as cluster:
+
+        async def main() -> None:
+            assert await cluster.router.score(ids) == text_score(judge, ids)
+            with pytest.raises(UsageError):
+                await cluster.router.score([1000])
+            cluster.engines[0].cut()
+            assert await cluster.router.score(ids) == text_score(judge, ids)
+
+        asyncio.run(main())
+        server = Server(cluster.router, tokenizer, "judge")
+        rules = gate_rules("127.0.0.1")
+        with TestClient(server.app(rules), base_url="http://127.0.0.1:8000") as client:
+            said = [{"role": "user", "content": "Hi"}]
+            reply = client.post("/v1/score", json={"messages": said})
+            assert reply.json()["score"] == text_score(judge, ids)
+            refused = client.post("/v1/completions", json={"prompt": "Hi"})
+            assert refused.status_code == 400
+            assert "scores texts and writes none" in refused.text
 
 
 def test_searches_and_vectors_go_on_elsewhere() -> None:

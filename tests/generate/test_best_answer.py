@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from contextlib import closing
 from dataclasses import replace
@@ -23,13 +24,15 @@ from weft.data.chat.encode import reasoning_prompt
 from weft.data.chat.reasoning import Thoughts
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
-from weft.generate.best_answer import Verifier, answer_start, rated_answers
+from weft.generate.best_answer import Verifier, answer_start, rated_answers, text_score
 from weft.generate.engine import Engine
+from weft.generate.open_engine import EngineOptions, open_engine
 from weft.generate.sampling import Sampling
 from weft.recipe import Task
 from weft.rl.build_task import reward_task
 from weft.rl.reward_workers import RewardWorkers, task_words
 from weft.rl.rollout import RewardQuestion
+from weft.serve.service import Service
 
 #: A template that opens reasoning itself and has no variable for it.
 OPENING = (
@@ -238,6 +241,24 @@ def test_a_reward_model_gives_rewards_of_the_same_scores(judge: Path) -> None:
         assert logistic == pytest.approx(1 / (1 + math.exp(-score)))
     with pytest.raises(UsageError, match=r"needs tasks.model"):
         reward_task(Task(reward="reward-model")).score(question, "four")
+
+
+def test_the_commands_that_serve_open_a_reward_model(judge: Path) -> None:
+    plain: dict[str, Any] = {
+        "checkpoint": str(judge), "requests": 8, "waiting": 8, "budget": 64, "policy": "exact-fill", "cache": 0,
+        "adapters": None, "models": None, "ema": False, "weights": "float", "invariant": False, "draft": "",
+        "ahead": 0, "early_layer": 0, "plugins": (), "layout": "",
+    }  # fmt: skip
+    opened = open_engine(EngineOptions(**plain), "cpu", "judge", print)
+    assert opened is not None
+    service = Service(opened.engine)
+    assert service.facts.scores
+    model, *_ = open_model(str(judge), "cpu", lambda line: None)
+    score = asyncio.run(service.score([1, 2, 3]))
+    service.close()
+    assert score == text_score(model, [1, 2, 3])
+    with pytest.raises(UsageError, match="and writes none; leave out --host-cache"):
+        open_engine(EngineOptions(**plain | {"host_cache": 1}), "cpu", "judge", print)
 
 
 @pytest.mark.slow(3)

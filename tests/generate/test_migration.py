@@ -494,6 +494,21 @@ def test_layers_that_are_missing_or_too_much_are_refused() -> None:
         assert one.written == written_alone("softmax", 4, 0, "", "").written
 
 
+def test_which_weights_wrote_which_tokens_moves_along() -> None:
+    model = model_of("softmax")
+    source, target = Engine(model, size=SIZE), Engine(model, size=SIZE)
+    (text,) = source.submit(PROMPTS[1], NEW, GREEDY)
+    while len(text.written) < 2:
+        source.step()
+    source.weights_changed(1)
+    target.weights_changed(1)
+    while len(text.written) < 4:
+        source.step()
+    moved = move(source, target, text, between=0).request
+    target.run()
+    assert moved.versions == [(0, 0), (2, 1)] and len(moved.written) == NEW
+
+
 def test_rounds_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("latent")
     source, target = Engine(model, size=SIZE), Engine(model, size=SIZE)

@@ -248,6 +248,8 @@ def serve_command(
                 options.waiting,
             )
         about = f"a cache of {opened.cache:,} tokens"
+        if service.facts.scores:
+            about = "POST /v1/score, as it is a reward model"
         front = front_for(service, opened.files, opened.others, opened_socket, about)
         if options.spread.world > 1:
             threading.Thread(
@@ -335,6 +337,7 @@ def _routed(
             model.shape.vocab,
             model.shape.embed,
             digests,
+            model.shape.output == "score",
         )
         policy = dispatch_policy(settings.policy)
         limits = settings.limits

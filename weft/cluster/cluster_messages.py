@@ -1,8 +1,8 @@
 """What a router and its engines say to each other: frames of a head in JSON and, for prompts and vectors, raw numbers.
 
-The router sends ``submit``, ``search``, ``embed``, ``cancel``, ``move``, ``lenders``, ``lend``, ``memories``,
-``beat``, ``leave`` and ``end``; an engine sends ``about`` when it connects, then ``kept``, ``taken``, ``refused``,
-``tokens``, ``result``, ``moved``, ``weights``, ``beat``, ``drain``, ``halted`` and ``failed``.
+The router sends ``submit``, ``search``, ``embed``, ``score``, ``cancel``, ``move``, ``lenders``, ``lend``,
+``memories``, ``beat``, ``leave`` and ``end``; an engine sends ``about`` when it connects, then ``kept``, ``taken``,
+``refused``, ``tokens``, ``result``, ``moved``, ``weights``, ``beat``, ``drain``, ``halted`` and ``failed``.
 """
 
 import time

@@ -33,6 +33,7 @@ from weft.cluster.pulse import Pulse
 from weft.errors import UsageError, WeftError
 from weft.generate.backend import AnswerRequest, Busy, Hypothesis, SearchRequest
 from weft.generate.beam_search import Search
+from weft.generate.best_answer import text_score
 from weft.generate.block_channel import BLOCKS, PeerBlocks
 from weft.generate.cache_role import CacheEngines
 from weft.generate.embedding import embed
@@ -314,6 +315,9 @@ class EngineMember:
         elif kind == "embed":
             ids = unpacked_ids(frame.payload)
             self._call(partial(self._embed, current, head, ids))
+        elif kind == "score":
+            ids = unpacked_ids(frame.payload)
+            self._call(partial(self._score, current, head["call"], ids))
         elif kind == "lenders" and self.loans is not None:
             self.loans.meet([LenderAddress(*each) for each in head["lenders"]])
             self._call(partial(self._refuse_too_long, current))
@@ -596,6 +600,16 @@ class EngineMember:
             return
         numbers = memoryview(vector.float().numpy().tobytes())
         self._reply(current, head["call"], {}, [numbers])
+
+    def _score(self, current: RouterWork, call: int, ids: list[int]) -> None:
+        if current.over:
+            return
+        try:
+            score = text_score(self.engine.model, ids)
+        except Exception as error:  # of this request alone
+            self._reply(current, call, refusal_values(error))
+            return
+        self._reply(current, call, {"score": score})
 
     @staticmethod
     def _reply(

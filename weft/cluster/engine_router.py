@@ -112,13 +112,14 @@ class RouterModel:
     """The model that all engines of a router must have.
 
     ``fingerprint``: hash of its configuration and weights. ``vocab``: number of token ids. ``embed``: elements of an
-    embedding. ``adapters``: hash of each adapter, by name.
+    embedding. ``adapters``: hash of each adapter, by name. ``scores``: whether it is a reward model.
     """
 
     fingerprint: str
     vocab: int
     embed: int
     adapters: Mapping[str, str]
+    scores: bool = False
 
 
 class EngineRouter:
@@ -190,7 +191,8 @@ class EngineRouter:
             able = self._able()
             cache = max((link.room for link in able), default=UNKNOWN)
             searches = any(link.about.searches for link in able) or not able
-        return BackendFacts(self.model.vocab, self.model.embed, cache, searches)
+        known = self.model
+        return BackendFacts(known.vocab, known.embed, cache, searches, known.scores)
 
     @asynccontextmanager
     async def answers(
@@ -226,6 +228,10 @@ class EngineRouter:
         head: Head = {"kind": "embed", "pooling": pooling, "size": size}
         frame = await self._called(partial(_asked_vector, head, ids))
         return torch.from_numpy(np.frombuffer(frame.payload, "<f4").copy())
+
+    async def score(self, ids: Sequence[int]) -> float:
+        frame = await self._called(partial(_asked_vector, {"kind": "score"}, ids))
+        return float(frame.head["score"])
 
     def loads(self) -> Mapping[str, EngineLoad]:
         with self._lock:

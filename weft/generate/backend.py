@@ -120,13 +120,15 @@ class BackendFacts:
     """The numbers against which requests are checked.
 
     ``vocab``: number of token ids of the model. ``embed``: elements of an embedding. ``cache``: tokens that the cache
-    of an engine holds. ``searches``: whether beam searches are possible.
+    of an engine holds. ``searches``: whether beam searches are possible. ``scores``: whether the model is a reward
+    model, which scores texts and writes none.
     """
 
     vocab: int
     embed: int
     cache: int
     searches: bool
+    scores: bool = False
 
 
 class EngineLoad(NamedTuple):
@@ -243,6 +245,9 @@ class Backend(Protocol):
         ``pooling``: whether it is the mean of the tokens' final hidden states, or the last token's hidden state.
         ``size``: number of leading elements that are kept; None: all.
         """
+
+    async def score(self, ids: Sequence[int]) -> float:
+        """Return the score that a reward model gives the text ``ids``."""
 
     def loads(self) -> Mapping[str, EngineLoad]:
         """Return the load of every engine by its name. A single engine of this process has the empty name."""

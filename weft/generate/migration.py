@@ -181,6 +181,7 @@ class Departure:
             "computed": computed,
             "workflow": request.workflow and request.workflow.frame(now),
             "waited": now - request.asked_at,
+            "versions": request.versions,
         }
         frame = self._frame(end, tokens, state)
         self.engine.hand_on_prompt(request)
@@ -452,6 +453,7 @@ class Arrival:
             computed=computed,
             log_probabilities=logs,
             prompt_scores=scores,
+            versions=[(index, version) for index, version in state.get("versions", ())],
             **own,
         )
         if not self.engine.scheduler.adopt(self.taken, request):

@@ -28,6 +28,7 @@ from weft.layout.layout import Layout
 from weft.memory.heap import use_huge_pages
 from weft.models.attention_backend import check_attention
 from weft.models.products import NARROW, read_only
+from weft.models.transformer import Transformer
 from weft.run.signals import leave_signals_to_others
 
 #: The share of the free memory that the cache may fill.
@@ -223,6 +224,8 @@ def open_engine(
     spread = options.spread
     mesh = mesh_of_rank(spread, device)
     model, files, _ = open_model(options.checkpoint, device, warn, options.ema, mesh)
+    if model.shape.output == "score":
+        return _opened_scorer(options, model, files)
     check_prompt(model, [0])
     family = ModelFamily(model, options.weights) if options.models else None
     model = family.base if family else model
@@ -272,6 +275,29 @@ def open_engine(
     resting = members if options.resident else {}
     engine.record_steps()
     return OpenedEngine(engine, files, cache, others, family, resting, kept)
+
+
+def _opened_scorer(
+    options: EngineOptions, model: Transformer, files: dict[str, bytes]
+) -> OpenedEngine:
+    """Return an engine that scores texts with a reward model, and writes none.
+
+    Raises :class:`UsageError` for options of what it has not: caches, adapters, ranks, drafts.
+    """
+    refused = {
+        "--layout": options.spread.world > 1, "--phases": options.phases != "one", "--adapters": options.adapters,
+        "--models": options.models, "--lend": options.lend, "--draft": options.draft,
+        "--host-cache": options.host_cache, "--cache-folder": options.cache_folder,
+        "--weights": options.weights != "float",
+    }  # fmt: skip
+    for option, given in refused.items():
+        if given:
+            raise UsageError(
+                f"{options.checkpoint} is a reward model, which scores texts and writes none; leave out {option}"
+            )
+    engine = Engine(model, options.cache or None, options.budget, options.requests)
+    tokens = options.cache or engine.reader.size
+    return OpenedEngine(engine, files, tokens, [], None, {}, None)
 
 
 def split_engine(

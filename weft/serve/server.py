@@ -57,7 +57,6 @@ from weft.serve.replies import Answer, Replies, usage_of
 from weft.serve.request_reader import RequestReader
 from weft.serve.responses import ResponsesRequest
 from weft.serve.server_metrics import AnswerTimer, ServerMetrics
-from weft.serve.service import Service
 
 Q = TypeVar("Q", bound=Modelled)
 
@@ -425,11 +424,11 @@ class Server:
     async def score(self, request: Request) -> Response:
         """Answer a request for the score of a conversation by a reward model."""
         asked = await self._question(request, ScoreRequest)
-        if not (isinstance(self.backend, Service) and self.backend.is_reward_model):
+        if not self.backend.facts.scores:
             raise refused_for(
                 asked,
                 "model",
-                f"{self.name!r} writes texts and scores none; serve a reward model by one engine",
+                f"{self.name!r} writes texts and scores none; serve a reward model",
             )
         try:
             ids = await asyncio.to_thread(self._scored_ids, asked.messages)

@@ -35,6 +35,7 @@ def engine_facts(engine: Engine) -> BackendFacts:
         embed=shape.embed,
         cache=engine.scheduler.pool.blocks * engine.reader.size,
         searches=not isinstance(engine.reader, Leader) and engine.drafter is None,
+        scores=shape.output == "score",
     )
 
 
@@ -103,13 +104,7 @@ class Service:
         action = partial(embed, self.engine, ids, pooling, size)
         return await asyncio.wrap_future(self.thread.call(action))
 
-    @property
-    def is_reward_model(self) -> bool:
-        """Whether the model scores texts, and writes none."""
-        return self.engine.model.shape.output == "score"
-
     async def score(self, ids: Sequence[int]) -> float:
-        """Return the score that the reward model gives the text ``ids``, computed between two steps of the engine."""
         action = partial(text_score, self.engine.model, ids)
         return await asyncio.wrap_future(self.thread.call(action))
 
