@@ -164,12 +164,12 @@ def test_layouts_equal_one_device(pool: Any) -> None:
 def test_simulators_that_die_are_started_again(tmp_path: Path) -> None:
     """Two processes are killed in the middle; nothing is lost or counted twice. Validation has samples of its own."""
     command = "python simulator.py"
-    own = [f"{command} 120 0.01 50", f"{command} 120 0.01 70"]
+    own = [f"{command} 60 0.01 20", f"{command} 60 0.01 40"]
     stream = {"producers": own, "held_out": [f"{command} 7 0 -"]}
-    outcome = start(build_recipe(tree(stream, steps=2000)), tmp_path / "run")
+    outcome = start(build_recipe(tree(stream, steps=5000)), tmp_path / "run")
     records = read_metrics(tmp_path / "run")
     times = {int(k): v for k, v in records["repetitions"][-1]["samples"].items()}
-    assert sum(times.values()) == 240 and 0 not in times
+    assert sum(times.values()) == 120 and 0 not in times
     said = [each["message"] for each in records["event"]]
     assert sum("with signal 9 after" in line for line in said) == 2
     assert len(outcome.validations) >= 2

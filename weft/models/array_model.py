@@ -76,7 +76,7 @@ class ArrayModel(PluginModel):
         super().__init__(shape, mesh, loss_chunk, hooks)
         own = hooks.criterion
         self.row_losses: Callable[[T, T], T] = (
-            own.losses if isinstance(own, TokenLoss) else mean_squared_error
+            own.of if isinstance(own, TokenLoss) else mean_squared_error
         )
 
     def predict(self, arrays: Mapping[str, T]) -> dict[str, T]:
@@ -117,4 +117,10 @@ class ArrayModel(PluginModel):
         flat = flattened(predicted, self.shape.outputs)
         target = flattened(arrays, self.shape.outputs)
         flat = flat if flat.dtype == torch.float64 else flat.float()
-        return self.row_losses(flat, target.to(flat.dtype)).double().sum()
+        losses = self.row_losses(flat, target.to(flat.dtype))
+        if not isinstance(losses, T) or losses.shape != rows.shape:
+            returned = list(losses.shape) if isinstance(losses, T) else type(losses).__name__  # fmt: skip
+            raise WeftError(
+                f"a plugin's loss returned {returned} for {len(rows)} samples; it returns one loss for each"
+            )
+        return losses.double().sum()

@@ -65,8 +65,12 @@ class Reception:
 
     def _serve(self, connection: SealedConnection) -> None:
         name = connection.hello.get("producer")
-        if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
-            self._refuse(connection, "it does not say its name")
+        if (
+            not isinstance(name, str)
+            or not 0 < len(name) <= LONGEST_NAME
+            or not name.isprintable()
+        ):
+            self._refuse(connection, "it does not say its name, or one that cannot be printed")  # fmt: skip
             return
         with self._lock:
             self.connections[name] = connection
