@@ -2,7 +2,7 @@
 
 A table is contained in another one if that has all of its columns, and all of its rows in them. Rows are sets: how
 often one is repeated does not count. Nulls are equal to each other, so are NaNs, and numbers are equal if their values
-are, whatever their types. No step here can drop a true containment (R2D2, SIGMOD 2024).
+are, whatever their types. No step here can drop a true containment (Shah et al. 2023, R2D2).
 """
 
 from __future__ import annotations
