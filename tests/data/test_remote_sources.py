@@ -333,3 +333,17 @@ def test_names_of_objects_match_patterns() -> None:
         "x-08.b",
         "x-09.a",
     ]
+
+
+def test_pipelines_read_from_elsewhere_too(web: str) -> None:
+    from weft.curation.source_units import read_unit, source_units
+    from weft.data.source_report import SourceReport
+
+    Web.files["/data/a.jsonl"] = lines(*(f"{i} " * 30 for i in range(50)))
+    Web.files["/data/b.jsonl"] = lines("end")
+    source = Source(kind="jsonl", path=f"{web}/{{a,b}}.jsonl")
+    units = source_units([source], 2000)
+    read = [d for u in units for d in read_unit(u, source, 10**6, SourceReport())]
+    assert [text for part in read for text in part.texts] == texts(source)
+    ids = [name for part in read for name in part.ids]
+    assert len(units) > 2 and len(set(ids)) == 51 and ids[-1].endswith("b.jsonl#1")

@@ -68,11 +68,16 @@ class DocumentNames:
         return np.flatnonzero(np.isin(self.lines[:, 0], numbers))
 
     def with_id(self, name: str) -> list[int]:
-        """Return the numbers of the documents whose record has ``name`` under "id". The files of records are read."""
+        """Return the numbers of the documents whose record has ``name`` under "id". The files of records are read.
+
+        Ids that data runs give, such as "docs:a.jsonl#7", are also named without the source, as "a.jsonl:7".
+        """
+        file, line = _split(name)
+        wanted = {name, name if line is None else f"{file}#{line}"}
         return [
             document
             for document, own in self._ids()
-            if own is not None and str(own) == name
+            if own is not None and wanted & {str(own), str(own).partition(":")[2]}
         ]
 
     def _ids(self) -> Iterator[tuple[int, object]]:
