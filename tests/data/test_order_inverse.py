@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.data.batch import Pairs
+from weft.data.mix_leg import FixedShares, MixLeg
 from weft.data.order import Order, Stream
 from weft.data.order_inverse import (
     DocumentInSample,
@@ -54,7 +56,16 @@ def orders(draw: st.DrawFn) -> Order:
     weights = draw(
         st.lists(st.floats(0.05, 3.0), min_size=len(streams), max_size=len(streams))
     )
-    return Order(tuple(streams), tuple(weights), draw(st.integers(0, 9)))
+    order = Order(tuple(streams), tuple(weights), draw(st.integers(0, 9)))
+    if len(streams) == 1 or draw(st.booleans()):
+        return order
+    # at a sample in the middle of a block the mixture changes, as after a resume
+    start = draw(st.integers(1, 3000))
+    given = tuple(samples_drawn(order, start))
+    others = (FixedShares(order.weights), FixedShares(order.weights[::-1]))
+    zero = (0,) * len(streams)
+    legs = (MixLeg(0, zero, others[0]), MixLeg(start, given, others[1]))
+    return replace(order, legs=legs)
 
 
 def searched(order: Order, sample: int) -> list[DocumentInSample]:
