@@ -426,3 +426,17 @@ def test_who_took_part_is_drawn_in_steps_up_to_the_end() -> None:
         c["title"]
         for c in charts([RecordedRun("r", {"view": views[:1], "train": trained})])
     ]
+
+
+def test_samples_of_a_stream_are_counted_by_their_draws() -> None:
+    stream = [
+        {"step": n, "received": 4 * n, "buffer": 9, "waited_s": 0.1} for n in range(9)
+    ]
+    kept = [{"step": 9, "samples": {"0": 2, "1": 5, "3": 1}}]
+    drawn = {
+        chart["title"]: chart
+        for chart in charts([RecordedRun("r", {"stream": stream, "repetitions": kept})])
+    }
+    assert set(drawn) == {"Stream", "Waiting for simulations", "Repetitions"}
+    (bars,) = drawn["Repetitions"]["traces"]
+    assert bars["type"] == "bar" and (bars["x"], bars["y"]) == ([0, 1, 3], [2, 5, 1])

@@ -89,6 +89,11 @@ CHARTS = (
         Series("rollout", "prepare_s", "--c5", "log-probabilities"),
         Series("rollout", "weights_s", "--c2", "weights"), Series("rollout", "train_s", "--c3", "training"),
     )),
+    Chart("Stream", "Samples of simulations so far, and those in the buffer", "", ".4s", (
+        Series("stream", "received", "--c1", "have come"), Series("stream", "drawn", "--c3", "draws"),
+        Series("stream", "buffer", "--c5", "in the buffer"), Series("stream", "undrawn", "--c2", "not drawn yet"),
+    )),
+    Chart("Waiting for simulations", "Seconds so far", "", ".3~g", (Series("stream", "waited_s", "--c4"),)),
     Chart("Throughput", "Real tokens per second, all ranks", "", ".4s",
           (Series("train", "tokens_per_s", "--c1", smooth=True),)),
     Chart("Model flops utilisation", "Of the peak of the devices", "~%", ".2~%",
@@ -172,7 +177,25 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
         saved_activations(single.get("activations", [])),
     )
     drawn[3:3] = step_times(runs) + membership(single)
-    return drawn + level_rates(single, runs) + loads + saved
+    return drawn + level_rates(single, runs) + repetitions_of_samples(single) + loads + saved  # fmt: skip
+
+
+def repetitions_of_samples(records: Records) -> list[Record]:
+    """Draw how many samples of a stream were drawn how often.
+
+    Returns a list with the chart; it is empty without records of the kind ``repetitions``. ``records``: the records of
+    a run, by kind.
+    """
+    if not (kept := records.get("repetitions")):
+        return []
+    counts = kept[-1]["samples"]
+    trace: Record = {
+        "type": "bar", "x": [*map(int, counts)], "y": [*counts.values()], "marker": {"color": "--c1"},
+        "hovertemplate": "%{y} samples drawn %{x} times<extra></extra>",
+    }  # fmt: skip
+    note = "Number of samples by how often each was drawn"
+    layout: Record = {"hovermode": "closest", "xaxis": {"title": {"text": "draws"}}}
+    return [{"title": "Repetitions", "note": note, "traces": [trace], "layout": layout}]
 
 
 def level_rates(records: Records, runs: Sequence[RecordedRun]) -> list[Record]:
