@@ -223,7 +223,7 @@ def data_plan_command(
                 "--mixtures needs --target, and no RUNS; docs/how-to/data-plan.md has both forms"
             )
         return _best_mixture(mixtures, losses, target, as_json)
-    from weft.curation.data_plan import budget_samples, plan_data
+    from weft.curation.data_plan import budget_samples, plan_data, wear_text
     from weft.curation.measured_runs import pool_sizes, read_measured
     from weft.curation.repetition_fit import fit_repetition_law
 
@@ -241,12 +241,12 @@ def data_plan_command(
     print_table(
         ("pool", "tokens", "exponent", "half-life in epochs"),
         [
-            (row.pool, compact(row.size), row.exponent.text(), row.half_life.text())
+            (row.pool, compact(row.size), row.exponent.text(), wear_text(row.half_life))
             for row in plan.utilities
         ],
     )
     typer.echo(
-        f"\nbudget {compact(samples)} tokens; irreducible loss {plan.floor.text('.4g')}; "
+        f"\nbudget {compact(samples)} tokens; irreducible loss {plan.floor.text('.3f')}; "
         f"a run is off by {plan.noise:.2%}"
     )
     print_table(

@@ -18,6 +18,8 @@ from weft.errors import UsageError
 
 #: Passes beyond the longest measured ones, and samples beyond the most measured ones, that a plan only notes.
 FARTHER_EPOCHS, FARTHER_SAMPLES = 2.0, 20.0
+#: Half-life in epochs from which on the runs have shown no wear at all.
+NO_WEAR = 0.5 * HALF_LIVES[1]
 
 
 class Interval(NamedTuple):
@@ -28,6 +30,7 @@ class Interval(NamedTuple):
     high: float
 
     def text(self, form: str = ".3g") -> str:
+        """Return the number and its interval, written by the format ``form``."""
         return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
@@ -90,6 +93,15 @@ class DataPlan:
             row["half_life"] = row["half_life"]._asdict()
         plain["floor"] = plain["floor"]._asdict()
         return plain
+
+
+def wear_text(half_life: Interval) -> str:
+    """Return a half-life with its interval as text, where numbers without meaning are called "none seen"."""
+    low, value, high = (
+        "none seen" if number >= NO_WEAR else f"{number:.3g}"
+        for number in (half_life.low, half_life.value, half_life.high)
+    )
+    return value if low == high else f"{value} ({low} to {high})"
 
 
 def budget_samples(
@@ -193,7 +205,7 @@ def _reason(law: RepetitionLaw, best: PoolChoice, samples: float) -> str:
 
 def _fading(law: RepetitionLaw, name: str) -> str:
     half_life = law.pools[name].half_life
-    if half_life >= HALF_LIVES[1] / 2:
+    if half_life >= NO_WEAR:
         return f"{name} shows no wear"
     return f"the utility of {name} halves every {half_life:.2g} epochs"
 
@@ -209,7 +221,8 @@ def _notes(
     longest = max(run.epochs for run in runs)
     if best.epochs > FARTHER_EPOCHS * longest:
         notes.append(
-            f"{best.epochs:.3g} epochs are far beyond the {longest:.3g} of the longest run"
+            f"{best.epochs:.3g} epochs are far beyond the {longest:.3g} of the longest run, and the law does not know "
+            "when a model learns the data by heart; add longer runs"
         )
     most = max(run.samples for run in runs)
     if samples > FARTHER_SAMPLES * most:
@@ -217,7 +230,7 @@ def _notes(
             f"{samples:.3g} samples are far beyond the {most:.3g} of the longest run"
         )
     for row in utilities:
-        if row.half_life.high >= 0.9 * HALF_LIVES[1]:
+        if row.half_life.high >= NO_WEAR:
             notes.append(
                 f"the runs do not show at how many epochs {row.pool} wears out; add longer ones"
             )
