@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from dataclasses import replace
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.main import get_command
 
 from tests.cases import recipe, start, write_corpus
+from weft.curation.read_pipeline import load_pipeline
 from weft.layout.layout import Layout
 from weft.layout.sequence import padded_length
 from weft.recipe.conflicts import AskedRecipe
@@ -34,6 +36,7 @@ from weft.recipe.step_techniques import asked_techniques
 from weft.registry import KINDS
 from weft.train.step import train_step
 
+ROOT = Path(__file__).parents[1]
 LAYERS, HEADS, KV, DIM, EMBED = 2, 4, 2, 6, 24
 
 
@@ -192,7 +195,7 @@ def test_catalogue_names_what_exists() -> None:
             known = {name for param in command.params for name in param.opts}
             assert {word for word in words if word.startswith("--")} <= known, row[3]
         files = [root / "recipes" / word for word in words if word.endswith(".toml")]
-        files += [root / word for word in words if word.endswith(".py")]
+        files += [root / word for word in words if word.endswith((".py", ".md"))]
         if words[:2] == ["python", "-m"]:
             files += [root / words[2].replace(".", "/") / "__main__.py"]
         assert words[0] in ("any", "weft") or (
@@ -251,16 +254,30 @@ def test_rows_of_techniques_are_mended() -> None:
     assert "no figure=" in line and mended(page, known) == page
 
 
+def operators_named(file: Path) -> list[str]:
+    """The operators of a pipeline, which is read as `weft data run` reads it, or of a page."""
+    if file.suffix == ".md":
+        return re.findall(r'(?m)^operator = "([\w-]+)"', file.read_text())
+    path = ROOT / "recipes" / file.relative_to(ROOT)
+    return [step.operator for step in load_pipeline(path).steps]
+
+
 def test_recipes_of_techniques_name_them() -> None:
     for file, leaf in leaves().items():
         name, *words = shlex.split(leaf.recipe)
         if name == "weft":  # an option of this command names it
             assert KINDS[leaf.kind].setting in words, file
             continue
+        if (
+            leaf.kind == "operator"
+        ):  # a pipeline's file names it, or a page with what is a user's own
+            assert leaf.name in operators_named(ROOT / name), file
+            continue
         given = list(zip(words[::2], words[1::2], strict=True))
         layout = next((value for word, value in given if word == "--layout"), None)
         sets = [value for word, value in given if word == "--set"]
-        recipe = load_recipe(name, sets, layout)
+        path = ROOT / "recipes" / name if "/" in name else name
+        recipe = load_recipe(path, sets, layout)
         if leaf.kind == "phases":  # settings of many sections ask for them
             asked = asked_techniques(AskedRecipe(**dict(recipe)))
             assert leaf in [technique.declared for technique in asked], file

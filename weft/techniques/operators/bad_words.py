@@ -36,6 +36,7 @@ class BadWordsSettings(Section):
     settings=BadWordsSettings,
     title="Documents with words of a list",
     paper="Raffel et al. 2020 (JMLR 21)",
+    recipe="docs/how-to/document-scores.md",
     proof="tests/curation/test_heuristics.py",
     figure="words apart from others, and in scripts without spaces anywhere",
 )

@@ -34,6 +34,7 @@ class C4Settings(Section):
     settings=C4Settings,
     title="Pages of C4: enough sentences, no filler text, no curly brackets",
     paper="Raffel et al. 2020 (JMLR 21)",
+    recipe="docs/how-to/document-scores.md",
     proof="tests/curation/test_heuristics.py",
     figure="decisions of datatrove's filter on 240 pages",
 )

@@ -31,6 +31,7 @@ class C4LinesSettings(Section):
     settings=C4LinesSettings,
     title="Lines of C4: ended by a mark, with enough words, not about JavaScript or cookies",
     paper="Raffel et al. 2020 (JMLR 21)",
+    recipe="docs/how-to/document-scores.md",
     proof="tests/curation/test_heuristics.py",
     figure="decisions and texts of datatrove's filter on 240 pages",
 )

@@ -37,6 +37,7 @@ class ClassifierSettings(Section):
     settings=ClassifierSettings,
     title="Documents like good examples, by hashed n-grams",
     paper="Joulin et al. 2017 (1607.01759); Li et al. 2024 (DCLM, 2406.11794)",
+    recipe="docs/how-to/document-scores.md",
     proof="tests/curation/test_classifier.py",
     figure="AUC at least 0.95 on packages of the standard library that it was not trained on, against spoilt copies",
 )

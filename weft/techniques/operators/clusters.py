@@ -58,6 +58,7 @@ class ClustersSettings(SelectionSettings):
     settings=ClustersSettings,
     title="Concept clusters pruned by their density, by projection instead of a solver",
     paper="Abbas et al. 2024 (2401.04578)",
+    recipe="data/scores.toml",
     proof="tests/curation/test_concept_clusters.py",
     figure="counts equal the best of all whole numbers; 20 % of dense and wide classes: accuracy 94.8, with as many "
     "of each cluster 92.8 (`bench/pruning.py`)",

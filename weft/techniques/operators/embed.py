@@ -38,6 +38,7 @@ class EmbedSettings(Section):
     settings=EmbedSettings,
     title="Vectors of documents by a model, for clusters and pruning",
     paper="Reimers & Gurevych 2019 (1908.10084)",
+    recipe="docs/how-to/document-scores.md",
     proof="tests/curation/test_text_loss.py",
     figure="the vectors of operator `semantic`",
 )

@@ -48,6 +48,7 @@ class FineWebSettings(Section):
     settings=FineWebSettings,
     title="FineWeb's rules: lines that are short, repeated or not ended by a mark",
     paper="Penedo et al. 2024 (2406.17557)",
+    recipe="data/stdlib.toml",
     proof="tests/curation/test_heuristics.py",
     figure="decisions of datatrove's filter on 240 pages",
 )

@@ -51,6 +51,7 @@ class GopherSettings(Section):
     settings=GopherSettings,
     title="Quality rules of Gopher: counts of words, symbols, bullets and stop words",
     paper="Rae et al. 2021 (2112.11446)",
+    recipe="data/stdlib.toml",
     proof="tests/curation/test_heuristics.py",
     figure="decisions of datatrove's filter on 240 pages",
 )

@@ -51,6 +51,7 @@ class PerplexitySettings(Section):
     settings=PerplexitySettings,
     title="Documents by the loss per token of any model that Weft opens",
     paper="Wenzek et al. 2020 (CCNet, 1911.00359); Marion et al. 2023 (2309.04564)",
+    recipe="docs/how-to/document-scores.md",
     proof="tests/curation/test_text_loss.py",
     figure="the model's own loss to 1e-6, the same for a document alone",
 )

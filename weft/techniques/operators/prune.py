@@ -85,6 +85,7 @@ class PruneSettings(SelectionSettings):
     settings=PruneSettings,
     title="Hard or easy examples by EL2N, forgetting or prototypes, with a floor for each class",
     paper="Sorscher et al. 2022 (2206.14486); Paul et al. 2021 (2107.07075); Toneva et al. 2019 (1812.05159)",
+    recipe="data/scores.toml",
     proof="tests/curation/test_pruning.py",
     figure="digits (EL2N) at 50 %: hard 96.6, random 96.5; 5 %: easy 62.1, hard 35.3, random 80.5 (`bench/pruning.py`)",
 )

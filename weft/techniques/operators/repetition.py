@@ -46,6 +46,7 @@ class RepetitionSettings(Section):
     settings=RepetitionSettings,
     title="Repetition of lines, paragraphs and n-grams, rules of Gopher",
     paper="Rae et al. 2021 (2112.11446)",
+    recipe="data/stdlib.toml",
     proof="tests/curation/test_heuristics.py",
     figure="decisions of datatrove's filter on 240 pages",
 )

@@ -53,6 +53,7 @@ class TopSettings(SelectionSettings):
     settings=TopSettings,
     title="The best share of documents by a column, with a floor for each class",
     paper="Li et al. 2024 (DCLM, 2406.11794); Sorscher et al. 2022 (2206.14486)",
+    recipe="data/scores.toml",
     proof="tests/curation/test_selectors.py",
     figure="all kept is identity; independent of shards and order",
 )
