@@ -18,8 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from glob import escape
 from itertools import product
 from pathlib import Path
+from stat import S_ISREG
 from typing import NamedTuple, TypeVar
 
 from weft.cache import DOWNLOADS, cache_root, digest, locked
@@ -31,6 +33,8 @@ T = TypeVar("T")
 
 #: Seconds in which a download must go on, and the pauses between attempts, in seconds.
 PATIENCE_S, PAUSE_S, LONGEST_PAUSE_S = 60.0, 0.2, 10.0
+#: Seconds of a download between lines about it.
+SILENT_S = 15.0
 #: Seconds for which a listing counts as new.
 FRESH_S = 60.0
 #: Bytes of the disk that downloads leave free.
@@ -98,6 +102,10 @@ def list_remote(address: str) -> RemoteListing:
             )
         names |= {file.name: file for file in matching}
     files = {folder / _local(name): file for name, file in sorted(names.items())}
+    if len(files) < len(names):
+        raise WeftError(
+            f"data source {_shown(address)} has several files that differ behind '?' alone; give each its own source"
+        )
     return RemoteListing(folder, files, whole)
 
 
@@ -283,22 +291,33 @@ def downloaded(path: Path) -> Path:
 def _download(base: str, file: RemoteFile, path: Path) -> None:
     """Download a file, from where its part ends. The part's name has its mark, so that it is of the same content."""
     part = path.with_name(f".{path.name}.{digest(file.size, file.mark)[:8]}.part")
-    for older in path.parent.glob(f".{path.name}.*.part"):
+    for older in path.parent.glob(f".{escape(path.name)}.*.part"):
         if older != part:
             older.unlink()
     store, name = open_store(base), f"{_shown(base)}/{_local(file.name)}"
     make_room(file.size - (part.stat().st_size if part.exists() else 0), name)
 
+    shown = time.monotonic()
+
+    def show(size: int) -> None:
+        """Write a line now and then."""
+        nonlocal shown
+        if time.monotonic() - shown >= SILENT_S:
+            shown = time.monotonic()
+            whole = f" of {file.size / 1e9:.3f}" if file.size >= 0 else ""
+            sys.stderr.write(f"weft: downloads {name}: {size / 1e9:.3f}{whole} GB\n")
+
     def attempt() -> None:
         with open(part, "ab") as out:
             fcntl.flock(out, fcntl.LOCK_SH)  # so that nobody removes it
             size = out.tell()
-            if 0 <= file.size < size:
+            if file.size < size:  # also of a file whose size is not known
                 out.truncate(0)
-            if size != file.size or file.size == 0:
-                for piece in store.read_from(file, out.tell()):
-                    out.write(piece)
-            size = out.tell()
+                size = 0
+            if size != file.size:
+                for piece in store.read_from(file, size):
+                    size += out.write(piece)
+                    show(size)
         if file.size >= 0 and size != file.size:
             raise RemoteProblem(
                 f"it has {size:,} bytes, and {file.size:,} when it was listed",
@@ -349,12 +368,7 @@ def make_room(size: int, name: str) -> None:
     root = cache_root() / DOWNLOADS
     if size <= 0:
         return
-    kept = sorted(
-        (state.st_mtime, state.st_size, file)
-        for file in root.rglob("*")
-        if file.name != LISTING and not file.name.endswith(".lock") and file.is_file()
-        for state in [file.stat()]
-    )
+    kept = sorted(_kept_downloads(root))
     limit, total = downloads_limit(), sum(size for _, size, _ in kept)
     for _, own, file in kept:
         free = shutil.disk_usage(root).free
@@ -367,6 +381,19 @@ def make_room(size: int, name: str) -> None:
             f"{name} has {size / 1e9:.1f} GB, and the disk of {root} has {free / 1e9:.1f} GB left; set WEFT_CACHE to "
             "a folder on another disk"
         )
+
+
+def _kept_downloads(root: Path) -> Iterator[tuple[float, int, Path]]:
+    """Yield the time of the last use, the size and the path of every download, whole or not."""
+    for file in root.rglob("*"):
+        if file.name.startswith(LISTING) or file.name.endswith(".lock"):
+            continue
+        try:
+            state = file.stat()
+        except FileNotFoundError:  # another process has removed it, or is done with it
+            continue
+        if S_ISREG(state.st_mode):
+            yield state.st_mtime, state.st_size, file
 
 
 def _removed(file: Path) -> bool:
