@@ -134,7 +134,7 @@ def test_interval_is_wider_where_groups_are_alike() -> None:
     assert alike.high - alike.low > alone.high - alone.low
 
 
-@given(st.text(), st.integers(0, 5), st.integers(0, 3))
+@given(st.text(), st.integers(0, 5), st.integers(1, 3))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_vectors_of_any_text(text: str, characters: int, words: int) -> None:
     shape = NgramSettings(characters=characters, words=words, bits=12)
@@ -174,6 +174,7 @@ def test_from_the_command_to_the_filter(tmp_path: Path, command: Command) -> Non
     ]
     code, said, _ = command(*words, "--held-out", "0.3")
     assert code == 0
+    assert "held-out groups the interval says little" in said
     assert "AUC 1.0000 (95 % interval" in said and f"wrote {out} and {out}.json" in said
     report = json.loads(Path(f"{out}.json").read_text())
     assert report["auc"] == 1 and report["positive"] == [positive]
@@ -237,6 +238,7 @@ def test_records_and_what_is_wrong_with_them(tmp_path: Path, command: Command) -
         (["--group", "sit"], "no field 'sit'; set --group"),
         (["--positive", str(tmp_path / "none")], "there is no such file or folder"),
         (["--out", str(good / "c")], "cannot be written"),
+        (["--words", "0", "--characters", "1"], "leave no n-gram; raise one of them"),
     ):
         code, _, error = command(*words, *more)
         assert code in (1, 2) and said in error, error

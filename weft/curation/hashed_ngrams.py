@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from weft.section import Section
 
@@ -31,6 +31,14 @@ class NgramSettings(Section):
     most_characters: int = Field(
         20_000, ge=1, description="Characters of a document that are read."
     )
+
+    @model_validator(mode="after")
+    def _some(self) -> NgramSettings:
+        if not self.words and self.characters < 2:
+            raise ValueError(
+                "words = 0 and characters below 2 leave no n-gram; raise one of them"
+            )
+        return self
 
 
 class SparseVector(NamedTuple):

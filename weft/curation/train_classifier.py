@@ -15,6 +15,9 @@ from weft.curation.ngram_classifier import NgramClassifier, fit_classifier
 from weft.curation.ranking import RankingQuality, ranking_quality
 from weft.errors import UsageError
 
+#: Groups below which an interval by drawing groups anew says little.
+_FEW = 10
+
 
 @dataclass(frozen=True)
 class ClassifierReport:
@@ -48,6 +51,7 @@ class ClassifierReport:
     def lines(self) -> list[str]:
         """Return what was measured, as lines for the user."""
         groups = len(self.held_out)
+        few = f"note: with {groups} held-out groups the interval says little; give more folders, or raise --held-out"
         shown = ", ".join(self.held_out[:8]) + (" ..." if groups > 8 else "")
         return [
             f"trained on {self.trained_positive} positive and {self.trained_negative} negative examples of "
@@ -56,6 +60,7 @@ class ClassifierReport:
             f"balanced accuracy {self.accuracy:.1%}",
             f"judged on {self.judged_positive} positive and {self.judged_negative} negative examples of {groups} "
             f"groups that it was not trained on: {shown}",
+            *([few] if groups < _FEW else []),
         ]
 
 
