@@ -46,7 +46,8 @@ class MinhashSettings(SurvivorSettings):
     paper="Broder 1997; Penedo et al. 2024 (2406.17557)",
     recipe="data/duplicates.toml",
     proof="tests/curation/test_min_hash.py, tests/curation/test_duplicates.py",
-    figure="recall of planted pairs is that of the formula in every bin, within the binomial band of 99 %",
+    figure="recall of planted pairs is that of the formula in every bin, within the binomial band of 99 %; "
+    "14.1x the documents a second of datasketch, 4.1x of rensa, 131x of datatrove (`bench/minhash.py`)",
 )
 class Minhash:
     """Drops documents whose shingles are nearly those of another one.
