@@ -14,9 +14,9 @@ from weft.net.endpoint import Endpoint
 from weft.registry import find
 from weft.streams import producer
 from weft.streams.array_columns import ArrayColumns, columns_of_table
-from weft.streams.producer import SECRET, TrainingOver
 from weft.streams.reception import CHANNEL, Reception
 from weft.streams.sample_store import SampleStore
+from weft.streams.stream_producer import SECRET, TrainingOver
 
 COLUMNS = ArrayColumns({"x": (2,), "y": ()})
 
@@ -165,3 +165,11 @@ def test_who_does_not_know_the_secret_is_not_let_in(
         producer(stream.address, "a", wait=0.1)
     with pytest.raises(UsageError, match="as HOST:PORT"):
         producer("nowhere")
+
+
+def test_the_public_names_are_those_of_functions() -> None:
+    """Whatever file of the package was imported before."""
+    import weft.streams as streams
+
+    for name, file in streams._FILES.items():
+        assert name != file and callable(getattr(streams, name))

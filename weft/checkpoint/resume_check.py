@@ -138,6 +138,13 @@ def other_differences(
         differences += _differing("adapter", stored, present, ("dropout",))
     if checkpoint.meta["data"] != fingerprint:
         position = f"{checkpoint.meta['progress']['position']:,}"
+        if recipe.stream is not None and stored.get("stream"):
+            differences += _differing("stream", stored, present, ("producers",))
+            differences.append(
+                "simulators are known by their places in stream.producers: samples of others may count as those of "
+                "before"
+            )
+            return differences
         data = _differing(
             "data", stored, present, ("sources", "seq_len", "seed", "validation", "bos")
         )

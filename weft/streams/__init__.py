@@ -14,17 +14,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.streams.open_surrogate import Surrogate as Surrogate
-    from weft.streams.open_surrogate import open_surrogate as open_surrogate
-    from weft.streams.producer import StreamProducer as StreamProducer
-    from weft.streams.producer import producer as producer
+    from weft.streams.stream_producer import StreamProducer as StreamProducer
+    from weft.streams.stream_producer import producer as producer
+    from weft.streams.trained_surrogate import Surrogate as Surrogate
+    from weft.streams.trained_surrogate import open_surrogate as open_surrogate
 
 #: The file of every public name, in this folder. A simulator does not wait for PyTorch.
 _FILES = {
-    "StreamProducer": "producer",
-    "producer": "producer",
-    "Surrogate": "open_surrogate",
-    "open_surrogate": "open_surrogate",
+    "StreamProducer": "stream_producer",
+    "producer": "stream_producer",
+    "Surrogate": "trained_surrogate",
+    "open_surrogate": "trained_surrogate",
 }
 
 
@@ -34,6 +34,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'weft.streams' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f"weft.streams.{_FILES[name]}"), name)
-    globals()[name] = value  # before the file of the same name is what the package has
-    return value
+    return getattr(import_module(f"weft.streams.{_FILES[name]}"), name)

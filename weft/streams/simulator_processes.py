@@ -13,8 +13,8 @@ from pathlib import Path
 
 from weft.errors import UsageError, WeftError
 from weft.run.rank_variables import environment_without_ranks
-from weft.streams.producer import ADDRESS, NAME, SECRET
 from weft.streams.sample_store import ProducerState
+from weft.streams.stream_producer import ADDRESS, NAME, SECRET
 
 #: Seconds until a simulator that has died is started again, and for a simulator to end when the training does.
 AGAIN_S, END_S = 0.5, 5.0
