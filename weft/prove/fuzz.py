@@ -151,6 +151,11 @@ def _learns_texts(recipe: Recipe, case: Case) -> bool:
     return not (recipe.loss.of_pairs or recipe.rl)
 
 
+def _drawn_mixtures() -> list[str]:
+    """Return the mixtures whose settings can be drawn; those that measure losses need more than the first steps."""
+    return [each.name for each in declared("mixture") if each.draws]
+
+
 def _named(kind: str) -> Choices:
     """Allow all techniques of a kind, with those of the recipe's plugins."""
     return lambda recipe, case, rng: names(kind)
@@ -228,7 +233,7 @@ BY_CODE: dict[str, Choices] = {
     "data.seq_len": lambda recipe, case, rng: (
         [40, 48, 57, 64] if recipe.loss.of_pairs or recipe.rl else [1, 2, 7, 33]
     ),
-    "data.mix": _if(_learns_texts, *names("mixture")),
+    "data.mix": _if(_learns_texts, *_drawn_mixtures()),
     "data.mix_by": _if(_learns_texts, "weighting"),
     "rl.method": _if(lambda recipe, case: recipe.rl, *names("policy-loss")),
     "rl.loss.normaliser": _if(

@@ -298,6 +298,12 @@ class Data(HostSection):
     chat: Chat = Field(Chat(), description="How conversations become tokens.")
 
     @property
+    def measures(self) -> str:
+        """What ``mix`` measures to move its weights: "steps", "held-out" rows, or "" for nothing."""
+        mixture = next(self.named(), None)
+        return getattr(mixture and mixture.implementation, "measures", "")
+
+    @property
     def held_out(self) -> float:
         """Share of the documents (0 to 1) that is held out for validation."""
         return 0.0 if isinstance(self.validation, str) else self.validation

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft.cache import digest
 from weft.data.mix_plan import MixFacts, describe_mix, leg_of, mixture_of
 from weft.data.order_inverse import samples_drawn
-from weft.errors import WeftError
+from weft.errors import UsageError, WeftError
 
 if TYPE_CHECKING:
     from weft.checkpoint.run_state import Progress
@@ -53,6 +53,8 @@ def with_mix(corpus: Corpus, recipe: Recipe) -> Corpus:
             f"data source {(empty or corpus.names)[0]} holds nothing to train on, so it has no share of the mixture; "
             "leave it out"
         )
+    if recipe.data.measures:
+        _check_measured(corpus, recipe)
     if len(corpus.train.streams) < 2:
         describe_mix(recipe.data, mix_facts(corpus, recipe))
         return corpus
@@ -60,6 +62,34 @@ def with_mix(corpus: Corpus, recipe: Recipe) -> Corpus:
     about = describe_mix(recipe.data, facts)
     notes = (*corpus.notes, mix_line(about, facts))
     return replace(corpus, train=_order(corpus.train, [_first_leg(about)]), notes=notes)
+
+
+def _check_measured(corpus: Corpus, recipe: Recipe) -> None:
+    """Refuse a mixture that measures losses where there is not one loss of tokens, or no reference to compare with."""
+    mix = f"data.mix = {recipe.data.mix!r}"
+    if recipe.layout.island > 1:
+        raise UsageError(
+            f"{mix} measures the losses of one model, and each of {recipe.layout.island} islands has its own; leave "
+            "layout.island out"
+        )
+    if recipe.loss.kind != "cross-entropy" or recipe.rl is not None:
+        raise UsageError(
+            f"{mix} compares losses of tokens; leave loss.kind = {recipe.loss.kind!r} out"
+        )
+    if name := getattr(recipe.data, "mix_reference", ""):
+        from weft.checkpoint.weights import open_pretrained
+
+        opened = open_pretrained(name)
+        own = opened.tokenizer()
+        if (
+            opened.values is None
+            or opened.shape.vocab < corpus.tokenizer.vocab
+            or (own and not own.has_ids_of(corpus.tokenizer))
+        ):
+            raise UsageError(
+                f"data.mix_reference = {name!r} has other tokens than this run, or no weights; name a model with the "
+                "same tokenizer"
+            )
 
 
 def mix_line(about: Mapping[str, Any], facts: MixFacts) -> str:

@@ -134,7 +134,14 @@ class Job:
         the run. ``stack``: closes what the loader has started, when the run ends. ``kept``: JSON values that the
         loader changes in place, and that checkpoints keep.
         """
-        return self.loader(self.corpus.train, mesh)
+        loader = self.loader(self.corpus.train, mesh)
+        if self.corpus.train.legs and self.recipe.data.measures:
+            from weft.train.measured_mix import measured_loader
+
+            return measured_loader(
+                self.recipe, self.corpus, loader, mesh, built, recorder, kept
+            )
+        return loader
 
     def judged(self, values: Mapping[str, float]) -> float | None:
         """Return the number by which the best checkpoint is found, which is lowest there; None if it is not known.

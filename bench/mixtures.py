@@ -1,0 +1,116 @@
+"""Temperature, static and with a cool-down, on two packages of text of which one is 50 times larger.
+
+Four runs of a small character model at equal steps; the validation loss is that of unseen text of the small package.
+Writes ``bench/results/mixtures.json``. About ten minutes on one core.
+
+    python bench/mixtures.py [--steps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from weft.layout.mesh import Mesh
+from weft.recipe import build_recipe
+from weft.train.setup import prepare
+from weft.train.training import train_job
+
+RESULT = Path(__file__).with_name("results") / "mixtures.json"
+#: Characters of the small package that are trained on; the large one has fifty times as many.
+SMALL = 10_000
+#: The settings of each run.
+RUNS: dict[str, dict[str, Any]] = {
+    "T=1": {"mix_temperature": 1.0},
+    "T=2": {"mix_temperature": 2.0},
+    "T=5": {"mix_temperature": 5.0},
+    "cool-down 5 to 1": {"mix_temperature": 5.0, "mix_final_temperature": 1.0},
+}
+
+
+def package_text(*names: str) -> str:
+    """Return the source text of packages of the standard library, file after file."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for name in names for file in sorted((root / name).rglob("*.py"))]
+    return "".join(file.read_text(errors="replace") for file in files)
+
+
+def write_documents(path: Path, text: str) -> str:
+    """Write ``text`` as documents of 1,000 characters, and return the file's path."""
+    pieces = [text[i : i + 1000] for i in range(0, len(text), 1000)]
+    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    return str(path)
+
+
+def measure(folder: Path, mix: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train with a mixture, and return the validation losses on the small package with their steps."""
+    large = package_text("asyncio", "multiprocessing", "unittest", "concurrent")
+    small = package_text("email")
+    paths = {
+        "large": write_documents(folder / "large.jsonl", large[: 50 * SMALL]),
+        "small": write_documents(folder / "small.jsonl", small[:SMALL]),
+        "unseen": write_documents(
+            folder / "unseen.jsonl", small[5 * SMALL : 5 * SMALL + 30_000]
+        ),
+    }
+    recipe = build_recipe({
+        "model": {"layers": 2, "embed": 64, "heads": 4, "ffn": 192, "tied": True},
+        "data": {
+            "sources": [
+                {"kind": "jsonl", "path": paths[name], "name": name}
+                for name in ("large", "small")
+            ],
+            "mix": "temperature", "seq_len": 128, "validation": paths["unseen"],
+            "cache": str(folder / "cache"), **mix,
+        },
+        "train": {"steps": steps, "batch": 8, "device": "cpu", "threads": 1},
+        "optimizer": {"lr": 4e-3, "warmup": 50},
+        "validation": {"every": max(1, steps // 15), "batches": 0},
+        "observe": {"split_every": 0, "trackers": []},
+    })  # fmt: skip
+    outcome = train_job(
+        prepare(recipe), Mesh.single(), Path(tempfile.mkdtemp()) / "run"
+    )
+    curve = [(r["step"], r["loss"]) for r in outcome.metrics("validation")]
+    lowest = min(curve, key=lambda point: point[1])
+    return {
+        "final": curve[-1][1],
+        "lowest": lowest[1],
+        "lowest_at": lowest[0],
+        "curve": curve,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1200)
+    steps = parser.parse_args().steps
+    begun, runs = time.perf_counter(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, mix in RUNS.items():
+            runs[name] = measure(Path(folder), mix, steps)
+            print(
+                name, {k: v for k, v in runs[name].items() if k != "curve"}, flush=True
+            )
+    static = min(runs[name]["final"] for name in RUNS if name.startswith("T="))
+    cooled = runs["cool-down 5 to 1"]["final"]
+    result = {
+        "steps": steps,
+        "seconds": round(time.perf_counter() - begun),
+        "runs": runs,
+        "best_static": static,
+        "cool_down": cooled,
+        "cool_down_over_best_static": cooled / static,
+        "hot_is_lowest_before_its_end": runs["T=5"]["lowest_at"] < steps,
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print({key: value for key, value in result.items() if key != "runs"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Online: the sources whose losses are furthest above their targets come more often from then on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from weft.data.mix_plan import MixFacts
+from weft.errors import UsageError, nearest
+from weft.registry import register
+from weft.section import Section
+
+
+class OnlineSettings(Section):
+    """Settings of a mixture that follows measured losses."""
+
+    mix_every: PositiveInt = Field(
+        50, description="Steps between two measurements of the sources' losses."
+    )
+    mix_rows: PositiveInt = Field(
+        16,
+        description="Number of held-out rows of each source on which its loss is measured.",
+    )
+    mix_rate: PositiveFloat = Field(
+        1.0,
+        description="How strongly shares follow losses: a share is multiplied by exp(rate * excess).",
+    )
+    mix_floor: float = Field(
+        0.01,
+        gt=0,
+        lt=1,
+        description="Part of the samples that is divided equally among all sources, whatever their losses.",
+    )
+    mix_targets: dict[str, float] = Field(
+        {},
+        description=(
+            "Loss that each source should reach, by name, such as that of a reference model. A source's excess is its "
+            "loss above its target; one that is not named has the target 0."
+        ),
+    )
+
+
+@register(
+    "mixture",
+    "online",
+    settings=OnlineSettings,
+    title="Weights that follow the sources' losses",
+    paper="dynamic batch loading of Sheared LLaMA, Xia et al. 2024 (2310.06694)",
+    recipe="mixture.toml --set data.mix=online --set data.mix_every=10",
+    proof="tests/train/test_measured_mix.py",
+    figure="decisions and losses of every layout equal one device's, through resumes",
+)
+class Online:
+    """Mixture whose shares are multiplied by ``exp(rate * (loss - target))`` after each measurement."""
+
+    measures: ClassVar = "held-out"
+    foreseen: ClassVar = False
+
+    @classmethod
+    def describe(cls, data: Any, facts: MixFacts) -> dict[str, Any]:
+        settings = data.own(OnlineSettings)
+        if data.epochs:
+            raise UsageError(
+                "data.mix = 'online' does not know in advance when a source ends; leave data.epochs out, and set "
+                "train.steps"
+            )
+        for name in settings.mix_targets:
+            if name not in facts.names:
+                raise UsageError(
+                    f"data.mix_targets: no source is called {name!r}; {nearest(name, facts.names)}"
+                )
+        return {
+            "weights": [*facts.weights],
+            "start": facts.position,
+            "block": settings.mix_every * facts.batch,
+            "rows_measured": settings.mix_rows,
+            "rate": settings.mix_rate,
+            "floor": settings.mix_floor,
+            "targets": [settings.mix_targets.get(name, 0.0) for name in facts.names],
+        }
+
+    def __init__(
+        self, about: Mapping[str, Any], state: dict[str, Any] | None = None
+    ) -> None:
+        self.about, self.state = about, {} if state is None else state
+        self.rows = about["rows_measured"]
+        total = sum(about["weights"])
+        first = [weight / total for weight in about["weights"]]
+        self.decided: list[list[float]] = self.state.setdefault("shares", [first])
+
+    def bound(self, state: dict[str, Any]) -> Online:
+        """Return the mixture with its decisions in ``state``, which a checkpoint keeps."""
+        return Online(self.about, state)
+
+    def knows(self, first: int, last: int) -> bool:
+        """Return whether the shares of the samples up to ``last`` are decided."""
+        return self._block(last) < len(self.decided)
+
+    def _block(self, sample: int) -> int:
+        return max(0, sample - self.about["start"]) // int(self.about["block"])
+
+    def decide(self, position: int, losses: Sequence[float | None]) -> None:
+        """Decide the shares of the next block by the mean loss of each source; None is a loss that is not known."""
+        excess = [
+            0.0 if loss is None else max(0.0, loss - target)
+            for loss, target in zip(losses, self.about["targets"], strict=True)
+        ]
+        most = max(excess)
+        raw = [
+            share * math.exp(self.about["rate"] * (above - most))
+            for share, above in zip(self.decided[-1], excess, strict=True)
+        ]
+        floor = self.about["floor"]
+        self.decided.append(
+            [(1 - floor) * x / sum(raw) + floor / len(raw) for x in raw]
+        )
+
+    def shares(self, first: int, last: int) -> Sequence[float]:
+        return self.decided[min(self._block(first), len(self.decided) - 1)]

@@ -1,0 +1,175 @@
+"""Mixtures that follow measured losses: a loader measures before the steps that need it, and checkpoints keep the rest.
+
+What is measured is a sum over all ranks, so that all of them decide alike, and equal under every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.data.mix_leg import MixLeg
+from weft.train.mix_run import MIX
+from weft.train.source_losses import SourceRow, label_losses, mean_by_source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weft.data.batch import Batch
+    from weft.data.loader import Corpus, Loader
+    from weft.layout.mesh import Mesh
+    from weft.models.transformer import Transformer
+    from weft.parallel.build import Built
+    from weft.recipe import Recipe
+    from weft.train.step_loader import RunRecords
+
+
+@dataclass
+class MeasuredLoader:
+    """Loader of a run whose mixture follows measured losses.
+
+    Attributes:
+        ``loader``: loader of the samples, in the order of the mixture.
+        ``leg``: the present leg of this order.
+        ``mixture``: its mixture, which is told what was measured.
+        ``recipe``: the run's recipe.
+        ``corpus``: its opened data.
+        ``mesh``: this rank's position among the ranks.
+        ``built``: the model that is trained, and its state.
+        ``recorder``: writes the run's records.
+        ``reference``: the reference model; None without one.
+    """
+
+    loader: Loader
+    leg: MixLeg
+    mixture: Any
+    recipe: Recipe
+    corpus: Corpus
+    mesh: Mesh
+    built: Built
+    recorder: RunRecords
+    reference: Transformer | None = None
+
+    @property
+    def over(self) -> str:
+        """An empty text, as samples do not end before the run expects it."""
+        return ""
+
+    def is_ready(self, position: int) -> bool:
+        """Return whether nothing has to be measured before the step that starts at sample ``position``."""
+        last = position + self.recipe.train.batch - 1
+        return bool(self.mixture.knows(position, last))
+
+    def make_ready(self, position: int) -> bool:
+        """Measure the losses of the sources, and let the mixture decide by them. Collective; returns True."""
+        count = len(self.corpus.names)
+        if self.mixture.measures == "steps":
+            rows = self._rows_of_step(position)
+            own = self._losses(rows)
+            assert self.reference is not None
+            reference = label_losses(self.reference, self.mesh, self.recipe, rows)
+            values = (own - reference).clamp(min=0)
+        else:
+            rows = self._held_rows()
+            values = self._losses(rows)
+        means = mean_by_source(values, rows, count, self.built.state, self.mesh)
+        if all(value is None or math.isfinite(value) for value in means):
+            self.mixture.decide(position, means)
+        else:
+            self.mixture.decide(position, [None] * count)
+        names = self.corpus.names
+        shares = self.mixture.shares(position, position + 1)
+        self.recorder.log(
+            "mix",
+            losses=dict(zip(names, means, strict=True)),
+            shares=dict(zip(names, shares, strict=True)),
+        )
+        train = self.recipe.train
+        if (average := getattr(self.mixture, "average", None)) and (
+            position // train.batch + 1 == train.steps
+        ):
+            said = ", ".join(
+                f"{name} {weight:.4f}"
+                for name, weight in zip(names, average, strict=True)
+            )
+            self.recorder.event(
+                f"weights of the sources, mean of all steps: {said}; train with these weights and mix = 'static'"
+            )
+        return True
+
+    def _losses(self, rows: Sequence[SourceRow]) -> torch.Tensor:
+        return label_losses(self.built.model, self.mesh, self.recipe, rows)
+
+    def _rows_of_step(self, position: int) -> list[SourceRow]:
+        """Return the rows of the step that starts at sample ``position``."""
+        order = self.loader.order
+        rows, end = [], position + self.recipe.train.batch
+        for sample in range(position, min(end, order.total or end)):
+            source, index = order.locate(sample)  # type: ignore[union-attr]  # of sources
+            rows.append(SourceRow(order.streams[source].row(index), source))  # type: ignore[union-attr]
+        return rows
+
+    def _held_rows(self) -> list[SourceRow]:
+        """Return the first rows of the documents of each source that are held out, or else of those trained on."""
+        corpus, rows = self.corpus, list[SourceRow]()
+        held = corpus.validation.streams if corpus.validation else ()
+        for source, stream in enumerate(corpus.train.streams):
+            measured = next((each for each in held if each.ids is stream.ids), stream)
+            count = min(self.mixture.rows, measured.rows)
+            rows += [SourceRow(measured.row(i), source) for i in range(count)]
+        return rows
+
+    def questions(self) -> dict[str, Any]:
+        """Return an empty dict: this loader asks the model no questions."""
+        return {}
+
+    def step(self, position: int) -> list[Batch] | None:
+        """Return the batches of the step that starts at sample ``position``; None at the data's end."""
+        return self.loader.step(position)
+
+    def island_samples(self, position: int) -> range:
+        """Return the numbers of the samples of this rank's island in the step that starts at sample ``position``."""
+        return self.loader.island_samples(position)
+
+
+def measured_loader(
+    recipe: Recipe, corpus: Corpus, loader: Loader, mesh: Mesh, built: Built, recorder: RunRecords, kept: dict[str, Any]
+) -> MeasuredLoader:  # fmt: skip
+    """Return the loader of a run whose mixture follows measured losses. Collective.
+
+    ``loader``: loader of the training samples of ``corpus``. ``built``: the model that is trained, and its state.
+    ``kept``: JSON values that checkpoints keep, in which the mixture keeps its decisions.
+    """
+    order = corpus.train
+    leg = order.legs[-1]
+    mixture: Any = leg.weighed or getattr(leg.plan, "mixture", None)
+    state = kept.setdefault(MIX, {}).setdefault("decided", {})
+    if state.get("start") != leg.start:  # of an earlier mixture
+        state.clear()
+        state["start"] = leg.start
+    bound = mixture.bound(state)
+    if leg.weighed is not None:
+        leg = replace(leg, weighed=bound)
+    else:
+        leg = replace(leg, plan=replace(leg.plan, mixture=bound, _states={}))  # type: ignore[type-var]
+    loader = replace(loader, order=replace(order, legs=(*order.legs[:-1], leg)))
+    reference = _reference(recipe, mesh) if bound.measures == "steps" else None
+    return MeasuredLoader(
+        loader, leg, bound, recipe, corpus, mesh, built, recorder, reference
+    )
+
+
+def _reference(recipe: Recipe, mesh: Mesh) -> Transformer:
+    """Return the reference model of the mixture under the layout of the run. Collective."""
+    from weft.checkpoint.weights import open_pretrained
+    from weft.parallel.build import parallelize
+    from weft.recipe import Memory
+
+    opened = open_pretrained(recipe.data.mix_reference)  # type: ignore[attr-defined]  # a setting of the technique
+    model, _ = parallelize(
+        opened.shape, mesh, recipe.train, opened.values, recipe.data.seq_len, Memory()
+    )
+    return model
