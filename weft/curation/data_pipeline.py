@@ -62,7 +62,7 @@ class DataPipeline(Section):
     shards: int = Field(
         0,
         ge=0,
-        description="Number of shards; 0: by the size of the sources, about 64 MB each.",
+        description="Number of shards; 0: by the size of the sources, 1 to 64 MB each.",
     )
     sources: Sequence[Source] = Field(
         min_length=1, description="What is read, as [[data.sources]] of a recipe."

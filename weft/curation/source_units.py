@@ -20,8 +20,9 @@ from weft.encodable import encodable
 from weft.errors import UsageError, WeftError, nearest
 from weft.recipe import Source
 
-#: Bytes of a shard where the pipeline does not say into how many its sources are divided.
-SHARD = 2**26
+#: Where the pipeline does not say into how many shards its sources are divided: bytes of a shard at most and at least,
+#: and how many there are at least, so that processes have something to do.
+SHARD, LEAST, FEWEST = 2**26, 2**20, 8
 #: Kinds of sources whose files are read one by one; the others are a stream of texts.
 _PLAIN = ("text", "stdlib")
 _RECORDS = ("jsonl", "parquet")
@@ -86,11 +87,13 @@ def source_labels(sources: Sequence[Source]) -> list[str]:
 
 
 def shard_bytes(sources: Sequence[Source], shards: int) -> int:
-    """Return about how many bytes a shard has, so that there are about ``shards``; 0 shards: :data:`SHARD`."""
-    if not shards:
-        return SHARD
+    """Return about how many bytes a shard has, so that there are about ``shards``.
+
+    0 shards: as many as keep each between :data:`LEAST` and :data:`SHARD`, at least :data:`FEWEST` of these.
+    """
     sizes = [file.size for source in sources for file in _files_of(source)]
-    return max(1, -(-sum(sizes) // shards))
+    each = max(1, -(-sum(sizes) // (shards or FEWEST)))
+    return each if shards else min(SHARD, max(LEAST, each))
 
 
 def source_units(sources: Sequence[Source], most: int) -> list[SourceUnit]:
