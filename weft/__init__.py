@@ -11,6 +11,8 @@ from weft.version import VERSION
 
 if TYPE_CHECKING:
     from weft.api import start as train
+    from weft.curation.data_run import run_pipeline
+    from weft.curation.read_pipeline import load_pipeline
     from weft.errors import UsageError, WeftError
     from weft.layout.layout import Layout
     from weft.plugins import Callback, register
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = VERSION
 __all__ = [
     "Recipe", "load_recipe", "build_recipe", "train", "Outcome",
+    "load_pipeline", "run_pipeline",
     "ModelShape", "RopeScaling", "Adapter", "Data", "Source", "Chat", "Layout", "Train", "Memory", "Loss", "Optimizer",
     "ParameterGroup", "Validation", "Task", "Checkpoint", "Level", "Observe", "Resilience", "Sync", "Generate", "Use",
     "register", "Callback",
@@ -53,6 +56,8 @@ __all__ = [
 #: Where names stand that are not in :mod:`weft.recipe`.
 _HOMES = {
     "Layout": "weft.layout.layout",
+    "load_pipeline": "weft.curation.read_pipeline",
+    "run_pipeline": "weft.curation.data_run",
     "WeftError": "weft.errors",
     "UsageError": "weft.errors",
     "register": "weft.plugins",

@@ -146,11 +146,12 @@ def _section(outcome: StepOutcome, step: DataStep) -> StepSection:
     ]
     limits = _limits(step, list(counts.histograms))
     plots = [
-        (sum(d for _, d in bins.values()) > 0 and name in limits, plot)
+        plot
         for name, bins in counts.histograms.items()
         if (plot := plot_statistic(name, bins, limits.get(name, {})))
     ]
-    shown = [plot for _, plot in sorted(plots, key=lambda pair: not pair[0])]
+    # those first whose limits matter here
+    shown = sorted(plots, key=lambda plot: not plot.thresholds)
     return StepSection(
         f"{outcome.number + 1}. {outcome.operator}",
         _settings_line(step),
