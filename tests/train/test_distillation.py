@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.cases import recipe, write_corpus
+from tests.conftest import Command
 from weft.api import start
 from weft.data.batch import IGNORE
 from weft.errors import UsageError
@@ -125,3 +126,19 @@ def test_validation_stays_the_cross_entropy(
     )
     assert taught.validations[0] == plain.validations[0]
     assert taught.metrics()[0]["loss"] != plain.metrics()[0]["loss"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["dp=2", "shard=2"])
+def test_layouts_equal_one_device(
+    corpus: str, runs: list[str], tmp_path: Path, launched: Command, layout: str
+) -> None:
+    """Ranks open the teachers without waiting for each other: the proof's one device is a rank alone."""
+    file = tmp_path / "taught.toml"
+    file.write_text(
+        "model = { layers = 1, embed = 16, heads = 2 }\n"
+        f"data = {{ kind = 'jsonl', path = '{corpus}', seq_len = 32, validation = 0.0 }}\n"
+        f"train = {{ batch = 4 }}\nloss = {{ teachers = {runs} }}\n"
+    )
+    code, out, err = launched("verify", file, "--layout", layout)
+    assert code == 0 and out.count("equal") == 5, out + err

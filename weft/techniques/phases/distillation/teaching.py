@@ -89,14 +89,18 @@ class Teaching(PhaseFiller):
 
 
 def open_teachers(names: Sequence[str], context: StepContext) -> list[Transformer]:
-    """Open the models ``names`` on this rank's device, without gradients."""
-    from weft.checkpoint.model import open_model
+    """Open the models ``names`` on this rank's device, without gradients. Ranks do not wait for each other here."""
+    from weft.checkpoint.weights import open_pretrained
+    from weft.layout.mesh import Mesh
+    from weft.parallel.build import parallelize
+    from weft.recipe import Train
 
-    def warn(text: str) -> None:
-        context.report("teacher", text, {})
-
-    teachers = []
+    mesh, teachers = Mesh.single(str(context.mesh.device)), []
     for name in names:
-        model = open_model(name, str(context.mesh.device), warn).model
+        teacher = open_pretrained(name)
+        assert teacher.values is not None  # check_teachers has refused others
+        model, _ = parallelize(
+            teacher.shape, mesh, Train(), teacher.values, summed=False
+        )
         teachers.append(model.requires_grad_(False).eval())
     return teachers
