@@ -24,6 +24,7 @@ def test_tokens_beside_documents_have_their_names(tmp_path: Path) -> None:
     names = names_of_documents(source, read_tokens(tmp_path / "tokens"))
     assert names is not None
     assert names.name(2) == f"{documents}/00001.jsonl:1"
+    assert names.find("https://host/docs/00001.jsonl:2") == [3]
     assert names.find("00001.jsonl:2") == [3] and names.find("00001.jsonl") == [2, 3]
     for name in ("raw:1.txt#2", "1.txt#2", "1.txt:2"):
         assert names.with_id(name) == [3]

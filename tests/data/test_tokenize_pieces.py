@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from weft import registry
 from weft.data import corpora, tokenize_pieces
 from weft.data.joined_pieces import JoinedPieces
 from weft.data.source_piece import FileStamp, SourcePiece, stamp_of
@@ -24,6 +25,7 @@ from weft.data.tokenize_progress import TokenizeProgress
 from weft.data.tokenizer import load_tokenizer
 from weft.data.tokens import open_source
 from weft.errors import WeftError
+from weft.plugins import load_plugins, loaded
 from weft.recipe import Source
 
 SMALL = 4096
@@ -280,3 +282,41 @@ def test_progress_names_files_rate_and_rest(
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     progress.show()
     assert capsys.readouterr().err.startswith("weft: data source x: tokenized 20 of")
+
+
+@pytest.mark.slow(4)
+def test_processes_read_from_places_of_plugins(
+    tmp_path: Path, in_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place that only a plugin knows is known to the processes that tokenize, too."""
+    mixed(tmp_path / "corpus")
+    (tmp_path / "shelf_place.py").write_text(
+        "from pathlib import Path\n"
+        "from weft import register\n"
+        "from weft.data.remote_store import RemoteFile\n"
+        "@register('remote', 'shelf')\n"
+        "class Shelf:\n"
+        f"    root = Path({str(tmp_path / 'corpus')!r})\n"
+        "    def __init__(self, address): pass\n"
+        "    def list_files(self, name):\n"
+        "        return [RemoteFile(f.name, f.stat().st_size, 'one') for f in sorted(self.root.iterdir())]\n"
+        "    def read_from(self, file, start):\n"
+        "        yield (self.root / file.name).read_bytes()[start:]\n"
+    )
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("WEFT_TOKENIZE_PROCESSES", "2")
+    monkeypatch.setattr(registry, "_REGISTERED", {**registry._REGISTERED})
+    load_plugins(["shelf_place"])
+    tokenizer = load_tokenizer("bytes")
+    try:
+        source = Source(kind="jsonl", path="shelf://host")
+        far = open_source(source, tokenizer, tmp_path / "b")
+    finally:
+        loaded.discard("shelf_place")
+    assert far.folder is not None
+    near = reference(
+        Source(kind="jsonl", path=str(tmp_path / "corpus")), tmp_path / "a"
+    )
+    assert content_of(far.folder)["tokens.bin"] == near["tokens.bin"]

@@ -56,7 +56,9 @@ class DocumentNames:
         return [int(document) for document in documents]
 
     def _of_file(self, name: str) -> np.ndarray:
-        """Return the documents of the files that are called ``name``."""
+        """Return the documents of the files that are called ``name``; of an address its last part counts."""
+        if "://" in name:
+            name = name.rpartition("/")[2]
         whole = str(Path(name).expanduser().absolute())
         numbers = [
             number

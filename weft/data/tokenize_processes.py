@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from weft.data.source_piece import SourcePiece
 from weft.errors import UsageError, WeftError
+from weft.plugins import loaded
 
 if TYPE_CHECKING:
     from weft.recipe import Source
@@ -34,6 +35,8 @@ class TokenizeProcesses:
             "folder": str(folder),
             "source": source.model_dump(mode="json"),
             "opening": [*opening],
+            # which may bring the place that the source is read from
+            "plugins": sorted(loaded) if "://" in (source.path or "") else [],
         }
         self._task = json.dumps(task)
         self._own = threading.local()

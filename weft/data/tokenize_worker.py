@@ -10,19 +10,21 @@ from weft.data.source_piece import SourcePiece
 from weft.data.tokenize_pieces import write_piece
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import UsageError, WeftError
+from weft.plugins import load_plugins
 from weft.recipe import Source
 
 
 def tokenize_lines(task: str) -> None:
     """Tokenize the pieces that come on the standard input, and answer each with a line: null, or the error.
 
-    ``task``: JSON of the folder, the source, and the ids that begin every document. The process ends with its input, so
-    that it does not outlive the process that has started it by more than a piece.
+    ``task``: JSON of the folder, the source, plugins, and the ids that begin every document. The process ends with its
+    input, so that it does not outlive the process that has started it by more than a piece.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that asks
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     given = json.loads(task)
+    load_plugins(given["plugins"])
     folder, source = Path(given["folder"]), Source.model_validate(given["source"])
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     for line in sys.stdin:
