@@ -23,7 +23,7 @@ from weft.memory.activations import PROFILED, SavedActivations, Timing, bandwidt
 from weft.memory.nameless_file import TierError
 from weft.memory.offload_profile import MOST_LEAVING, BlockCost, Profile
 from weft.memory.tier_file import TierFile
-from weft.observe.charts import saved_activations
+from weft.observe.single_charts import saved_activations
 from weft.train.step import clear_gradients, train_step
 
 CPU, ROWS, WIDE = torch.device("cpu"), 64, 32

@@ -14,7 +14,8 @@ import pytest
 
 from tests.browser import CHROMIUM, dumped_dom, measured
 from weft.errors import UsageError, WeftError
-from weft.observe.charts import POINTS, charts, minutes, running_mean, thin
+from weft.observe.chart_lines import POINTS, minutes, running_mean, thin
+from weft.observe.charts import charts
 from weft.observe.run_metrics import FILE, Metrics, RecordedRun, read_metrics
 from weft.observe.run_page import (
     PLOTLY,

@@ -1,11 +1,20 @@
 """The charts of a run's page, as plain data for Plotly; colors are names of CSS variables."""
 
 from collections.abc import Sequence
-from itertools import accumulate, cycle
+from itertools import cycle
 from statistics import mean
-from typing import NamedTuple
 
 from weft.observe import checkpoint_times
+from weft.observe.chart_lines import (
+    RUNS,
+    Chart,
+    Series,
+    frame,
+    line,
+    style,
+    thin,
+    values_by_step,
+)
 from weft.observe.run_metrics import Record, RecordedRun, Records
 
 #: Parts of a step and their colors.
@@ -15,44 +24,9 @@ PARTS = {
     "data": "--c5",
     "optimizer": "--c4",
 }
+#: Kinds of records that only some runs have, and that charts of one run alone show.
+ALONE = {"experts", "activations", "levels", "repetitions"}
 NAMES = {"communication": "exposed communication"}
-#: Colors of runs side by side, and so their number.
-RUNS = ("--c1", "--c2", "--c3", "--c4", "--c5")
-#: Series longer than this are drawn faint, with a smoothed line on top.
-SMOOTH_FROM = 60
-#: Points a line is thinned to; every bucket keeps its smallest and largest value, so that spikes survive.
-POINTS = 2000
-#: Steps that a heat map is thinned to.
-COLUMNS = 200
-
-
-class Series(NamedTuple):
-    """One line of a chart: the values of one field over the records of one kind.
-
-    ``kind``: kind of the records. ``value``: name of the field. ``color``: CSS variable of the line's colour.
-    ``label``: name in the legend. ``smooth``: whether values are noisy, so that their running mean is drawn over them.
-    """
-
-    kind: str
-    value: str
-    color: str
-    label: str = ""
-    smooth: bool = False
-
-
-class Chart(NamedTuple):
-    """A line chart over steps, or with ``by_time`` over minutes since the start of the run.
-
-    ``title`` and ``note``: headline, and a remark below it. ``ticks`` and ``form``: d3 formats of the axis and of
-    single values. ``series``: the lines.
-    """
-
-    title: str
-    note: str
-    ticks: str  # formats of the axis and of single values, in the language of d3
-    form: str
-    series: tuple[Series, ...]
-    by_time: bool = False
 
 
 CHARTS = (
@@ -123,14 +97,6 @@ CHARTS = (
 )  # fmt: skip
 
 
-def values_by_step(records: list[Record], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps of all records that have a number in the field ``name``, and the values of this field."""
-    points = [
-        (r["step"], r[name]) for r in records if isinstance(r.get(name), (int, float))
-    ]
-    return [s for s, _ in points], [v for _, v in points]
-
-
 def charts(runs: Sequence[RecordedRun]) -> list[Record]:
     """Return the charts of ``runs`` as Plotly figures in plain JSON, without those that have no data.
 
@@ -172,189 +138,22 @@ def charts(runs: Sequence[RecordedRun]) -> list[Record]:
             )
     # for charts that show one run only
     single: Records = {} if several else runs[0].records
-    loads, saved = (
-        expert_loads(single.get("experts", [])),
-        saved_activations(single.get("activations", [])),
-    )
-    drawn[3:3] = step_times(runs) + membership(single)
-    return drawn + level_rates(single, runs) + repetitions_of_samples(single) + loads + saved  # fmt: skip
+    early, late = list[Record](), list[Record]()
+    if single.keys() & ALONE or len(single.get("view", [])) > 1:
+        from weft.observe.single_charts import (
+            expert_loads,
+            level_rates,
+            membership,
+            repetitions_of_samples,
+            saved_activations,
+        )
 
-
-def repetitions_of_samples(records: Records) -> list[Record]:
-    """Draw how many samples of a stream were drawn how often.
-
-    Returns a list with the chart; it is empty without records of the kind ``repetitions``. ``records``: the records of
-    a run, by kind.
-    """
-    if not (kept := records.get("repetitions")):
-        return []
-    counts = kept[-1]["samples"]
-    trace: Record = {
-        "type": "bar", "x": [*map(int, counts)], "y": [*counts.values()], "marker": {"color": "--c1"},
-        "hovertemplate": "%{y} samples drawn %{x} times<extra></extra>",
-    }  # fmt: skip
-    note = "Number of samples by how often each was drawn"
-    layout: Record = {"hovermode": "closest", "xaxis": {"title": {"text": "draws"}}}
-    return [{"title": "Repetitions", "note": note, "traces": [trace], "layout": layout}]
-
-
-def level_rates(records: Records, runs: Sequence[RecordedRun]) -> list[Record]:
-    """Draw the pass rate of each level of difficulty of each task that has a curriculum.
-
-    Returns a list of the charts; it is empty without records of the kind ``levels``. ``records``: the records of a run,
-    by kind. ``runs``: the run alone.
-    """
-    shown = list[Record]()
-    rows = records.get("levels", [])
-    for task in dict.fromkeys(row["task"] for row in rows):
-        own = [row for row in rows if row["task"] == task]
-        series = [
-            Series("level", f"{level}", color, f"level {level}")
-            for level, color in zip(range(len(own[-1]["rates"])), cycle(RUNS), strict=False)
-        ]  # fmt: skip
-        split = [
-            {"step": row["step"], **{f"{n}": rate for n, rate in enumerate(row["rates"])}}
-            for row in own
-        ]  # fmt: skip
-        note = f"Share of right answers so far, by level of difficulty of {task}"
-        chart = Chart("Curriculum", note, "~%", ".1~%", tuple(series))
-        traces = [
-            trace
-            for each in series
-            for trace in line({"level": split}, chart, each, each.label, "solid")
-        ]
-        if traces:
-            layout = frame(chart, traces, runs)
-            shown.append(
-                {"title": chart.title, "note": note, "traces": traces, "layout": layout}
-            )
-    return shown
-
-
-def expert_loads(records: list[Record]) -> list[Record]:
-    """Draw a heat map of how often tokens were routed to each expert, relative to the mean over its layer.
-
-    Returns a list with the chart, which is empty without records. ``records``: the records of kind ``experts``.
-    """
-    shown = records[:: max(1, len(records) // COLUMNS)]
-    layers = list(shown[0]["loads"]) if shown else []
-    rows = [
-        f"layer {layer}, expert {e}"
-        for layer in layers
-        for e in range(len(shown[0]["loads"][layer]))
-    ]
-    if not rows:
-        return []
-    columns = [
-        [
-            count * len(loads) / max(1, sum(loads))
-            for loads in record["loads"].values()
-            for count in loads
-        ]
-        for record in shown
-    ]
-    trace: Record = {
-        "type": "heatmap", "x": [r["step"] for r in shown], "y": list(range(len(rows))),
-        "z": list(zip(*columns, strict=True)),
-        "text": [[row] * len(shown) for row in rows], "zmin": 0, "zmid": 1, "zmax": 2, "showscale": True,
-        "colorscale": [[0, "--cold"], [0.5, "--even"], [0.75, "--warm"], [1, "--hot"]],
-        "hovertemplate": "%{text}: %{z:.2f} of the mean<extra></extra>",
-    }  # fmt: skip
-    edges = [
-        sum(len(shown[0]["loads"][before]) for before in layers[:i])
-        for i in range(len(layers))
-    ]
-    layout: Record = {
-        "hovermode": "closest",
-        "yaxis": {"tickvals": edges, "ticktext": [f"layer {i}" for i in layers]},
-    }
-    note = "How often each was chosen, over the mean of its layer; 1 is balanced"
-    return [{"title": "Experts", "note": note, "traces": [trace], "layout": layout}]
-
-
-def saved_activations(records: list[Record]) -> list[Record]:
-    """Draw the predicted seconds of a pass (y) against the bytes of activations that blocks save for backward (x).
-
-    There is a line for offloading and one for recomputation. A point of a line is for a number of blocks whose
-    activations are offloaded, or recomputed. ``records``: the records of kind ``activations``; the last one is drawn.
-    Returns a list with the chart; it is empty if there are no records.
-    """
-    if not records:
-        return []
-    last, colors = records[-1], {"offload": "--c1", "recompute": "--c4"}
-    traces = []
-    for kind, color in colors.items():
-        if points := last.get(kind):
-            blocks, saved, seconds = zip(*points, strict=True)
-            trace = style(points, kind, color, ".3~s", "s") | {"showlegend": True}
-            text = [f"{n} of {last['of']} blocks" for n in blocks]
-            traces.append(trace | {"x": [b / 2**30 for b in saved], "y": seconds, "text": text,
-                                   "hovertemplate": "%{text}: %{y:.3~s}s, %{x:.3~g} GiB<extra></extra>"})  # fmt: skip
-    note = f"Predicted seconds of a pass by GiB its blocks save; {last['blocks']} leave for the {last['place']}"
-    layout: Record = {
-        "hovermode": "closest",
-        "yaxis": {"rangemode": "tozero"},
-        "xaxis": {"rangemode": "tozero"},
-    }
-    return [
-        {"title": "Saved activations", "note": note, "traces": traces, "layout": layout}
-    ]
-
-
-def membership(records: Records) -> list[Record]:
-    """Draw the loss and the number of ranks over time.
-
-    Returns a list with the chart. The list is empty unless ranks have left or joined the run. ``records``: the records
-    of a run, by kind.
-    """
-    views, trained = records.get("view", []), records.get("train", [])
-    if len(views) < 2 or not trained:
-        return []
-    begun, end = views[0]["time"], max(views[-1]["time"], trained[-1]["time"])
-    x = [
-        round((record["time"] - begun) / 60, 3)
-        for record in (*views, views[-1] | {"time": end})
-    ]
-    ranks = style(range(99), "ranks", "--c2", "d") | {
-        "x": x,
-        "y": [v["ranks"] for v in (*views, views[-1])],
-    }
-    ranks |= {
-        "yaxis": "y2",
-        "line": ranks["line"] | {"shape": "hv"},
-        "showlegend": True,
-    }
-    steps, values = values_by_step(trained, "loss")
-    times = {
-        record["step"]: round((record["time"] - begun) / 60, 3) for record in trained
-    }
-    loss = (
-        style(steps, "loss", "--c1", ".4f")
-        | thin([times[step] for step in steps], values)
-        | {"showlegend": True}
-    )
-    second = {
-        "overlaying": "y",
-        "side": "right",
-        "rangemode": "tozero",
-        "showgrid": False,
-        "dtick": 1,
-    }
-    layout: Record = {
-        "yaxis": {},
-        "yaxis2": second,
-        "margin": {"l": 48, "r": 36, "t": 8, "b": 26},
-    }
-    layout["xaxis"] = {"unifiedhovertitle": {"text": "minute %{x:.2f}"}}
-    note = f"Loss over minutes, and ranks that took part (right); {len(views) - 1} times these changed"
-    return [
-        {
-            "title": "Who took part",
-            "note": note,
-            "traces": [loss, ranks],
-            "layout": layout,
-        }
-    ]
+        early = membership(single)
+        late = level_rates(single, runs) + repetitions_of_samples(single)
+        late += expert_loads(single.get("experts", []))
+        late += saved_activations(single.get("activations", []))
+    drawn[3:3] = step_times(runs) + early
+    return drawn + late
 
 
 def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
@@ -368,29 +167,6 @@ def task_chart(runs: Sequence[RecordedRun]) -> list[Chart]:
     ]
     note = f"Share of the questions that are answered right: {', '.join(s.label for s in series)}"
     return [Chart("Tasks", note, "~%", ".1%", tuple(series))] if series else []
-
-
-def frame(chart: Chart, traces: list[Record], runs: Sequence[RecordedRun]) -> Record:
-    """Return the Plotly layout of a chart: title, axes and legend.
-
-    ``traces``: the chart's lines. ``runs``: the runs whose values the lines show. If there is one run, each step at
-    which it was resumed is marked.
-    """
-    ends = [min(t["x"][0] for t in traces), max(t["x"][-1] for t in traces)]
-    mode = "normal" if chart.title == "Loss" else "tozero"
-    layout: Record = {
-        "yaxis": {"rangemode": mode, "tickformat": chart.ticks},
-        "xaxis": {"range": ends},
-    }
-    if chart.by_time:
-        layout["xaxis"] |= {"unifiedhovertitle": {"text": "minute %{x:.1f}"}}
-    elif len(runs) == 1:
-        resumed = [r["step"] for r in runs[0].records.get("run", []) if r["step"]]
-        layout["shapes"] = [
-            {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
-            for x in resumed
-        ]
-    return layout
 
 
 def checkpoint_charts(records: Records) -> list[Record]:
@@ -421,107 +197,6 @@ def checkpoint_charts(records: Records) -> list[Record]:
             }
         )
     return drawn
-
-
-def style(
-    points: Sequence[float],
-    name: str,
-    color: str,
-    form: str,
-    unit: str = "",
-    dash: str = "solid",
-) -> Record:
-    """Return the Plotly style of a line called ``name``, as a dictionary.
-
-    ``points``: the line's values, which are marked one by one if they are at most 30. ``color``: CSS variable of the
-    colour. ``form`` and ``unit``: d3 format and unit of the values. ``dash``: Plotly's dash style.
-    """
-    look = {"color": color, "width": 2, "dash": dash}
-    mode = "lines" if len(points) > 30 else "lines+markers"
-    return {"type": "scatter", "mode": mode, "name": name, "hovertemplate": f"%{{y:{form}}}{unit}", "line": look,
-            "showlegend": False}  # fmt: skip
-
-
-def line(
-    records: Records, chart: Chart, series: Series, label: str, dash: str
-) -> list[Record]:
-    """Draw the line ``series`` of a chart, and return its Plotly traces (curves).
-
-    A long noisy line has two traces: the values, drawn faintly, and their running mean, drawn boldly. ``records``: the
-    records of a run, by kind. ``label``: name of the line in the legend. ``dash``: Plotly's dash style.
-    """
-    rows = records.get(series.kind, [])
-    steps: Sequence[float]
-    steps, values = values_by_step(rows, series.value)
-    if chart.by_time:
-        steps = minutes(
-            [r for r in rows if isinstance(r.get(series.value), (int, float))],
-            records.get("run", []),
-        )
-    trace = style(steps, label or chart.title, series.color, chart.form, dash=dash) | {
-        "showlegend": bool(label)
-    }
-    if not series.smooth or len(values) < SMOOTH_FROM:
-        return [trace | thin(steps, values)]
-    faint = {
-        "opacity": 0.35,
-        "showlegend": False,
-        "hoverinfo": "skip",
-        "hovertemplate": None,
-    }
-    return [
-        trace | thin(steps, values) | faint,
-        trace | thin(steps, running_mean(values)),
-    ]
-
-
-def minutes(rows: list[Record], attempts: list[Record]) -> list[float]:
-    """Return the minutes of running time at each record in ``rows``.
-
-    ``attempts``: the records of the run's starts. The pause before a restart, from the last record to the start, does
-    not count.
-    """
-    elapsed, spent, last = [], 0.0, attempts[0]["time"] if attempts else rows[0]["time"]
-    for row in rows:
-        begun = max(
-            (r["time"] for r in attempts if r["time"] <= row["time"]), default=last
-        )
-        spent, last = spent + row["time"] - max(last, begun), row["time"]
-        elapsed.append(round(spent / 60, 3))
-    return elapsed
-
-
-def running_mean(values: list[float]) -> list[float]:
-    """Return the centered running mean of ``values``.
-
-    Its window is about a fiftieth of the values, and narrower at the start, so that a steep fall is not blurred there.
-    """
-    sums, last = [0.0, *accumulate(values)], len(values) - 1
-    half = [min(len(values) // 100 + 1, i) for i in range(len(values))]
-    return [
-        (sums[min(i + h, last) + 1] - sums[i - h]) / (min(i + h, last) + 1 - i + h)
-        for i, h in enumerate(half)
-    ]
-
-
-def thin(steps: Sequence[float], values: list[float]) -> Record:
-    """Return the line with ``values`` over ``steps``, reduced to about :data:`POINTS` points.
-
-    The result has the lists ``x`` (steps) and ``y`` (values). The smallest and the largest value of every group of
-    neighbours are kept, and the first and the last value.
-    """
-    size = -(-2 * len(values) // POINTS)
-    keep = {0, len(values) - 1}
-    for start in range(0, len(values), size):
-        bucket = range(start, min(start + size, len(values)))
-        keep |= {
-            min(bucket, key=values.__getitem__),
-            max(bucket, key=values.__getitem__),
-        }
-    return {
-        "x": [steps[i] for i in sorted(keep)],
-        "y": [float(f"{values[i]:.6g}") for i in sorted(keep)],
-    }
 
 
 def step_times(runs: Sequence[RecordedRun]) -> list[Record]:

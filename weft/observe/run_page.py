@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from weft.errors import UsageError
 from weft.layout.legend import layout_legend
 from weft.observe import checkpoint_times, delays
-from weft.observe.charts import PARTS, RUNS, charts, checkpoint_charts, values_by_step
+from weft.observe.chart_lines import RUNS, values_by_step
+from weft.observe.charts import PARTS, charts, checkpoint_charts
 from weft.observe.display import clock, compact
 from weft.observe.run_metrics import Record, RecordedRun, Records, read_metrics
 from weft.pages import render, write

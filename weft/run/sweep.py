@@ -20,7 +20,7 @@ from weft.api import start
 from weft.cache import digest
 from weft.checkpoint.store import committed_checkpoints
 from weft.errors import UsageError, WeftError
-from weft.observe.charts import RUNS as COLOURS
+from weft.observe.chart_lines import RUNS as COLOURS
 from weft.observe.run_metrics import FILE as METRICS
 from weft.observe.run_metrics import read_metrics
 from weft.observe.run_page import write_report
