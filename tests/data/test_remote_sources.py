@@ -127,7 +127,7 @@ def web(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote_files, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(remote_files, "PATIENCE_S", 5.0)
     monkeypatch.setattr(remote_files, "PAUSE_S", 0.01)
     for known in (Web.files, Web.faults, Web.asked):
         known.clear()
@@ -211,7 +211,9 @@ def test_a_killed_download_goes_on_too(web: str) -> None:
 def test_what_a_server_answers_is_one_line(
     web: str, faults: list[Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_ranges, "ANSWER_S", 0.3)
+    monkeypatch.setattr(remote_files, "PATIENCE_S", 0.5)
+    if isinstance(faults[0], float):
+        monkeypatch.setattr(http_ranges, "ANSWER_S", 0.4)
     Web.files["/data/a.txt"] = b"content"
     Web.faults["/data/a.txt"] = faults
     with pytest.raises(WeftError, match=said) as error:
@@ -300,6 +302,7 @@ def test_a_place_that_does_not_answer_is_read_by_its_last_listing(
     source = Source(kind="text", path=f"{web}/a.txt")
     assert texts(source) == ["content"]
     remote_files._listed.cache_clear()
+    monkeypatch.setattr(remote_files, "PATIENCE_S", 0.1)
 
     def broken(*given: Any) -> Any:
         raise http_ranges.HttpProblem("the network is down", again=True)
