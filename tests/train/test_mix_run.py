@@ -149,4 +149,17 @@ def test_what_sources_do_not_have(folder: Path, tmp_path: Path) -> None:
     wrong = {"mix": "schedule", "mix_schedule": [{"at": 0, "weights": {"smal": 1}}]}
     with pytest.raises(UsageError, match="called 'smal'; did you mean 'small'"):
         prepare(asked(folder, wrong))
-    (tmp_path / "none.jsonl").write_text('{"text": ""}\n')
+
+
+def test_the_loss_of_each_source_is_recorded(folder: Path, tmp_path: Path) -> None:
+    """The losses of the sources at a validation lie around the loss of all, on the same held-out rows."""
+    change: dict[str, Any] = {"train__steps": 2, "data__validation": 0.3}
+    run(
+        asked(folder, COOLING, **change, validation__every=2, validation__batches=0),
+        tmp_path / "run",
+    )
+    records = read_metrics(tmp_path / "run")
+    for whole, parts in zip(records["validation"], records["mix"], strict=True):
+        large, small = parts["losses"]["large"], parts["losses"]["small"]
+        assert min(large, small) <= whole["loss"] <= max(large, small)
+        assert abs(large - small) > 0

@@ -113,6 +113,14 @@ class Evaluation:
         )
         self.validations.append(loss)
         self.recorder.validation(loss)
+        if self.job.corpus.train.legs and not recipe.loss.of_pairs:
+            from weft.train.source_losses import losses_by_source
+
+            samples = range(0, min(total, every.stop if every else 0))
+            named = losses_by_source(
+                self.model, self.state, self.mesh, recipe, self.job.corpus, samples
+            )
+            self.recorder.log("mix", losses=named)
         return loss
 
     def _ask(self, name: str) -> float | None:

@@ -11,7 +11,7 @@ import torch
 
 from weft.data.batch import IGNORE, Batch
 from weft.data.batch_rollout import blank_numbers
-from weft.data.loader import Loader
+from weft.data.loader import Corpus, Loader
 from weft.data.order import Row, RowList
 from weft.layout.boundary import untyped
 from weft.layout.mesh import Mesh
@@ -105,3 +105,27 @@ def mean_by_source(
         value / count if count else None
         for value, count in zip(total, counts, strict=True)
     ]
+
+
+def losses_by_source(
+    model: Transformer, state: State, mesh: Mesh, recipe: Recipe, corpus: Corpus, samples: range
+) -> dict[str, float | None]:  # fmt: skip
+    """Return the mean loss of the held-out labels of each source, by its name. Collective.
+
+    ``samples``: numbers of the validation samples to look at. A source without a label among these has None.
+    """
+    order = corpus.validation
+    assert order is not None
+    trained = [stream.ids for stream in corpus.train.streams]
+    rows = []
+    for sample in samples:
+        number, index = order.locate(sample)
+        stream = order.streams[number]
+        source = next((i for i, ids in enumerate(trained) if ids is stream.ids), None)
+        if source is not None:  # a file of its own is of no source
+            rows.append(SourceRow(stream.row(index), source))
+    if not rows:
+        return {}
+    losses = label_losses(model, mesh, recipe, rows)
+    means = mean_by_source(losses, rows, len(corpus.names), state, mesh)
+    return dict(zip(corpus.names, means, strict=True))
