@@ -35,16 +35,17 @@ class ClusterRoles(Section):
 
     prefill: NonNegativeInt = Field(
         0,
-        description="Engines that compute prompts; an answer moves to another engine after its first token.",
+        description="Number of engines that only compute prompts; answers move to others after their first token.",
     )
     decode: NonNegativeInt = Field(
-        0, description="Engines that go on with answers that others have begun."
+        0,
+        description="Number of engines that only go on with answers that other engines have begun.",
     )
     cache: NonNegativeInt = Field(
         0,
         description=(
-            "Engines that compute nothing and keep cache blocks of all others in their memory and files, for later "
-            "texts that begin alike."
+            "Number of engines that compute nothing and keep cache blocks of all others in their memory and files, "
+            "for later texts that begin alike."
         ),
     )
     ttft: PositiveFloat | None = Field(
@@ -70,7 +71,8 @@ class ClusterSettings(Section):
     """Section ``[cluster]``: engines that answer the requests of one server."""
 
     engines: NonNegativeInt = Field(
-        0, description="Engines that the server starts on its own host, and ends."
+        0,
+        description="Number of engines that the server starts on its own host, and ends.",
     )
     listen: str = Field(
         "127.0.0.1:0",
@@ -85,9 +87,16 @@ class ClusterSettings(Section):
         ),
     )
     roles: ClusterRoles = Field(
-        ClusterRoles(), description="Parts of the engines that the server starts."
+        ClusterRoles(),
+        description="How many of the engines that the server starts have a special role.",
     )
-    limits: ClusterLimits = Field(ClusterLimits(), description="Limits.")
+    limits: ClusterLimits = Field(
+        ClusterLimits(),
+        description=(
+            "How long an answer waits for another engine, how much of the cache stays free, and whether answers move "
+            "between engines."
+        ),
+    )
 
     def parts(self) -> list[str]:
         """Return a list with the role of each engine that the server starts: "prefill", "decode", "cache", or "" for an

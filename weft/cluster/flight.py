@@ -25,7 +25,7 @@ SUSPECTS = 8
 
 
 class EngineLoss(NamedTuple):
-    """Loss of an engine. ``instance``: of the engine; ``blame``: :data:`FAILED` or :data:`GONE`."""
+    """Loss of an engine. ``instance``: random text that names the engine; ``blame``: :data:`FAILED` or :data:`GONE`."""
 
     instance: str
     blame: int
@@ -62,8 +62,8 @@ class Flight:
         ``weights``: version of the oldest weights that may write the answer's next tokens.
         ``versions``: pairs of the index of a token and the version of the weights that have written the tokens from
             there on.
-        ``losses``: losses of engines with the answer since its last token. Those of engines that join anew, as they
-            were only cut off, are taken from them.
+        ``losses``: the engines that were lost while they had the answer, since the answer's last token. An engine
+            that was only cut off, and joins again, is removed from the list.
         ``alone``: whether the answer was already :attr:`accused` of making engines crash when its engine got it. As the
             engine has no other suspect then, a crash is blamed on this answer.
         ``since``: when the answer began to wait for an engine, on the monotonic clock.

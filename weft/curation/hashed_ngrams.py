@@ -42,10 +42,10 @@ class NgramSettings(Section):
 
 
 class SparseVector(NamedTuple):
-    """Sparse vector of length 1.
+    """Sparse vector whose Euclidean norm is 1.
 
-    ``indices``: places of its values, increasing. ``values``: float32, none of them 0; both are empty for a text
-    without n-grams.
+    ``indices``: int64, in increasing order: the places of the values that are not 0. ``values``: float32, one for each
+    index. The vector of a text without n-grams has no values, and norm 0.
     """
 
     indices: np.ndarray
@@ -53,7 +53,7 @@ class SparseVector(NamedTuple):
 
 
 def ngram_vector(text: str, settings: NgramSettings) -> SparseVector:
-    """Return the n-grams of ``text`` as a vector: the logarithm of 1 + its count for each hashed n-gram."""
+    """Return the n-grams of ``text`` as a vector of norm 1, from log(1 + count) of each hashed n-gram."""
     text = text[: settings.most_characters]
     characters = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
     words = np.array([_hash(word) for word in _WORD.findall(text)], np.uint64)

@@ -91,7 +91,14 @@ def _plain(value: Any) -> Any:
 
 
 class KeptStatistics(NamedTuple):
-    """Statistics of documents. ``indices``: documents that have them; ``computed``: how many were computed now."""
+    """Statistics of documents, of which some come from a file of earlier results.
+
+    Attributes:
+        ``columns``: values of each statistic by its name, one for each document of ``indices``.
+        ``indices``: indices of the documents that have statistics, among the documents that were asked about.
+        ``failures``: documents on which the operator has raised an error.
+        ``computed``: number of documents whose statistics were computed now and not read from the file.
+    """
 
     columns: dict[str, list[Any]]
     indices: list[int]
@@ -105,7 +112,11 @@ def kept_statistics(
     keys: Sequence[bytes],
     compute: Callable[[Documents], dict[str, list[Any]]],
 ) -> KeptStatistics:
-    """Return statistics of ``documents``, computing those that ``file`` does not have, and add these to the file."""
+    """Return statistics of ``documents``. Those that ``file`` does not have are computed and added to the file.
+
+    ``keys``: for each document the key under which the file has its statistics. ``compute``: returns the columns of
+    statistics of documents by name.
+    """
     data = _load(file)
     columns = columns_of(read_table(data)) if data else {}
     held: list[bytes] = columns.pop("_key", [])
@@ -148,7 +159,15 @@ def check_columns(values: Mapping[str, Sequence[Any]], documents: int) -> None:
 
 
 class KeptSummary(NamedTuple):
-    """Summary of documents. ``indices``: documents that the arrays are about; ``computed``: how many are new."""
+    """Arrays in which an operator summarises documents. Some of their rows come from a file of earlier results.
+
+    Attributes:
+        ``arrays``: arrays by name, with a row for each document of ``indices``. Of an array ``NAME`` with rows of
+            variable length, ``NAME_offsets`` says where each row begins, and where the last one ends.
+        ``indices``: indices of the documents that have rows, among the documents that were asked about.
+        ``failures``: documents on which the operator has raised an error.
+        ``computed``: number of documents whose rows were computed now and not read from the file.
+    """
 
     arrays: dict[str, np.ndarray]
     indices: list[int]
@@ -162,7 +181,11 @@ def kept_summary(
     keys: Sequence[bytes],
     compute: Callable[[Documents], dict[str, np.ndarray]],
 ) -> KeptSummary:
-    """Return the summary of ``documents``, computing what ``file`` does not have, and add it to the file."""
+    """Return the summary of ``documents``. Rows that ``file`` does not have are computed and added to the file.
+
+    ``keys``: for each document 16 bytes, under which the file has the document's rows. ``compute``: returns the arrays
+    of documents by name, as :class:`KeptSummary` holds them.
+    """
     data = _load(file)
     arrays = read_arrays(data) if data else {}
     held = [row.tobytes() for row in arrays.pop("_key", np.empty((0, 16), np.uint8))]
@@ -204,7 +227,7 @@ def _check_arrays(values: Mapping[str, np.ndarray], documents: int) -> None:
 def joined_arrays(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return the summary of the documents of two summaries."""
+    """Return the arrays of the summary ``first`` with the rows of ``second`` behind those of ``first``."""
     joined = {}
     for name, array in first.items():
         other = second[name]
@@ -218,7 +241,7 @@ def joined_arrays(
 def take_rows(
     arrays: Mapping[str, np.ndarray], rows: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return the summary of the documents at ``rows`` of a summary. Arrays of variable length have offsets."""
+    """Return only the given ``rows`` of ``arrays``, which are the arrays of a :class:`KeptSummary`."""
     taken = {}
     for name, array in arrays.items():
         if name.endswith(OFFSETS):

@@ -11,7 +11,11 @@ from weft.curation.data_run import DataResult, Progress
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Yield a function that shows the progress of a data run on the error stream, if that is a terminal."""
+    """Yield a function that draws the progress of a data run as bars, one for each stage, on the error stream.
+
+    The function takes the arguments of :data:`weft.curation.data_run.Progress`. It draws nothing if the error stream is
+    no terminal.
+    """
     from rich.console import Console
     from rich.progress import Progress as Bars
     from rich.progress import TaskID

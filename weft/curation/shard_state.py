@@ -74,7 +74,7 @@ class ShardDocuments:
     context: str
 
     def select(self, indices: Sequence[int]) -> ShardDocuments:
-        """Return the same with the documents at ``indices`` only."""
+        """Return a copy with the documents at ``indices`` only."""
         return replace(
             self,
             documents=self.documents.select(indices),
@@ -85,7 +85,11 @@ class ShardDocuments:
     def with_statistics(
         self, columns: dict[str, list[Any]], digest: str
     ) -> ShardDocuments:
-        """Return the same with more columns, which a step with this ``digest`` computes from what there is already."""
+        """Return a copy with further ``columns``, whose values for a document follow from that document alone.
+
+        ``digest``: digest of the step that has computed the columns. The documents keep their keys, as key and digest
+        together determine the values.
+        """
         return replace(
             self,
             documents=self.documents.with_columns(columns),
@@ -96,7 +100,11 @@ class ShardDocuments:
     def with_decided(
         self, columns: dict[str, list[Any]], digest: str
     ) -> ShardDocuments:
-        """Return the same with more columns that depend on other documents, too: their values go into the keys."""
+        """Return a copy with further ``columns``, whose values for a document also depend on other documents.
+
+        ``digest``: digest of the step that has computed the columns. A document's old key does not determine these
+        values, so its new key is a digest of the old key and the values.
+        """
         keys = self.keys
         if columns:
             values = zip(*columns.values(), strict=True)
@@ -106,7 +114,7 @@ class ShardDocuments:
 
 
 def digest_key(*parts: str | bytes) -> bytes:
-    """Return a digest of 16 bytes of texts, of which none can be taken for a part of the next."""
+    """Return a digest, of 16 bytes, of the sequence ``parts``. The same text cut in other places has another digest."""
     digest = xxhash.xxh3_128()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part

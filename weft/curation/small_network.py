@@ -17,8 +17,8 @@ HIDDEN, RATE, BATCH = 64, 1e-2, 64
 class SmallNetworks:
     """Networks of one hidden layer, which train at the same time from different initial weights and in other orders.
 
-    ``width``: numbers of an example; ``classes``: number of classes; ``runs``: number of networks; ``seed``: of all
-    that is drawn.
+    ``width``: number of features of an example; ``classes``: number of classes; ``runs``: number of networks;
+    ``seed``: seed of the initial weights and of the batches.
     """
 
     def __init__(self, width: int, classes: int, runs: int, seed: int) -> None:
@@ -73,7 +73,10 @@ class SmallNetworks:
             after_step(step)
 
     def probabilities(self, features: np.ndarray) -> np.ndarray:
-        """Return the probability of each class, float64 ``[runs, examples, classes]``."""
+        """Return the probability of each class, float64 ``[runs, examples, classes]``.
+
+        ``features``: float32 ``[examples, width]``.
+        """
         import torch
 
         with torch.no_grad():
@@ -82,7 +85,10 @@ class SmallNetworks:
 
 
 def standardized(features: np.ndarray, like: np.ndarray | None = None) -> np.ndarray:
-    """Return ``features`` with mean 0 and deviation 1 of each column, as float32; of ``like``, if that is given."""
+    """Return ``features``, ``[examples, width]``, shifted and scaled per column to mean 0 and deviation 1, as float32.
+
+    ``like``: features whose means and deviations are used in place of those of ``features``.
+    """
     source = features if like is None else like
     deviation = source.std(0)
     scaled = (features - source.mean(0)) / np.where(deviation > 1e-6, deviation, 1)
@@ -98,7 +104,11 @@ def network_accuracy(
     steps: int = 150,
     seed: int = 0,
 ) -> float:
-    """Train ``runs`` networks on the first examples, and return their mean accuracy on the judged ones."""
+    """Train ``runs`` networks on ``features`` and ``labels``. Return their mean accuracy on the judged examples.
+
+    Features are ``[examples, width]``, labels int64 ``[examples]``. ``steps``: number of training steps; ``seed``: seed
+    of the initial weights and of the batches.
+    """
     classes = int(max(labels.max(), judged_labels.max())) + 1
     networks = SmallNetworks(features.shape[1], classes, runs, seed)
     networks.train(standardized(features), labels, steps)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class FixedShares:
     """Plan whose sources have fixed shares, in proportion to ``weights``.
 
-    The weights cut the unit interval; a source gets what lies between the rounded ends of its part.
+    The samples of the first ``n`` blocks are divided among the sources as an interval that is cut in proportion to the
+    weights. Every cut is rounded down to a whole sample.
     """
 
     weights: tuple[float, ...]

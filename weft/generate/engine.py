@@ -55,8 +55,9 @@ LOOK_S = 0.002
 class LaunchedPass(NamedTuple):
     """A forward pass under way.
 
-    ``drawn``: the requests that get tokens from it. ``rows``: which rows of its logits belong to which request.
-    ``logits``: function that waits for the logits and returns them. ``version``: number of the weights that compute it.
+    ``drawn``: what the pass computes of which requests. ``rows``: for each request that wants logits, in the order of
+    the logits, how many rows of them are the request's. ``logits``: function that waits for the logits ``[rows,
+    vocab]`` and returns them. ``version``: version of the weights that the pass uses.
     """
 
     drawn: ScheduledStep
@@ -373,8 +374,9 @@ class Engine:
 
     @torch.inference_mode()
     def block_form(self) -> list[LayerPart]:
-        """Return one part per layer, which says what a cache block holds of the whole model. Allocates the cache if
-        necessary.
+        """Return, for each layer, what a cache block holds of all ranks together: type, heads and shape of the values.
+
+        Allocates the cache if necessary.
         """
         if any(pages.store is None for pages in self.reader.pages):
             block = self.scheduler.pool.take()

@@ -17,15 +17,16 @@ from weft.models.paged import KeyValuePages, Pages
 
 T = torch.Tensor
 
-#: Gets the number of a layer, the index of the first token, and what the layer remembers of that token and of those
-#: behind it: ``[parts, tokens, heads, width]``.
+#: Function of the number of a layer, the index in the text of the first token, and the layer's cached values of that
+#: token and of those behind it: ``[parts, tokens, heads, width]``. There are two parts, keys and values, or a single
+#: one with latent attention.
 TakeLayer = Callable[[int, int, T], None]
 
 
 class LayerStream:
-    """Gives what each layer remembers of new tokens of ``request`` to ``take``, as soon as the layer has computed it.
+    """Calls ``take`` with the keys and values of new tokens of ``request``, as soon as a layer has computed them.
 
-    ``pages``: the cache of each layer.
+    ``pages``: the cache of each layer. ``take``: function that gets them (:data:`TakeLayer`).
 
     Attributes:
         ``sent``: for each layer, how many of the text's first tokens were given to ``take``.
@@ -43,7 +44,9 @@ class LayerStream:
         return min(self.sent)
 
     def send(self, layer: int, end: int) -> None:
-        """Give what ``layer`` remembers of the text's first ``end`` tokens to ``take``, as far as that was not done."""
+        """Call ``take`` with the keys and values in ``layer`` of those of the text's first ``end`` tokens that were not
+        given to it before.
+        """
         first, store = self.sent[layer], self.pages[layer].store
         size, table = self.pages[layer].size, self.request.table
         lies_here = all(block >= 0 for block in table[first // size : -(-end // size)])
@@ -54,13 +57,13 @@ class LayerStream:
         self.sent[layer] = end
 
     def send_all(self, end: int) -> None:
-        """Give what all layers remember of the text's first ``end`` tokens to ``take``, as far as that was not done."""
+        """Do what :meth:`send` does for all layers."""
         for layer in range(len(self.pages)):
             self.send(layer, end)
 
 
 def can_stream(pages: Sequence[Pages]) -> bool:
-    """Return whether all layers remember something of each token, and not a state of the whole text."""
+    """Return whether all layers cache keys and values of each token, and none a recurrent state of the whole text."""
     return all(isinstance(each, KeyValuePages) for each in pages)
 
 
@@ -95,10 +98,10 @@ def token_places(table: Sequence[int], size: int, first: int, end: int) -> list[
 
 @torch.inference_mode()
 def write_layers(pages: Sequence[Pages], table: Sequence[int], first: int, layers: Sequence[T]) -> None:  # fmt: skip
-    """Write what a :class:`LayerStream` has given of tokens to the caches of all layers, ``pages``.
+    """Write keys and values of tokens, which a :class:`LayerStream` has given, to ``pages``, the cache of each layer.
 
     ``first``: index in the text of the first token. ``table``: numbers of the text's blocks. ``layers``: for each layer
-    ``[parts, tokens, heads, width]``.
+    the keys and values ``[parts, tokens, heads, width]``.
     """
     tokens, size = layers[0].shape[1], pages[0].size
     places = torch.tensor(token_places(table, size, first, first + tokens))

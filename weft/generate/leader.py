@@ -337,8 +337,9 @@ class Leader(RankReader):
         return logits
 
     def block_form(self) -> list[LayerPart]:
-        """Return one part per layer, which says what a cache block holds of the whole model. The cache must be
-        allocated already.
+        """Return, for each layer, what a cache block holds of all ranks together: type, heads and shape of the values.
+
+        The cache must be allocated already.
         """
         if not self._parts:
             self._settle()

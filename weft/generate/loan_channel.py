@@ -29,8 +29,9 @@ CONNECT_S, ANSWER_S = 2.0, 5.0
 
 
 def open_loans(endpoint: Endpoint, secret: str, office: LoanOffice) -> Channel:
-    """Let engines that know the ``secret`` borrow blocks from ``office``, at the address of ``endpoint``. Return the
-    channel that answers them.
+    """Open a channel of ``endpoint`` over which other engines borrow cache blocks of this engine, and return it.
+
+    ``secret``: secret that a borrower must know. ``office``: lends the blocks.
     """
     return endpoint.open(LOANS, secret, lambda c: serve_loans(office, c))
 

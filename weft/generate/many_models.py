@@ -45,7 +45,10 @@ def add_models(
 
 
 def open_member(family: ModelFamily, member: FamilyMember) -> tuple[Transformer, bytes]:
-    """Open ``member`` of ``family``; return its model, and the hash of its weights."""
+    """Read the weights of ``member``. Return the model, and the hash of its weights.
+
+    ``family``: the models of one shape, ``member`` included, which share memory for equal weights.
+    """
     model = family.open(member)
     return model, member.digest
 

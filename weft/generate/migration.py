@@ -100,9 +100,11 @@ class Departure:
         self._grown = dict.fromkeys(GROWING, 0)
 
     def stream(self, send: Callable[[MoveFrame], None]) -> None:
-        """Send blocks layer by layer from now on, if the model's layers and ranks permit it: while a pass over the
-        request's tokens goes on, ``send`` gets a frame for every layer that is computed, for :meth:`Arrival.keep`. It
-        is called in the engine's thread.
+        """Send cache blocks layer by layer from now on, while the forward pass over the request's tokens still runs.
+
+        Does nothing if blocks have been sent already, if the model has several ranks, or if a layer keeps a recurrent
+        state; :meth:`round` then sends whole blocks. ``send``: called in the engine's thread with one frame per layer,
+        which the other engine gives to :meth:`Arrival.keep`.
         """
         reader = self.engine.reader
 
@@ -124,7 +126,7 @@ class Departure:
         return self._stream is not None
 
     def drop(self) -> None:
-        """Send nothing more by itself, as the request has left or stays."""
+        """End the sending that :meth:`stream` began, as the request has left or stays."""
         reader = self.engine.reader
         if isinstance(reader, PagedReader) and self._stream in reader.streams:
             reader.streams.remove(self._stream)

@@ -307,8 +307,9 @@ class PagedReader:
         return self.shelf.add(name, adapter)
 
     def block_form(self) -> list[LayerPart]:
-        """Return one part per layer, which says what a cache block holds of the whole model. The cache must be
-        allocated already.
+        """Return, for each layer, what a cache block holds of the whole model: type, heads and shape of the values.
+
+        The cache must be allocated already.
         """
         return layer_parts(self.model, self.pages)
 

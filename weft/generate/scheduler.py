@@ -284,8 +284,10 @@ class Scheduler:
                 self._remember(request)
 
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
-        """Keep the first ``right`` guessed tokens of ``branch`` as tokens of ``request``, and free the blocks of all
-        other drafts. None: no guess was right.
+        """Keep the right guesses of a draft as tokens of ``request``, and free the cache blocks of all other drafts.
+
+        ``branch``: the draft whose guesses are kept; None: no draft is. ``right``: how many of the draft's first tokens
+        are right.
         """
         branches.merge_branches(self.pool, request, branch, right)
         kept = -(

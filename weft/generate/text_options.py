@@ -32,11 +32,12 @@ class TextOptions:
         ``texts``: number of texts.
         ``beams``: number of beams; 0: no beam search.
         ``answer``: regular expression of the answer in a text, for a majority vote; None: no vote.
-        ``workers``: number of Hogwild's workers; 0: none.
+        ``workers``: number of texts that are written together and see each other (Hogwild); 0: none.
         ``paths``: whether the model forks its text (Multiverse).
         ``length_penalty``: exponent of the length penalty of beam search; None: the default.
         ``prune``: by how much a beam's score may be below the best one; 0: beams are not pruned.
-        ``think``: :data:`NO_REASONING`, or a number of texts with reasoning; "": as the template has it.
+        ``think``: word of ``--think``. :data:`NO_REASONING`: texts without reasoning; a number such as "8": this number
+            of texts, each with reasoning; "": the chat template decides whether the model reasons.
         ``verifier``: name of the reward model that chooses an answer; "": none.
     """
 

@@ -175,12 +175,13 @@ def attend_borrowing(
 def attend_lent(
     q: T, query: LentQuery, window: int, read: Callable[[int], tuple[T, T]]
 ) -> Partial:
-    """Compute the attention of a text's queries to those of its tokens that this engine holds as loans.
+    """Compute, on the lender, the attention of a text's queries to those tokens whose keys and values the lender holds.
 
-    ``q``: the queries, ``[queries, heads, width]``; ``query``: position of the queries, and the loaned tokens;
-    ``window``: the number of tokens that a token sees, itself included; 0: all. ``read``: a function from the number of
-    a loan to its keys and values ``[tokens, kv_heads, width]``. Returns the output like ``q``, and log-sum-exps
-    ``[queries, heads]``.
+    ``q``: the queries, ``[queries, heads, width]``. ``query``: the position of the first query in the text (``past``),
+    and the stretches of the text that the lender holds (``parts``). ``window``: the number of tokens that a token sees,
+    itself included; 0: all. ``read``: called with the number of a loan; returns the keys and values of the loan's
+    tokens, each ``[tokens, kv_heads, width]``. Returns the output, of the shape of ``q``, and log-sum-exps ``[queries,
+    heads]``.
     """
     count = query.last - query.first
     total = q.new_zeros(q.shape, dtype=wide(q.dtype))

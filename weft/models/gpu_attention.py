@@ -21,8 +21,8 @@ T = torch.Tensor
 def attend_rectangle(q: T, k: T, v: T, causal: bool) -> tuple[T, T]:
     """Return attention's output ``[batch, heads, seq, head_dim]`` and its log-sum-exps ``[batch, heads, seq]``.
 
-    ``q``: ``[batch, heads, seq, head_dim]``; ``k, v``: ``[batch, kv_heads, keys, head_dim]``; ``causal``: whether a
-    query sees no later key, for equal numbers of queries and keys.
+    ``q``: ``[batch, heads, seq, head_dim]``; ``k, v``: ``[batch, kv_heads, keys, head_dim]``; ``causal``: whether
+    query ``i`` sees only the keys ``0`` to ``i``. It may be True only if ``keys`` equals ``seq``.
     """
     if is_wide(q):
         k, v = _repeated(q, k), _repeated(q, v)

@@ -119,7 +119,7 @@ os.register_at_fork(after_in_child=_workers.cache_clear)
 
 def has_kernel(width: int, group: int, size: int) -> bool:
     """Return whether there is a kernel for heads of ``width`` elements, of which ``group`` share a key head, and for
-    cache blocks of ``size`` tokens. It is compiled now if it was not before.
+    cache blocks of ``size`` tokens. A kernel that has not been compiled before is compiled now.
     """
     fits = width % LANES == 0 and 0 < width <= WIDEST
     return fits and compiled_kernel(width, group, size) is not None
@@ -127,8 +127,10 @@ def has_kernel(width: int, group: int, size: int) -> bool:
 
 @cache
 def compiled_kernel(width: int, group: int, size: int) -> Callable[..., None] | None:
-    """Return the kernel for such heads and blocks as a function of its arguments in C; None if it cannot be compiled
-    here.
+    """Compile the attention kernel, and return it as a function with the arguments of ``weft_attend`` in C.
+
+    ``width``: elements of a head. ``group``: number of query heads that share a key head. ``size``: tokens of a cache
+    block. Returns None if this machine has no compiler, or if compiling fails.
     """
     if not sys.platform.startswith("linux"):
         return None

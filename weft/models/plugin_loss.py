@@ -38,7 +38,8 @@ class TokenLoss:
     together.
 
     Weft multiplies by the labels' weights, adds up, and divides by the weight of all the step's labels. With tensor
-    parallelism a chunk's logits are summed over ``tp``, which the cross entropy does not need.
+    parallelism each rank computes the logits of a part of the vocabulary, and an all-reduce over ``tp`` puts the rows
+    of every chunk together. The built-in cross entropy does without this communication.
     """
 
     of: Callable[[T, T], T]

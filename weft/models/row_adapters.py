@@ -59,9 +59,10 @@ Form = tuple[Factors, ...]
 
 @dataclass(frozen=True)
 class HostAdapter:
-    """An adapter in host memory.
+    """A low-rank adapter in host memory.
 
-    ``values``: for each layer, a flat tensor of all factors. ``forms``: for each layer, where the factors are in it.
+    ``values``: for each layer, a flat tensor with the factors of all adapted weights. ``forms``: for each layer, where
+    each factor is in the layer's tensor.
     """
 
     forms: tuple[Form, ...]
@@ -69,7 +70,7 @@ class HostAdapter:
 
     @property
     def digest(self) -> bytes:
-        """Hash of all values and of where they belong."""
+        """Hash of all values of the adapter and of their forms."""
         whole = blake2b(repr(self.forms).encode(), digest_size=16)
         for values in self.values:
             raw = values.detach().cpu().contiguous().flatten().view(torch.uint8)
@@ -80,9 +81,9 @@ class HostAdapter:
 class AdapterBatch(NamedTuple):
     """Texts that are multiplied with their adapters in one call.
 
-    They have equally many new tokens, and their adapters have the same form. ``forms``: for each layer, where the
-    factors are. ``rows``: indices of the tokens in the packed row, ``[texts, tokens]``. ``tables``: for each text, the
-    cache blocks that hold its adapter, ``[texts, blocks]``.
+    They have equally many new tokens, and their adapters have the same form. ``forms``: for each layer, where each
+    factor is in the layer's values. ``rows``: indices of the tokens in the packed row, ``[texts, tokens]``. ``tables``:
+    for each text, the cache blocks that hold its adapter, ``[texts, blocks]``.
     """
 
     forms: tuple[Form, ...]

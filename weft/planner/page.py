@@ -187,9 +187,11 @@ def alternatives(others: Sequence[Alternative]) -> list[list[Alternative]]:
 
 
 def stage_rows(first: Final, limit: float) -> Iterator[dict[str, Any]]:
-    """Yield, for each pipeline rank of the layout ``first``, the figures of a bar that shows the rank's memory.
+    """Yield, for each pipeline rank of the layout ``first``, a bar of the page that shows the rank's memory.
 
-    Neighbouring ranks with equal memory share a bar. ``limit``: memory of the device in GiB, which sets the scale.
+    Neighbouring ranks that hold the same share a bar if there are more than 24. ``limit``: memory of the device in GiB,
+    which sets the scale. Each bar has a ``name``, the rank's memory ``gib``, its segments ``pieces``, and ``limit``:
+    where the usable memory ends, as a share of the bar's length. Without a pipeline there is one bar for all ranks.
     """
     ranks, run = list(first.ranks), first.simulation
     scale = max(limit, max(gib(m.total) for m in ranks))

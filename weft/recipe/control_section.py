@@ -14,25 +14,29 @@ class RewardTerm(Section):
         0, ge=0, description="Component of the observation, counted from 0."
     )
     limit: PositiveFloat = Field(
-        1.0, description="Absolute value from which on the penalty is whole."
+        1.0,
+        description="Absolute value of the component from which on the full 'penalty' applies.",
     )
     free: float = Field(
         0.0,
         ge=0,
-        description="Absolute value up to which there is no penalty; between 'free' and 'limit' it grows linearly.",
+        description=(
+            "Absolute value of the component up to which there is no penalty; between 'free' and 'limit' the penalty "
+            "grows linearly."
+        ),
     )
     penalty: float = Field(
         0.5,
         ge=0,
         le=1,
         description=(
-            "Size of the whole penalty: with control.reward = 'product' the share of the "
+            "Size of the full penalty: with control.reward = 'product' the share of the "
             "reward that is lost, with 'sum' what is subtracted from the reward."
         ),
     )
     ends: bool = Field(
         False,
-        description="End the episode, without a reward, as soon as 'limit' is passed.",
+        description="End the episode, without a reward, as soon as the component's absolute value is above 'limit'.",
     )
 
     @model_validator(mode="after")

@@ -47,7 +47,7 @@ class Source(Section):
         None,
         description=(
             "File, folder or glob to read, on this machine or at https://, s3:// or "
-            "hf://datasets/ (docs/how-to/data-sources.md). 'stdlib' needs none."
+            "hf://datasets/ (docs/how-to/data-sources.md). Kind 'stdlib' needs no path."
         ),
     )
     name: str = Field(

@@ -25,10 +25,10 @@ class SamplerCorrection(Section):
         ),
     )
     low: NonNegativeFloat | None = Field(
-        None, description="Smallest weight; left out: none."
+        None, description="Smallest weight of a token; left out: no limit."
     )
     high: PositiveFloat | None = Field(
-        None, description="Largest weight; left out: none."
+        None, description="Largest weight of a token; left out: no limit."
     )
     action: Literal["clip", "zero"] = Field(
         "clip",
@@ -49,7 +49,7 @@ class SamplerCorrection(Section):
 
     @property
     def limits(self) -> bool:
-        """Whether there is a smallest or a largest weight."""
+        """Whether ``low`` or ``high`` limits the weights of tokens."""
         return self.low is not None or self.high is not None
 
 
@@ -72,7 +72,7 @@ class PolicyLoss(Section):
         None,
         description=(
             "Number of tokens by which normaliser = 'constant' divides per answer; left out: "
-            "the largest number of tokens of an answer."
+            "rl.tokens, the most tokens that an answer may have."
         ),
     )
     ratio: Literal["token", "sequence", "product"] = Field(

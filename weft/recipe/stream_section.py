@@ -61,7 +61,10 @@ class SampleStream(Section):
     )
     restarts: NonNegativeInt = Field(
         3,
-        description="How often in a row a simulator is started again that has sent nothing new before it died.",
+        description=(
+            "How often in a row a simulator is started again after it has died without sending a new sample. If it "
+            "dies so once more, the run ends with an error."
+        ),
     )
     patience: PositiveFloat = Field(
         600.0,

@@ -85,11 +85,11 @@ def processor_shares(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 def with_rehearsed_time(
     final: Final, layout: Layout, rehearsed: Sequence[Rehearsal], local: ProbedMachine
 ) -> Final:
-    """Return ``final``, a layout of the planner, with the time and memory that its rehearsal predicts.
+    """Return a copy of ``final`` with the time and memory of a step that the rehearsal of its layout predicts.
 
     Where some links between ranks are much slower than others, the result also has the order of the layout's axes
-    (``order``) with which communication takes least time. ``layout``: the layout of ``final``. ``rehearsed``: the
-    rehearsed step of each rank. ``local``: the probed machine.
+    (``order``) with which communication takes least time. ``final``: the planner's estimate for a layout. ``layout``:
+    this layout as the run takes it. ``rehearsed``: the rehearsed step of each rank. ``local``: the probed machine.
     """
     order, workers = place_ranks(layout, rehearsed, local.uneven(layout.world))
     prediction = predict_step(local, rehearsed, layout, workers)

@@ -34,12 +34,13 @@ class WrittenAnswer:
     Attributes:
         ``ids``: token ids behind the prompt, with the stop token if it was written.
         ``log_probabilities``: log-probability of each of these tokens, when it was drawn.
-        ``versions``: which weights have written which tokens, in order.
+        ``versions``: spans of tokens in order, each with the version of the weights that have written it.
         ``finished``: why the answer ended: "stop" or "length".
         ``learns``: for each token, whether the policy has written it, and not an environment between two turns; None:
             the policy has written all.
-        ``reward``: the reward that an environment gave in all turns; None: the task has yet to score the answer.
-        ``failed``: why the environment gave none, as it failed; "" if it did not.
+        ``reward``: sum of the rewards that an environment gave in the turns; None: the task has yet to score the
+            answer.
+        ``failed``: error of an environment that failed, and therefore gave no reward; "" if none has failed.
         ``trajectory``: the turns of an answer in several turns, without their tokens; None: it has a single turn.
     """
 
@@ -84,8 +85,9 @@ class AnswerGroup:
 
 
 class SentWeights(NamedTuple):
-    """What a rank has sent of the policy's weights so far: bytes, and bytes that it need not send, as the elements had
-    not changed.
+    """Bytes of the policy's weights that a rank has sent so far, and bytes that it was spared.
+
+    ``sent``: bytes that the rank has sent. ``spared``: bytes that it did not have to send, as they had not changed.
     """
 
     sent: int = 0

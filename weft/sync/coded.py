@@ -201,9 +201,10 @@ def solved(matrix: np.ndarray, rows: Sequence[int]) -> list[float] | None:
 
 @lru_cache(4096)
 def code_weights(ranks: int, late: int, rows: tuple[int, ...]) -> list[float] | None:
-    """Return the weights that decode a job from the results of the ranks ``rows``; None if these are too few.
+    """Return the factors with which the results of some ranks add up to the sum of the gradients of all parts.
 
-    The code has ``ranks`` ranks, of which ``late`` may be late (:func:`coefficients`).
+    ``ranks``: number of ranks of the code (:func:`coefficients`); ``late``: how many of them may be late; ``rows``: the
+    ranks whose results have come. Returns one factor for each of ``rows``; None if these are too few.
     """
     return solved(coefficients(ranks, late), rows)
 

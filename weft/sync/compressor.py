@@ -165,9 +165,10 @@ class Compressor:
         """Raise :class:`UsageError` if this compressor cannot compress a tensor with this ``name`` and ``shape``."""
 
     def alternatives(self, shape: Sequence[int]) -> list[Compressor]:
-        """Return this compressor and variants of it for a tensor of this ``shape``.
+        """Return this compressor and variants of it, to choose from for a tensor of ``shape``.
 
-        A variant has another setting: another low rank of matrices, another share of kept elements, or other bits.
+        A variant differs in one setting: the rank of low-rank factors, the share of elements that are kept, or the bits
+        of an element.
         :mod:`weft.sync.greco` chooses one for each tensor.
         """
         return [self]

@@ -50,9 +50,10 @@ def allocate_compressors(
 
 
 def alternatives_of(default: Compressor, shape: Sequence[int]) -> list[Compressor]:
-    """Return ``default`` and variants of it for a tensor of this shape.
+    """Return the compressor ``default`` and variants of it, to choose from for a tensor of ``shape``.
 
-    A variant has another setting: another low rank of matrices, another share of kept elements, or other bits.
+    A variant differs from ``default`` in one setting: the rank of low-rank factors, the share of elements that are
+    kept, or the bits of an element. No compressor is returned twice.
     """
     return list(dict.fromkeys(default.alternatives(shape)))
 

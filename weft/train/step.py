@@ -680,9 +680,10 @@ def reduced_gradients(
 def loss_sum(
     model: Transformer, batches: Sequence[Batch], mesh: Mesh, hooks: Hooks | None = None
 ) -> torch.Tensor:
-    """Return the summed loss of forward passes over ``batches`` on this rank, equal on all ranks of ``tp``.
+    """Return the sum of the losses of this rank's ``batches``, without gradients. It is equal on all ranks of ``tp``.
 
-    ``hooks``: functions for the passes to call, whose losses replace the model's; None: the model's own.
+    In a pipeline it is this rank's share of the sum. ``hooks``: the loss to compute, and other functions that the
+    forward passes call; None: those of the model.
     """
     if model.pipeline is not None:
         return model.pipeline.evaluate(batches, hooks)

@@ -34,7 +34,7 @@ class ByteRun:
 
 @dataclass(frozen=True)
 class StoredShard(Shard):
-    """Contiguous shard of a tensor whose bytes are those of ``runs``, one run after another."""
+    """Contiguous shard of a tensor that lies in files. ``runs``: where its bytes are, in order."""
 
     runs: tuple[ByteRun, ...]
 
@@ -42,9 +42,10 @@ class StoredShard(Shard):
 def stored_shard(
     name: str, shape: Sequence[int], dtype: torch.dtype, runs: tuple[ByteRun, ...]
 ) -> StoredShard:
-    """Return the shard of a tensor whose bytes are those of ``runs``, one run after another.
+    """Return a shard of a tensor that lies in files. Nothing is read yet.
 
-    ``name``: the tensor, for error messages; ``shape`` and ``dtype``: of the shard.
+    ``name``: name of the tensor, for error messages. ``shape`` and ``dtype``: shape and type of the shard. ``runs``:
+    where the files have the shard's bytes, in the order of these bytes.
     """
 
     def read(lo: int, hi: int) -> torch.Tensor:
@@ -88,7 +89,7 @@ def byte_range(runs: Sequence[ByteRun], lo: int, hi: int) -> tuple[ByteRun, ...]
 def read_runs(runs: Sequence[ByteRun], name: str, out: torch.Tensor) -> None:
     """Fill the contiguous tensor ``out`` with the bytes of ``runs``, one run after another.
 
-    ``name``: the tensor, for error messages. Raises :class:`WeftError` if a file is missing or too short.
+    ``name``: name of the tensor, for error messages. Raises :class:`WeftError` if a file is missing or too short.
     """
     view, at = memoryview(out.view(-1).view(torch.uint8).numpy().data), 0
     for run in runs:

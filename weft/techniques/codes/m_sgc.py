@@ -64,7 +64,9 @@ class Multiplexed(Code):
 
     @cached_property
     def code(self) -> GradientCode:
-        """The gradient code of the coded tasks. It gives the sum of their parts although some ranks are late."""
+        """The gradient code of the coded tasks of a job. The results of all ranks but ``stragglers`` suffice to decode
+        the sum of the gradients of these tasks' parts.
+        """
         return GradientCode(self.ranks, self.stragglers)
 
     def own_task(self, rank: int, job: int, which: int) -> CodedTask:

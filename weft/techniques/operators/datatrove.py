@@ -29,8 +29,8 @@ class DatatroveSettings(Section):
     changes: bool = Field(
         False,
         description=(
-            "Whether a filter changes texts, too, as C4QualityFilter does: then it is run as a whole, and its reasons "
-            "are not counted one by one."
+            "Whether a filter also changes the texts that it keeps, as C4QualityFilter does. The report then does not "
+            "count the reasons for which it drops documents."
         ),
     )
 

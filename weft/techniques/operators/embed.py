@@ -27,9 +27,15 @@ class EmbedSettings(Section):
         512, ge=1, description="Tokens of a text that the model reads, from its start."
     )
     weights: Literal["float", "bfloat16", "int8", "int4"] = Field(
-        "float", description="Form of the model's weights."
+        "float",
+        description=(
+            "Number format of the model's weights: 'float': as the model is loaded; 'bfloat16'; 'int8' and 'int4': "
+            "quantised to so many bits when the model is loaded (docs/how-to/generate.md)."
+        ),
     )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="Device on which the model computes."
+    )
 
 
 @register(
@@ -43,7 +49,7 @@ class EmbedSettings(Section):
     figure="the vectors of operator `semantic`",
 )
 class Embed:
-    """Adds a column of vectors of length 1, which operators ``clusters``, ``prune`` and ``semantic`` read.
+    """Adds a column of vectors of norm 1, which operators ``clusters``, ``prune`` and ``semantic`` read.
 
     A document without tokens has None.
     """

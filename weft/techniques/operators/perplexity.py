@@ -34,7 +34,9 @@ class PerplexitySettings(Section):
         ge=0,
         description="Tokens that are read at once; 0: as in the model's training.",
     )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="Where the model runs.")
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="Device on which the model computes."
+    )
 
     @model_validator(mode="after")
     def _in_order(self) -> PerplexitySettings:

@@ -88,10 +88,14 @@ class RephraseSettings(Section):
         ),
     )
     device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="Where the model computes."
+        "cpu", description="Device on which the model computes."
     )
     weights: Literal["float", "bfloat16", "int8", "int4"] = Field(
-        "float", description="Form of the model's weights, as for `weft generate`."
+        "float",
+        description=(
+            "Number format of the model's weights: 'float': as the model is loaded; 'bfloat16'; 'int8' and 'int4': "
+            "quantised to so many bits when the model is loaded (docs/how-to/generate.md)."
+        ),
     )
     served: str = Field(
         "",

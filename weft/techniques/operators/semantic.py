@@ -50,9 +50,15 @@ class SemanticSettings(SurvivorSettings):
         512, ge=1, description="Tokens of a text that the model reads, from its start."
     )
     weights: Literal["float", "bfloat16", "int8", "int4"] = Field(
-        "float", description="Form of the model's weights."
+        "float",
+        description=(
+            "Number format of the model's weights: 'float': as the model is loaded; 'bfloat16'; 'int8' and 'int4': "
+            "quantised to so many bits when the model is loaded (docs/how-to/generate.md)."
+        ),
     )
-    device: str = Field("cpu", description="Device of the model, 'cpu' or 'cuda'.")
+    device: str = Field(
+        "cpu", description="Device on which the model computes: 'cpu' or 'cuda'."
+    )
     eps: float = Field(
         0.05,
         gt=0,
