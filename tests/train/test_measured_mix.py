@@ -14,6 +14,7 @@ from weft.data.mix_plan import MixFacts, describe_mix, mixture_of
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.recipe import Data
+from weft.train.document_use import RunDocuments
 from weft.train.setup import prepare
 from weft.train.training import train_job
 
@@ -98,6 +99,26 @@ def test_all_layouts_decide_alike_and_resume(
         assert alone[0][key][2][0] > 0.9  # the source that is above its target
     else:
         assert alone[0]["steps"] == 6 and alone[0]["w"] != [0.5, 0.5]
+
+
+def test_what_a_run_has_read_follows_its_decisions(
+    folder: Path, tmp_path: Path
+) -> None:
+    """``weft data who`` asks the run's records, which say what was decided in each attempt."""
+    out = str(tmp_path / "run")
+    whole, _ = trained(str(folder), ONLINE, {}, out)
+    longer = {"train__steps": 8}
+    again, _ = trained(str(folder), ONLINE, longer, out, out)
+    assert len(whole["shares"]) == 3 and len(again["shares"]) == 4
+    run = RunDocuments(Path(out))
+    assert [a.steps for a in run.attempts] == [range(6), range(6, 8)]
+    for attempt, shares in zip(
+        run.attempts, (whole["shares"], again["shares"]), strict=True
+    ):
+        order = run.corpus(attempt).train
+        assert order.legs[-1].plan.mixture.decided == shares  # type: ignore[union-attr]
+        # nearly all are of the source above its target
+        assert [order.locate(s)[0] for s in range(16, 24)].count(0) >= 6
 
 
 def test_a_proxy_that_is_its_reference_keeps_weights_alike(

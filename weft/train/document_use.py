@@ -148,10 +148,24 @@ def attempts_of(run: Path) -> list[Attempt]:
             position = before.position + taken
         position = head.get("position", position)
         steps = range(begin, max(begin, end))
-        attempts.append(
-            Attempt(recipe, steps, position, head["data"], head.get("mix", {}))
-        )
+        mix = _with_decided(head.get("mix", {}), steps, records.get("mix", []))
+        attempts.append(Attempt(recipe, steps, position, head["data"], mix))
     return [attempt for attempt in attempts if attempt.steps]
+
+
+def _with_decided(
+    mix: dict[str, Any], steps: range, records: Sequence[Record]
+) -> dict[str, Any]:
+    """Return the ``mix`` of an attempt with what was decided in its ``steps`` by measured losses."""
+    later = [r["decided"] for r in records if "decided" in r and r["step"] in steps]
+    if not later:
+        return mix
+    start = mix["legs"][-1]["start"]
+    before = mix.get("decided", {})
+    if before.get("start") != start or "shares" not in before:
+        weights = mix["legs"][-1]["plan"]["weights"]
+        before = {"start": start, "shares": [[w / sum(weights) for w in weights]]}
+    return mix | {"decided": before | {"shares": [*before["shares"], *later]}}
 
 
 def _recipe_of(head: Record) -> Recipe:

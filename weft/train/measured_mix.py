@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.data.mix_leg import MixLeg
-from weft.train.mix_run import MIX
+from weft.train.mix_run import MIX, with_decisions
 from weft.train.source_losses import SourceRow, label_losses, mean_by_source
 
 if TYPE_CHECKING:
@@ -86,6 +86,11 @@ class MeasuredLoader:
             "mix",
             losses=dict(zip(names, means, strict=True)),
             shares=dict(zip(names, shares, strict=True)),
+            **(
+                {"decided": self.mixture.decided[-1]}
+                if self.leg.weighed is None
+                else {}
+            ),
         )
         train = self.recipe.train
         if (average := getattr(self.mixture, "average", None)) and (
@@ -145,16 +150,12 @@ def measured_loader(
     """
     order = corpus.train
     leg = order.legs[-1]
-    mixture: Any = leg.weighed or getattr(leg.plan, "mixture", None)
     state = kept.setdefault(MIX, {}).setdefault("decided", {})
     if state.get("start") != leg.start:  # of an earlier mixture
         state.clear()
         state["start"] = leg.start
-    bound = mixture.bound(state)
-    if leg.weighed is not None:
-        leg = replace(leg, weighed=bound)
-    else:
-        leg = replace(leg, plan=replace(leg.plan, mixture=bound, _states={}))  # type: ignore[type-var]
+    leg = with_decisions(leg, state)
+    bound: Any = leg.weighed or getattr(leg.plan, "mixture", None)
     loader = replace(loader, order=replace(order, legs=(*order.legs[:-1], leg)))
     reference = _reference(recipe, mesh) if bound.measures == "steps" else None
     return MeasuredLoader(

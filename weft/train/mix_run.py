@@ -14,6 +14,7 @@ from weft.errors import UsageError, WeftError
 if TYPE_CHECKING:
     from weft.checkpoint.run_state import Progress
     from weft.data.loader import Corpus
+    from weft.data.mix_leg import MixLeg
     from weft.data.order import Order
     from weft.recipe import Recipe
 
@@ -125,8 +126,25 @@ def _order(order: Order, legs: Sequence[Mapping[str, Any]]) -> Order:
 
 
 def kept_mix(corpus: Corpus, kept: Mapping[str, Any]) -> Corpus:
-    """Return ``corpus`` with its training samples in the order of a mixture that a checkpoint has ``kept``."""
-    return replace(corpus, train=_order(corpus.train, kept["legs"]))
+    """Return ``corpus`` with its training samples in the order of a mixture that a checkpoint has ``kept``.
+
+    Where the last leg follows measured losses, ``kept["decided"]`` has what was decided by these.
+    """
+    order, decided = _order(corpus.train, kept["legs"]), kept.get("decided", {})
+    if order.legs and decided and decided["start"] == order.legs[-1].start:
+        order = replace(
+            order, legs=(*order.legs[:-1], with_decisions(order.legs[-1], decided))
+        )
+    return replace(corpus, train=order)
+
+
+def with_decisions(leg: MixLeg, state: dict[str, Any]) -> MixLeg:
+    """Return a leg whose mixture follows measured losses, with its decisions in ``state``, which checkpoints keep."""
+    mixture: Any = leg.weighed or getattr(leg.plan, "mixture", None)
+    bound = mixture.bound(state)
+    if leg.weighed is not None:
+        return replace(leg, weighed=bound)
+    return replace(leg, plan=replace(leg.plan, mixture=bound, _states={}))  # type: ignore[type-var]
 
 
 def resume_mix(corpus: Corpus, meta: Mapping[str, Any], progress: Progress) -> str:
