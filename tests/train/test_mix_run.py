@@ -163,3 +163,51 @@ def test_the_loss_of_each_source_is_recorded(folder: Path, tmp_path: Path) -> No
         large, small = parts["losses"]["large"], parts["losses"]["small"]
         assert min(large, small) <= whole["loss"] <= max(large, small)
         assert abs(large - small) > 0
+
+
+def trained(
+    folder: str, mix: dict[str, Any], change: dict[str, Any], out: str, resume: str
+) -> list[float]:
+    """Train under a layout, on from a checkpoint or not; the losses of the steps."""
+    change = {"train__steps": 6, "checkpoint__every": 3, "checkpoint__keep": 9} | change
+    settings = asked(Path(folder), mix, train__dtype="float64", **change)
+    mesh = Mesh.create(settings.layout, "cpu")
+    train_job(prepare(settings), mesh, Path(out), resume or None)
+    return losses(Path(out)) if mesh.is_main else []
+
+
+#: Mixtures, and what a run goes on with after three steps of each: the same one, or fixed weights.
+MOVING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "weighed": (COOLING | {"mix_by": "weighting"}, COOLING | {"mix_by": "weighting"}),
+    "cooled": (COOLING, {}),
+    "scheduled": (SCHEDULE, SCHEDULE),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        pytest.param("weighed", ("dp",), marks=pytest.mark.slow(3)),
+        *(
+            pytest.param(kind, ("dp", "tp", "pp", "cp", "shard"), marks=[pytest.mark.soak, pytest.mark.slow(30)])
+            for kind in MOVING
+        ),
+    ],
+)  # fmt: skip
+def test_every_layout_reads_and_weighs_as_one_device(
+    pool: Any, folder: Path, tmp_path: Path, kind: str, axes: tuple[str, ...]
+) -> None:
+    """From the first step on, and from a checkpoint of one device with a mixture of its own."""
+    before, after = MOVING[kind]
+    one, here = str(tmp_path / "one"), str(folder)
+    alone = pool.run(1, trained, here, before, {}, one, "")[0]
+    stored = f"{one}/checkpoints/step-000003"
+    later = pool.run(1, trained, here, after, {}, str(tmp_path / "later"), stored)[0]
+    for axis in axes:
+        layout = {f"layout__{axis}": 2}
+        ranks = pool.run(2, trained, here, before, layout, str(tmp_path / axis), "")
+        assert ranks[0] == pytest.approx(alone, rel=1e-10), axis
+        out = str(tmp_path / f"{axis}-later")
+        ranks = pool.run(2, trained, here, after, layout, out, stored)
+        assert ranks[0] == pytest.approx(later[-len(ranks[0]) :], rel=1e-10), axis
+        assert len(ranks[0]) == 3

@@ -49,7 +49,8 @@ class TemperatureSettings(Section):
     paper="Arivazhagan et al. 2019 (1907.05019); cool-down: Upsample or Upweight, Li et al. 2025 (2410.04579)",
     recipe="mixture.toml",
     proof="tests/data/test_mixtures.py, tests/train/test_mix_run.py",
-    figure="shares to within one sample of their integral at the end of every block; every layout equals one device",
+    figure="shares to within one sample of their integral at every block's end; losses of dp, tp, pp, cp and shard "
+    "equal one device's, through resumes",
 )
 class Temperature:
     """Mixture whose shares are ``weight * n^(1/T)`` of the numbers of tokens ``n``, with a temperature T that falls."""
