@@ -72,7 +72,7 @@ class SleepingEngine:
 
 
 def run(bound: int, kind: str, updates: int, batch: int, engines: int) -> dict[str, Any]:  # fmt: skip
-    """Train ``updates`` times, and return seconds and lags."""
+    """Train ``updates`` times, and return seconds, lags, and times of every phase as a run with [rl] records them."""
     _, state = parallelize(SHAPE, Mesh.single(), Train(seed=1))
     endpoint = Endpoint("127.0.0.1")
     sender = WeightSender(Mesh.single(), state, endpoint, "s")
@@ -93,16 +93,24 @@ def run(bound: int, kind: str, updates: int, batch: int, engines: int) -> dict[s
             for n in range(updates * batch)
         ]
     )
+    phases = []
     for update in range(updates):
+        moved = time.perf_counter()
         groups = rollouts.finished(batch)
+        written = time.perf_counter()
         assert [each.request.number for each in groups] == [
             *range(update * batch, (update + 1) * batch)
         ]
         time.sleep(TRAIN_S)
+        trained = time.perf_counter()
         with torch.no_grad():
             for held in state.held:
                 held.local += 1e-3
         rollouts.take_weights(update + 1)
+        phases.append({
+            "rollout_s": written - moved, "train_s": trained - written, "prepare_s": 0.0,
+            "weights_s": time.perf_counter() - trained, "lags": {"0": batch},
+        })  # fmt: skip
     seconds = time.perf_counter() - begun
     lags = {str(lag): count for lag, count in sorted(rollouts.lags.items())}
     rollouts.close()
@@ -110,7 +118,7 @@ def run(bound: int, kind: str, updates: int, batch: int, engines: int) -> dict[s
         writer.close()
     endpoint.close()
     assert max(map(int, lags)) <= bound
-    return {"seconds": seconds, "lags": lags}
+    return {"seconds": seconds, "lags": lags, "phases": phases}
 
 
 def main() -> None:

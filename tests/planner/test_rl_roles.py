@@ -10,7 +10,7 @@ import pytest
 
 from weft.cli.roles_plan import plan_roles
 from weft.errors import UsageError, WeftError
-from weft.planner.rl_roles import PhaseTimes, phase_times, role_plans
+from weft.planner.rl_roles import PhaseTimes, phase_times, role_plans, writers_waited
 
 
 def phase(rollout: float, train: float) -> dict[str, Any]:
@@ -23,6 +23,19 @@ def test_times_of_a_run_count_ranks() -> None:
     assert phase_times(phases, 2, 3) == PhaseTimes(6.0, 4.5, 0.1, 16)
     with pytest.raises(WeftError, match="fewer than three"):
         phase_times(phases[:2], 1, 1)
+
+
+def test_writers_that_write_ahead_work_while_others_train() -> None:
+    """A phase of 5 s in which the trainers wait for 2 s and train for 3 has writers that are busy for all 5."""
+    phases = [phase(99, 99), *[phase(2, 2.5)] * 3]
+    times = phase_times(phases, 2, 1, 1)
+    assert times == PhaseTimes(10.0, 3.0, 0.1, 16)
+    assert not writers_waited(times, 2, 1)
+    plans = {(p.writers, p.trainers, p.staleness): p for p in role_plans(times, 3)}
+    assert plans[2, 1, 1].seconds == 5.1  # as the run itself
+    assert plans[2, 1, 0].seconds == 8.1
+    idle = phase_times([phase(99, 99), *[phase(0.01, 2.5)] * 3], 2, 1, 1)
+    assert writers_waited(idle, 2, 1)
 
 
 def test_plans_against_all_ways_counted_by_hand() -> None:
@@ -52,3 +65,13 @@ def test_the_command_reads_a_run(
     assert "in turn\t4\t0\t1.850" in capsys.readouterr().out
     assert plan_roles(str(tmp_path), 4, 3, True) == 0
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 3
+    apart = {"roles": {"rollout": {"ranks": 2}}, "rl": {"staleness": 1}}
+    lines[0]["recipe"] = apart
+    lines += [{"kind": "rollout", "step": i, **phase(0, 1)} for i in range(9)]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in lines)
+    )
+    assert plan_roles(str(tmp_path), None, 9, False) == 0
+    output = capsys.readouterr().out
+    assert "never waited" in output
+    assert "2\t2\t1\t1.600" in output  # of four ranks, as the run itself

@@ -15,7 +15,7 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
     Returns the exit code.
     """
     from weft.observe.run_metrics import read_metrics
-    from weft.planner.rl_roles import phase_times, role_plans
+    from weft.planner.rl_roles import phase_times, role_plans, writers_waited
 
     folder = Path(run)
     if not folder.is_dir():
@@ -28,9 +28,12 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
     head: dict[str, Any] = records["run"][-1]
     trainers = int(head.get("world") or 1)
     role = head["recipe"].get("roles", {}).get("rollout", {})
-    writers = int(role.get("ranks") or 0) or trainers
-    times = phase_times(records["rollout"], writers, trainers)
-    own = trainers if writers == trainers else trainers + writers
+    apart = int(role.get("ranks") or 0)
+    writers = apart or trainers
+    staleness = int((head["recipe"].get("rl") or {}).get("staleness") or 0)
+    ahead = staleness if apart else 0
+    times = phase_times(records["rollout"], writers, trainers, ahead)
+    own = trainers + apart
     plans = role_plans(times, ranks or max(2, own))[:top]
     if as_json:
         print(
@@ -43,6 +46,11 @@ def plan_roles(run: str, ranks: int | None, top: int, as_json: bool) -> int:
         f"a phase of {times.answers:.0f} answers: writing {times.write:.2f} rank-seconds, training {times.train:.2f}, "
         f"weights {times.weights:.3f} s"
     )
+    if ahead and writers_waited(times, writers, trainers):
+        print(
+            "this run wrote ahead and never waited for answers, so that writing may take less than that; "
+            "a run with rl.staleness=0 tells"
+        )
     print_table(
         ("write", "train", "staleness", "s/phase", "answers/s", "waiting", "settings"),
         [

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from weft.errors import WeftError
 
+#: Share of the time of training below which waiting for answers counts as none.
+WAITED = 0.05
+
 
 class PhaseTimes(NamedTuple):
     """Seconds of a rollout phase.
@@ -55,12 +58,15 @@ class RolePlan(NamedTuple):
 
 
 def phase_times(
-    phases: Sequence[Mapping[str, Any]], writers: int, trainers: int
+    phases: Sequence[Mapping[str, Any]], writers: int, trainers: int, staleness: int = 0
 ) -> PhaseTimes:
     """Return the median times of ``phases``, records of the kind ``rollout`` of a run.
 
-    ``writers`` and ``trainers``: numbers of ranks of that run that wrote, and that trained. The first phase, in which
-    processes start, is left out. Raises :class:`WeftError` if fewer than two phases were followed by training.
+    ``writers`` and ``trainers``: numbers of ranks of that run that wrote, and that trained. ``staleness``: by how many
+    phases these writers wrote ahead. Such writers work while the others train, and ``rollout_s`` is only what the
+    others wait for them: writing takes the whole phase, or less where nobody waited (:func:`writers_waited`). The first
+    phase, in which processes start, is left out. Raises :class:`WeftError` if fewer than two phases were followed by
+    training.
     """
     known = [phase for phase in phases[1:] if "train_s" in phase]
     if len(known) < 2:
@@ -73,9 +79,17 @@ def phase_times(
 
     answers = median(sum(phase["lags"].values()) for phase in known)
     train = middle("train_s") + middle("prepare_s")
-    return PhaseTimes(
-        middle("rollout_s") * writers, train * trainers, middle("weights_s"), answers
-    )
+    write = middle("rollout_s") + (train if staleness else 0.0)
+    return PhaseTimes(write * writers, train * trainers, middle("weights_s"), answers)
+
+
+def writers_waited(times: PhaseTimes, writers: int, trainers: int) -> bool:
+    """Whether the writers of a run that wrote ahead had nothing to do at times, as nobody waited for them.
+
+    ``times``: what :func:`phase_times` returned for the run with these numbers of ranks. ``times.write`` is then the
+    most that writing may take.
+    """
+    return times.write / writers < times.train / trainers * (1 + WAITED)
 
 
 def role_plans(times: PhaseTimes, ranks: int) -> list[RolePlan]:
