@@ -303,3 +303,36 @@ def test_command(tmp_path: Path, command: Command) -> None:
     assert code == 0 and json.loads(output)["documents"] == 1
     code, _, error = command(*words, "--set", "steps=[{operator='words'}]")
     assert code == 1 and "no document is left" in error
+
+
+def test_what_operators_say_of_a_decision_is_kept_with_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for site in ("x", "y"):
+        texts = [f"{site} {number} here" for number in range(4)]
+        write_lines(tmp_path / f"data/{site}.jsonl", texts, site=site)
+    steps: list[Step] = [
+        {"operator": "clusters", "number": 8},
+        {"operator": "prune", "number": 6, "label": "site"},
+        {"operator": "top", "number": 3, "keep": "random", "group": "site", "floor": 1},
+    ]
+    first = run(tmp_path, *steps)
+    assert [note.partition(": ")[2][:26] for note in first.notes] == [
+        "8 of 8 documents kept, of ",
+        "warning: 8 examples are to",
+        "kept by site: x 3 of 4, y ",
+        first.notes[3].partition(": ")[2][:26],
+    ]
+    assert first.notes[3].startswith("steps[2] (top): kept by site: ")
+    for more in (
+        [],
+        [LENGTHS | {"least": 1}],
+    ):  # kept decisions, with others after them
+        again = run(tmp_path, *steps, *more)
+        assert again.notes == first.notes and again.reused > 0
+        page = (tmp_path / "out/report.html").read_text()
+        card = json.loads((tmp_path / "out/card.json").read_text())
+        said = [line for step in card["steps"] for line in step["notes"]]
+        assert said == [note.partition(": ")[2] for note in first.notes]
+        assert all(line in page for line in said)
+    assert capfd.readouterr().err == ""

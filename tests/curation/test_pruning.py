@@ -107,9 +107,7 @@ def decided(
     }
 
 
-def test_the_operator_does_not_depend_on_shards(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_operator_does_not_depend_on_shards() -> None:
     features, labels = classes()
     settings: dict[str, Any] = {"label": "class", "embedding": "vector", "runs": 2}
     step = DataStep(
@@ -118,15 +116,15 @@ def test_the_operator_does_not_depend_on_shards(
     whole = decided(step, features, labels, list(range(120)), [])
     kept = [name for name, (reason, _) in whole.items() if not reason]
     assert len(kept) == 30 and min(np.bincount(labels[[int(n) for n in kept]])) >= 8
-    said = capsys.readouterr().err
-    assert "prune: accuracy on 24 held-out examples with 24 others: hard" in said
-    assert "prune: kept by class: c" in said
+    measured, *_, by_class = step.notes()
+    assert measured.startswith("accuracy on 24 held-out examples with 24 others: hard")
+    assert by_class.startswith("kept by class: c")
     shuffled = np.random.default_rng(0).permutation(120).tolist()
     quiet = DataStep(
         operator="prune", share=0.25, keep="hard", floor=8, compare=False, **settings
     ).build()
     assert decided(quiet, features, labels, shuffled, [0, 50]) == whole
-    assert "accuracy" not in capsys.readouterr().err
+    assert quiet.notes() == [by_class]
     # 100 % is identity
     every = DataStep(operator="prune", share=1.0, **settings).build()
     assert not any(
@@ -134,7 +132,7 @@ def test_the_operator_does_not_depend_on_shards(
     )
 
 
-def test_auto_keeps_what_is_better(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_keeps_what_is_better() -> None:
     features, labels = classes(60, 0.9)
     step = DataStep(
         operator="prune", share=0.08, label="class", embedding="vector", runs=3
@@ -143,10 +141,9 @@ def test_auto_keeps_what_is_better(capsys: pytest.CaptureFixture[str]) -> None:
         reason
         for reason, _ in decided(step, features, labels, list(range(180)), []).values()
     }
-    said = capsys.readouterr().err
-    assert reasons == {"", "hard by el2n"} and "easy" in said
+    assert reasons == {"", "hard by el2n"} and "easy" in step.notes()[0]
     few = decided(step, features[:40], labels[:40], list(range(40)), [])
-    assert "warning: 40 examples are too few to compare" in capsys.readouterr().err
+    assert step.notes()[0].startswith("warning: 40 examples are too few to compare")
     assert sum(not reason for reason, _ in few.values()) == 3
 
 

@@ -113,5 +113,6 @@ class Joint(Protocol):
 
 
 #: What a step applies. It may have a method ``fingerprint``, which returns a text that changes with the files that its
-#: settings name, and a method ``notes``, which returns lines for the user about what it leaves out.
+#: settings name, and a method ``notes``, which returns lines for the user about what it leaves out. The notes of a
+#: :class:`Joint` are about its last decision, and are kept with it.
 Operator = Mapper | Filter | Joint

@@ -198,6 +198,7 @@ class _Run:
         counts: list[list[StepCounts]] = [[] for _ in steps]
         computed = [0] * len(steps)
         decided: list[Words | None] = [None] * len(shards)
+        notes: dict[int, list[str]] = {}
         types: list[dict[str, Any]] = []
         segments = step_segments([isinstance(s.operator, Joint) for s in steps])
         for segment in segments:
@@ -216,15 +217,19 @@ class _Run:
             types = [result["types"] for result in results]
             self._check_failures(counts)
             if segment.joint is not None:
-                decided = self._decide(do, segment.joint, results)
+                result = self._decide(do, segment.joint, results)
+                notes[segment.joint] = result["notes"]
+                decided = [
+                    {"step": segment.joint, "digest": digest}
+                    for digest in result["decisions"]
+                ]
         totals = [add_counts(of_step) for of_step in counts]
+        for number, (step, total) in enumerate(zip(steps, totals, strict=True)):
+            if total.entered and number not in notes:
+                notes[number] = operator_notes(step)
         outcomes = [
             StepOutcome(
-                number,
-                step.operator,
-                total,
-                computed[number],
-                operator_notes(steps[number], total),
+                number, step.operator, total, computed[number], notes.get(number, [])
             )
             for number, (step, total) in enumerate(
                 zip(pipeline.steps, totals, strict=True)
@@ -313,9 +318,8 @@ class _Run:
         names = dict.fromkeys(steps[number].operator for number in numbers)
         return ", ".join(names) or "collect"
 
-    def _decide(
-        self, do: Engine, step: int, results: Sequence[Words]
-    ) -> list[Words | None]:
+    def _decide(self, do: Engine, step: int, results: Sequence[Words]) -> Words:
+        """Let the joint operator of a step decide, or take its decision of an earlier run with what it said then."""
         task = {
             "kind": "decide",
             "step": step,
@@ -324,7 +328,7 @@ class _Run:
         }
         name = f"{self.setting.pipeline.steps[step].operator} over all"
         (result,) = self.perform(do, name, [task])
-        return [{"step": step, "digest": digest} for digest in result["decisions"]]
+        return {"notes": []} | result  # a version without notes may have decided
 
     def _check_failures(self, counts: Sequence[Sequence[StepCounts]]) -> None:
         """Raise :class:`WeftError`, naming documents, if operators have failed whose steps do not skip these."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,26 +36,29 @@ class SelectionSettings(Section):
         return kept_count(documents, self.share, self.number)
 
 
-def say_groups(name: str, what: str, groups: np.ndarray, kept: np.ndarray) -> str:
-    """Print how many documents of each group are kept, to stderr, and return the line.
+def kept_line(what: str, groups: np.ndarray, kept: np.ndarray) -> str:
+    """Return a line for the user about how many documents of each group are kept.
 
-    ``name``: name of the operator; ``what``: what the groups are, such as a column; ``groups``: name of each
-    document's group; ``kept``: whether each document is kept.
+    ``what``: what the groups are, such as a column; ``groups``: name of each document's group; ``kept``: whether each
+    document is kept.
     """
     counts = kept_per_group(groups, kept)
     least = sorted(counts.items(), key=lambda item: (item[1][0], item[0]))
     shown = [f"{group or '(none)'} {some} of {every}" for group, (some, every) in least]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return say(name, f"kept by {what}: {', '.join(shown[:_SHOWN])}{more}")
+    return f"kept by {what}: {', '.join(shown[:_SHOWN])}{more}"
 
 
-def say(name: str, line: str) -> str:
-    """Print a line of the operator ``name`` to stderr, and return it."""
-    line = f"{name}: {line}"
-    print(line, file=sys.stderr, flush=True)
-    return line
+def drop_reasons(
+    kept: Sequence[Any] | np.ndarray, reason: str, known: np.ndarray | None = None
+) -> list[str]:
+    """Return "" for documents that are kept, and ``reason`` for the others.
 
-
-def drop_reasons(kept: Sequence[Any] | np.ndarray, reason: str) -> list[str]:
-    """Return "" for documents that are kept, and ``reason`` for the others."""
-    return ["" if keep else reason for keep in kept]
+    ``known``: whether each document has a vector, without which the reason is "no vector"; None: all have one.
+    """
+    if known is None:
+        known = np.ones(len(kept), bool)
+    return [
+        "" if keep else reason if has else "no vector"
+        for keep, has in zip(kept, known, strict=True)
+    ]

@@ -347,6 +347,7 @@ def run_card(
                 "failed": outcome.counts.failed,
                 "missing": outcome.counts.missing,
                 "reasons": outcome.counts.reasons,
+                "notes": list(outcome.notes),
             }
             for outcome in parts.steps
         ],

@@ -266,9 +266,9 @@ def blame_step(name: str) -> Iterator[None]:
         raise WeftError(f"{name}: {type(error).__name__}: {line}") from error
 
 
-def operator_notes(step: RunningStep, counts: StepCounts) -> list[str]:
-    """Return the lines that the operator's method ``notes`` has for the user, if it has one and got documents."""
-    if not counts.entered or not hasattr(step.operator, "notes"):
+def operator_notes(step: RunningStep) -> list[str]:
+    """Return the lines that the operator's method ``notes`` has for the user, if it has one."""
+    if not hasattr(step.operator, "notes"):
         return []
     with blame_step(step.name):
         return [str(line) for line in step.operator.notes()]

@@ -24,6 +24,7 @@ from weft.curation.shard_steps import (
     apply_step,
     blame_step,
     checked_decisions,
+    operator_notes,
     summarize_shard,
 )
 from weft.curation.source_units import SourceUnit, read_unit
@@ -179,7 +180,7 @@ def _summary_file(work: Path, digest: str) -> Path:
 
 
 def _decide(setting: TaskSetting, task: Words) -> Words:
-    """Let a joint operator decide about the documents of all shards."""
+    """Let a joint operator decide about the documents of all shards, and keep what it says to the user of that."""
     step = setting.steps[task["step"]]
     assert isinstance(step.operator, Joint)
     ids: list[list[str]] = []
@@ -198,9 +199,10 @@ def _decide(setting: TaskSetting, task: Words) -> Words:
             checked = checked_decisions(decided, [len(ids[number]) for number in held])
             for number, decision in zip(held, checked, strict=True):
                 decisions[number] = decision
+    notes = operator_notes(step) if held else []
     digests = [_write_decision(setting.work, decision) for decision in decisions]
     files = [f"decisions/{digest}.arrow" for digest in digests]
-    return {"decisions": digests, "files": files}
+    return {"decisions": digests, "notes": notes, "files": files}
 
 
 def _write_decision(work: Path, decision: Decision) -> str:

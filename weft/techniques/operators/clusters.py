@@ -13,7 +13,7 @@ from weft.curation.column_values import document_vectors, joined_vectors, with_v
 from weft.curation.concept_clusters import PrunedClusters, prune_clusters
 from weft.curation.data_operators import Decision
 from weft.curation.data_pipeline import DataStep
-from weft.curation.document_selection import SelectionSettings, drop_reasons, say
+from weft.curation.document_selection import SelectionSettings, drop_reasons
 from weft.curation.documents import Documents
 from weft.curation.duplicate_groups import flat_ids, id_ranks, split_decisions
 from weft.registry import register
@@ -81,6 +81,11 @@ class Clusters:
 
     def __init__(self, step: DataStep) -> None:
         self.settings = step.own(ClustersSettings)
+        self._said: list[str] = []
+
+    def notes(self) -> list[str]:
+        """Return how much of the clusters the last decision has kept."""
+        return self._said
 
     def summarize(self, documents: Documents) -> dict[str, np.ndarray]:
         return {"vectors": document_vectors(documents, self.settings.embedding)}
@@ -90,6 +95,7 @@ class Clusters:
         ids: Sequence[Sequence[str]],
         summaries: Sequence[Mapping[str, np.ndarray]],
     ) -> list[Decision]:
+        self._said = []
         ours, names = self.settings, flat_ids(ids)
         if not names:
             return split_decisions(ids, {}, [])
@@ -115,17 +121,13 @@ class Clusters:
         }
         close = "close to the centroid of its cluster"
         reason = close if ours.inside == "far" else "not drawn of its cluster"
-        reasons = drop_reasons(kept[ranks], reason)
-        reasons = [
-            why if not why or has else "no vector"
-            for why, has in zip(reasons, known[ranks], strict=True)
-        ]
+        reasons = drop_reasons(kept[ranks], reason, known[ranks])
         return split_decisions(ids, columns, reasons)
 
     def _pruned(
         self, vectors: np.ndarray, total: int, names: list[str], known: np.ndarray
     ) -> PrunedClusters:
-        """Return the clusters of the documents with a vector, and say how much of them is kept."""
+        """Return the clusters of the documents with a vector, and note how much of them is kept."""
         ours, first = self.settings, self._first(names)
         pruned = prune_clusters(
             vectors,
@@ -138,10 +140,9 @@ class Clusters:
         )
         sizes = np.bincount(pruned.labels, minlength=len(pruned.counts))
         shares = pruned.counts / np.maximum(sizes, 1)
-        say(
-            "clusters",
+        self._said.append(
             f"{pruned.counts.sum()} of {len(vectors)} documents kept, of the {len(sizes)} clusters between "
-            f"{shares.min():.0%} and {shares.max():.0%}",
+            f"{shares.min():.0%} and {shares.max():.0%}"
         )
         return pruned
 

@@ -17,12 +17,7 @@ from weft.curation.column_values import (
 )
 from weft.curation.data_operators import Decision
 from weft.curation.data_pipeline import DataStep
-from weft.curation.document_selection import (
-    SelectionSettings,
-    drop_reasons,
-    say,
-    say_groups,
-)
+from weft.curation.document_selection import SelectionSettings, drop_reasons, kept_line
 from weft.curation.documents import Documents
 from weft.curation.duplicate_groups import (
     flat_ids,
@@ -93,7 +88,7 @@ class Prune:
     """Keeps the hard or the easy ones of labelled examples, and warns where random ones would be better.
 
     Columns: ``difficulty``. What each class keeps, and the accuracies on held-out examples with hard, easy and random
-    ones, are printed.
+    ones, are notes of the run.
     """
 
     late: ClassVar = tuple(
@@ -104,6 +99,11 @@ class Prune:
 
     def __init__(self, step: DataStep) -> None:
         self.settings = step.own(PruneSettings)
+        self._said: list[str] = []
+
+    def notes(self) -> list[str]:
+        """Return what each class keeps, the accuracies compared, and warnings, of the last decision."""
+        return self._said
 
     def summarize(self, documents: Documents) -> dict[str, np.ndarray]:
         label, none = self.settings.label, np.zeros(len(documents), np.str_)
@@ -117,6 +117,7 @@ class Prune:
         ids: Sequence[Sequence[str]],
         summaries: Sequence[Mapping[str, np.ndarray]],
     ) -> list[Decision]:
+        self._said = []
         ours, names = self.settings, flat_ids(ids)
         if not names:
             return split_decisions(ids, {}, [])
@@ -139,13 +140,9 @@ class Prune:
         best = score_order(scores, names, "high" if keep == "hard" else "low")
         kept = choose_best(best, count, groups, ours.floor)
         if ours.label:
-            say_groups("prune", ours.label, groups, kept)
+            self._said.append(kept_line(ours.label, groups, kept))
         other = "easy" if keep == "hard" else "hard"
-        reasons = drop_reasons(kept[ranks], f"{other} by {ours.metric}")
-        reasons = [
-            why if not why or has else "no vector"
-            for why, has in zip(reasons, known[ranks], strict=True)
-        ]
+        reasons = drop_reasons(kept[ranks], f"{other} by {ours.metric}", known[ranks])
         difficulty = [None if x != x else float(x) for x in scores[ranks]]
         return split_decisions(ids, {"difficulty": difficulty}, reasons)
 
@@ -182,12 +179,10 @@ class Prune:
         )
         if measured is None:
             keep: str = "easy" if ours.keep == "auto" else ours.keep
-            say(
-                "prune",
-                f"warning: {len(names)} examples are too few to compare choices of them; {keep} ones are kept",
+            self._said.append(
+                f"warning: {len(names)} examples are too few to compare choices of them; {keep} ones are kept"
             )
             return keep
         keep = measured.better if ours.keep == "auto" else ours.keep
-        for line in measured.lines(keep):
-            say("prune", line)
+        self._said += measured.lines(keep)
         return keep

@@ -12,7 +12,7 @@ from weft.curation.best_documents import Keep, choose_best, score_order
 from weft.curation.column_values import group_column, number_column
 from weft.curation.data_operators import Decision
 from weft.curation.data_pipeline import DataStep
-from weft.curation.document_selection import SelectionSettings, drop_reasons, say_groups
+from weft.curation.document_selection import SelectionSettings, drop_reasons, kept_line
 from weft.curation.documents import Documents
 from weft.curation.duplicate_groups import flat_ids, joined_summaries, split_decisions
 from weft.registry import register
@@ -67,6 +67,11 @@ class Top:
 
     def __init__(self, step: DataStep) -> None:
         self.settings = step.own(TopSettings)
+        self._said: list[str] = []
+
+    def notes(self) -> list[str]:
+        """Return how many documents of each group the last decision has kept."""
+        return self._said
 
     def summarize(self, documents: Documents) -> dict[str, np.ndarray]:
         column, group = self.settings.column, self.settings.group
@@ -90,8 +95,7 @@ class Top:
         kept = choose_best(
             order, ours.count(len(names)), groups if ours.group else None, ours.floor
         )
-        if ours.group:
-            say_groups("top", ours.group, groups, kept)
+        self._said = [kept_line(ours.group, groups, kept)] if ours.group else []
         reason = (
             "not drawn"
             if ours.keep == "random"
