@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.curation.operators import cut, decisions, joint, kept
-from weft.curation.data_operators import OperatorFailed
 from weft.curation.documents import Documents
 from weft.curation.duplicate_groups import (
     choose_survivors,
@@ -129,7 +128,7 @@ def test_chains_are_one_group_with_one_survivor() -> None:
 def test_a_score_must_exist_and_be_a_number() -> None:
     documents = Documents(["a"], ["text"], {"grade": ["good"]})
     with pytest.raises(
-        OperatorFailed, match=r"needs the column 'quality'.*columns: grade"
+        UsageError, match=r"score = 'quality': no earlier step.*columns: grade"
     ):
         joint("exact", keep="best", score="quality").summarize(documents)
     with pytest.raises(WeftError, match="holds 'good', which is no number"):

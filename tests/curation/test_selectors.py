@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weft.curation.best_documents import kept_count
 from weft.curation.data_pipeline import DataStep
 from weft.curation.documents import Documents
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 
 Row = tuple[str, float | None, str]
 
@@ -86,7 +86,7 @@ def test_wrong_settings_are_named() -> None:
     ):
         with pytest.raises(UsageError, match=said):
             kept(ROWS, **values)
-    with pytest.raises(UsageError, match="which is no number"):
+    with pytest.raises(WeftError, match="which is no number"):
         kept(ROWS, column="class", number=1)
     with pytest.raises(
         UsageError,

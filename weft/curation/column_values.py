@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.curation.documents import Documents
 from weft.curation.hashed_ngrams import NgramSettings, ngram_vector
-from weft.errors import UsageError
+from weft.errors import UsageError, WeftError
 
 
 def column_values(documents: Documents, name: str, setting: str) -> list[Any]:
@@ -28,11 +28,11 @@ def column_values(documents: Documents, name: str, setting: str) -> list[Any]:
 def number_column(documents: Documents, name: str, setting: str) -> np.ndarray:
     """Return a column of numbers as float64 ``[documents]``, with NaN where a document has no value.
 
-    Raises :class:`UsageError` if a value is no number.
+    Raises :class:`WeftError` if a value is no number, which is an error of its document.
     """
     values = column_values(documents, name, setting)
     if wrong := [v for v in values if not isinstance(v, int | float | None)]:
-        raise UsageError(
+        raise WeftError(
             f"steps.{setting} = {name!r}: the column holds {wrong[0]!r}, which is no number; name another column"
         )
     # as float() of a whole number of 400 digits raises an error
@@ -67,16 +67,22 @@ def vector_column(documents: Documents, name: str, setting: str) -> np.ndarray:
 
 def _vector(value: Any, width: int, where: str) -> np.ndarray:
     """Return ``value`` as a vector of ``width`` numbers. ``where``: what error lines begin with."""
-    try:
-        vector = np.array(value, np.float32)
-    except (TypeError, ValueError, OverflowError):
-        vector = np.array(np.nan)  # of no dimension
-    if vector.shape != (width,) or not np.isfinite(vector).all():
+    vector = finite_vector(value)
+    if vector is None or len(vector) != width:
         raise UsageError(
             f"{where} has {str(value)[:40]!r} in this column; a vector is a list of finite numbers, for each document "
             f"of the same length ({width} here)"
         )
     return vector
+
+
+def finite_vector(value: Any) -> np.ndarray | None:
+    """Return a list of finite numbers as float32 ``[numbers]``; None if ``value`` is no such list."""
+    try:
+        vector = np.array(value, np.float32)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return vector if vector.ndim == 1 and np.isfinite(vector).all() else None
 
 
 def document_vectors(documents: Documents, embedding: str) -> np.ndarray:

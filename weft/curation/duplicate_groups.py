@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from weft.curation.data_operators import Decision, OperatorFailed
+from weft.curation.column_values import number_column
+from weft.curation.data_operators import Decision
 from weft.curation.documents import Documents
-from weft.errors import WeftError
 from weft.section import Section
 
 
@@ -37,24 +37,13 @@ class SurvivorSettings(Section):
 def survivor_scores(documents: Documents, settings: SurvivorSettings) -> np.ndarray:
     """Return how much each document should survive its duplicates, float64. A document without a score has -inf.
 
-    Raises :class:`OperatorFailed` for a column that does not exist, and :class:`WeftError` for a value that is no
-    number.
+    Raises the errors of :func:`weft.curation.column_values.number_column`.
     """
     if settings.keep == "first":
         return np.zeros(len(documents))
     if settings.keep == "longest":
         return np.fromiter(map(len, documents.texts), np.float64, len(documents))
-    if settings.score not in documents.columns:
-        raise OperatorFailed(
-            f"keep = 'best' needs the column {settings.score!r}, which no earlier step has written; columns: "
-            f"{', '.join(documents.columns) or 'none'}"
-        )
-    values = documents.columns[settings.score]
-    if wrong := [v for v in values if not isinstance(v, int | float | None)]:
-        raise WeftError(
-            f"score = {settings.score!r}: the column holds {wrong[0]!r}, which is no number"
-        )
-    scores = np.array([np.nan if v is None else v for v in values], np.float64)
+    scores = number_column(documents, settings.score, "score")
     return np.where(np.isnan(scores), -np.inf, scores)
 
 

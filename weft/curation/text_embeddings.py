@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from weft.curation.column_values import finite_vector
 from weft.curation.k_means import unit_rows
 from weft.errors import WeftError
 
@@ -55,11 +56,8 @@ def column_vectors(values: Sequence[Any], column: str) -> list[np.ndarray]:
     """
     rows = []
     for value in values:
-        try:
-            row = np.array([] if value is None else value, np.float32)
-        except (ValueError, TypeError):
-            row = np.array(np.nan, np.float32)
-        if row.ndim != 1 or not np.isfinite(row).all():
+        row = finite_vector([] if value is None else value)
+        if row is None:
             raise WeftError(
                 f"column {column!r} holds {str(value)[:40]!r}, which is no vector of finite numbers"
             )
