@@ -267,6 +267,45 @@ def test_a_helper_that_dies_is_named(
         open_source(source, load_tokenizer("bytes"), tmp_path / "b")
 
 
+@pytest.mark.slow(3)
+def test_an_interrupt_leaves_no_process_and_keeps_what_is_done(
+    tmp_path: Path,
+    in_pieces: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Ctrl-C reaches the whole group: helpers that have just started take no notice, and end with the process."""
+    mixed(tmp_path / "corpus")
+    source = Source(kind="jsonl", path=str(tmp_path / "corpus"))
+    helpers: list[subprocess.Popen[str]] = []
+
+    class Interrupted(subprocess.Popen[str]):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.send_signal(signal.SIGINT)
+            helpers.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    monkeypatch.setenv("WEFT_TOKENIZE_PROCESSES", "2")
+    real = JoinedPieces.append
+    joined: list[str] = []
+
+    def interrupted(own: JoinedPieces, piece: SourcePiece) -> None:
+        real(own, piece)
+        joined.append(piece.name)
+        if len(joined) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(JoinedPieces, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_source(source, load_tokenizer("bytes"), tmp_path / "b")
+    assert helpers and all(helper.returncode is not None for helper in helpers)
+    monkeypatch.setenv("WEFT_TOKENIZE_PROCESSES", "1")
+    assert opened(source, tmp_path / "b") == reference(source, tmp_path / "a")
+    assert len(joined) == len(set(joined))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_progress_names_files_rate_and_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

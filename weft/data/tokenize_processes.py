@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -42,7 +43,12 @@ class TokenizeProcesses:
         self._own = threading.local()
         self._started: list[subprocess.Popen[str]] = []
         self._closed = False
-        self._threads = ThreadPoolExecutor(count)
+        # Ctrl-C is for this process: the others have SIGINT blocked from their first instant, as these threads do
+        self._threads = ThreadPoolExecutor(
+            count,
+            initializer=signal.pthread_sigmask,
+            initargs=(signal.SIG_BLOCK, {signal.SIGINT}),
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -100,5 +106,7 @@ class TokenizeProcesses:
                 env={**os.environ, "PYTHONPATH": path, "RAYON_NUM_THREADS": "1"},
             )
             self._started.append(process)
+            if self._closed:  # meanwhile
+                process.kill()
             self._own.process = process
         return self._own.process

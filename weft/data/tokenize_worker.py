@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ def tokenize_lines(task: str) -> None:
     ``task``: JSON of the folder, the source, plugins, and the ids that begin every document. The process ends with its
     input, so that it does not outlive the process that has started it by more than a piece.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that asks
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     given = json.loads(task)
