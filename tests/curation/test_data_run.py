@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import Command
+from weft.curation import run_output
 from weft.curation.data_run import DataResult, run_pipeline
 from weft.curation.read_pipeline import build_pipeline, load_pipeline
+from weft.curation.source_units import source_labels
 from weft.errors import UsageError, WeftError
+from weft.recipe import Source
 
 Step = dict[str, Any]
 
@@ -336,3 +339,51 @@ def test_what_operators_say_of_a_decision_is_kept_with_it(
         assert said == [note.partition(": ")[2] for note in first.notes]
         assert all(line in page for line in said)
     assert capfd.readouterr().err == ""
+
+
+def test_a_document_is_not_kept_by_another_whose_id_begins_alike(
+    tmp_path: Path,
+) -> None:
+    write_lines(tmp_path / "data/a.jsonl", ["", *["text|text"] * 11])
+    result = run(tmp_path, PARTS)
+    assert result.steps[0].counts.reasons == {"left out by the mapper": 1}
+    assert result.sources[0].dropped == {"0": 1}
+
+
+def test_a_run_that_ended_after_another_leaves_no_documents_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run before it, done again, publishes its own documents, of which the files are called alike."""
+    write_lines(tmp_path / "data/a.jsonl", ["one", "another"])
+    run(tmp_path)
+    before = rows(tmp_path)
+    real = run_output.write_json_file
+
+    def ended(path: Path, value: Any) -> None:
+        if path.name == "published-documents.json":
+            raise KeyboardInterrupt
+        real(path, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_output, "write_json_file", ended)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, {"operator": "lengths", "least": 5})
+    assert len(rows(tmp_path)) == 1
+    run(tmp_path)
+    assert rows(tmp_path) == before
+
+
+def test_names_and_fields_that_are_no_unicode(tmp_path: Path) -> None:
+    """Bytes in names of files, and halves of characters in fields beside the text, stop no run."""
+    write_lines(tmp_path / "data/a\udcff.jsonl", ["text"], tags=["\ud800"], of={"\udfff": 1})  # fmt: skip
+    run(tmp_path)
+    (row,) = rows(tmp_path)
+    assert row["id"] == "data:a\\xff.jsonl#1" and row["tags"] == ["?"]
+    assert json.loads(row["of"]) == {"?": 1}
+
+
+def test_labels_of_sources_are_different() -> None:
+    paths = ("/a/x~v", "/b/x~v", "/x~2", "/c/x", "/d/x", "/e/*.txt", "/f/*.txt")
+    sources = [Source(kind="text", path=path) for path in paths]
+    labels = source_labels(sources)
+    assert labels == ["x~v", "x~v~2", "x~2", "x", "x~3", "text", "text~2"]

@@ -21,12 +21,14 @@ from weft.data import corpora, remote_files, tokenize_pieces
 from weft.data.corpora import read_documents, source_fingerprint
 from weft.data.files import select_files
 from weft.data.loader import open_data
+from weft.data.remote_store import RemoteProblem
 from weft.data.source_check import check_sources
 from weft.data.tokenizer import load_tokenizer
 from weft.data.tokens import open_source
 from weft.errors import UsageError, WeftError
 from weft.net import http_ranges
 from weft.recipe import Data, Source
+from weft.techniques.remote_sources.https import WebFolder
 
 
 class Web(BaseHTTPRequestHandler):
@@ -377,3 +379,31 @@ def test_pipelines_read_from_elsewhere_too(web: str) -> None:
     assert [text for part in read for text in part.texts] == texts(source)
     ids = [name for part in read for name in part.ids]
     assert len(set(ids)) == 51 and ids[-1].endswith("b.jsonl#1")
+
+
+def test_a_download_of_an_older_content_is_not_read(web: str) -> None:
+    """A file that has as many bytes as before is downloaded again, if the place says that it is another one."""
+    source = Source(kind="text", path=f"{web}/a.txt")
+    for content in ("x" * 1000, "y" * 1000):
+        Web.files["/data/a.txt"] = content.encode()
+        remote_files._listed.cache_clear()  # as the next command lists again
+        assert texts(source) == [content] == texts(source)
+    assert [method for method, *_ in Web.asked].count("GET") == 2
+
+
+def test_pieces_of_two_contents_are_never_a_file(
+    web: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A place that sees only behind the last piece that a file has changed leaves no part to go on from."""
+    Web.files["/data/a.txt"] = b"x" * 1000
+    (path,) = select_files(Source(kind="text", path=f"{web}/a.txt")).read
+
+    def mixed(self: Any, file: Any, start: int) -> Iterator[bytes]:
+        yield b"z" * (file.size - start)
+        raise RemoteProblem("it has changed", changed=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WebFolder, "read_from", mixed)
+        with pytest.raises(WeftError, match="it has changed"):
+            remote_files.downloaded(path)
+    assert remote_files.downloaded(path).read_bytes() == b"x" * 1000

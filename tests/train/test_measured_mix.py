@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from tests.train.test_mix_run import asked, losses
+from weft.checkpoint.run_state import Progress
 from weft.data.mix_plan import MixFacts, describe_mix, mixture_of
+from weft.data.order_inverse import samples_drawn
 from weft.errors import UsageError
 from weft.layout.mesh import Mesh
 from weft.recipe import Data
 from weft.train.document_use import RunDocuments
+from weft.train.mix_run import continued_mix, kept_mix
 from weft.train.setup import prepare
 from weft.train.training import train_job
 
@@ -168,3 +171,29 @@ def test_what_cannot_be_measured(folder: Path) -> None:
         prepare(asked(folder, ONLINE, data__epochs=1))
     with pytest.raises(UsageError, match="called 'smal'"):
         prepare(asked(folder, ONLINE | {"mix_targets": {"smal": 1.0}}))
+
+
+def test_what_online_has_given_is_counted_and_told(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Counts, 'weft data who' and another mix know the samples that the decided shares have given."""
+    mix = ONLINE | {"mix_rate": 5.0}
+    change = {"train__steps": 6, "train__batch": 8, "checkpoint__every": 6}
+    job = prepare(asked(folder, mix, **change))
+    outcome = train_job(job, Mesh.single(), tmp_path / "run")
+    loader = outcome.progress.loader
+    read = [source["samples"] for source in loader["data"][-1]["sources"]]
+    assert sum(read) == 48 and read[0] > 2 * read[1]
+    known = RunDocuments(tmp_path / "run")
+    (attempt,) = known.attempts
+    assert attempt.mix["decided"] == loader["mix"]["decided"]
+    assert samples_drawn(known.corpus(attempt).train, 48) == read
+    progress = Progress(6, 48, 0, 6, json.loads(json.dumps(loader)))
+    again = prepare(asked(folder, {}, **change))
+    corpus, _ = continued_mix(again.corpus, again.recipe, progress)
+    assert [*corpus.train.legs[1].given] == read
+    assert samples_drawn(corpus.train, 48) == read
+    reopened = kept_mix(again.corpus, json.loads(json.dumps(progress.loader["mix"])))
+    assert samples_drawn(reopened.train, 32) == samples_drawn(
+        known.corpus(attempt).train, 32
+    )

@@ -162,6 +162,8 @@ def _in_folder(out: Path, name: str, key: str, fill: Callable[[Path], None]) -> 
     if seen and seen["key"] == key and seen["files"] == _names_in(target):
         return
     (out / "manifest.json").unlink(missing_ok=True)
+    # whoever is killed from here on leaves no record of a content that is no more
+    record.unlink(missing_ok=True)
     draft, former = work / "new" / name, work / "former" / name
     try:
         for folder in (draft, former):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,15 +159,15 @@ def _checked(documents: Documents) -> Documents:
 
 
 def _left_out(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return the reason for each document before a mapper that no document after it comes from."""
-    order = sorted(after)
+    """Return the reason for each document before a mapper that no document after it comes from.
 
-    def reason(name: str) -> str:
-        place = bisect_left(order, name)
-        kept = place < len(order) and order[place].startswith(name)
-        return "" if kept else "left out by the mapper"
-
-    return [reason(name) for name in before]
+    A new document comes from one whose id it begins with: "a.txt#2-b" from "a.txt#2", but "a.txt#21" does not.
+    """
+    known, kept = set(before), set(after)
+    for name in kept - known:
+        ends = (i for i in range(1, len(name)) if not name[i].isalnum())
+        kept.update(name[:end] for end in ends)
+    return ["" if name in kept else "left out by the mapper" for name in before]
 
 
 def _first_twice(names: Sequence[str]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,15 @@ def source_labels(sources: Sequence[Source]) -> list[str]:
     for source in sources:
         path = Path(source.path or "").expanduser()
         name = path.name if source.path and not set(path.name) & set("*?[") else ""
-        label = (name or source.kind).replace(":", "-")
-        number = Counter(label.rpartition("~")[0] or label for label in labels)[label]
-        labels.append(f"{label}~{number + 1}" if number else label)
+        label = os.fsencode((name or source.kind).replace(":", "-"))
+        labels.append(_new_label(label.decode(errors="backslashreplace"), labels))
     return labels
+
+
+def _new_label(label: str, taken: Sequence[str]) -> str:
+    """Return ``label``, with the first number from 2 behind it that makes it another one than those ``taken``."""
+    numbered = (f"{label}~{number}" for number in count(2))
+    return next(name for name in chain([label], numbered) if name not in taken)
 
 
 def shard_bytes(sources: Sequence[Source], shards: int) -> int:
@@ -134,7 +140,9 @@ def _files_of(source: Source) -> list[UnitFile]:
     files = []
     for path in paths:
         size, changed = file_state(path)
-        name = path.relative_to(root).as_posix() if root else path.as_posix()
+        given = (path.relative_to(root) if root else path).as_posix()
+        # a name of bytes that are no UTF-8 is told by their numbers
+        name = os.fsencode(given).decode(errors="backslashreplace")
         files.append(UnitFile(str(path), name, size, changed))
     return files
 
@@ -267,7 +275,16 @@ def _record_rows(
             report.empty += 1
             continue
         others = {str(k): v for k, v in record.items() if k != source.field}
-        yield f"{file.name}#{number}", encodable(text), others
+        yield f"{file.name}#{number}", encodable(text), _encodable_values(others)
+
+
+def _encodable_values(value: Any) -> Any:
+    """Return a value of JSON whose texts can be encoded, as the text of the document can."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        return {encodable(str(k)): _encodable_values(v) for k, v in value.items()}
+    return [*map(_encodable_values, value)] if isinstance(value, list) else value
 
 
 def _text_of(record: Any, field: str, where: str) -> str | None:

@@ -208,27 +208,37 @@ def describe_mix(data: Any, facts: MixFacts) -> dict[str, Any]:
     return about
 
 
-def mixture_of(about: Mapping[str, Any]) -> SourceMixture:
-    """Build the mixture of a description ``about`` (:func:`describe_mix`)."""
+def mixture_of(
+    about: Mapping[str, Any], decided: dict[str, Any] | None = None
+) -> SourceMixture:
+    """Build the mixture of a description ``about`` (:func:`describe_mix`).
+
+    ``decided``: what a mixture that measures has decided, which grows with its decisions; None: nothing is known.
+    """
     if about["kind"] == "static":
         return _Static(about)  # type: ignore[return-value]  # which describes nothing
-    mixture: SourceMixture = find("mixture", about["kind"]).implementation(about)
-    return mixture
+    mixture: Any = find("mixture", about["kind"]).implementation(about)
+    bound: SourceMixture = mixture if decided is None else mixture.bound(decided)
+    return bound
 
 
-def leg_of(start: int, given: Sequence[int], about: Mapping[str, Any]) -> MixLeg:
+def leg_of(
+    start: int,
+    given: Sequence[int],
+    about: Mapping[str, Any],
+    decided: dict[str, Any] | None = None,
+) -> MixLeg:
     """Build a leg of an order that begins at sample ``start``, where each source has ``given`` so many samples.
 
-    ``about``: description of its mixture.
+    ``about``: description of its mixture. ``decided``: what a mixture that measures has decided in this leg.
     """
     if "rows" in about:
         fixed = FixedShares(tuple(map(float, about["rows"])))
-        return MixLeg(
-            start, tuple(given), fixed, mixture_of(about), tuple(about["sizes"])
-        )
+        weighed = mixture_of(about, decided)
+        return MixLeg(start, tuple(given), fixed, weighed, tuple(about["sizes"]))
     if about["kind"] == "static":
         return MixLeg(start, tuple(given), FixedShares(tuple(about["weights"])))
-    mixture = mixture_of(about)
+    mixture = mixture_of(about, decided)
     if weighs := getattr(mixture, "sampled", None):
         return MixLeg(
             start, tuple(given), FixedShares(tuple(weighs)), mixture, tuple(weighs)

@@ -276,16 +276,35 @@ def downloaded(path: Path) -> Path:
     not as long as it was listed, or has changed since.
     """
     base, file = remote_file(path)
-    if path.is_file():
-        if file.size < 0 or path.stat().st_size == file.size:
-            os.utime(path)
-            return path
-        path.unlink()
+    if _is_there(path, file):
+        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.with_name(f".{path.name}.lock")):
-        if not path.is_file():
+        if not _is_there(path, file):
+            path.unlink(missing_ok=True)
             _download(base, file, path)
     return path
+
+
+def _is_there(path: Path, file: RemoteFile) -> bool:
+    """Return whether ``path`` has the content of a remote file as it was listed, which then counts as used now."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return False
+    stamp = _stamp_of(file)
+    if state.st_mtime_ns != stamp or file.size not in (-1, state.st_size):
+        return False
+    os.utime(path, ns=(time.time_ns(), stamp))
+    return True
+
+
+def _stamp_of(file: RemoteFile) -> int:
+    """Return the time of change, in nanoseconds, that a download gets: it tells of which listed content it is.
+
+    The time of the last use is that of the last access.
+    """
+    return int(digest(file.size, file.mark)[:7], 16) * 2 * 10**9
 
 
 def _download(base: str, file: RemoteFile, path: Path) -> None:
@@ -315,9 +334,14 @@ def _download(base: str, file: RemoteFile, path: Path) -> None:
                 out.truncate(0)
                 size = 0
             if size != file.size:
-                for piece in store.read_from(file, size):
-                    size += out.write(piece)
-                    show(size)
+                try:
+                    for piece in store.read_from(file, size):
+                        size += out.write(piece)
+                        show(size)
+                except RemoteProblem as problem:
+                    if problem.changed:  # its pieces may be of both contents
+                        out.truncate(0)
+                    raise
         if file.size >= 0 and size != file.size:
             raise RemoteProblem(
                 f"it has {size:,} bytes, and {file.size:,} when it was listed",
@@ -327,6 +351,7 @@ def _download(base: str, file: RemoteFile, path: Path) -> None:
     _retried(
         attempt, f"read {name}", lambda: part.stat().st_size if part.exists() else 0
     )
+    os.utime(part, ns=(time.time_ns(), _stamp_of(file)))
     part.rename(path)
 
 
@@ -393,7 +418,7 @@ def _kept_downloads(root: Path) -> Iterator[tuple[float, int, Path]]:
         except FileNotFoundError:  # another process has removed it, or is done with it
             continue
         if S_ISREG(state.st_mode):
-            yield state.st_mtime, state.st_size, file
+            yield state.st_atime, state.st_size, file
 
 
 def _removed(file: Path) -> bool:

@@ -37,8 +37,12 @@ class RemoteStore(Protocol):
 
 
 class RemoteProblem(WeftError):
-    """A remote file that cannot be read. ``again``: whether another attempt may well succeed."""
+    """A remote file that cannot be read.
 
-    def __init__(self, reason: str, again: bool = False) -> None:
+    ``again``: whether another attempt may well succeed. ``changed``: whether the file is another one than was listed,
+    so that what was read of it is of no use.
+    """
+
+    def __init__(self, reason: str, again: bool = False, changed: bool = False) -> None:
         super().__init__(reason)
-        self.again = again
+        self.again, self.changed = again, changed

@@ -26,7 +26,7 @@ from weft.layout.layout import Layout
 from weft.layout.placement import Place
 from weft.observe.run_metrics import Record, read_metrics
 from weft.recipe import Recipe, build_recipe
-from weft.train.mix_run import kept_mix
+from weft.train.mix_run import kept_mix, recalled_mix
 from weft.train.setup import recipe_tokenizer
 
 #: Documents of one file that are looked up by the file's name alone.
@@ -148,24 +148,14 @@ def attempts_of(run: Path) -> list[Attempt]:
             position = before.position + taken
         position = head.get("position", position)
         steps = range(begin, max(begin, end))
-        mix = _with_decided(head.get("mix", {}), steps, records.get("mix", []))
+        decisions = [
+            (position + (r["step"] - begin) * recipe.train.batch, r["decided"])
+            for r in records.get("mix", ())
+            if r["step"] in steps and "decided" in r
+        ]
+        mix = recalled_mix(head.get("mix", {}), decisions)
         attempts.append(Attempt(recipe, steps, position, head["data"], mix))
     return [attempt for attempt in attempts if attempt.steps]
-
-
-def _with_decided(
-    mix: dict[str, Any], steps: range, records: Sequence[Record]
-) -> dict[str, Any]:
-    """Return the ``mix`` of an attempt with what was decided in its ``steps`` by measured losses."""
-    later = [r["decided"] for r in records if "decided" in r and r["step"] in steps]
-    if not later:
-        return mix
-    start = mix["legs"][-1]["start"]
-    before = mix.get("decided", {})
-    if before.get("start") != start or "shares" not in before:
-        weights = mix["legs"][-1]["plan"]["weights"]
-        before = {"start": start, "shares": [[w / sum(weights) for w in weights]]}
-    return mix | {"decided": before | {"shares": [*before["shares"], *later]}}
 
 
 def _recipe_of(head: Record) -> Recipe:

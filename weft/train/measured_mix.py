@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.data.mix_leg import MixLeg
-from weft.train.mix_run import MIX, with_decisions
+from weft.train.mix_run import MIX, decisions_of_mix, with_decisions
 from weft.train.source_losses import SourceRow, label_losses, mean_by_source
 
 if TYPE_CHECKING:
@@ -150,10 +150,8 @@ def measured_loader(
     """
     order = corpus.train
     leg = order.legs[-1]
-    state = kept.setdefault(MIX, {}).setdefault("decided", {})
-    if state.get("start") != leg.start:  # of an earlier mixture
-        state.clear()
-        state["start"] = leg.start
+    state = decisions_of_mix(kept[MIX])
+    assert state is not None
     leg = with_decisions(leg, state)
     bound: Any = leg.weighed or getattr(leg.plan, "mixture", None)
     loader = replace(loader, order=replace(order, legs=(*order.legs[:-1], leg)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,9 @@ def with_mix(corpus: Corpus, recipe: Recipe) -> Corpus:
     facts = mix_facts(corpus, recipe)
     about = describe_mix(recipe.data, facts)
     notes = (*corpus.notes, mix_line(about, facts))
-    return replace(corpus, train=_order(corpus.train, [_first_leg(about)]), notes=notes)
+    return replace(
+        corpus, train=_order(corpus.train, {"legs": [_first_leg(about)]}), notes=notes
+    )
 
 
 def _check_measured(corpus: Corpus, recipe: Recipe) -> None:
@@ -114,28 +117,44 @@ def _first_leg(about: Mapping[str, Any], sources: int = 0) -> dict[str, Any]:
     return {"start": 0, "given": [0] * count, "origin": [0, 0], "plan": dict(about)}
 
 
-def _order(order: Order, legs: Sequence[Mapping[str, Any]]) -> Order:
-    """Return ``order`` with ``legs``, as checkpoints keep them; a plain order if it has one fixed mixture alone."""
+def decisions_of_mix(kept: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what the mixture of the last leg has decided so far, as JSON values that grow with its decisions.
+
+    None stands for a mixture that measures nothing. ``kept``: what a checkpoint keeps of the mixture; it gets the
+    decisions under "decided".
+    """
+    last = kept["legs"][-1]
+    if not hasattr(mixture_of(last["plan"]), "bound"):
+        return None
+    state: dict[str, Any] = kept.setdefault("decided", {})
+    if state.get("start") != last["start"]:  # of an earlier mixture
+        state.clear()
+        state["start"] = last["start"]
+    return state
+
+
+def _order(order: Order, kept: dict[str, Any]) -> Order:
+    """Return ``order`` with the legs of ``kept``, as checkpoints keep them; a plain order if it has fixed shares alone.
+
+    A leg whose mixture has measured gives its samples as it has decided, also when other legs follow.
+    """
+    legs, now = kept["legs"], decisions_of_mix(kept)
     first = legs[0]["plan"]
     if len(legs) == 1 and first["kind"] == "static" and "rows" not in first:
         return replace(order, weights=tuple(first["weights"]), legs=())
+    earlier = [leg.get("decided") for leg in legs[:-1]]
     return replace(
         order,
-        legs=tuple(leg_of(leg["start"], leg["given"], leg["plan"]) for leg in legs),
+        legs=tuple(
+            leg_of(leg["start"], leg["given"], leg["plan"], decided)
+            for leg, decided in zip(legs, [*earlier, now], strict=True)
+        ),
     )
 
 
 def kept_mix(corpus: Corpus, kept: Mapping[str, Any]) -> Corpus:
-    """Return ``corpus`` with its training samples in the order of a mixture that a checkpoint has ``kept``.
-
-    Where the last leg follows measured losses, ``kept["decided"]`` has what was decided by these.
-    """
-    order, decided = _order(corpus.train, kept["legs"]), kept.get("decided", {})
-    if order.legs and decided and decided["start"] == order.legs[-1].start:
-        order = replace(
-            order, legs=(*order.legs[:-1], with_decisions(order.legs[-1], decided))
-        )
-    return replace(corpus, train=order)
+    """Return ``corpus`` with its training samples in the order of a mixture that a checkpoint has ``kept``."""
+    return replace(corpus, train=_order(corpus.train, deepcopy(dict(kept))))
 
 
 def with_decisions(leg: MixLeg, state: dict[str, Any]) -> MixLeg:
@@ -145,6 +164,23 @@ def with_decisions(leg: MixLeg, state: dict[str, Any]) -> MixLeg:
     if leg.weighed is not None:
         return replace(leg, weighed=bound)
     return replace(leg, plan=replace(leg.plan, mixture=bound, _states={}))  # type: ignore[type-var]
+
+
+def recalled_mix(
+    kept: Mapping[str, Any], decisions: Sequence[tuple[int, Sequence[float]]]
+) -> dict[str, Any]:
+    """Return what a checkpoint has ``kept`` of a mixture, with what the mixture has decided since.
+
+    ``decisions``: pairs of the first sample of a step and the shares that were decided before this step, in order.
+    """
+    known = deepcopy(dict(kept))
+    state = decisions_of_mix(known) if known else None
+    if state is not None:
+        mixture: Any = mixture_of(known["legs"][-1]["plan"], state)
+        if recall := getattr(mixture, "recall", None):  # others move no samples
+            for position, shares in decisions:
+                recall(position, shares)
+    return known
 
 
 def resume_mix(corpus: Corpus, meta: Mapping[str, Any], progress: Progress) -> str:
@@ -186,7 +222,9 @@ def continued_mix(
     about = describe_mix(recipe.data, mix_facts(corpus, recipe, *last["origin"]))
     if about != last["plan"]:
         facts = mix_facts(corpus, recipe, progress.step, progress.position)
-        given = samples_drawn(_order(order, legs), progress.position)
+        given = samples_drawn(_order(order, kept), progress.position)
+        if decided := decisions_of_mix(kept):
+            legs[-1] = {**last, "decided": decided}
         leg: dict[str, Any] = {
             "start": progress.position,
             "given": given,
@@ -203,5 +241,4 @@ def continued_mix(
         legs = [*(each for each in legs if each["start"] < progress.position), leg]
         kept = {"documents": documents, "legs": legs}
     progress.loader[MIX] = kept
-    train = _order(order, legs)
-    return replace(corpus, train=train), notes
+    return replace(corpus, train=_order(order, kept)), notes

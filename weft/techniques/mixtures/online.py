@@ -118,5 +118,10 @@ class Online:
             [(1 - floor) * x / sum(raw) + floor / len(raw) for x in raw]
         )
 
+    def recall(self, position: int, shares: Sequence[float]) -> None:
+        """Add what was decided before the step that starts at sample ``position``, unless it is known already."""
+        if self._block(position) == len(self.decided):
+            self.decided.append([*shares])
+
     def shares(self, first: int, last: int) -> Sequence[float]:
         return self.decided[min(self._block(first), len(self.decided) - 1)]

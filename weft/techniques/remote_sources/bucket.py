@@ -55,4 +55,4 @@ class BucketFolder:
         except StorageError as error:
             raise RemoteProblem(str(error)) from None
         if now != (file.size, file.mark):
-            raise RemoteProblem("it has changed")
+            raise RemoteProblem("it has changed", changed=True)
