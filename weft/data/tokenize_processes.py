@@ -42,7 +42,7 @@ class TokenizeProcesses:
         self._task = json.dumps(task)
         self._own = threading.local()
         self._started: list[subprocess.Popen[str]] = []
-        self._closed = False
+        self._closed = threading.Event()
         # Ctrl-C is for this process: the others have SIGINT blocked from their first instant, as these threads do
         self._threads = ThreadPoolExecutor(
             count,
@@ -60,7 +60,7 @@ class TokenizeProcesses:
         trace: TracebackType | None,
     ) -> None:
         """End all processes. What they have not finished is lost."""
-        self._closed = True
+        self._closed.set()
         for process in self._started:
             process.kill()
         self._threads.shutdown(cancel_futures=True)
@@ -91,7 +91,7 @@ class TokenizeProcesses:
     def _process(self) -> subprocess.Popen[str]:
         """Return the process of this thread, which is started when it is first needed."""
         if not hasattr(self._own, "process"):
-            if self._closed:
+            if self._closed.is_set():
                 raise WeftError("the tokenization has ended")
             root = str(Path(__file__).parents[2])
             path = os.pathsep.join(
@@ -106,7 +106,7 @@ class TokenizeProcesses:
                 env={**os.environ, "PYTHONPATH": path, "RAYON_NUM_THREADS": "1"},
             )
             self._started.append(process)
-            if self._closed:  # meanwhile
+            if self._closed.is_set():  # meanwhile
                 process.kill()
             self._own.process = process
         return self._own.process
