@@ -57,7 +57,9 @@ def phases(run: Path) -> list[list[Answer]]:
     """Return the answers of every rollout phase of a run, from the files that the run keeps."""
     kept = []
     for file in sorted((run / "answers").glob("*.jsonl")):
-        records = [json.loads(line) for line in file.read_text().splitlines()]
+        records = [
+            json.loads(line) for line in file.open(encoding="utf-8", newline="\n")
+        ]
         kept.append([
             Answer(len(r["messages"][-1]["content"]), len(r["right_answer"]), r["reward"] == 1)
             for r in records

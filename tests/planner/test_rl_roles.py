@@ -27,7 +27,7 @@ def test_times_of_a_run_count_ranks() -> None:
 
 def test_writers_that_write_ahead_work_while_others_train() -> None:
     """A phase of 5 s in which the trainers wait for 2 s and train for 3 has writers that are busy for all 5."""
-    phases = [phase(99, 99), *[phase(2, 2.5)] * 3]
+    phases = [phase(99, 99), *[phase(wait, 2.5) for wait in (0, 1, 5)]]
     times = phase_times(phases, 2, 1, 1)
     assert times == PhaseTimes(10.0, 3.0, 0.1, 16)
     assert not writers_waited(times, 2, 1)

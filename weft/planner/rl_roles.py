@@ -7,7 +7,7 @@ trains in turn takes the sum of both, and one that writes ahead (``rl.staleness`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from weft.errors import WeftError
@@ -64,9 +64,9 @@ def phase_times(
 
     ``writers`` and ``trainers``: numbers of ranks of that run that wrote, and that trained. ``staleness``: by how many
     phases these writers wrote ahead. Such writers work while the others train, and ``rollout_s`` is only what the
-    others wait for them: writing takes the whole phase, or less where nobody waited (:func:`writers_waited`). The first
-    phase, in which processes start, is left out. Raises :class:`WeftError` if fewer than two phases were followed by
-    training.
+    others wait for them: writing takes the time of training and the mean wait, or less where nobody waited
+    (:func:`writers_waited`). The first phase, in which processes start, is left out. Raises :class:`WeftError` if fewer
+    than two phases were followed by training.
     """
     known = [phase for phase in phases[1:] if "train_s" in phase]
     if len(known) < 2:
@@ -79,7 +79,10 @@ def phase_times(
 
     answers = median(sum(phase["lags"].values()) for phase in known)
     train = middle("train_s") + middle("prepare_s")
-    write = middle("rollout_s") + (train if staleness else 0.0)
+    write = middle("rollout_s")
+    if staleness:
+        # waits are very uneven, as a phase may be written long before it is wanted: their mean is what counts
+        write = train + fmean(float(phase["rollout_s"]) for phase in known)
     return PhaseTimes(write * writers, train * trainers, middle("weights_s"), answers)
 
 
