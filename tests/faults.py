@@ -26,7 +26,7 @@ def counted_twice(axis, grads, state, mesh):
     return grads | {name: sum_over(axis, grads[name], mesh) for name in twice}
 
 
-def mean_per_rank(model, batch, total, mesh, route):
+def mean_per_rank(model, batch, total, mesh, route, hooks):
     """Every rank divides by its own number of tokens, and the means are averaged."""
     loss = model(batch.tokens, batch.positions, batch.cu_seqlens, batch)
     mine = own_number(

@@ -240,7 +240,8 @@ def test_every_field_of_the_model_is_compared(
 ) -> None:
     """Whatever is changed in [model], a resume is refused or exact; what another model has saved stays."""
     # These change others, which are named: a compressed cache the key-value heads, groups in use the groups there are,
-    # a plugin's model all; and an output of scores has a loss of its own, as a critic has.
+    # a plugin's model all; an output of scores has a loss of its own, as a critic has; and what a surrogate reads and
+    # predicts stands beside its kind.
     assert OTHER.keys() | {
         *ORIGIN,
         "kv_rank",
@@ -249,6 +250,8 @@ def test_every_field_of_the_model_is_compared(
         "settings",
         "output",
         "value_head",
+        "inputs",
+        "outputs",
     } == {*ModelShape.model_fields}
     run = tmp_path / "run"
     shutil.copytree(whole_run, run)

@@ -47,6 +47,7 @@ ASKED: dict[str, dict[str, dict[str, object]]] = {
     },
     "aggregation": {"layout": {"dp": 4}, "resilience": {"aggregate": "flag"}},
     "summed-islands": {"layout": {"island": 2}},
+    "distillation": {"loss": {"teachers": ["elsewhere"]}},
     "separate-islands": {"layout": {"island": 2}, "sync": {"every": 2}},
 }
 
