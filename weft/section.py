@@ -124,7 +124,7 @@ def explain(
     more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
     if not path or isinstance(first["input"], dict):
         return f"{key}: " * bool(key) + message + more
-    about = "" if first["type"] == "value_error" else _meaning(model, path)
+    about = "" if first["type"] == "value_error" else _meaning(model, path, values)
     return f"{key} = {_shown(first['input'])}: {message}{about}{more}"
 
 
@@ -143,17 +143,32 @@ def _user_path(path: list[str], model: type[BaseModel], values: Any) -> list[str
     return written
 
 
-def _meaning(model: type[BaseModel], path: list[str]) -> str:
-    """Return the meaning of the key at ``path`` in parentheses: the first sentence of its description, or ""."""
+def _meaning(model: type[BaseModel], path: list[str], values: Any) -> str:
+    """Return the meaning of the key at ``path`` in parentheses: the first sentence of its description, or "".
+
+    ``values``: the user's values of ``model``. Of techniques that share the key, one that they name is explained.
+    """
     for part in path[:-1]:
         model = _section_at(model, part)
+        values = _value_at(values, part)
     key = path[-1]
     owners = model.owners(key) if hasattr(model, "owners") else []
+    chosen = [*values.values()] if isinstance(values, dict) else []
+    owners = [owner for owner in owners if owner.name in chosen] or owners
     sections = [model, *(technique.settings for technique in owners)]
     fields = [pair for section in sections for pair in section.model_fields.items()]
     about = next((f.description for name, f in fields if key in (name, f.alias)), None)
     sentence = re.split(r"[.;] |\.$", about or "")[0]
     return f" ({key}: {sentence})" if sentence else ""
+
+
+def _value_at(values: Any, part: str) -> Any:
+    """Return the value of a key of a table, or of an index of a list; None where there is none."""
+    if isinstance(values, dict):
+        return values.get(part)
+    if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
+        return values[int(part)]
+    return None
 
 
 def _shown(value: object) -> str:

@@ -387,3 +387,26 @@ def test_labels_of_sources_are_different() -> None:
     sources = [Source(kind="text", path=path) for path in paths]
     labels = source_labels(sources)
     assert labels == ["x~v", "x~v~2", "x~2", "x", "x~3", "text", "text~2"]
+
+
+def test_a_file_that_is_no_text_is_skipped_on_demand_and_files_not_read_are_named(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    (folder / "good.txt").write_text("a text")
+    (folder / "bad.txt").write_bytes(b"bad\x80\x81")
+    (folder / "blob.bin").write_bytes(b"\x00\x01")
+    source = {"kind": "text", "path": str(folder), "name": "mail"}
+    with pytest.raises(WeftError, match=r"bad\.txt as text"):
+        run(tmp_path, SAME, sources=[source])
+    result = run(tmp_path, SAME, sources=[source | {"on_error": "skip"}])
+    assert [row["id"] for row in rows(tmp_path)] == ["mail:good.txt"]
+    assert any("bad.txt" in line for line in result.notes)
+    assert any("source mail" in n and "blob.bin" in n for n in result.notes)
+
+
+def test_a_wrong_value_is_explained_by_the_operator_of_its_step() -> None:
+    tree = {"steps": [{"operator": "words", "least": "twenty"}]}
+    with pytest.raises(UsageError, match=r"steps\.0\.least = 'twenty'.*least: .*words"):
+        build_pipeline(tree | {"sources": [{"kind": "stdlib"}]})

@@ -39,7 +39,7 @@ from weft.curation.work_folder import (
     write_json_file,
 )
 from weft.curation.written_documents import common_schema
-from weft.data.corpora import source_fingerprint
+from weft.data.corpora import source_fingerprint, unread_files
 from weft.errors import UsageError, WeftError, nearest
 
 #: What does the tasks of a run.
@@ -242,6 +242,7 @@ class _Run:
             [step.digests.whole for step in steps],
             common_schema(types),
             reads,
+            self._unread(),
         )
 
     def _read(self, do: Engine) -> tuple[list[SourceUnit], list[Words]]:
@@ -286,6 +287,15 @@ class _Run:
             }
             counts.append(SourceCounts(label, source.kind, source.path, read, dropped))
         return counts
+
+    def _unread(self) -> list[str]:
+        """Return a line for each source that leaves files of its folder unread."""
+        sources = self.setting.pipeline.sources
+        return [
+            f"source {label}: {line}"
+            for label, source in zip(source_labels(sources), sources, strict=True)
+            for line in unread_files(source)
+        ]
 
     def _code(self, numbers: Sequence[int | None]) -> list[list[str]]:
         """Return what the results of these steps depend on."""

@@ -91,7 +91,11 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What the stages of a run have come to. ``digests``: of each step; ``reads``: results of the tasks that read."""
+    """What the stages of a run have come to.
+
+    ``digests``: of each step; ``reads``: results of the tasks that read; ``unread``: lines that name files of sources
+    that are not read.
+    """
 
     shards: list[ShardOutput]
     sources: list[SourceCounts]
@@ -99,6 +103,7 @@ class RunParts:
     digests: list[str]
     schema: Schema
     reads: list[Words]
+    unread: list[str]
 
 
 #: Does the tasks of a stage: engine, name of the stage, tasks.
@@ -359,6 +364,7 @@ def run_card(
 def run_notes(parts: RunParts) -> list[str]:
     """Return lines for the user: records that were skipped, columns whose type changes, documents with errors."""
     notes = list(parts.schema.notes)
+    notes += parts.unread
     skipped = sum(result["skipped"] for result in parts.reads)
     if skipped:
         first = next(result["first"] for result in parts.reads if result["first"])

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.curation.document_files import arrow
 from weft.curation.documents import Documents
-from weft.data.corpora import read_documents
+from weft.data.corpora import decode_file, read_documents
 from weft.data.files import FilePart, format_of, read_records
 from weft.data.reading import DOWNLOADS, PACKED, file_state, open_file, reading
 from weft.data.record_texts import is_wanted
@@ -76,12 +76,12 @@ class SourceUnit:
 
 
 def source_labels(sources: Sequence[Source]) -> list[str]:
-    """Return a short name for each source, all different: its file's or folder's, else its kind."""
+    """Return a short name for each source, all different: ``name``, else its file's or folder's, else its kind."""
     labels: list[str] = []
     for source in sources:
         path = Path(source.path or "").expanduser()
         name = path.name if source.path and not set(path.name) & set("*?[") else ""
-        label = os.fsencode((name or source.kind).replace(":", "-"))
+        label = os.fsencode((source.name or name or source.kind).replace(":", "-"))
         labels.append(_new_label(label.decode(errors="backslashreplace"), labels))
     return labels
 
@@ -248,9 +248,12 @@ def _documents_in(
         with reading(path, source.kind):
             if source.kind in _PLAIN:
                 # a few modules of Python declare another encoding
-                errors = "replace" if source.kind == "stdlib" else "strict"
+                lenient = source.kind == "stdlib"
                 with open_file(path) as stream:
-                    yield file.name, stream.read().decode(errors=errors), {}
+                    content = stream.read()
+                decoded = decode_file(path, content, source, report, lenient)
+                if decoded is not None:
+                    yield file.name, decoded, {}
                 continue
             yield from _record_rows(path, file, source, report)
 

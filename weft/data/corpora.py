@@ -9,6 +9,7 @@ from weft.data.placed_text import PlacedText
 from weft.data.reading import file_state, open_file, reading
 from weft.data.source_kinds import documents_of
 from weft.data.source_report import SourceReport
+from weft.errors import WeftError
 from weft.recipe import SOURCES, Source
 
 #: Kinds of sources that are tokenized in pieces, from so many bytes on.
@@ -105,4 +106,24 @@ def _text(
         text = stream.read()
     # A few modules of Python declare another encoding.
     lenient = source.kind == "stdlib" and file.suffix == ".py"
-    yield 0, text.decode(errors="replace" if lenient else "strict")
+    decoded = decode_file(file, text, source, report, lenient)
+    if decoded is not None:
+        yield 0, decoded
+
+
+def decode_file(
+    file: Path, content: bytes, source: Source, report: SourceReport, lenient: bool
+) -> str | None:
+    """Decode the ``content`` of a file of plain text as UTF-8.
+
+    None for a file that is no text and that the source skips by ``on_error``; ``report`` counts it. ``lenient``:
+    whether bytes that are no text are replaced. Raises :class:`WeftError` for a file that is no text otherwise.
+    """
+    try:
+        with reading(file, source.kind):
+            return content.decode(errors="replace" if lenient else "strict")
+    except WeftError as error:
+        if not source.skips:
+            raise
+        report.skip(error)
+        return None
