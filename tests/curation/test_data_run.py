@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import Command
-from weft.curation import run_output
+from weft.curation import operator_code, run_output, source_units
 from weft.curation.data_run import DataResult, run_pipeline
 from weft.curation.read_pipeline import build_pipeline, load_pipeline
 from weft.curation.source_units import source_labels
@@ -410,3 +410,73 @@ def test_a_wrong_value_is_explained_by_the_operator_of_its_step() -> None:
     tree = {"steps": [{"operator": "words", "least": "twenty"}]}
     with pytest.raises(UsageError, match=r"steps\.0\.least = 'twenty'.*least: .*words"):
         build_pipeline(tree | {"sources": [{"kind": "stdlib"}]})
+
+
+def test_numbers_have_one_type_in_any_shards(tmp_path: Path) -> None:
+    """Whole numbers among others are floats, and numbers that no type of a table holds are JSON."""
+    numbers = [1, 2.5, 3, 4]
+    large = [1, 2**53 + 1, 2, 3]
+    huge = [[1], [2**70], [], None]
+    mixed = [1, 0.5, 2**60 + 1, 2]
+    lines = [
+        json.dumps({"text": f"{i}", "n": n, "large": a, "huge": b, "mixed": c})
+        for i, (n, a, b, c) in enumerate(zip(numbers, large, huge, mixed, strict=True))
+    ]
+    for number, line in enumerate(lines):
+        write_lines(tmp_path / f"data/{number}.jsonl", [])
+        (tmp_path / f"data/{number}.jsonl").write_text(line)
+    for shards in (1, 4):
+        run(tmp_path, shards=shards, out=f"out-{shards}")
+    one, several = rows(tmp_path, "out-1"), rows(tmp_path, "out-4")
+    assert one == several
+    assert [row["n"] for row in one] == numbers and isinstance(one[0]["n"], float)
+    assert [row["large"] for row in one] == large
+    assert [row["huge"] for row in one] == ["[1]", f"[{2**70}]", "[]", None]
+    assert [row["mixed"] for row in one] == ["1", "0.5", f"{2**60 + 1}", "2"]
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(tmp_path / "data/a.jsonl", ["one", "another"])
+    real = source_units.read_records
+
+    def changing(*given: Any) -> Any:
+        write_lines(tmp_path / "data/a.jsonl", ["one", "another", "more"])
+        return real(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(source_units, "read_records", changing)
+        with pytest.raises(WeftError, match=r"a\.jsonl has changed while it was read"):
+            run(tmp_path)
+    run(tmp_path)
+    assert len(rows(tmp_path)) == 3
+
+
+def test_code_of_a_plugin_is_all_that_it_imports_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "parcel").mkdir()
+    sources = {
+        "parcel/__init__.py": "",
+        "parcel/operator.py": "from . import far\nfrom .near import value\n",
+        "parcel/near.py": "import json\nvalue = 1\n",
+        "parcel/far.py": "raise RuntimeError\n",
+        "single_operator.py": "def map():\n    from beside_it import value\n",
+        "beside_it.py": "import numpy\n",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def digests() -> list[str]:
+        operator_code.code_digest.cache_clear()
+        return [*map(operator_code.code_digest, ("parcel.operator", "single_operator"))]
+
+    before = digests()
+    assert digests() == before
+    for name, which in ("parcel/near.py", 0), ("parcel/far.py", 0), ("beside_it.py", 1):
+        (tmp_path / name).write_text(sources[name] + "\n#\n")
+        now = digests()
+        assert [a == b for a, b in zip(now, before, strict=True)] == [which != 0, which != 1]  # fmt: skip
+        before = now

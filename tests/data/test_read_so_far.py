@@ -15,6 +15,7 @@ from weft.data.read_so_far import begin_reading, count_read, read_so_far
 from weft.layout.mesh import Mesh
 from weft.observe.run_metrics import read_metrics
 from weft.observe.run_page import write_report
+from weft.recipe import Source
 from weft.train.setup import prepare
 from weft.train.training import train_job
 
@@ -94,3 +95,12 @@ def test_the_same_data_continue_their_entry(tmp_path: Path) -> None:
         and sum(s["samples"] for s in kept["data"][0]["sources"]) == 9
     )
     assert json.loads(json.dumps(kept)) == kept  # as a checkpoint keeps it
+
+
+def test_sources_of_one_path_are_told_apart_and_show_no_secret() -> None:
+    source = Source(kind="text", path="https://me:word@host/a@b.txt?sig=hidden")
+    assert source.shown == "https://host/a@b.txt"
+    about = {"name": source.shown, "rows": 4, "documents": 4, "tokens": 40, "trained_documents": 4}  # fmt: skip
+    of = [about | {"samples": n, "trained_tokens": 40} for n in (2, 8)]
+    kept = {"data": [{"sources": of}, {"sources": of[:1]}]}
+    assert [each["epochs"] for each in read_so_far(kept)] == [1.0, 2.0]

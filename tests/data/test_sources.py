@@ -685,3 +685,11 @@ def test_a_path_is_read_by_its_own_form(tmp_path: Path) -> None:
         ["What does the Python function code.cut do?", "Cut it into five equal parts."]
     ]
     assert len([*read_samples(source(tmp_path, "preference", form="docstrings"))]) == 1
+
+
+def test_archives_in_a_folder_are_no_plain_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    for name in ("b.tar", "c.tar.gz", "d.tgz"):
+        (tmp_path / name).write_bytes(b"a.txt\0text")
+    chosen = select_files(Source(kind="text", path=str(tmp_path)))
+    assert [file.name for file in chosen.read] == ["a.txt"] and len(chosen.left) == 3

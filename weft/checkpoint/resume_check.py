@@ -170,7 +170,7 @@ def _completed(section: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a recorded section in which every source has the settings that sources have had only since."""
     if "sources" not in section:
         return section
-    since = {"name": ""}
+    since = {"name": "", "where": {}}
     return {**section, "sources": [since | source for source in section["sources"]]}
 
 

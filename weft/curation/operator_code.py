@@ -56,23 +56,55 @@ def _sources(module: str, seen: set[str]) -> dict[str, str]:
         return {}
     text = file.read_bytes()
     digests = {module: content_digest(text)}
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)):
-                if _is_code(name) and name not in seen | _FRAME:
-                    digests |= _sources(name, seen)
+        base, *members = _imported_names(node, package) or [""]
+        # what a plain module holds is no module, and to look for it would import the module
+        names = [base] if _is_plain(base, module, file) else [base, *members]
+        for name in names:
+            if name not in seen | _FRAME and _is_code(name, module, file):
+                digests |= _sources(name, seen)
     return digests
 
 
-def _is_code(name: str) -> bool:
-    return name.startswith(("weft.curation.", "weft.techniques."))
+def _is_plain(name: str, module: str, file: Path) -> bool:
+    """Return whether ``name`` is a module of operators that is no package."""
+    source = _file_of(name) if _is_code(name, module, file) else None
+    return source is not None and source.name != "__init__.py"
+
+
+def _imported_names(node: ast.AST, package: str) -> list[str]:
+    """Return names of which some are modules that ``node`` imports. ``package``: where relative names begin."""
+    if isinstance(node, ast.Import):
+        return ["", *(alias.name for alias in node.names)]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    above = package.split(".")[: len(package.split(".")) - node.level + 1]
+    base = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+    return [base, *(f"{base}.{alias.name}" for alias in node.names)]
+
+
+def _is_code(name: str, module: str, file: Path) -> bool:
+    """Return whether ``name`` may be a module that operators compute with, which the ``file`` of ``module`` names.
+
+    Of a plugin these are the modules of its package, or those beside its file.
+    """
+    if name.startswith("weft.") or module.startswith("weft."):
+        return name.startswith(("weft.curation.", "weft.techniques."))
+    top, folder = name.partition(".")[0], file.parent
+    if top == module.partition(".")[0]:
+        return True
+    if {"site-packages", "dist-packages"} & {*file.parts}:
+        return False
+    beside = folder / f"{top}.py", folder / top / "__init__.py"
+    return "." not in module and any(map(Path.is_file, beside))
 
 
 def _file_of(module: str) -> Path | None:
     """Return the file of a module, None if it has none."""
     try:
         spec = find_spec(module)
-    except (ImportError, ValueError):
+    except Exception:  # of a plugin's module, which its import here would raise, too
         return None
     origin = spec.origin if spec else None
     path = Path(origin) if origin else None

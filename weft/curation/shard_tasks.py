@@ -45,7 +45,7 @@ from weft.curation.written_documents import (
 from weft.data.source_report import SourceReport
 
 #: Version of the tasks: another one makes everything anew.
-FORMAT = 1
+FORMAT = 2
 
 #: A task and its result: values that JSON can hold.
 Words = dict[str, Any]

@@ -222,6 +222,13 @@ def read_unit(
         if held > most:
             yield Documents(ids, texts, _as_columns(rows))
             ids, texts, rows, held = [], [], [], 0
+    for file in unit.files:
+        with reading(Path(file.path), source.kind):
+            state = file_state(Path(file.path))
+        if state != (file.size, file.changed):
+            raise WeftError(
+                f"{file.path} has changed while it was read; run the same command again when it is complete"
+            )
     if ids:
         yield Documents(ids, texts, _as_columns(rows))
 

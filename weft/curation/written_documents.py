@@ -20,8 +20,8 @@ from weft.curation.work_folder import content_digest, read_intact, write_atomica
 if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
 
-#: The type of a column whose values have several types.
-JSON = "json"
+#: The type of a column whose values have several types, and of one with whole numbers that no float is equal to.
+JSON, LONG = "json", "long"
 
 
 class ColumnType(NamedTuple):
@@ -45,16 +45,36 @@ def column_types(documents: Documents) -> dict[str, ColumnType]:
         first = next((i for i, value in enumerate(values) if value is not None), None)
         if first is None:
             continue
-        kind = value_type(values)
-        if kind is None:  # the first document whose type is another
+        kind = _kind_of(values)
+        if kind == JSON:  # the first document whose type is another
             other = next(
                 (i for i, v in enumerate(values) if v is not None and type(v) is not type(values[first])),
                 first,
             )  # fmt: skip
             types[name] = ColumnType(JSON, documents.ids[other])
         else:
-            types[name] = ColumnType(str(kind), documents.ids[first])
+            types[name] = ColumnType(kind, documents.ids[first])
     return types
+
+
+def _kind_of(values: Sequence[Any]) -> str:
+    """Return the type of a column, which is the same however the column is divided into shards.
+
+    Whole numbers among others are floats, unless that would change them.
+    """
+    kinds = {type(value) for value in values if value is not None}
+    if int in kinds and kinds <= {int, float}:
+        largest = max(abs(value) for value in values if type(value) is int)
+        if largest > 2**53:
+            return LONG if kinds == {int} and largest < 2**63 else JSON
+        return "int64" if kinds == {int} else "double"
+    kind = value_type(values)
+    if kind is not None and "int64" in str(kind):
+        try:
+            arrow().array(values, kind)
+        except (OverflowError, arrow().ArrowInvalid):  # a number of more than 64 bits
+            return JSON
+    return JSON if kind is None else str(kind)
 
 
 class Schema(NamedTuple):
@@ -81,14 +101,19 @@ def common_schema(shards: Sequence[Mapping[str, Sequence[str]]]) -> Schema:
                     "it is written as JSON texts"
                 )
             types[name] = ColumnType(common, before.where)
-    return Schema({n: types[n].kind for n in sorted(types)}, list(notes.values()))
+    kinds = {name: types[name].kind for name in sorted(types)}
+    return Schema(
+        {name: "int64" if kind == LONG else kind for name, kind in kinds.items()},
+        list(notes.values()),
+    )
 
 
 def _common(first: str, second: str) -> str:
     if first == second:
         return first
-    if {first, second} == {"int64", "double"}:
-        return "double"
+    for numbers, common in (({"int64", "double"}, "double"), ({"int64", LONG}, LONG)):
+        if {first, second} == numbers:
+            return common
     for this, other in ((first, second), (second, first)):
         if "<item: null>" in this and other.startswith("list<"):
             return other
@@ -133,6 +158,8 @@ def _as_parquet(documents: Documents, schema: Mapping[str, str]) -> bytes:
         values = documents.columns.get(name, [None] * len(documents))
         if kind == JSON:
             values = [json_text(value) for value in values]
+        elif kind == "double":
+            values = [None if value is None else float(value) for value in values]
         arrays.append(pyarrow.array(values, _arrow_type(kind)))
         fields.append((name, _arrow_type(kind)))
     sink = pyarrow.BufferOutputStream()

@@ -124,7 +124,7 @@ def _fitting(
     if not formats or (
         source.kind == "stdlib" and not any(file.suffix == ".py" for file in every)
     ):
-        return [file for file in every if format_of(file) not in _BINARY]
+        return [file for file in every if format_of(file) not in (*_BINARY, *_ARCHIVES)]
     fitting = [
         file for file in every if format_of(file) in formats and file.name not in _ABOUT
     ]

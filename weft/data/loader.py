@@ -108,7 +108,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
             tokens = open_source(source, tokenizer, data.cache, opening)
         opened.append((source, tokens))
         notes += [
-            f"data source {source.path or source.kind}: {note}"
+            f"data source {source.shown}: {note}"
             for note in (*unread_files(source), *tokens.notes)
         ]
         if source.kind == "tokens" and begins_otherwise(
@@ -149,7 +149,7 @@ def open_data(data: Data, own: Tokenizer | None = None) -> Corpus:
             "pairs" if pairs is not None else "conversations" if how else "documents"
         )
         size = f"{len(out):,} {named} ({out.sum():,} for validation), {lengths.sum():,} tokens"
-        lines.append(f"{source.path or source.kind}: {size}{note and f', {note}'}")
+        lines.append(f"{source.shown}: {size}{note and f', {note}'}")
         if source is not apart:  # what is trained on does not depend on it
             packed = [data.chat.truncation, how["rows_of"]] if how else []
             seen.append((tokens.fingerprint, *packed))

@@ -5,6 +5,7 @@ As long as the data stay the same, one entry is continued, under whatever layout
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ def _about(corpus: Corpus, number: int) -> dict[str, Any]:
     }
     for source, tokens in corpus.opened:
         if tokens.ids is stream.ids:
-            about["name"] = source.path or source.kind
+            about["name"] = source.shown
             about["documents"] = len(tokens.offsets) - 1
             about["tokens"] = int(tokens.offsets[-1])
             path = Path(source.path or "").expanduser()
@@ -85,11 +86,15 @@ def read_so_far(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
     ``epochs``: how often it was read, with a fraction for a part. ``tokens_read``: its tokens, counted again in every
     epoch. ``lines``: the same in words, from :func:`reading_lines`.
     """
-    sources: dict[str, dict[str, Any]] = {}
+    # several sources may be of one path, as parts of its records; they are told apart by their order
+    sources: dict[tuple[str, int], dict[str, Any]] = {}
     for entry in kept.get(READ, []):
+        names = Counter[str]()
         for about in entry["sources"]:
+            key = about["name"], names[about["name"]]
+            names[about["name"]] += 1
             epochs = about["samples"] / about["rows"]
-            before = sources.get(about["name"], {"epochs": 0.0, "tokens_read": 0})
+            before = sources.get(key, {"epochs": 0.0, "tokens_read": 0})
             joined = {
                 **{key: value for key, value in about.items() if key != "rows"},
                 "samples": before.get("samples", 0) + about["samples"],
@@ -97,7 +102,7 @@ def read_so_far(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "tokens_read": before["tokens_read"]
                 + round(epochs * about["trained_tokens"]),
             }
-            sources[about["name"]] = joined | {"lines": reading_lines(joined)}
+            sources[key] = joined | {"lines": reading_lines(joined)}
     return [*sources.values()]
 
 

@@ -171,7 +171,7 @@ def open_source(
     by another tokenizer.
     """
     if source.kind != "tokens":
-        name = f"data source {source.path or source.kind}"
+        name = f"data source {source.shown}"
 
         def build(making: Path) -> None:
             tokenizer.save(making)

@@ -114,6 +114,15 @@ class Source(Section):
         return self.name or self.path or self.kind
 
     @property
+    def shown(self) -> str:
+        """Path or kind of the source without what may be secret: a password or the query of a web address."""
+        scheme, mark, rest = (self.path or self.kind).partition("://")
+        if not scheme.startswith("http") or not mark:
+            return self.path or self.kind
+        host, slash, path = rest.partition("?")[0].partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+    @property
     def skips(self) -> bool:
         """Whether unreadable records are skipped, by ``on_error``, instead of ending the run."""
         return self.on_error == "skip"
