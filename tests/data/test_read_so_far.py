@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.cases import recipe
+from weft.checkpoint import model_card
 from weft.checkpoint.model import export_model
 from weft.data.read_so_far import begin_reading, count_read, read_so_far
 from weft.layout.mesh import Mesh
@@ -104,3 +105,13 @@ def test_sources_of_one_path_are_told_apart_and_show_no_secret() -> None:
     of = [about | {"samples": n, "trained_tokens": 40} for n in (2, 8)]
     kept = {"data": [{"sources": of}, {"sources": of[:1]}]}
     assert [each["epochs"] for each in read_so_far(kept)] == [1.0, 2.0]
+
+
+def test_a_card_names_files_whose_names_are_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_card, "is_foreign", lambda where: False)
+    monkeypatch.setattr(model_card, "load_newest", lambda *given: (None, None))
+    monkeypatch.setattr(model_card, "model_card", lambda stored: "| a\udcff.txt |")
+    model_card.write_model_card(str(tmp_path), tmp_path)
+    assert (tmp_path / "README.md").read_text() == "| a?.txt |"

@@ -10,6 +10,7 @@ from weft.checkpoint.hub import local_path
 from weft.checkpoint.store import load_newest
 from weft.checkpoint.weights import is_foreign
 from weft.data.read_so_far import read_so_far
+from weft.encodable import encodable
 
 if TYPE_CHECKING:
     from weft.checkpoint.load import StoredCheckpoint
@@ -28,7 +29,8 @@ def write_model_card(checkpoint: str, folder: Path) -> None:
         return
     stored, _ = load_newest([where], lambda stored: None, lambda line: None)
     if (text := model_card(stored)) is not None:
-        (folder / CARD_FILE).write_text(text)
+        # names of files may hold bytes that are no UTF-8
+        (folder / CARD_FILE).write_text(encodable(text), encoding="utf-8")
 
 
 def model_card(stored: StoredCheckpoint) -> str | None:

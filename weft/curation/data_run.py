@@ -285,7 +285,8 @@ class _Run:
                 for outcome in outcomes
                 if label in outcome.counts.sources
             }
-            counts.append(SourceCounts(label, source.kind, source.path, read, dropped))
+            place = source.shown if source.path else None
+            counts.append(SourceCounts(label, source.kind, place, read, dropped))
         return counts
 
     def _unread(self) -> list[str]:

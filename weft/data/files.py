@@ -109,7 +109,7 @@ def _remote(source: Source) -> Selection:
     fitting = _fitting(every, formats, source, listing.folder)
     if not fitting:
         raise WeftError(
-            f"no {' or '.join(formats) or source.kind} file at data source {source.path}; set 'path' to a file, a "
+            f"no {' or '.join(formats) or source.kind} file at data source {source.shown}; set 'path' to a file, a "
             "folder or a pattern"
         )
     return Selection(fitting, [file for file in every if file not in set(fitting)])

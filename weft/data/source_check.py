@@ -61,7 +61,7 @@ def _check(source: Source) -> None:
         )
         read = "" if not chats else "; JSON lines, JSON, CSV, TSV and Parquet are read"
         raise WeftError(
-            f"data source {source.path} holds no {what}; check where it comes from{read}"
+            f"data source {source.shown} holds no {what}; check where it comes from{read}"
         )
 
 

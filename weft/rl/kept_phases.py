@@ -47,7 +47,9 @@ def keep_phase(
                     record |= {"phase": phase, "reward": known, "failed": why}
                     out.write(json.dumps(record, ensure_ascii=False) + "\n")
         os.replace(draft, file)
-        for other in folder.glob("*.jsonl"):
+        for other in folder.glob("[0-9]*.jsonl"):
+            if not other.stem.isdecimal():  # somebody else's
+                continue
             if not phase - most < int(other.stem) <= phase:
                 other.unlink()
     except OSError as error:
