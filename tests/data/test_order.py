@@ -99,14 +99,14 @@ def test_hash_of_distinct_indices_is_distinct() -> None:
 @given(st.lists(st.floats(1e-3, 100), min_size=2, max_size=6), st.integers(0, 300))
 def test_several_sources_keep_their_proportions(weights: list[float], at: int) -> None:
     order = Order(tuple(stream([50], 10) for _ in weights), tuple(weights), seed=5)
-    drawn = np.array(order._samples_drawn(at))
+    drawn = np.array(order.all_legs[0].plan.drawn(at))
     assert (
         np.abs(drawn - np.array(weights) / sum(weights) * at * order.block).max()
         < 1 + 1e-3
     )
     assert (
         drawn.sum() == at * order.block
-        and (np.array(order._samples_drawn(at + 1)) >= drawn).all()
+        and (np.array(order.all_legs[0].plan.drawn(at + 1)) >= drawn).all()
     )
 
 

@@ -94,9 +94,7 @@ def source_fingerprint(source: Source) -> str:
         if source.columns or source.roles or source.skips
         else []
     )
-    if source.where:
-        how = [*how, source.where]
-    return digest(source.kind, source.field, stats, *how)
+    return digest(source.kind, source.field, stats, *how, *filter(None, [source.where]))
 
 
 def _text(

@@ -40,7 +40,7 @@ TABLES = (*JSON_LINES, ".csv", ".tsv", ".parquet", ".arrow", *_ARCHIVES)
 _BINARY = (
     ".bin", ".bmp", ".db", ".docx", ".gguf", ".gif", ".ico", ".jpeg", ".jpg", ".mp3", ".mp4", ".npy", ".npz", ".o",
     ".pdf", ".pickle", ".pkl", ".png", ".pt", ".pth", ".pyc", ".safetensors", ".so", ".sqlite", ".wav",
-    ".webp", ".whl", ".zip",
+    ".webp", ".whl", ".zip", *_ARCHIVES,
 )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def _fitting(
     if not formats or (
         source.kind == "stdlib" and not any(file.suffix == ".py" for file in every)
     ):
-        return [file for file in every if format_of(file) not in (*_BINARY, *_ARCHIVES)]
+        return [file for file in every if format_of(file) not in _BINARY]
     fitting = [
         file for file in every if format_of(file) in formats and file.name not in _ABOUT
     ]

@@ -335,10 +335,6 @@ class Order:
         ends = int(np.argmax(index >= np.array(limits)[source]))
         return leg.start + last * leg.plan.block + ends
 
-    def _samples_drawn(self, blocks: int) -> list[int]:
-        """Return how many samples of each stream are in the first ``blocks`` blocks of the first leg."""
-        return self.all_legs[0].plan.drawn(blocks)
-
     def leg_at(self, sample: int) -> int:
         """Return the index of the leg that holds global sample number ``sample``."""
         legs = self.all_legs

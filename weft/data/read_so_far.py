@@ -5,7 +5,6 @@ As long as the data stay the same, one entry is continued, under whatever layout
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,12 +86,11 @@ def read_so_far(kept: Mapping[str, Any]) -> list[dict[str, Any]]:
     epoch. ``lines``: the same in words, from :func:`reading_lines`.
     """
     # several sources may be of one path, as parts of its records; they are told apart by their order
-    sources: dict[tuple[str, int], dict[str, Any]] = {}
+    sources: dict[str, dict[str, Any]] = {}
     for entry in kept.get(READ, []):
-        names = Counter[str]()
-        for about in entry["sources"]:
-            key = about["name"], names[about["name"]]
-            names[about["name"]] += 1
+        names = [about["name"] for about in entry["sources"]]
+        for i, about in enumerate(entry["sources"]):
+            key = f"{names[:i].count(names[i])} {names[i]}"
             epochs = about["samples"] / about["rows"]
             before = sources.get(key, {"epochs": 0.0, "tokens_read": 0})
             joined = {

@@ -1,5 +1,6 @@
 """The section ``[data]``: the sources of the data and their order."""
 
+import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -116,11 +117,7 @@ class Source(Section):
     @property
     def shown(self) -> str:
         """Path or kind of the source without what may be secret: a password or the query of a web address."""
-        scheme, mark, rest = (self.path or self.kind).partition("://")
-        if not scheme.startswith("http") or not mark:
-            return self.path or self.kind
-        host, slash, path = rest.partition("?")[0].partition("/")
-        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+        return re.sub(r"^(https?://)(?:[^/?]*@)?([^?]*).*", r"\1\2", self.path or self.kind)  # fmt: skip
 
     @property
     def skips(self) -> bool:
