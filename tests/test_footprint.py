@@ -10,8 +10,8 @@ from tests.techniques.test_leaves import hidden_modules
 
 @pytest.mark.parametrize(("layout", "most"), [
     ("", 130_000),
-    pytest.param("dp=2", 165_000, marks=pytest.mark.soak),
-    pytest.param("dp=4", 165_000, marks=pytest.mark.soak),
+    pytest.param("dp=2", 175_000, marks=pytest.mark.soak),
+    pytest.param("dp=4", 175_000, marks=pytest.mark.soak),
 ])  # fmt: skip
 def test_a_run_imports_no_more_than_it_uses(layout: str, most: int) -> None:
     """Of one process, which can import no technique but those that it names, and of ranks of its own.

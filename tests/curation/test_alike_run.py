@@ -114,7 +114,7 @@ def test_embeddings_of_a_column(tmp_path: Path) -> None:
 
 
 def test_what_no_document_can_be_blamed_for_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(WeftError, match=r"steps\[0\] \(exact\): keep = 'best' needs the column 'quality'"):  # fmt: skip
+    with pytest.raises(WeftError, match=r"steps\[0\] \(exact\): steps.score = 'quality': no earlier step"):  # fmt: skip
         run(tmp_path, [{"operator": "exact", "keep": "best", "score": "quality"}], 1, [8])  # fmt: skip
     with pytest.raises(WeftError, match=r"steps\[0\] \(cut-repeated\)"):
         run(tmp_path, [{"operator": "cut-repeated"}], 1, [8])
