@@ -120,33 +120,52 @@ def kept_statistics(
     data = _load(file)
     columns = columns_of(read_table(data)) if data else {}
     held: list[bytes] = columns.pop("_key", [])
+    before = len(held)
+    results, failures = _missing_results(documents, keys, held, compute)
+    for new, values in results:
+        check_columns(values, len(new))
+        for name in dict.fromkeys((*columns, *values)):
+            column = columns.setdefault(name, [None] * len(held))
+            column += (
+                plain_values(values[name]) if name in values else [None] * len(new)
+            )
+        held += new
+    if results:
+        _save(file, table_bytes(columns, held))
+    indices, rows = _rows_of(keys, held, failures)
+    taken = {name: [values[row] for row in rows] for name, values in columns.items()}
+    return KeptStatistics(taken, indices, failures, len(held) - before)
+
+
+def _missing_results(
+    documents: Documents,
+    keys: Sequence[bytes],
+    held: Sequence[bytes],
+    compute: Callable[[Documents], Any],
+) -> tuple[list[tuple[list[bytes], Any]], list[FailedDocument]]:
+    """Compute results of the documents whose ``keys`` are not among those ``held``.
+
+    Returns the results with the keys that each is about, and the failures.
+    """
+    known = set(held)
+    missing = [i for i, key in enumerate(keys) if key not in known]
+    if not missing:
+        return [], []
+    results, failures = isolate(documents.select(missing), compute)
+    return (
+        [([keys[missing[i]] for i in indices], values) for indices, values in results],
+        [FailedDocument(missing[f.place], f.error) for f in failures],
+    )
+
+
+def _rows_of(
+    keys: Sequence[bytes], held: Sequence[bytes], failures: Sequence[FailedDocument]
+) -> tuple[list[int], list[int]]:
+    """Return the indices of the documents that have not failed, and the rows of their results among those ``held``."""
     row_of = {key: row for row, key in enumerate(held)}
-    missing = [i for i, key in enumerate(keys) if key not in row_of]
-    failures: list[FailedDocument] = []
-    computed = 0
-    if missing:
-        part = documents.select(missing)
-        results, failures = isolate(part, compute)
-        failures = [FailedDocument(missing[f.place], f.error) for f in failures]
-        for indices, values in results:
-            check_columns(values, len(indices))
-            computed += len(indices)
-            for name in dict.fromkeys((*columns, *values)):
-                before = columns.setdefault(name, [None] * len(held))
-                before += (
-                    plain_values(values[name])
-                    if name in values
-                    else [None] * len(indices)
-                )
-            held += [keys[missing[i]] for i in indices]
-        row_of = {key: row for row, key in enumerate(held)}
-        if computed:
-            _save(file, table_bytes(columns, held))
     failed = {failure.place for failure in failures}
     indices = [i for i in range(len(keys)) if i not in failed]
-    rows = [row_of[keys[i]] for i in indices]
-    taken = {name: [values[row] for row in rows] for name, values in columns.items()}
-    return KeptStatistics(taken, indices, failures, computed)
+    return indices, [row_of[keys[i]] for i in indices]
 
 
 def check_columns(values: Mapping[str, Sequence[Any]], documents: int) -> None:
@@ -189,28 +208,19 @@ def kept_summary(
     data = _load(file)
     arrays = read_arrays(data) if data else {}
     held = [row.tobytes() for row in arrays.pop("_key", np.empty((0, 16), np.uint8))]
-    row_of = {key: row for row, key in enumerate(held)}
-    missing = [i for i, key in enumerate(keys) if key not in row_of]
-    failures: list[FailedDocument] = []
-    computed = 0
-    if missing:
-        part = documents.select(missing)
-        results, failures = isolate(part, compute)
-        failures = [FailedDocument(missing[f.place], f.error) for f in failures]
-        for indices, values in results:
-            values = {name: np.asarray(array) for name, array in values.items()}
-            _check_arrays(values, len(indices))
-            computed += len(indices)
-            arrays = joined_arrays(arrays, values) if arrays else values
-            held += [keys[missing[i]] for i in indices]
-        row_of = {key: row for row, key in enumerate(held)}
-        if computed:
-            stacked = np.frombuffer(b"".join(held), np.uint8).reshape(-1, 16)
-            _save(file, array_bytes(arrays | {"_key": stacked}))
-    failed = {failure.place for failure in failures}
-    indices = [i for i in range(len(keys)) if i not in failed]
-    rows = np.array([row_of[keys[i]] for i in indices], np.int64)
-    return KeptSummary(take_rows(arrays, rows), indices, failures, computed)
+    before = len(held)
+    results, failures = _missing_results(documents, keys, held, compute)
+    for new, values in results:
+        values = {name: np.asarray(array) for name, array in values.items()}
+        _check_arrays(values, len(new))
+        arrays = joined_arrays(arrays, values) if arrays else values
+        held += new
+    if results:
+        stacked = np.frombuffer(b"".join(held), np.uint8).reshape(-1, 16)
+        _save(file, array_bytes(arrays | {"_key": stacked}))
+    indices, rows = _rows_of(keys, held, failures)
+    taken = take_rows(arrays, np.array(rows, np.int64))
+    return KeptSummary(taken, indices, failures, len(held) - before)
 
 
 def _check_arrays(values: Mapping[str, np.ndarray], documents: int) -> None:
