@@ -150,12 +150,12 @@ class Layout(Section):
             "(SkipPipe). It changes what the model computes. 0: none."
         ),
     )
-    overlap: Literal["", "passes", "pairs"] = Field(
+    overlap: str = Field(
         "",
         description=(
-            "What a rank computes while tokens travel to experts: a forward pass beside "
-            "another microbatch's backward pass ('passes'), two forward or two backward "
-            "passes of two microbatches ('pairs'), or nothing (empty)."
+            "What a rank computes while data travels between ranks. While tokens travel to "
+            "experts: a forward pass beside another microbatch's backward pass ('passes'), or "
+            "two forward or two backward passes of two microbatches ('pairs'). Empty: nothing."
         ),
     )
     balance: Literal["", "greedy", "flexsp"] = Field(
@@ -237,7 +237,7 @@ class Layout(Section):
         ),
     )
 
-    @field_validator("context", "dispatch")
+    @field_validator("context", "dispatch", "overlap")
     @classmethod
     def _is_known(cls, name: str, info: ValidationInfo) -> str:
         check_name(info.field_name or "", name)
@@ -284,6 +284,11 @@ class Layout(Section):
         for kind, (name, ranks) in uses.items():
             if ranks > 1 and name in names(kind):
                 yield find(kind, name)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether passes of two microbatches take turns while tokens travel to experts."""
+        return self.overlap in ("passes", "pairs")
 
     @property
     def axis_order(self) -> tuple[str, ...]:
@@ -439,11 +444,11 @@ LAYOUT_RULES: tuple[Rule[AskedLayout], ...] = (
          "layout.lsh and lsh_residual are about tokens that travel as means, and lsh = {0.layout.lsh} with "
          "ep = {0.layout.ep} sends none", "set ep and lsh, or leave them out"),
     Rule("overlap with other tables", "layout",
-         lambda a: bool(a.layout.overlap and (a.layout.skip or a.layout.vocab_barriers)),
+         lambda a: bool(a.layout.takes_turns and (a.layout.skip or a.layout.vocab_barriers)),
          "layout.overlap cuts a schedule of its own, and layout.skip and layout.vocab_barriers bring others",
          "leave one of them out"),
     Rule("overlap of sharded parameters", "layout",
-         lambda a: bool(a.layout.overlap) and a.layout.zero == 3 and a.layout.size("shard", "cp") > 1,
+         lambda a: a.layout.takes_turns and a.layout.zero == 3 and a.layout.size("shard", "cp") > 1,
          "layout.overlap = {0.layout.overlap!r} goes to and fro between layers, whose parameters layout.zero = 3 would "
          "gather each time", "set layout.zero = 2"),
 )  # fmt: skip

@@ -40,7 +40,7 @@ class HeldStages:
         layout = self.mesh.layout
         asked = layout if skipping else layout.model_copy(update={"skip": 0.0})
         table = make_table(asked, microbatches, self.shape, self.seq_len)
-        return with_turns(table, self.cut, layout) if layout.overlap else table
+        return with_turns(table, self.cut, layout) if layout.takes_turns else table
 
     @property
     def layers(self) -> set[int]:
@@ -105,7 +105,7 @@ def hold_stages(shape: ModelShape, mesh: Mesh, seq_len: int) -> HeldStages:
     layout = mesh.layout
     table = make_table(layout, 2 * mesh.size("pp"), shape, seq_len)
     cut = stages = assign_stages(shape, layout, table.stages, seq_len)
-    if layout.overlap:
+    if layout.takes_turns:
         table, stages = with_turns(table, cut, layout), layer_stages(cut)
     holders = tuple(table.holders(s) for s in range(table.stages))
     return HeldStages(

@@ -197,7 +197,7 @@ class PipelinePass:
         return executed
 
     def _ops(self) -> dict[str, Op]:
-        if self.mesh.layout.overlap:
+        if self.mesh.layout.takes_turns:
             ops = layer_ops(self._pass_of, self.table, self.here.rank)
         else:
             ops = {"F": self._forward, "B": self._backward, "I": self._backward}

@@ -16,18 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from weft.layout.dims import Logical, extents
+from weft.layout.pending import all_gather, reduce_scatter
 from weft.parallel.state import Held, Unit
 
 if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
     from weft.layout.placement import Placement
     from weft.memory.on_device import OnDevice
-
-# PyTorch 2.13 renamed these two and warns at every call by the old name, the only one that 2.11 has.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
 
 
 def exchanged_rows(

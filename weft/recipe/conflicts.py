@@ -127,10 +127,10 @@ class AskedRecipe(AskedStep):
         """The fewest layers with which no pipeline stage is empty.
 
         Embedding and output layer can fill a stage each without a layer, unless ``layout.vocab_barriers`` or
-        ``layout.overlap`` is set.
+        ``layout.takes_turns`` holds.
         """
         return self.stages - (
-            0 if self.layout.vocab_barriers or self.layout.overlap else 2
+            0 if self.layout.vocab_barriers or self.layout.takes_turns else 2
         )
 
     @property
@@ -357,11 +357,11 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          lambda a: a.layout.pp == 1 and bool(a.layout.skip or a.layout.vocab_barriers),
          "layout.skip and layout.vocab_barriers are about pipeline stages", "set layout.pp above 1"),
     Rule("overlap without exchanges", "layout shape",
-         lambda a: bool(a.layout.overlap) and (a.layout.pp == 1 or not a.shape.mixtures),
+         lambda a: a.layout.takes_turns and (a.layout.pp == 1 or not a.shape.mixtures),
          "layout.overlap = {0.layout.overlap!r} is about exchanges of experts in a pipeline",
          "set pp and model.experts, or leave it out"),
     Rule("overlap with recomputation", "layout train memory",
-         lambda a: bool(a.layout.overlap)
+         lambda a: a.layout.takes_turns
          and (a.train.recompute != "none" or a.memory.offloads_activations or a.memory.weights == "file"),
          "layout.overlap = {0.layout.overlap!r} runs layers in parts, and train.recompute, memory.activations and "
          "memory.weights = 'file' are about whole ones", "leave out layout.overlap, or the others"),

@@ -68,7 +68,7 @@ def assign_stages(
     """
     first, layer, last = shape_of(shape).forward_flops(seq_len)
     speeds = stage_lengths(stages, layout.skip) if layout.skip else None
-    ends = not (layout.vocab_barriers or layout.overlap)
+    ends = not (layout.vocab_barriers or layout.takes_turns)
     return cut_stages(shape.layers, stages, layer, first, last, ends, speeds)
 
 
