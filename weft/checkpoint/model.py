@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from weft.checkpoint.address import Where
     from weft.checkpoint.load import StoredCheckpoint
     from weft.memory.resting_experts import RestingExperts
+    from weft.memory.streamed_experts import StreamedExperts
     from weft.models.transformer import Transformer
     from weft.models.values import Values
 
@@ -53,7 +54,7 @@ class OpenedModel(NamedTuple):
 
 def open_model(
     where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None,
-    experts: RestingExperts | None = None,
+    experts: RestingExperts | StreamedExperts | None = None,
 ) -> OpenedModel:  # fmt: skip
     """Open a trained model: that of a run, of a checkpoint, or of any name that ``model.from`` accepts.
 

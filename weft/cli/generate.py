@@ -81,7 +81,13 @@ Paths = Annotated[bool, typer.Option("--paths", help=_paths)]
 
 _rest = "Where experts that are not in use rest: a folder on a local disk, or host."
 _resident = (
-    "With --experts-in: the share of the experts kept in memory; half if left out."
+    "With --experts-in: the share of the experts kept in memory; if left out, half, and with "
+    "--prompts three layers."
+)
+
+_prompts = (
+    "A file of prompts, one per line (.jsonl: strings, or objects with prompt), which are continued together; "
+    "prints a line of JSON for each. With --experts-in, experts move through memory once per pass."
 )
 
 _min_p = "Drop tokens that are less likely than this share of the likeliest token."
@@ -96,6 +102,7 @@ def generate_command(
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A file with the text.")
     ] = None,
+    prompts: Annotated[Path | None, typer.Option(metavar="FILE", help=_prompts)] = None,
     chat: Annotated[bool, typer.Option("--chat", help=_chat)] = False,
     system: Annotated[
         str | None, typer.Option(help="With --chat: the system message.")
@@ -160,10 +167,14 @@ def generate_command(
     from weft.layout.layout import Layout
     from weft.memory.heap import use_huge_pages
     from weft.memory.resting_experts import RestingExperts
+    from weft.memory.streamed_experts import StreamedExperts
     from weft.models.products import read_only
+    from weft.serve.whole_batch import PromptFile, write_prompt_file
 
-    if (prompt is None) == (prompt_file is None):
-        raise UsageError("give either --prompt TEXT or --prompt-file FILE")
+    if [prompt, prompt_file, prompts].count(None) != 2:
+        raise UsageError(
+            "give either --prompt TEXT, --prompt-file FILE or --prompts FILE"
+        )
     how = Sampling(temperature, top_k, top_p, min_p, repetition, seed=seed)
     spread, device = (
         Layout.parse(layout or ""),
@@ -196,6 +207,23 @@ def generate_command(
         )
     if system is not None and not chat:
         raise UsageError("--system is for --chat, whose template says where it belongs")
+    if prompts is not None:
+        refused = {
+            "--system": system, "--layout": spread.world > 1, "--draft": draft, "--think": think,
+            "--texts, --beams, --workers and --paths": options.asked,
+        }  # fmt: skip
+        for option, given in refused.items():
+            if given:
+                raise UsageError(
+                    f"--prompts is for one text after each prompt, on one rank without drafts; leave out {option}"
+                )
+        stops = tuple(stop or ())
+        folder = Path(experts_in) if experts_in and experts_in != "host" else None
+        file = PromptFile(prompts, checkpoint, chat, tokens, how, stops, weights, ema, attention)  # fmt: skip
+        streamed = StreamedExperts(folder, resident or 0.0) if experts_in else None
+        for line in write_prompt_file(file, device, streamed, warn):
+            print(line)
+        return 0
     if (code := launch_ranks(spread, checkpoint)) is not None:
         return code
     try:

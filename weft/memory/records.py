@@ -62,15 +62,23 @@ class Records:
             ).view(count, -1)
 
     def read(self, index: int, into: T) -> Transfer | HostCopy:
-        """Begin to read record number ``index`` into the memory ``into`` on the device (uint8 ``[size]``).
+        """Begin to read record number ``index`` into the memory ``into`` on the device (uint8 ``[size]``), and the
+        records behind it if ``into`` has room for several.
 
         Returns the transfer.
         """
         if self.region is not None:
-            return self.region.read(into, index * self.size)
+            # each as it was written, so that checksums are compared
+            reads = [
+                self.region.read(memory, at * self.size)
+                for at, memory in enumerate(into.split(self.size), index)
+            ]
+            pieces = [piece for read in reads for piece in read.pieces]
+            return Transfer(pieces, reads[0].what, reads[0].timeout)
+        rows = self.memory[index : index + into.numel() // self.size].flatten()
         if self._stream is not None:
-            return HostCopy(self.memory[index], into, self._stream)
-        into.copy_(self.memory[index])
+            return HostCopy(rows, into, self._stream)
+        into.copy_(rows)
         return Transfer((), "", 0)
 
     def give_up(self, coming: Transfer | HostCopy) -> bool:

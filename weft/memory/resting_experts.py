@@ -10,11 +10,12 @@ all that it names are read: slots are then the ring of sections that SE-MoE move
 Experts that are in memory compute while others are read.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -46,6 +47,19 @@ SURE = 1 / 3
 DTYPE = torch.float32
 
 
+class RecordMemory(Protocol):
+    """Interface of the device's memory for the records of experts.
+
+    ``records``: the store of all records; ``counts``: how many records were used, awaited and read.
+    """
+
+    records: Records
+    counts: Counter[str]
+
+    def using(self, records: Sequence[int]) -> Iterator[list[tuple[int, T]]]:
+        """Yield all of ``records`` in groups, as :meth:`weft.memory.records.Slots.using` does."""
+
+
 class SlottedExperts(Experts):
     """Experts of one layer whose weights are read into the device's memory when tokens choose them.
 
@@ -56,7 +70,7 @@ class SlottedExperts(Experts):
     """
 
     def __init__(
-        self, experts: Experts, slots: Slots, first: int, stored: torch.dtype
+        self, experts: Experts, slots: RecordMemory, first: int, stored: torch.dtype
     ) -> None:
         Module.__init__(self, experts.mesh)
         self.activation = experts.activation
@@ -131,45 +145,15 @@ class RestingExperts:
         in use, because bfloat16 is half as many bytes to read as float32. Raises :class:`UsageError` if the model has
         no experts.
         """
-        blocks = [b for b in model.blocks.values() if isinstance(b.ffn, Mixture)]
+        blocks = blocks_with_experts(model)
         mixtures = [cast(Mixture, b.ffn) for b in blocks]
-        if not mixtures:
-            raise UsageError(
-                "this model has no experts that could rest elsewhere; leave out --experts-in"
-            )
-        firsts = [0, *accumulate(mixture.router.count for mixture in mixtures)]
-        (some,) = _experts(mixtures[0], values, 0, 1)
-        stored = some[0].dtype
         device = model.mesh.device
-        count = firsts[-1]
-        records = Records(
-            count, sum(weight.nbytes for weight in some), self.file, device
-        )
-        self.slots = Slots(records, round(self.share * count), device)
-        for mixture, first in zip(mixtures, firsts, strict=False):
-            self._fill(mixture, values, first, stored)
-            mixture.experts = SlottedExperts(mixture.experts, self.slots, first, stored)
+        stored = stored_experts(mixtures, values, self.file, device)
+        count = stored.records.count
+        self.slots = Slots(stored.records, round(self.share * count), device)
+        replace_experts(mixtures, stored, self.slots)
         if self.ahead:
             self._listen(blocks)
-
-    def _fill(
-        self, mixture: Mixture, values: Values, first: int, stored: torch.dtype
-    ) -> None:
-        """Store a layer's experts, some at a time."""
-        records, count = self.slots.records, mixture.router.count
-        some, buffer = max(1, LOADED // records.size), page_buffer(records.size)
-        for start in range(0, count, some):
-            loaded = _experts(mixture, values, start, min(count, start + some))
-            for e, expert in enumerate(loaded, first + start):
-                shapes = [tuple(weight.shape) for weight in expert]
-                parts = matrices(buffer, stored, shapes)
-                for part, weight in zip(parts, expert, strict=True):
-                    if torch.promote_types(stored, weight.dtype) != stored:
-                        raise WeftError(
-                            f"experts are stored in {stored} and in {weight.dtype}; leave out --experts-in"
-                        )
-                    part.copy_(weight)
-                records.write(e, buffer)
 
     def report(self) -> str:
         """Return a line of text with the number of experts that tokens have used, waited for and read."""
@@ -215,6 +199,75 @@ class RestingExperts:
         ids = router.forward(norm.forward(x).flatten(0, 1), None).ids
         surest = ids[:, : max(1, round(share * ids.shape[1]))]
         return _records(block.ffn.experts.first, router, surest)
+
+
+def blocks_with_experts(model: Transformer) -> list[Any]:
+    """Return the blocks of ``model`` that have a mixture of experts. Raises :class:`UsageError` if there are none."""
+    blocks = [b for b in model.blocks.values() if isinstance(b.ffn, Mixture)]
+    if not blocks:
+        raise UsageError(
+            "this model has no experts that could rest elsewhere; leave out --experts-in"
+        )
+    return blocks
+
+
+class StoredExperts(NamedTuple):
+    """The experts of all layers, stored as records.
+
+    ``records``: the store, a record per expert, those of a layer behind each other; ``firsts``: number of the first
+    record of each layer with experts, and at last the number of all records; ``dtype``: type of the stored weights.
+    """
+
+    records: Records
+    firsts: Sequence[int]
+    dtype: torch.dtype
+
+
+def stored_experts(
+    mixtures: Sequence[Mixture],
+    values: Values,
+    file: TierFile | None,
+    device: torch.device,
+) -> StoredExperts:
+    """Store the experts of ``mixtures``, the layers with experts, in a file or in the host's memory, and return them.
+
+    ``values``: function that reads the values of a parameter; ``file``: the file, or None for the host's memory;
+    ``device``: where records are read to. Raises :class:`WeftError` for weights of several types.
+    """
+    firsts = [0, *accumulate(mixture.router.count for mixture in mixtures)]
+    (some,) = _experts(mixtures[0], values, 0, 1)
+    size = sum(weight.nbytes for weight in some)
+    records = Records(firsts[-1], size, file, device)
+    stored = StoredExperts(records, firsts, some[0].dtype)
+    for mixture, first in zip(mixtures, firsts, strict=False):
+        _fill(mixture, values, first, stored)
+    return stored
+
+
+def replace_experts(
+    mixtures: Sequence[Mixture], stored: StoredExperts, slots: RecordMemory
+) -> None:
+    """Replace the experts of ``mixtures`` by modules that take the weights of an expert from ``slots``."""
+    for mixture, first in zip(mixtures, stored.firsts, strict=False):
+        mixture.experts = SlottedExperts(mixture.experts, slots, first, stored.dtype)
+
+
+def _fill(mixture: Mixture, values: Values, first: int, stored: StoredExperts) -> None:
+    """Store a layer's experts, some at a time."""
+    records, dtype, count = stored.records, stored.dtype, mixture.router.count
+    some, buffer = max(1, LOADED // records.size), page_buffer(records.size)
+    for start in range(0, count, some):
+        loaded = _experts(mixture, values, start, min(count, start + some))
+        for e, expert in enumerate(loaded, first + start):
+            shapes = [tuple(weight.shape) for weight in expert]
+            parts = matrices(buffer, dtype, shapes)
+            for part, weight in zip(parts, expert, strict=True):
+                if torch.promote_types(dtype, weight.dtype) != dtype:
+                    raise WeftError(
+                        f"experts are stored in {dtype} and in {weight.dtype}; leave out --experts-in"
+                    )
+                part.copy_(weight)
+            records.write(e, buffer)
 
 
 def _experts(

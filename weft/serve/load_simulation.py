@@ -6,7 +6,8 @@ steps of a real engine. It is linear in a step's work: its tokens, its texts, th
 read, and the products of queries and keys.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -109,13 +110,6 @@ def measure_load(
     """
     numbers: dict[Request, int] = {}
     samples: list[tuple[list[float], float]] = []
-    work: list[list[float]] = []
-    plan = engine.scheduler.plan
-
-    def planning(depth: int = 1, policy: Policy | None = None) -> ScheduledStep:
-        planned = plan(depth, policy)
-        work.append(work_of(planned))  # before it is done
-        return planned
 
     def add(i: int) -> None:
         (generation,) = engine.submit(load[i].prompt, load[i].tokens, GREEDY)
@@ -127,8 +121,25 @@ def measure_load(
         samples.append((work[-1], clock() - begun))
         return samples[-1][1], [numbers[generation.request] for generation in written]
 
+    with noting_work(engine) as work:
+        return play_load(load, add, step), samples
+
+
+@contextmanager
+def noting_work(engine: Engine) -> Iterator[list[list[float]]]:
+    """Return a context in which the work of each step that ``engine`` plans is appended to a list, as the six numbers
+    of :func:`work_of`. The context's value is this list.
+    """
+    work: list[list[float]] = []
+    plan = engine.scheduler.plan
+
+    def planning(depth: int = 1, policy: Policy | None = None) -> ScheduledStep:
+        planned = plan(depth, policy)
+        work.append(work_of(planned))  # before it is done
+        return planned
+
     engine.scheduler.plan = planning  # type: ignore[method-assign]
     try:
-        return play_load(load, add, step), samples
+        yield work
     finally:
         engine.scheduler.plan = plan  # type: ignore[method-assign]

@@ -1,0 +1,344 @@
+"""What the passes of a large batch cost while experts move through memory: measured in a few passes, then predicted.
+
+A pass keeps three resources busy. The mover reads every streamed layer's experts once. Products of matrices take time
+by tokens, and by the experts that the tokens choose. Attention takes time by the keys that it reads. On one processor
+the last two take turns, and the mover runs beside them (MoE-Lens, Yuan et al. 2025, 2504.09345, stage one).
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from weft.generate.engine import Engine
+from weft.generate.request import Generation
+from weft.generate.sampling import GREEDY
+from weft.generate.scheduler import ScheduledStep
+from weft.generate.step_curve import nonnegative_rates
+from weft.generate.step_work import work_of
+from weft.memory.streamed_experts import RING, LayerRing
+from weft.serve.load_simulation import noting_work
+
+#: Budgets of the passes over prompts, and numbers of texts of the passes over new tokens, by which costs are measured.
+PROBED_BUDGETS, PROBED_TEXTS = (64, 192), (16, 4, 1)
+#: Passes of each kind; the middle one counts.
+TIMES = 3
+#: Rows of a product up to which one more costs more than in a large product.
+FEW = 16
+#: Tenant of the requests of a measurement, whose cache blocks no other request uses.
+PROBE = "probe"
+
+
+class PassWork(NamedTuple):
+    """What a pass computes.
+
+    Attributes:
+        ``step``: the six numbers of :func:`weft.generate.step_work.work_of`.
+        ``chosen``: number of experts that its tokens choose, over all layers.
+        ``rows``: rows of tokens of these experts.
+    """
+
+    step: Sequence[float]
+    chosen: float
+    rows: float
+
+    @property
+    def inside(self) -> list[float]:
+        """Numbers on which the seconds in blocks, without experts, depend linearly: 1, tokens, tokens of a small
+        product, texts, keys that are read, and products of queries and keys.
+        """
+        _, tokens, texts, _, keys, products = self.step
+        return [1.0, tokens, min(tokens, FEW), texts, keys, products]
+
+    @property
+    def experts(self) -> list[float]:
+        """Numbers on which the seconds in experts depend linearly: chosen experts, rows, and rows of small products."""
+        return [self.chosen, self.rows, min(self.rows, FEW * self.chosen)]
+
+    @property
+    def outside(self) -> list[float]:
+        """Numbers on which the seconds outside of blocks depend linearly: 1, tokens, texts, and rows of logits."""
+        return list(self.step[:4])
+
+
+class MeasuredPass(NamedTuple):
+    """A pass that was measured. ``work``: what it has computed; ``inside``, ``experts``, ``outside``: seconds in
+    blocks without experts, in experts without waiting for them, and outside of blocks.
+    """
+
+    work: PassWork
+    inside: float
+    experts: float
+    outside: float
+
+
+class LayerCost(NamedTuple):
+    """What a layer's experts cost. ``moved``: seconds in which the mover brings them; 0: it does not. ``shares``: the
+    share of all tokens that choose each expert, ``[experts]``; empty without experts.
+    """
+
+    moved: float
+    shares: np.ndarray
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """Costs of passes of a model whose experts move through memory.
+
+    ``inside``, ``experts``, ``outside``: seconds per unit of the numbers of :class:`PassWork` of the same names.
+    ``layers``: costs of the experts of each layer.
+    """
+
+    inside: Sequence[float]
+    experts: Sequence[float]
+    outside: Sequence[float]
+    layers: Sequence[LayerCost]
+
+    @property
+    def mover(self) -> float:
+        """Seconds in which the mover brings all that a pass needs."""
+        return sum(layer.moved for layer in self.layers)
+
+    def work(self, step: Sequence[float]) -> PassWork:
+        """Return what a pass computes whose tokens choose experts as those of the measurement did. ``step``: the six
+        numbers of :func:`weft.generate.step_work.work_of`.
+        """
+        tokens = step[1]
+        every = np.concatenate([layer.shares for layer in self.layers])
+        chosen = float((1 - (1 - every) ** tokens).sum())
+        return PassWork(step, chosen, tokens * float(every.sum()))
+
+    def parts(self, work: PassWork) -> dict[str, float]:
+        """Return the seconds in which a pass keeps the "mover", "products" and "attention" busy, by these names."""
+        attention = _dot(self.inside[4:], work.inside[4:])
+        computing = _dot(self.inside, work.inside) + _dot(self.experts, work.experts)
+        products = computing - attention + _dot(self.outside, work.outside)
+        return {"mover": self.mover, "products": products, "attention": attention}
+
+
+def _dot(rates: Sequence[float], numbers: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(rates, numbers, strict=True))
+
+
+class RingClock:
+    """Time of passes whose experts move through memory, layer by layer: a layer's experts compute when they have come,
+    and their memory is then given to the layer after the next two.
+
+    ``costs``: the costs of a pass. A call with a planned step returns the seconds of the step, which depend on the
+    steps before. The attribute ``spent`` adds up seconds by what they went to: "mover" (waiting for experts),
+    "products" and "attention".
+    """
+
+    def __init__(self, costs: BatchCosts) -> None:
+        self.costs = costs
+        self.now = 0.0
+        self.spent: defaultdict[str, float] = defaultdict(float)
+        # when the memory of layers becomes free, and when the mover has brought what it was last given
+        self._free: deque[float] = deque([0.0] * RING)
+        self._brought = 0.0
+
+    def __call__(self, step: ScheduledStep) -> float:
+        costs, begun = self.costs, self.now
+        work = costs.work(work_of(step))
+        inside = _dot(costs.inside, work.inside) / len(costs.layers)
+        with_experts = sum(bool(len(layer.shares)) for layer in costs.layers)
+        experts = _dot(costs.experts, work.experts) / max(1, with_experts)
+        waited = 0.0
+        for layer in costs.layers:
+            self.now += inside
+            if layer.moved:
+                self._brought = max(self._brought, self._free.popleft()) + layer.moved
+                waited += max(0.0, self._brought - self.now)
+                self.now = max(self.now, self._brought)
+            if len(layer.shares):
+                self.now += experts
+            if layer.moved:
+                self._free.append(self.now)
+        self.now += _dot(costs.outside, work.outside)
+        for name, seconds in (costs.parts(work) | {"mover": waited}).items():
+            self.spent[name] += seconds
+        return self.now - begun
+
+
+class PassTimer:
+    """Adds up the seconds of a model's blocks and experts in forward passes, and counts the experts' tokens.
+
+    ``model``: the model; ``ring``: memory through which its experts move. The timer runs inside of :meth:`running`.
+    """
+
+    def __init__(self, model: Any, ring: LayerRing) -> None:
+        self.model, self.ring, self.device = model, ring, model.mesh.device
+        self.blocks = [*model.blocks.values()]
+        self.experts = {
+            i: block.ffn.experts
+            for i, block in enumerate(self.blocks)
+            if hasattr(block.ffn, "experts")
+        }
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.loads = {
+            i: np.zeros(self.blocks[i].ffn.router.count) for i in self.experts
+        }
+        self.chosen = self.rows = 0.0
+        self._begun: dict[str, float] = {}
+
+    def now(self) -> float:
+        """Return the present second, when the device has computed all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return perf_counter()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Return a context in which passes are timed."""
+        hooks = []
+        for name, modules in (
+            ("blocks", self.blocks),
+            ("experts", self.experts.values()),
+        ):
+            for module in modules:
+                begin, end = partial(self._begin, name), partial(self._end, name)
+                hooks += [
+                    module.register_forward_pre_hook(begin),
+                    module.register_forward_hook(end),
+                ]
+        for i, module in self.experts.items():
+            hooks.append(module.register_forward_pre_hook(partial(self._count, i)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _begin(self, name: str, module: Any, given: Any) -> None:
+        self._begun[name] = self.now()
+
+    def _end(self, name: str, module: Any, given: Any, result: Any) -> None:
+        self.seconds[name] += self.now() - self._begun[name]
+
+    def _count(self, layer: int, module: Any, given: Any) -> None:
+        counts = given[1].cpu().numpy()
+        self.loads[layer] += counts
+        self.chosen += float((counts > 0).sum())
+        self.rows += float(counts.sum())
+
+    def measure(self, step: Callable[[], Sequence[float]]) -> MeasuredPass:
+        """Run ``step``, which returns the six numbers of its work, and return its seconds."""
+        self.seconds.clear()
+        self.chosen = self.rows = 0.0
+        waited, begun = self.ring.waited, self.now()
+        work = step()
+        whole, waited = self.now() - begun, self.ring.waited - waited
+        blocks, experts = self.seconds["blocks"], self.seconds["experts"]
+        return MeasuredPass(
+            PassWork(work, self.chosen, self.rows),
+            blocks - experts,
+            max(0.0, experts - waited),
+            whole - blocks,
+        )
+
+
+def measure_costs(
+    engine: Engine, ring: LayerRing, prompts: Sequence[Sequence[int]]
+) -> BatchCosts:
+    """Measure the costs of an engine's passes in a few passes over ``prompts``, the token ids of a batch's first texts.
+
+    ``ring``: memory through which the experts of the engine's model move. The passes read some of the prompts and one
+    text that is twice as long, in pieces of several sizes, and then write tokens of 16, of four and of one of them.
+    """
+    timer, scheduler = PassTimer(engine.model, ring), engine.scheduler
+    before = scheduler.budget, scheduler.limit
+    groups: list[list[MeasuredPass]] = []
+    texts: list[Generation] = []
+
+    def step() -> Sequence[float]:
+        engine.step()
+        return noted[-1]
+
+    def several(times: int = TIMES) -> None:
+        groups.append([timer.measure(step) for _ in range(times)])
+
+    with noting_work(engine) as noted, timer.running():
+        try:
+            scheduler.limit = max(PROBED_TEXTS) + 1
+            texts = _probes(engine, prompts)
+            for budget in PROBED_BUDGETS:
+                scheduler.budget = budget
+                several(1 if not groups else TIMES)  # the first pass is slow
+            groups = groups[1:]
+            scheduler.budget = before[0]
+            while any(text.wanted > 1 for text in texts):
+                several(1)
+            for count in PROBED_TEXTS:
+                for text in texts[count:]:
+                    engine.cancel(text)
+                several()
+        finally:
+            for text in texts:
+                engine.cancel(text)
+            scheduler.budget, scheduler.limit = before
+    return _costs(timer, ring, [_middle(group) for group in groups])
+
+
+def _probes(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Generation]:
+    """Requests of which costs are measured, the longest first."""
+    longest = max(map(len, prompts))
+    joined = [i for prompt in prompts for i in prompt] * 2
+    count = max(PROBED_TEXTS)
+    texts = [joined[: 2 * longest], *sorted(prompts[: count - 1], key=len)[::-1]]
+    passes = TIMES * (len(PROBED_TEXTS) + 1)
+    return [
+        engine.submit(text, passes, GREEDY, tenant=f"{PROBE} {i}")[0]
+        for i, text in enumerate(texts)
+    ]
+
+
+def _middle(group: Sequence[MeasuredPass]) -> MeasuredPass:
+    """The middle one of each number of several passes of nearly equal work."""
+    works = zip(*(each.work.step for each in group), strict=True)
+    step = [float(np.mean(each)) for each in works]
+    chosen, rows = (float(np.mean(x)) for x in zip(*(g.work[1:] for g in group), strict=True))  # fmt: skip
+    seconds = (median(x) for x in zip(*(g[1:] for g in group), strict=True))
+    return MeasuredPass(PassWork(step, chosen, rows), *seconds)
+
+
+def _costs(
+    timer: PassTimer, ring: LayerRing, passes: Sequence[MeasuredPass]
+) -> BatchCosts:
+    def rates(part: str) -> list[float]:
+        work = np.array([getattr(each.work, part) for each in passes])
+        seconds = np.array([getattr(each, part) for each in passes])
+        used = seconds > 0
+        work, seconds = work[used], seconds[used]
+        # relative errors count, so that small passes weigh as much as large ones
+        return [float(r) for r in nonnegative_rates(work / seconds[:, None], np.ones(len(seconds)))]  # fmt: skip
+
+    each, most = record_seconds(ring), timer.model.shape.experts_per_token
+    layers, place = list[LayerCost](), 0
+    for i in range(len(timer.blocks)):
+        loads = timer.loads.get(i, np.zeros(0))
+        moves = i in timer.loads and place not in ring.staying
+        shares = np.minimum(1.0, most * loads / max(1.0, loads.sum()))
+        layers.append(LayerCost(moves * each * len(loads), shares))
+        place += i in timer.loads
+    return BatchCosts(rates("inside"), rates("experts"), rates("outside"), layers)
+
+
+def record_seconds(ring: LayerRing) -> float:
+    """Return the seconds in which the mover of ``ring`` brings one expert, from its last reads: the middle one of those
+    that began before the read before them had ended. 0 if nothing was read.
+    """
+    moves = [move for move in ring.moves if move.ended]
+    busy, idle = list[float](), list[float]()
+    for before, move in pairwise(moves):
+        waits = move.begun < before.ended
+        begun = max(move.begun, before.ended)
+        (busy if waits else idle).append((move.ended - begun) / move.records)
+    return median(busy or idle or [0.0])

@@ -1,0 +1,186 @@
+"""Texts after many prompts of a file, written together for throughput, also with experts that move through memory."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from weft.checkpoint.model import open_model, tokenizer_of
+from weft.data.chat.encode import prompt_ids
+from weft.data.tokenizer import Tokenizer
+from weft.errors import UsageError
+from weft.generate.engine import Engine
+from weft.generate.sampling import Sampling
+from weft.memory.heap import use_huge_pages
+from weft.memory.streamed_experts import StreamedExperts
+from weft.models.products import read_only
+from weft.serve.batch_costs import measure_costs
+from weft.serve.batch_plan import BatchPlan, plan_batch
+from weft.serve.load_simulation import noting_work
+from weft.serve.text_requests import TextRequest, finished_texts
+
+#: The share of the free memory that the cache may fill.
+SHARE = 0.4
+
+
+class PromptFile(NamedTuple):
+    """Prompts to continue together, and how.
+
+    Attributes:
+        ``file``: the file of prompts (:func:`read_prompts`).
+        ``checkpoint``: name of the model.
+        ``chat``: whether each prompt is a user's message.
+        ``most``: largest number of tokens of a text.
+        ``how``: settings of sampling; each text has a seed of its own.
+        ``until``: strings that end a text.
+        ``weights``: type of the weights.
+        ``ema``: whether the averages of the parameters are loaded.
+        ``attention``: name of the attention backend; "": the fastest one.
+    """
+
+    file: Path
+    checkpoint: str
+    chat: bool
+    most: int
+    how: Sampling
+    until: Sequence[str] = ()
+    weights: str = "float"
+    ema: bool = False
+    attention: str = ""
+
+
+def write_prompt_file(
+    asked: PromptFile,
+    device: str,
+    experts: StreamedExperts | None,
+    warn: Callable[[str], None],
+) -> list[str]:
+    """Continue all prompts of ``asked``, and return a line of JSON for each, with "prompt" and "text".
+
+    ``experts``: where the model's experts rest; None: in memory. ``warn`` is called with lines about the run.
+    """
+    prompts = read_prompts(asked.file)
+    if experts and experts.file and experts.file.note:
+        warn(experts.file.note)
+    model, files, _ = open_model(
+        asked.checkpoint, device, warn, asked.ema, experts=experts
+    )
+    read_only(model, asked.weights)
+    if device == "cpu":
+        use_huge_pages()
+    tokenizer = tokenizer_of(files, asked.checkpoint, warn)
+    asks = [
+        TextRequest(
+            prompt_ids(tokenizer, prompt, asked.chat, asked.checkpoint),
+            asked.most,
+            replace(asked.how, seed=asked.how.seed + i),
+            tokenizer.stops,
+            asked.until,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    with closing(Engine(model, attention=asked.attention, graphs=True)) as engine:
+        texts = write_whole_batch(engine, tokenizer, asks, experts, warn)
+    if experts is not None:
+        warn(experts.report())
+    return [
+        json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False)
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Return the prompts of ``file``: of a ``.jsonl`` file one per line, a string or an object with "prompt"; of other
+    files each line that is not empty.
+
+    Raises :class:`UsageError` for a file that cannot be read, a line without a prompt, and a file without prompts.
+    """
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"--prompts {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"--prompts {file} cannot be read: not text in UTF-8 (byte {error.start})"
+        ) from None
+    prompts = list[str]()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        prompt = line if file.suffix != ".jsonl" else _prompt_of(line)
+        if not prompt:
+            raise UsageError(
+                f'--prompts {file}, line {number}: give a string, or an object with "prompt"'
+            )
+        prompts.append(prompt)
+    if not prompts:
+        raise UsageError(f"--prompts {file} has no prompt; give one per line")
+    return prompts
+
+
+def _prompt_of(line: str) -> str | None:
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return None
+    prompt = said.get("prompt") if isinstance(said, dict) else said
+    return prompt if isinstance(prompt, str) else None
+
+
+def write_whole_batch(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    asks: Sequence[TextRequest],
+    experts: StreamedExperts | None,
+    say: Callable[[str], None],
+) -> list[str]:
+    """Write the texts that ``asks`` describe, and return a list of them in the same order.
+
+    ``experts``: the experts of the engine's model, if they move through memory. Costs are then measured in a few
+    passes, by which number and order of the texts under way are chosen. ``say`` is called with a line about what is
+    predicted, and one about what it was.
+    """
+    _fit_cache(engine)
+    plan = None if experts is None else _planned(engine, asks, experts)
+    order: Sequence[int] = range(len(asks))
+    if plan is not None:
+        say(f"{len(asks):,} texts, {plan}")
+        engine.scheduler.limit, engine.scheduler.budget = plan.limit, plan.budget
+        order = plan.order
+    texts, in_order = [""] * len(asks), (asks[i] for i in order)
+    begun = perf_counter()
+    with noting_work(engine) as work:
+        for number, text, _ in finished_texts(engine, tokenizer, in_order):
+            texts[order[number]] = text
+    seconds = perf_counter() - begun
+    if plan is not None:
+        # of each step the rows of logits from which a token was sampled
+        tokens = round(sum(step[3] for step in work))
+        ended = f" of {plan.tokens:,}, as texts ended" if tokens < plan.tokens else ""
+        say(
+            f"{seconds:,.4g} s for {tokens:,} new tokens{ended}: {tokens / seconds:,.4g} a second, and predicted were "
+            f"{plan.seconds:,.4g} s ({plan.seconds / seconds - 1:+.1%})"
+        )
+    return texts
+
+
+def _planned(
+    engine: Engine, asks: Sequence[TextRequest], experts: StreamedExperts
+) -> BatchPlan:
+    prompts, pool = [ask.ids for ask in asks], engine.scheduler.pool
+    costs = measure_costs(engine, experts.ring, prompts)
+    return plan_batch(costs, prompts, asks[0].most, pool.blocks, pool.size)
+
+
+def _fit_cache(engine: Engine) -> None:
+    device = engine.model.mesh.device
+    free = psutil.virtual_memory().available
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    engine.fit(int(SHARE * free))
