@@ -33,7 +33,7 @@ class PromptFile(NamedTuple):
     """Prompts to continue together, and how.
 
     Attributes:
-        ``file``: the file of prompts (:func:`read_prompts`).
+        ``file``: the file of prompts (:func:`prompts_of_file`).
         ``checkpoint``: name of the model.
         ``chat``: whether each prompt is a user's message.
         ``most``: largest number of tokens of a text.
@@ -65,7 +65,7 @@ def write_prompt_file(
 
     ``experts``: where the model's experts rest; None: in memory. ``warn`` is called with lines about the run.
     """
-    prompts = read_prompts(asked.file)
+    prompts = prompts_of_file(asked.file)
     if experts and experts.file and experts.file.note:
         warn(experts.file.note)
     model, files, _ = open_model(
@@ -95,7 +95,7 @@ def write_prompt_file(
     ]
 
 
-def read_prompts(file: Path) -> list[str]:
+def prompts_of_file(file: Path) -> list[str]:
     """Return the prompts of ``file``: of a ``.jsonl`` file one per line, a string or an object with "prompt"; of other
     files each line that is not empty.
 
