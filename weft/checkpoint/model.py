@@ -34,8 +34,6 @@ from weft.recipe import ModelShape, Train
 if TYPE_CHECKING:
     from weft.checkpoint.address import Where
     from weft.checkpoint.load import StoredCheckpoint
-    from weft.memory.resting_experts import RestingExperts
-    from weft.memory.streamed_experts import StreamedExperts
     from weft.models.transformer import Transformer
     from weft.models.values import Values
 
@@ -54,20 +52,20 @@ class OpenedModel(NamedTuple):
 
 def open_model(
     where: Where, device: str, warn: Callable[[str], None], ema: bool = False, mesh: Mesh | None = None,
-    experts: RestingExperts | StreamedExperts | None = None,
+    lift: Callable[..., None] | None = None,
 ) -> OpenedModel:  # fmt: skip
     """Open a trained model: that of a run, of a checkpoint, or of any name that ``model.from`` accepts.
 
     ``where``: the run's folder, the checkpoint or the name; ``device``: where the weights go; ``warn``: called for each
     damaged checkpoint that was skipped for an older one; ``ema``: load the run's moving averages of the parameters;
-    ``mesh``: the ranks that share the model (default: this rank alone); ``experts``: keeps the experts' weights outside
-    the device's memory.
+    ``mesh``: the ranks that share the model (default: this rank alone); ``lift``: function of the model and of what
+    reads its ``values`` that keeps some weights outside the device's memory; None: all are in memory.
     """
     mesh, where = mesh or Mesh.single(device), local_path(str(where))
 
     def built(shape: ModelShape, values: Values) -> Transformer:
-        lift = None if experts is None else partial(experts.lift, values=values)
-        return parallelize(shape, mesh, Train(), values, lift=lift, summed=False)[0]
+        lifted = lift and partial(lift, values=values)
+        return parallelize(shape, mesh, Train(), values, lift=lifted, summed=False)[0]
 
     if is_foreign(where):
         pretrained = open_pretrained(where)
@@ -85,7 +83,7 @@ def open_model(
     def load(checkpoint: StoredCheckpoint) -> Transformer:
         pretrained = open_trained(checkpoint, ema=ema)
         assert pretrained.values is not None
-        if pretrained.shape.adapter is not None or experts is not None:
+        if pretrained.shape.adapter is not None or lift is not None:
             return built(pretrained.shape, pretrained.values)
         model, state = parallelize(
             pretrained.shape,

@@ -19,7 +19,6 @@ from weft.checkpoint.boxes import replica_share, volume
 from weft.layout.dims import Box, extents
 from weft.layout.parts import TORCH_DTYPES, Part
 from weft.memory.nameless_file import nameless_file, reserve
-from weft.memory.pinned import pin, unpin
 from weft.net.child_pipe import PipeEnd, RunningProcess, call_in_child, open_child
 
 if TYPE_CHECKING:
@@ -106,6 +105,8 @@ class WriterProcess:
         if folder is None:
             self._bytes.zero_()
         if pinned:  # a GPU copies straight into it
+            from weft.memory.pinned import pin
+
             pin(self._bytes)
         memory = self._file.fileno()
 
@@ -152,6 +153,8 @@ class WriterProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
         if self._bytes.is_pinned():
+            from weft.memory.pinned import unpin
+
             unpin(self._bytes.data_ptr())
         del self._bytes
         self.memory.close()

@@ -252,7 +252,12 @@ def generate_command(
         if resting and resting.file and resting.file.note:
             warn(resting.file.note)
         model, files, _ = open_model(
-            checkpoint, device, warn, ema, mesh_of_rank(spread, device), resting
+            checkpoint,
+            device,
+            warn,
+            ema,
+            mesh_of_rank(spread, device),
+            resting.lift if resting else None,
         )
         read_only(model, weights)
         if device == "cpu":

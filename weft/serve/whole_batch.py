@@ -69,7 +69,11 @@ def write_prompt_file(
     if experts and experts.file and experts.file.note:
         warn(experts.file.note)
     model, files, _ = open_model(
-        asked.checkpoint, device, warn, asked.ema, experts=experts
+        asked.checkpoint,
+        device,
+        warn,
+        asked.ema,
+        lift=experts.lift if experts else None,
     )
     read_only(model, asked.weights)
     if device == "cpu":
