@@ -1,9 +1,9 @@
-"""Temperature, static and with a cool-down, on two packages of text of which one is 50 times larger.
+"""Temperature, static and with a cool-down, on code and on prose of which there is 50 times less.
 
-Four runs of a small character model at equal steps; the validation loss is that of unseen text of the small package.
-Writes ``bench/results/mixtures.json``. About four minutes on one core.
+Four runs of a small character model at equal steps for each size of the prose; the validation loss is that of unseen
+prose. Writes ``bench/results/mixtures.json``. About three minutes for each size on one core.
 
-    python bench/mixtures.py [--steps N]
+    python bench/mixtures.py [--steps N] [--sizes 4000 8000 20000]
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from weft.train.setup import prepare
 from weft.train.training import train_job
 
 RESULT = Path(__file__).with_name("results") / "mixtures.json"
-#: Characters of the small package that are trained on; the large one has fifty times as many.
-SMALL = 4_000
+#: Characters of prose that are trained on; of code there are fifty times as many.
+SIZES = (4_000, 8_000, 20_000)
 #: The settings of each run.
 RUNS: dict[str, dict[str, Any]] = {
     "T=1": {"mix_temperature": 1.0},
@@ -46,14 +46,17 @@ def write_documents(path: Path, text: str) -> str:
     return str(path)
 
 
-def measure(folder: Path, mix: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train with a mixture, and return the validation losses on the small package with their steps."""
-    large = package_text("asyncio", "multiprocessing", "unittest", "concurrent")
-    small = package_text("email")
+def measure(folder: Path, size: int, mix: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train with a mixture, and return the validation losses on unseen prose with their steps.
+
+    ``size``: characters of prose to train on.
+    """
+    code = package_text("asyncio", "multiprocessing", "unittest", "concurrent")
+    prose = package_text("pydoc_data")
     paths = {
-        "large": write_documents(folder / "large.jsonl", large[: 50 * SMALL]),
-        "small": write_documents(folder / "small.jsonl", small[:SMALL]),
-        "unseen": write_documents(folder / "unseen.jsonl", small[50_000:80_000]),
+        "large": write_documents(folder / "large.jsonl", code[: 50 * size]),
+        "small": write_documents(folder / "small.jsonl", prose[:size]),
+        "unseen": write_documents(folder / "unseen.jsonl", prose[50_000:80_000]),
     }
     recipe = build_recipe({
         "model": {"layers": 2, "embed": 64, "heads": 4, "ffn": 192, "tied": True},
@@ -81,31 +84,28 @@ def measure(folder: Path, mix: dict[str, Any], steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--only", choices=[*RUNS], help="this run alone; others stay")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[*SIZES])
     asked = parser.parse_args()
-    runs: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in [asked.only] if asked.only else RUNS:
-            runs[name] = measure(Path(folder), RUNS[name], asked.steps)
-            print(name, runs[name], flush=True)
-    if asked.only and RESULT.exists():
-        runs = json.loads(RESULT.read_text())["runs"] | runs
-    write_result(runs, asked.steps)
-
-
-def write_result(runs: dict[str, Any], steps: int) -> None:
-    """Write the results of all runs with what they are compared for, once all are there."""
-    result: dict[str, Any] = {"steps": steps, "runs": runs}
-    if len(runs) == len(RUNS):
-        static = min(runs[name]["final"] for name in RUNS if name.startswith("T="))
-        cooled = runs["cool-down 5 to 1"]["final"]
-        result |= {
-            "best_static": static,
-            "cool_down_over_best_static": cooled / static,
-            "hot_is_lowest_before_its_end": runs["T=5"]["lowest_at"] < steps,
-        }
+    result: dict[str, Any] = {"steps": asked.steps, "sizes": {}}
+    for size in asked.sizes:
+        runs = {}
+        for name, mix in RUNS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                runs[name] = measure(Path(folder), size, mix, asked.steps)
+            print(size, name, runs[name], flush=True)
+        result["sizes"][size] = {"runs": runs} | compared(runs, asked.steps)
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print({key: value for key, value in result.items() if key != "runs"})
+
+
+def compared(runs: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the final loss of the cool-down over that of the best static temperature, and what overfits."""
+    static = min(runs[name]["final"] for name in RUNS if name.startswith("T="))
+    cooled = runs["cool-down 5 to 1"]["final"]
+    return {
+        "best_static": static,
+        "cool_down_over_best_static": cooled / static,
+        "hot_is_lowest_before_its_end": runs["T=5"]["lowest_at"] < steps,
+    }
 
 
 if __name__ == "__main__":

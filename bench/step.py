@@ -1,10 +1,11 @@
 """One training step, side by side: tokens per second of Weft, of a hand-written PyTorch loop and of ``transformers``.
 
-On four ranks (``shard=2,tp=2``) the peer is the hand-written model under PyTorch's FSDP2 and ``parallelize_module``.
+On four ranks (``shard=2,tp=2``) the peer is the hand-written model under PyTorch's FSDP2 and ``parallelize_module``; on
+four replicas (``dp=4``) it is the hand-written model under ``DistributedDataParallel``.
 All sides start from the same weights, see the same rows (one document each, so that all do the same work) and must
 report the same losses. They take turns, a few steps at a time, and the ratio is that of the medians.
 
-    python bench/step.py [--rounds 10] [--only single|ranks] [--json bench/results/step.json]
+    python bench/step.py [--rounds 10] [--only single|ranks|replicas] [--json bench/results/step.json]
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from weft.data.batch import Batch
 from weft.layout.layout import Layout
@@ -351,6 +353,26 @@ def torch_parallel_step(job: Job, model: PlainModel) -> Step:
     return step
 
 
+def ddp_step(job: Job, model: PlainModel) -> Step:
+    """The hand-written model under ``DistributedDataParallel``, with gradients as views of its buckets."""
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ranks = dist.get_world_size()
+    rows, optimizer = tokens_of(job).chunk(ranks)[dist.get_rank()], adamw(model)
+    tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous().flatten()
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(parallel(tokens).flatten(0, 1), labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip)
+        optimizer.step()
+        mean = loss.detach().clone() / ranks
+        dist.all_reduce(mean)
+        return mean.item()
+
+    return step
+
+
 # --- measuring ---
 
 
@@ -488,6 +510,18 @@ def on_rank(
     return measure(job, sides, rounds, steps, min(4, os.cpu_count() or 1) * peak)
 
 
+def on_replica(
+    rank: int, job: Job, rounds: int, steps: int, peak: float
+) -> dict[str, Any]:
+    """One of four replicas: Weft's ``dp=4`` and PyTorch's DDP, in the same processes."""
+    plain = plain_model(job, weft_step(job, Mesh.single())[1])
+    sides = {
+        "weft": weft_step(job, Mesh.create(Layout(dp=4), "cpu"))[0],
+        "DistributedDataParallel": ddp_step(job, plain),
+    }
+    return measure(job, sides, rounds, steps, min(4, os.cpu_count() or 1) * peak)
+
+
 def on_ranks(
     count: int, target: Callable[..., dict[str, Any]], *given: Any
 ) -> dict[str, Any]:
@@ -566,7 +600,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=10, help="turns of every side")
     parser.add_argument("--steps", type=int, default=1, help="steps per turn")
-    parser.add_argument("--only", choices=["single", "ranks"])
+    parser.add_argument("--only", choices=["single", "ranks", "replicas"])
     parser.add_argument(
         "--job", choices=list(JOBS), help="default: small and quickstart"
     )
@@ -590,14 +624,19 @@ def main() -> None:
         }
         parameters = parameter_count(s, s.vocab) / 1e6
         title = f"{name}: {parameters:.1f}M parameters, {job.rows} x {job.length} tokens per step, float32"
-        if options.only != "ranks":
+        if options.only in (None, "single"):
             found["single"] = single(job, ALONE, options.rounds, options.steps, peak)
             show(f"{title}, one process", found["single"])
-        if options.only != "single":
+        if options.only in (None, "ranks"):
             found["ranks"] = on_ranks(
                 4, on_rank, job, options.rounds, options.steps, peak
             )
             show(f"{title}, 4 ranks shard=2,tp=2", found["ranks"])
+        if options.only in (None, "replicas"):
+            found["replicas"] = on_ranks(
+                4, on_replica, job, options.rounds, options.steps, peak
+            )
+            show(f"{title}, 4 replicas dp=4", found["replicas"])
     write(results, options.json)
 
 

@@ -126,6 +126,12 @@ def parallelize(
 
     log("types, and what learns")
     sharded = pipeline is None and is_sharded(mesh, train, memory, summed)
+    replicated = False
+    if sharded:
+        from weft.parallel.replicated import is_replicated, replicated_state
+
+        replicated = is_replicated(mesh, train, memory, summed)
+        sharded = not replicated
     everywhere = {
         name for name, logical in model.logical_parameters() if logical.everywhere
     }
@@ -164,6 +170,8 @@ def parallelize(
         state = pipeline.start(dtype, tiers, make)
     elif sharded:
         state = sharded_state(model, mesh, make)
+    elif replicated:
+        state = replicated_state(model, mesh, make)
     else:
         state = resident_state(model, mesh, make)
     if mesh.layout.placement == "moving":

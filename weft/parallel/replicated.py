@@ -1,0 +1,237 @@
+"""State that every data-parallel replica holds whole: gradients are summed while backward runs, without a copy.
+
+A large gradient is summed where autograd has left it, and only small ones are joined for a common sum. All ranks start
+the sums in one order, and wait for a sum when its gradient is first read. PyTorch's
+``DistributedDataParallel`` (Li et al. 2020, 2006.15704) copies every gradient into a bucket. Where ranks divide the
+state, :mod:`weft.parallel.sharded` takes the place of this module.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from weft.errors import WeftError
+from weft.layout.axes import FOLDED
+from weft.parallel.state import Held, State, Unit, by_block
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.models.transformer import Transformer
+    from weft.recipe import Memory, Train
+
+T = torch.Tensor
+
+#: Bytes from which a gradient is summed alone. Smaller ones are joined, as each sum costs a round trip.
+ALONE = 1 << 20
+
+
+class Parcel:
+    """Parameters of a unit whose gradients are summed over replicas in one call.
+
+    ``parameters``: at least one. Their gradients are complete once each has got one in the last pass of a step.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.missing = 0
+        self.launched = True
+        self.work: Any = None
+        self.joined: T | None = None
+
+    def expect(self, last: bool) -> None:
+        """Prepare for a pass; ``last``: whether its gradients complete the step's, so that they are summed."""
+        self.wait()
+        self.launched = not last
+        self.missing = len(self.parameters) if last else 0
+
+    @torch.no_grad()
+    def launch(self, group: dist.ProcessGroup) -> None:
+        """Start the sum over ``group``. A parameter without a gradient counts as zeros."""
+        self.launched = True
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if len(grads) > 1:
+            self.joined = torch.cat([grad.flatten() for grad in grads])
+            self.work = dist.all_reduce(self.joined, group=group, async_op=True)
+            return
+        parameter = self.parameters[0]
+        # as collectives ask for
+        parameter.grad = grads[0].contiguous()
+        self.work = dist.all_reduce(parameter.grad, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the sum, if one is under way, and leave its parts as the parameters' gradients."""
+        work, self.work = self.work, None
+        if work is None:
+            return
+        work.wait()
+        joined, self.joined = self.joined, None
+        if joined is None:
+            return
+        pieces = joined.split([p.numel() for p in self.parameters])
+        for parameter, piece in zip(self.parameters, pieces, strict=True):
+            parameter.grad = piece.view(parameter.shape)
+
+
+class Parcels:
+    """The parcels of all units of a state, in the order in which every rank launches them.
+
+    Gradients can become complete in another order on another rank. A parcel is therefore launched only after those
+    before it. ``ordered``: the parcels in the order in which backward usually completes them. ``group``: the replicas.
+    """
+
+    def __init__(self, ordered: Sequence[Parcel], group: dist.ProcessGroup) -> None:
+        self.ordered, self.group = list(ordered), group
+        self.next = len(self.ordered)
+        # Weak references: a cycle through PyTorch's hooks would keep parameters and process groups alive.
+        owner = weakref.ref(self)
+        for parcel in self.ordered:
+            for parameter in parcel.parameters:
+                parameter.register_post_accumulate_grad_hook(
+                    partial(_arrived, owner, weakref.ref(parcel))
+                )
+
+    def restart(self) -> None:
+        """Begin again with the first parcel."""
+        self.next = 0
+
+    def launch_complete(self) -> None:
+        """Launch the next parcels, as far as all gradients of each are there."""
+        while self.next < len(self.ordered) and not self.ordered[self.next].missing:
+            self._launch_next()
+
+    def launch_until(self, parcel: Parcel) -> None:
+        """Launch every parcel up to ``parcel``, because a reader wants its sums. Backward is over for all of them."""
+        while not parcel.launched:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        parcel = self.ordered[self.next]
+        self.next += 1
+        if not parcel.launched:
+            parcel.launch(self.group)
+
+
+def _arrived(
+    owner: weakref.ref[Parcels], which: weakref.ref[Parcel], _: nn.Parameter
+) -> None:
+    """Called by autograd when it has accumulated the gradient of a parameter."""
+    parcels, parcel = owner(), which()
+    if parcels is None or parcel is None or not parcel.missing:
+        return
+    if parcel.launched:
+        raise WeftError(
+            "a gradient came after its sum over replicas: this model's backward reaches its parameters in an order "
+            "of its own; leave out optimizer.in_backward, or set layout.shard in place of layout.dp"
+        )
+    parcel.missing -= 1
+    if not parcel.missing:
+        parcels.launch_complete()
+
+
+@dataclass(eq=False)
+class ReplicaUnit(Unit):
+    """A unit that every replica holds whole, whose gradients are summed during backward.
+
+    ``own``: the unit's parcels. ``parcels``: those of all units.
+    """
+
+    own: Sequence[Parcel]
+    parcels: Parcels
+
+    def begin_pass(self, last: bool) -> None:
+        for parcel in self.own:
+            parcel.expect(last)
+        self.parcels.restart()
+
+
+def is_replicated(
+    mesh: Mesh, train: Train, memory: Memory, summed: bool = True
+) -> bool:
+    """Return whether each replica of ``dp`` holds its part of the model whole, so that only gradients are exchanged.
+
+    This is so if nothing else divides the state, and parameters are on the device in the type in which they compute.
+    ``summed``: whether the state sums gradients over the replicas of ``dp``.
+    """
+    if not summed or mesh.size("dp") == 1:
+        return False
+    divided = mesh.size("state") > 1 or mesh.size(FOLDED) > 1
+    apart = train.dtype == "bfloat16" or memory.offloads_state
+    return not (divided or apart)
+
+
+def replicated_state(
+    model: Transformer, mesh: Mesh, make: Callable[..., State] = State
+) -> State:
+    """Build the state of a model that each replica of ``dp`` holds whole; ``make`` creates the state from units.
+
+    The model's parameters are themselves the state. Their gradients become sums over the replicas, as the loss is
+    already divided by the global token count.
+    """
+    described = dict(model.logical_parameters())
+    held: dict[str, Held] = {}
+    own = list[Held]()
+    for name, parameter in model.named_parameters():
+        placement = mesh.place.hold(described[name])
+        local = parameter.detach()
+        each = Held(name, described[name], placement, local, parameter)
+        if described[name].everywhere:
+            own.append(each)
+        else:
+            held[name] = each
+    blocks = by_block(held)
+    cut = {block: list(_parcels(of_block)) for block, of_block in blocks.items()}
+    order = {id(h.parameter): index for index, h in enumerate(held.values())}
+
+    def first(parcel: Parcel) -> int:
+        return min(order[id(parameter)] for parameter in parcel.parameters)
+
+    # backward reaches parameters from the model's end to its beginning
+    every = [parcel for own_parcels in cut.values() for parcel in own_parcels]
+    parcels = Parcels(sorted(every, key=first, reverse=True), mesh.group("dp"))
+    for block, of_block in blocks.items():
+        _read_sums(of_block, cut[block], parcels)
+    units: list[Unit] = [Unit(own)] if own else []
+    units += [
+        ReplicaUnit(of_block, cut[block], parcels) for block, of_block in blocks.items()
+    ]
+    return make(units)
+
+
+def _parcels(held: Sequence[Held]) -> Iterator[Parcel]:
+    """Cut the parameters of a unit that learn into parcels: each large one alone, and all small ones together."""
+    small = list[nn.Parameter]()
+    for h in held:
+        if not h.learns:
+            continue
+        if h.local.nbytes >= ALONE:
+            yield Parcel([h.parameter])
+        else:
+            small.append(h.parameter)
+    if small:
+        yield Parcel(small)
+
+
+def _read_sums(held: Sequence[Held], own: Sequence[Parcel], parcels: Parcels) -> None:
+    """Let the gradients of ``held`` be read only as sums over replicas."""
+    parcel_of = {id(p): parcel for parcel in own for p in parcel.parameters}
+    for h in held:
+        if h.learns:
+            h.gradient = partial(_summed, parcels, parcel_of[id(h.parameter)])
+
+
+def _summed(parcels: Parcels, parcel: Parcel, parameter: nn.Parameter) -> T | None:
+    """Return the sum over replicas of the gradient of ``parameter``, after waiting for it."""
+    parcels.launch_until(parcel)
+    parcel.wait()
+    return parameter.grad
