@@ -16,6 +16,7 @@ from weft.cluster.dispatch_policy import dispatch_policy
 from weft.curation.data_pipeline import DataStep
 from weft.data.remote_files import open_store
 from weft.errors import UsageError
+from weft.generate.cache_policy import cache_policy_of
 from weft.generate.drafter import check_ahead
 from weft.generate.policies import policy_of
 from weft.generate.quotas import quota_of
@@ -69,6 +70,7 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "drafter": lambda name: check_ahead(name, 1),
     "dispatch-policy": lambda name: dispatch_policy(name),
     "quota": lambda name: quota_of(name),
+    "cache-policy": lambda name: cache_policy_of(f"{name}:1"),
     "phases": lambda name: build_recipe(ASKED[name]),
     "tracker": lambda name: build_recipe({"observe": {"trackers": [name]}}),
     "task": lambda name: build_recipe({"tasks": [{"reward": name}]}),

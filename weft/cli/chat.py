@@ -7,7 +7,9 @@ import typer
 from rich.console import Console
 
 from weft.cli.arguments import Ema, Seed, Temperature, TopP, Weights
+from weft.cli.cache_policy_option import CachePolicyWord
 from weft.cli.console import warn
+from weft.errors import UsageError
 
 _model = (
     "A run, a checkpoint, a Hugging Face folder, a GGUF file or an id of the hub; or the address of a server such as "
@@ -26,6 +28,7 @@ def chat_command(
     seed: Seed = 0,
     weights: Weights = "float",
     ema: Ema = False,
+    cache_policy: CachePolicyWord = "none",
 ) -> int:
     """Talk to a model: each line is a message, and answers appear as they are written. A pipe is read line by line,
     too.
@@ -33,6 +36,10 @@ def chat_command(
     from weft.serve.talk import key_of_environment, model_speaker, server_speaker, talk
 
     if model.startswith(("http://", "https://")):
+        if cache_policy != "none":
+            raise UsageError(
+                "--cache-policy is for a model that is read here; give it to the server, or leave it out"
+            )
         asked = {
             "max_tokens": tokens,
             "temperature": temperature,
@@ -47,6 +54,8 @@ def chat_command(
         with Console(stderr=True, quiet=not sys.stderr.isatty()).status(
             f"reading {model}"
         ):
-            speaker = model_speaker(model, tokens, how, weights, ema, warn)
+            speaker = model_speaker(
+                model, tokens, how, weights, ema, warn, cache_policy
+            )
     talk(speaker, system)
     return 0

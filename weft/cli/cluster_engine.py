@@ -97,6 +97,7 @@ def engine_command(
         raise UsageError(f"--role {role} is not possible; give {' or '.join(ROLES)}")
     if role == "cache":
         _check_of_cache(options)
+    options.check_moves()
     router = read_address(join, "--join")
     if joined_file is not None:
         _mark(joined_file, False)
@@ -137,7 +138,7 @@ def engine_command(
             name=name,
             instance=uuid4().hex,
             version=VERSION,
-            fingerprint=weights_fingerprint(model, options.weights),
+            fingerprint=weights_fingerprint(model, options.numerics),
             vocab=engine.model.shape.vocab,
             embed=engine.model.shape.embed,
             cache=opened.cache // engine.reader.size * engine.reader.size,
@@ -238,7 +239,7 @@ def _open_cache(
     from weft.version import VERSION
 
     model = open_for_reading(options.checkpoint, options.ema)
-    fingerprint = weights_fingerprint(model, options.weights)
+    fingerprint = weights_fingerprint(model, options.numerics)
     free = share * psutil.virtual_memory().available
     memory = int(options.host_cache * 1e9 or free)
     size = options.cache_folder_size

@@ -21,6 +21,7 @@ from weft.cli.arguments import (
     Weights,
     import_plugins,
 )
+from weft.cli.cache_policy_option import CachePolicyWord
 
 if TYPE_CHECKING:
     from weft.generate.open_engine import EngineOptions
@@ -160,6 +161,7 @@ def read_engine_options(
     lend: Lend = False,
     cuda_graphs: CudaGraphs = OnOff.on,
     attention: Attention = "",
+    cache_policy: CachePolicyWord = "none",
     phases: Phases = "one",
     quota: QuotaWord = "",
 ) -> "EngineOptions":
@@ -194,6 +196,7 @@ def read_engine_options(
         lend=lend,
         cuda_graphs=cuda_graphs.value,
         attention=attention,
+        cache_policy=cache_policy,
         phases=phases,
         quota=quota,
     )

@@ -28,6 +28,7 @@ from weft.cli.arguments import (
     Weights,
     import_plugins,
 )
+from weft.cli.cache_policy_option import CachePolicyWord
 from weft.cli.console import plain_console, warn
 from weft.errors import UsageError
 
@@ -144,6 +145,7 @@ def generate_command(
     ahead: Ahead = 0,
     early_layer: EarlyLayer = 0,
     attention: Attention = "",
+    cache_policy: CachePolicyWord = "none",
     plugin: PluginModules = None,
     layout: Spread = None,
     experts_in: Annotated[str | None, typer.Option(metavar="WHERE", help=_rest)] = None,
@@ -158,6 +160,7 @@ def generate_command(
     from weft.data.chat.encode import prompt_ids, read_messages, reasoning_prompt
     from weft.data.detokenizer import stream_text
     from weft.generate.best_answer import Verifier
+    from weft.generate.cache_policy import cache_policy_of, check_alone
     from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import BUDGET, Engine
     from weft.generate.leader import follow_leader, mesh_of_rank
@@ -187,6 +190,8 @@ def generate_command(
     options.check(temperature, draft, spread)
     import_plugins(plugin)
     check_ahead(draft, ahead, early_layer, spread.world)
+    apart = {"--workers": workers, "--paths": paths, "cp in --layout": spread.cp > 1}
+    check_alone(cache_policy, apart, {"--draft": draft, "--beams": beams})
     if experts_in == "":
         raise UsageError("--experts-in is empty; give a folder on a local disk")
     if resident is not None and not experts_in:
@@ -210,7 +215,7 @@ def generate_command(
     if prompts is not None:
         refused = {
             "--system": system, "--layout": spread.world > 1, "--draft": draft, "--think": think,
-            "--texts, --beams, --workers and --paths": options.asked,
+            "--texts, --beams, --workers and --paths": options.asked, "--cache-policy": cache_policy != "none",
         }  # fmt: skip
         for option, given in refused.items():
             if given:
@@ -289,6 +294,7 @@ def generate_command(
                 drafter=drafter,
                 ranks=spread.world > 1,
                 attention=attention,
+                cache_policy=cache_policy_of(cache_policy),
                 graphs=True,
             )
         ) as engine:

@@ -221,6 +221,7 @@ def serve_command(
         return front
 
     if engines or cluster:
+        options.check_moves()
         settings = _settings(engines, cluster, dispatch, secret)
         listening = _listen(host, port)
         with _routed(settings, options, name) as routed:
@@ -333,7 +334,7 @@ def _routed(
     router = None
     try:
         expected = RouterModel(
-            weights_fingerprint(model, options.weights),
+            weights_fingerprint(model, options.numerics),
             model.shape.vocab,
             model.shape.embed,
             digests,

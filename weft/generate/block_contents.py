@@ -204,6 +204,7 @@ def write_pages(
             store[:, list(table), :own] = values
         else:
             store[:, list(table)] = values
+        page.loaded(table)
 
 
 def gather_parts(

@@ -21,6 +21,7 @@ from weft.generate import branches
 from weft.generate.block_contents import LayerPart
 from weft.generate.block_pool import BlockPool
 from weft.generate.block_source import SourceUsage
+from weft.generate.cache_policy import NONE, CachePolicy, check_policy
 from weft.generate.drafter import Drafter, early_exit
 from weft.generate.early_exit import check_early_layer
 from weft.generate.grammar import Grammar
@@ -172,13 +173,15 @@ class Engine:
         ``attention``: name of the attention backend (:mod:`weft.models.attention_backend`); "": the fastest one.
         ``graphs``: whether steps in which each text computes one token are recorded as CUDA graphs, if the model and
             its device permit it (:mod:`weft.generate.decode_step`).
+        ``cache_policy``: chooses the cached tokens that new tokens attend to
+            (:func:`weft.generate.cache_policy.cache_policy_of`); None: all of them.
     """
 
     def __init__(
         self, model: Transformer, tokens: int | None = None, budget: int = BUDGET, limit: int = 64,
         policy: Policy = exact_fill, size: int = 0, drafter: Drafter | None = None, invariant: bool = False,
         ranks: bool = False, attention: str = "",
-        graphs: bool = False,
+        graphs: bool = False, cache_policy: CachePolicy | None = None,
     ) -> None:  # fmt: skip
         if budget < 1 or limit < 1:
             raise UsageError(
@@ -193,10 +196,13 @@ class Engine:
             model.shape.mixer_of(i) != "softmax" for i in range(model.shape.layers)
         )
         size = size or (CHUNK if states else BLOCK)
+        if cache_policy is not None:
+            check_policy(cache_policy, model, size)
+            self._check_policy_alone(cache_policy, model, invariant, drafter)
         self.reader: PagedReader | Leader = (
-            Leader(model, size)
+            Leader(model, size, cache_policy.word if cache_policy else NONE)
             if ranks
-            else PagedReader(model, size, invariant, attention)
+            else PagedReader(model, size, invariant, attention, cache_policy)
         )
         blocks = 2**40 if tokens is None else max(1, tokens // self.reader.size)
         pool = BlockPool(blocks, self.reader.size, states)
@@ -208,7 +214,7 @@ class Engine:
         self.model, self.drafter, self.scheduler = (
             model,
             drafter,
-            Scheduler(pool, budget, limit, policy),
+            Scheduler(pool, budget, limit, policy, cache_policy),
         )
         self.sent: deque[LaunchedPass] = deque()  # the oldest first
         # what lends blocks of this engine's texts to other engines, and what holds blocks of theirs
@@ -218,6 +224,25 @@ class Engine:
         self.watch: StepWatch | None = None  # of the seconds of steps
         # hashes of adapters and other models by their names
         self.adapter_digests = {"": b""}
+        if cache_policy is not None:
+            cache_policy.attach(self.scheduler)
+
+    @staticmethod
+    def _check_policy_alone(
+        policy: CachePolicy,
+        model: Transformer,
+        invariant: bool,
+        drafter: Drafter | None,
+    ) -> None:
+        why = "several ranks along cp" if model.mesh.layout.dp > 1 else ""
+        if invariant:
+            why = "log-probabilities that do not depend on other requests"
+        if drafter is not None and policy.remembers:
+            why = "guesses, which would count in its sums of attention weights"
+        if why:
+            raise UsageError(
+                f"the cache policy {policy.word} cannot be combined with {why}; leave one of them out"
+            )
 
     def submit(
         self, ids: Sequence[int], count: int, how: Sampling | None = None, stops: Collection[int] = (), n: int = 1,
@@ -300,9 +325,13 @@ class Engine:
         ``digest``: hash of all weights of ``model``, by which cache blocks of its texts are kept outside the engine's
         cache; b"": they are not kept.
         """
-        if not isinstance(self.reader, PagedReader) or self.reader.alike:
+        if (
+            not isinstance(self.reader, PagedReader)
+            or self.reader.alike
+            or self.scheduler.cache_policy is not None
+        ):
             raise UsageError(
-                "several models need one rank, and no invariant; leave these out"
+                "several models need one rank, and neither invariant nor a cache policy; leave these out"
             )
         if name in self.scheduler.adapter_keys:
             raise UsageError(

@@ -28,6 +28,10 @@ def check_streams(engine: Engine, ids: Sequence[int]) -> None:
         raise UsageError(
             "streams see each other's keys, which linear attention does not keep; use one stream"
         )
+    if engine.scheduler.cache_policy is not None:
+        raise UsageError(
+            "streams see all keys of each other, which a cache policy does not permit; leave out one of them"
+        )
     if engine.model.mesh.size("dp", "pp") > 1:
         raise UsageError(
             "streams see each other's keys in the same step, which cp and pp keep apart; use tp"

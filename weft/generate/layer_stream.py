@@ -110,6 +110,7 @@ def write_layers(pages: Sequence[Pages], table: Sequence[int], first: int, layer
         at = places.to(store.device)
         for kept, each in zip(store, values.to(store.device), strict=True):
             kept.flatten(0, 1).index_copy_(0, at, each)
+        page.loaded(table[first // size : -(-(first + tokens) // size)])
 
 
 def joined_layers(layers: Sequence[T], blocks: int, size: int) -> bytes:

@@ -28,8 +28,9 @@ from weft.generate.block_contents import (
     whole_parts,
     write_pages,
 )
+from weft.generate.cache_policy import NONE, cache_policy_of
 from weft.generate.early_exit import EarlyExit
-from weft.generate.reader import PackedRow, pack, parts_of, pooled
+from weft.generate.reader import PackedRow, pack, parts_of, pooled, select_blocks
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.tickets import TicketReader, TicketWriter, open_tickets
 from weft.layout.axis_groups import numbers_within
@@ -118,10 +119,11 @@ def mesh_of_rank(layout: Layout, device: str) -> Mesh:
 
 class RankReader:
     """Computes this rank's part of every step of ``model``, which is cut over several ranks. ``size``: tokens of a
-    cache block, rounded up to a multiple of the size of ``cp``.
+    cache block, rounded up to a multiple of the size of ``cp``. ``policy``: word of the cache policy, which no ranks of
+    ``cp`` can have.
     """
 
-    def __init__(self, model: Transformer, size: int) -> None:
+    def __init__(self, model: Transformer, size: int, policy: str = NONE) -> None:
         self.model, self.mesh, patience = model, model.mesh, limit()
         self.all = group_of(model)
         self.rank = self.all.rank()
@@ -129,6 +131,9 @@ class RankReader:
         self.group = self.mesh.group("dp") if ranks > 1 else None
         self.size = size + -size % ranks
         pages = layer_pages(model, self.size)
+        selecting = cache_policy_of(policy)
+        if selecting is not None:
+            select_blocks(pages, selecting, model, self.size)
         self.pages = (
             pages
             if self.group is None
@@ -292,15 +297,15 @@ class RankReader:
 
 class Leader(RankReader):
     """Reader of the first rank, which launches every step on all ranks. The other ranks run :func:`follow_leader`.
-    ``size``: tokens of a cache block.
+    ``size``: tokens of a cache block. ``policy``: word of the cache policy.
     """
 
-    def __init__(self, model: Transformer, size: int) -> None:
+    def __init__(self, model: Transformer, size: int, policy: str = NONE) -> None:
         tickets = open_tickets(group_of(model))
         assert isinstance(tickets, TicketWriter)
         self.tickets = tickets
-        self.tickets.give([size])
-        super().__init__(model, size)
+        self.tickets.give([size, policy])
+        super().__init__(model, size, policy)
         # functions that wait for the logits of steps under way, the oldest step first
         self._under_way: list[Callable[[], T]] = []
         # what each rank holds of a block
@@ -315,6 +320,8 @@ class Leader(RankReader):
         """
         assert early is None
         work = row, *_ = pack(parts_of(step)), step.copies, step.loads
+        # a thread writes the ticket, perhaps only when tables of requests have changed again
+        row.spans[:] = [span._replace(table=[*span.table]) for span in row.spans]
         with naming_lost_rank():
             stripes, own = self.run(number := self.tickets.give(("run", *work)), *work)
 
@@ -433,8 +440,8 @@ class Follower(RankReader):
 
     def __init__(self, model: Transformer, tickets: TicketReader) -> None:
         self.tickets = tickets
-        (size,) = tickets.next()
-        super().__init__(model, size)
+        size, policy = tickets.next()
+        super().__init__(model, size, policy)
 
 
 def group_of(model: Transformer) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ from weft.checkpoint.convert.peft import is_adapter, read_adapter
 from weft.checkpoint.model import open_model, tokenizer_of
 from weft.checkpoint.model_family import FamilyMember, ModelFamily, model_folders
 from weft.errors import UsageError
+from weft.generate.cache_policy import NONE, cache_policy_of, check_alone
 from weft.generate.core_share import own_cores
 from weft.generate.drafter import check_ahead, drafter_for
 from weft.generate.engine import Engine, check_prompt
@@ -36,7 +37,9 @@ SHARE = 0.4
 #: In how many processes an engine computes: prompts and writing in one, or each in its own.
 PHASES = ("one", "split")
 #: Options of an engine that only keeps blocks for others.
-OF_CACHE = ("checkpoint", "ema", "weights", "host_cache", "cache_folder", "cache_folder_size", "plugins")  # fmt: skip
+OF_CACHE = (
+    "checkpoint", "ema", "weights", "cache_policy", "host_cache", "cache_folder", "cache_folder_size", "plugins",
+)  # fmt: skip
 #: GB of the files in which cache blocks are kept, if nothing else is said.
 FOLDER_GB = 20.0
 
@@ -69,6 +72,7 @@ class EngineOptions:
         ``lend``: whether engines lend each other blocks of their caches.
         ``cuda_graphs``: "on" or "off": whether decode steps are recorded as CUDA graphs, where this is possible.
         ``attention``: name of the attention backend; "": the fastest one.
+        ``cache_policy``: word of the cache policy.
         ``phases``: "split" if a second process reads prompts, else "one".
         ``quota``: word of the quota of the process that reads prompts; "": half of the cores.
     """
@@ -96,6 +100,7 @@ class EngineOptions:
     lend: bool = False
     cuda_graphs: str = "on"
     attention: str = ""
+    cache_policy: str = NONE
     phases: str = "one"
     quota: str = ""
 
@@ -111,6 +116,7 @@ class EngineOptions:
 
     def check(self) -> None:
         """Raise :class:`UsageError` for options that are wrong on their own or conflict, before any model is opened."""
+        self._check_cache_policy()
         if self.invariant and self.spread.world > 1:
             raise UsageError(
                 "--invariant is for a model on one rank; leave out --layout"
@@ -143,6 +149,31 @@ class EngineOptions:
         self._check_phases()
         check_ahead(self.draft, self.ahead, self.early_layer, self.spread.world)
         policy_of(self.policy)
+
+    @property
+    def numerics(self) -> str:
+        """What changes the numbers of a model beside its weights, in words: the type in which they are used, and the
+        cache policy.
+        """
+        if self.cache_policy == NONE:
+            return self.weights
+        return f"{self.weights} {self.cache_policy}"
+
+    def _check_cache_policy(self) -> None:
+        alone = {
+            "--invariant": self.invariant, "--lend": self.lend, "--models": self.models,
+            "--phases split": self.phases == "split", "cp in --layout": self.spread.cp > 1,
+        }  # fmt: skip
+        kept = {
+            "--draft": self.draft, "--host-cache": self.host_cache, "--cache-folder": self.cache_folder,
+        }  # fmt: skip
+        check_alone(self.cache_policy, alone, kept)
+
+    def check_moves(self) -> None:
+        """Raise :class:`UsageError` if texts cannot move to another engine because the cache policy remembers more of
+        them than their blocks.
+        """
+        check_alone(self.cache_policy, {}, {"engines between which texts move": True})
 
     def _check_phases(self) -> None:
         if self.phases not in PHASES:
@@ -250,6 +281,7 @@ def open_engine(
         ranks=spread.world > 1,
         attention=options.attention,
         graphs=options.cuda_graphs == "on",
+        cache_policy=cache_policy_of(options.cache_policy),
     )
     members = dict[str, FamilyMember]()
     if family and options.models:
@@ -288,7 +320,7 @@ def _opened_scorer(
         "--layout": options.spread.world > 1, "--phases": options.phases != "one", "--adapters": options.adapters,
         "--models": options.models, "--lend": options.lend, "--draft": options.draft,
         "--host-cache": options.host_cache, "--cache-folder": options.cache_folder,
-        "--weights": options.weights != "float",
+        "--weights": options.weights != "float", "--cache-policy": options.cache_policy != NONE,
     }  # fmt: skip
     for option, given in refused.items():
         if given:
@@ -327,7 +359,7 @@ def keep_opened(
     kept. ``warn`` prints a line.
     """
     opened = open_for_reading(options.checkpoint, options.ema)
-    weights = weights_fingerprint(opened, options.weights)
+    weights = weights_fingerprint(opened, options.numerics)
     size = options.cache_folder_size
     most = FOLDER_GB if size is None else size
     return keep_blocks(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.generate.block_contents import LayerPart, layer_parts, read_pages, write_pages
+from weft.generate.cache_policy import CachePolicy, check_policy
 from weft.generate.chains import ChainPass
 from weft.generate.decode_step import (
     DecodeSteps,
@@ -31,6 +32,7 @@ from weft.models.borrowed_keys import LentBlocks
 from weft.models.invariant import TILE, invariant
 from weft.models.paged import (
     KeyValuePages,
+    Pages,
     Reading,
     attending,
     check_serves,
@@ -176,6 +178,20 @@ def pack(parts: Iterable[TextSlice]) -> PackedRow:
     return row
 
 
+def select_blocks(
+    pages: Sequence[Pages], policy: CachePolicy, model: Transformer, size: int
+) -> None:
+    """Let selectors of ``policy`` choose the cached tokens that new tokens attend to, in every layer.
+
+    ``pages``: the cache of each layer of ``model``; ``size``: tokens of a cache block. Raises :class:`UsageError` for a
+    model that the policy cannot serve.
+    """
+    check_policy(policy, model, size)
+    for each in pages:
+        assert isinstance(each, KeyValuePages)
+        each.selector = policy.selector(size)
+
+
 def pooled(hidden: T, last: bool) -> T:
     """Return the mean over tokens of ``hidden`` ``[tokens, embed]``, or with ``last`` the last token's row: float32
     ``[embed]``.
@@ -188,6 +204,7 @@ class PagedReader:
 
     ``size``: tokens of a cache block. ``alike``: whether logits are bitwise equal however texts are packed.
     ``attention``: name of the attention backend (:mod:`weft.models.attention_backend`); "": the fastest one.
+    ``policy``: chooses the cached tokens that new tokens attend to; None: all of them.
 
     The attribute ``decoding`` computes decode steps from recorded passes; None: every pass is launched anew.
     """
@@ -201,6 +218,7 @@ class PagedReader:
         size: int = 16,
         alike: bool = False,
         attention: str = "",
+        policy: CachePolicy | None = None,
     ) -> None:
         """Create a reader. ``alike``: a token's results do not depend on the rest of the batch
         (:mod:`weft.models.invariant`).
@@ -211,6 +229,8 @@ class PagedReader:
             layer_pages(model, size),
             alike,
         )
+        if policy is not None:
+            select_blocks(self.pages, policy, model, size)
         self.shelf = AdapterShelf(model, self.pages)
         # models of the same shape that requests name instead of `model`
         self.others: dict[str, Transformer] = {}
@@ -267,6 +287,8 @@ class PagedReader:
         ``record``: prepares a pass for being repeated.
         """
         why = "invariant passes" if self.alike else ""
+        if any(getattr(each, "selector", None) for each in self.pages):
+            why = "a cache policy"
         why = why or decode_obstacle(self.model, self.pages)
         if not why:
             self.decoding = DecodeSteps(self.model, self.pages, record)

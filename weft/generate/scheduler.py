@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from weft.errors import UsageError
 from weft.generate import branches
 from weft.generate.block_pool import BlockPool
+from weft.generate.cache_policy import CachePolicy
 from weft.generate.keys import chained_keys, root_key
 from weft.generate.policies import Policy, exact_fill
 from weft.generate.request import Branch, Request
@@ -61,13 +62,23 @@ class Scheduler:
     """Plans the steps of an engine over its requests. Cache blocks are taken from ``pool``.
 
     ``budget``: most tokens in a step. ``limit``: most requests in a step. ``policy``: shares the budget among requests.
-    The attribute ``version`` is the number of the weights, which :meth:`renew` raises.
+    ``cache_policy``: says which blocks of a text are still needed; None: all are. The attribute ``version`` is the
+    number of the weights, which :meth:`renew` raises.
     """
 
     def __init__(
-        self, pool: BlockPool, budget: int, limit: int, policy: Policy = exact_fill
+        self,
+        pool: BlockPool,
+        budget: int,
+        limit: int,
+        policy: Policy = exact_fill,
+        cache_policy: CachePolicy | None = None,
     ) -> None:
         self.pool, self.budget, self.limit, self.policy = pool, budget, limit, policy
+        self.cache_policy = cache_policy
+        # blocks that the next step copies first: pairs (from, to)
+        self.moves: list[tuple[int, int]] = []
+        self.hidden_blocks = 0  # blocks that were freed as no later token sees them
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         # placeholders that own the blocks of requests on their way here, the oldest first
@@ -100,7 +111,10 @@ class Scheduler:
     def check_size(self, request: Request) -> None:
         """Raise :class:`UsageError` if the cache can never hold ``request``."""
         size, beside = self.pool.size, len(self.adapter_keys[request.adapter])
-        if -(-request.most // size) + beside > self.pool.blocks + self.borrowable:
+        blocks = -(-request.most // size)
+        if self.cache_policy is not None:
+            blocks = self.cache_policy.most_blocks(request.most, self.budget, size)
+        if blocks + beside > self.pool.blocks + self.borrowable:
             adapter = f" beside the adapter's {beside * size}" if beside else ""
             raise UsageError(f"{request.most} tokens of prompt and answer do not fit into a cache of "
                              f"{self.pool.blocks * size}{adapter}; ask for fewer")  # fmt: skip
@@ -152,7 +166,8 @@ class Scheduler:
         """Start ``child`` with the cache blocks of ``parent``. The text of ``child`` must begin with all computed
         tokens of ``parent``.
         """
-        if not parent.runs or len(self.running) == self.limit:
+        shares = self.cache_policy is None or not self.cache_policy.remembers
+        if not (parent.runs and shares) or len(self.running) == self.limit:
             return self.add(child)
         child.computed, child.table, child.keys = (
             parent.computed,
@@ -255,7 +270,9 @@ class Scheduler:
                     (old, new) for old, new in step.copies if new not in lost
                 ]
                 self.preemptions += 1
-                last.least_blocks = len(last.table) + 1 if last is request else 0
+                here = len({block for block in last.table if block >= 0})
+                room = here if self.cache_policy else len(last.table)
+                last.least_blocks = room + 1 if last is request else 0
                 self.requeue(last)
             if request.runs and tokens:
                 step.work[request] = tokens
@@ -264,6 +281,7 @@ class Scheduler:
                     left -= branches.branch(self.pool, request, left, step.copies)
         if not step.work:
             return step
+        step.copies[:0], self.moves = self.moves, []
         # Of whoever lost the blocks again in the same step, others may have them now.
         loads = [
             (name, table)
@@ -282,6 +300,7 @@ class Scheduler:
             if request.runs:  # it may have lost its blocks meanwhile
                 request.computed += tokens
                 self._remember(request)
+                self._free_hidden(request)
 
     def settle(self, request: Request, branch: Branch | None, right: int) -> None:
         """Keep the right guesses of a draft as tokens of ``request``, and free the cache blocks of all other drafts.
@@ -313,6 +332,21 @@ class Scheduler:
             if self.outside is not None:
                 self.outside.note_full(request, key, block)
 
+    def _free_hidden(self, request: Request) -> None:
+        """Give blocks back that no later token of ``request`` sees. Its first block stands in their place in the table,
+        so that every number there is that of a block of its own.
+        """
+        if self.cache_policy is None or not request.table:
+            return
+        table, size = request.table, self.pool.size
+        for at in reversed(self.cache_policy.hidden(request.computed, size)):
+            if table[at] == table[0]:
+                break  # all before it are free already
+            self.pool.hold(table[:1])
+            self.pool.release([table[at]])
+            table[at] = table[0]
+            self.hidden_blocks += 1
+
     def _begin(self, request: Request) -> bool:
         """Start a request after the part of its text that is in the cache; return False if there is no room."""
         pool, last, seen = (
@@ -323,7 +357,8 @@ class Scheduler:
         root = root_key(self.version, request.adapter, request.tenant, seen)
         # one token is computed in any case
         keys = [root, *chained_keys(root, request.ids[:last], pool.size)]
-        blocks = [] if request.scored else pool.find(keys[1:])
+        apart = self.cache_policy is not None and self.cache_policy.remembers
+        blocks = [] if request.scored or apart else pool.find(keys[1:])
         known, away = len(blocks) * pool.size, keys[len(blocks) + 1 :]
         if self.outside is None or request.scored or request.pinned:
             away = []

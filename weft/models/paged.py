@@ -9,13 +9,13 @@ with blocks of another text. Other objects with the same signature can take the 
 that are spread over ranks (:mod:`weft.parallel.striped`). Keys arrive rotated to their positions.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from threading import Lock
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from weft.models.attention_backend import (
     SpanKeys,
     read_span,
 )
+from weft.models.block_selector import BlockSelector
 from weft.models.borrowed_keys import (
     BorrowingGroup,
     LentBlocks,
@@ -88,12 +89,14 @@ class Reading:
             computed in one call. A size is added when a layer first needs it.
         ``rows``: the texts of a step in which each computes one token; None: ``spans`` has the texts. No backend then
             reads anything on the host.
+        ``prepared``: what the first layer's selector has prepared for those of the other layers, by a key of its own.
     """
 
     spans: Sequence[Span]
     slots: T  # [new tokens], where they go among the tokens of all blocks
     batches: dict[int, list["Piece"]] = field(default_factory=dict)
     rows: DecodeRows | None = None
+    prepared: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
     def blocks(self) -> int:
@@ -131,6 +134,9 @@ class Pages:
     reading: Reading
     layer: int = 0
     written: Callable[[], None] | None = None
+
+    def loaded(self, blocks: Sequence[int]) -> None:
+        """Note that ``blocks``, numbers of whole blocks, have got other contents from outside the cache."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -200,10 +206,12 @@ class KeyValuePages(Pages):
 
     ``size``: tokens of a block. ``freq``: frequencies of rotary embedding. They serve queries that attend to a cached
     prefix of another text as if it stood at other positions: such queries are rotated further. None: they are not
-    rotated. The attribute ``backend`` says how new tokens attend; what it does not take is gathered.
+    rotated. The attribute ``backend`` says how new tokens attend; what it does not take is gathered. The attribute
+    ``selector`` chooses the tokens to which they attend; None: all of their text.
     """
 
     backend: AttentionBackend = GATHERED
+    selector: BlockSelector | None = None
 
     def __init__(self, size: int, freq: T | None = None) -> None:
         super().__init__(size)
@@ -221,43 +229,54 @@ class KeyValuePages(Pages):
         only the first ``width`` elements of each result are returned. ``window``: the number of tokens that a token
         sees, itself included; 0: all.
         """
-        assert self.store is not None
-        takes = self.backend.takes(q, self.store, width)
-        backend = self.backend if takes else GATHERED
         # a row may be filled up, and nothing writes the results of tokens of no text
         whole = len(self.reading.slots) == q.shape[1]
         out = (q.new_empty if whole else q.new_zeros)(*q.shape[:3], width)
+        if self.selector is None:
+            self.attend_spans(self.reading.spans, q[0], out[0], window)
+        else:
+            self.selector.attend(self, q[0], out[0], window)
+        return out
+
+    def attend_spans(self, spans: Sequence[Span], q: T, out: T, window: int) -> None:
+        """Write the attention of the tokens of ``spans`` into ``out``. All layers with an equal window must be called
+        with equal spans during a pass, so that what is prepared for one layer serves the others.
+
+        ``q``: queries of all new tokens of the pass, ``[tokens, heads, width]``; ``out``: ``[tokens, heads, value
+        elements]``; ``window``: the number of tokens that a token sees, itself included; 0: all.
+        """
+        assert self.store is not None
+        width = out.shape[-1]
+        takes = self.backend.takes(q, self.store, width)
+        backend = self.backend if takes else GATHERED
         if window not in self.reading.batches:
-            self.reading.batches[window] = self._pieces(backend, q, window)
+            self.reading.batches[window] = self._pieces(spans, backend, q, window)
         for piece in self.reading.batches[window]:
             if isinstance(piece, PrefixGroup):
                 attended = attend_prefixes(
-                    q[0, piece.rows], piece, lambda span: self.read(span, 0)[:2]
+                    q[piece.rows], piece, lambda span: self.read(span, 0)[:2]
                 )
-                out[0, piece.rows] = attended[..., :width]
+                out[piece.rows] = attended[..., :width]
             elif isinstance(piece, BorrowingGroup):
                 attended = attend_borrowing(
-                    q[0, piece.rows], piece, self.layer, window, self.read
+                    q[piece.rows], piece, self.layer, window, self.read
                 )
-                out[0, piece.rows] = attended[..., :width]
+                out[piece.rows] = attended[..., :width]
             else:
-                backend.attend(q[0], self.store, piece, window, out[0])
-        return out
+                backend.attend(q, self.store, piece, window, out)
 
-    def _pieces(self, backend: AttentionBackend, q: T, window: int) -> list[Piece]:
+    def _pieces(
+        self, spans: Sequence[Span], backend: AttentionBackend, q: T, window: int
+    ) -> list[Piece]:
         """Groups for one call each: those of ``backend``, all spans together that see other texts, and all spans
         together that begin with lent blocks.
         """
         assert self.store is not None
         if self.reading.rows is not None:
             return [backend.group_rows(self.reading.rows, self.store, window, q)]
-        others = [span for span in self.reading.spans if span.context]
-        borrowing = [span for span in self.reading.spans if span.table[0] < 0]
-        plain = [
-            span
-            for span in self.reading.spans
-            if not span.context and span.table[0] >= 0
-        ]
+        others = [span for span in spans if span.context]
+        borrowing = [span for span in spans if span.table[0] < 0]
+        plain = [span for span in spans if not span.context and span.table[0] >= 0]
         pieces: list[Piece] = []
         if plain:
             pieces += backend.group(plain, self.store, window, q)
@@ -278,8 +297,23 @@ class KeyValuePages(Pages):
         store = self.room(self.reading.blocks, first, len(new), shape)
         for kept, each in zip(store, new, strict=True):
             kept.flatten(0, 1).index_copy_(0, slots, each[0, : len(slots)])
+        if self.selector is not None:
+            self.selector.written(self)
         if self.written is not None:
             self.written()
+
+    def copy(self, blocks: Iterable[tuple[int, int]]) -> None:
+        if self.selector is None:
+            super().copy(blocks)
+            return
+        own = self.selector.copied(self, [*blocks])
+        super().copy(own)
+        if own:
+            self.loaded([new for _, new in own])
+
+    def loaded(self, blocks: Sequence[int]) -> None:
+        if self.selector is not None:
+            self.selector.loaded(self, blocks)
 
     def read(self, span: Span, window: int) -> SpanKeys:
         """Return the keys and values that any token of ``span`` sees.

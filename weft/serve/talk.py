@@ -157,6 +157,7 @@ def model_speaker(
     weights: str,
     ema: bool,
     warn: Callable[[str], None],
+    cache_policy: str = "none",
 ) -> Speaker:
     """Return a speaker that runs the model of ``checkpoint`` in this process. Its cache keeps the earlier turns of a
     conversation.
@@ -167,15 +168,18 @@ def model_speaker(
         ``weights``: number format of the weights.
         ``ema``: whether to use the moving averages of the parameters in place of the parameters.
         ``warn``: called with warnings.
+        ``cache_policy``: word of the cache policy.
     """
     import torch
 
     from weft.checkpoint.model import open_model, tokenizer_of
     from weft.data.chat.encode import own_encoder, prompt_ids
     from weft.data.detokenizer import stream_text
+    from weft.generate.cache_policy import cache_policy_of
     from weft.generate.engine import Engine
     from weft.models.products import read_only
 
+    policy = cache_policy_of(cache_policy)
     model, files, _ = open_model(
         checkpoint, "cuda" if torch.cuda.is_available() else "cpu", warn, ema
     )
@@ -183,7 +187,7 @@ def model_speaker(
     tokenizer = tokenizer_of(files, checkpoint)
     # a model without a template is refused before anybody types
     own_encoder(tokenizer, checkpoint)
-    engine = Engine(model, graphs=True)
+    engine = Engine(model, graphs=True, cache_policy=policy)
 
     def speak(messages: Messages) -> Iterator[str]:
         ids = prompt_ids(tokenizer, messages, True, checkpoint)

@@ -1,0 +1,231 @@
+"""Cache policies: exact where the budget covers all, and functions of the text alone where it does not."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.generate.test_adapters import TARGETS, write
+from tests.generate.test_leader import model_under
+from tests.generate.test_phase_options import PLAIN
+from weft.checkpoint.convert.peft import read_adapter
+from weft.errors import UsageError
+from weft.generate.cache_policy import cache_policy_of
+from weft.generate.engine import Engine
+from weft.generate.leader import follow_leader
+from weft.generate.lookup import Lookup
+from weft.generate.open_engine import EngineOptions
+from weft.generate.sampling import GREEDY
+from weft.layout.layout import Layout
+from weft.models.transformer import Transformer
+
+PROMPTS = [[(7 * i + 3 * j) % 31 for i in range(n)] for j, n in enumerate((5, 24, 40))]
+NEW = 14
+EXACT = ("window:100", "blocks:1.0", "alisa:1.0", "alisa:1")
+SPARSE = ("window:8", "blocks:0.2", "alisa:0.2", "alisa:0.2:host=48:int8")
+#: Settings that may change nothing, and whether they move blocks or take them from requests.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunks": {"budget": 7},
+    "turns": {"budget": 5, "limit": 2},
+    "small": {"budget": 8, "tokens": 72},
+}
+Answer = tuple[list[int], list[float]]
+
+
+@cache
+def model_of(mixer: str = "softmax") -> Transformer:
+    return model_under(Layout(), mixer)
+
+
+def write_all(engine: Engine, adapter: str = "") -> list[Answer]:
+    """What is written for all prompts at once, with log-probabilities."""
+    texts = [engine.submit(p, NEW, GREEDY, top=0, adapter=adapter)[0] for p in PROMPTS]
+    engine.run()
+    assert not engine.scheduler.pool.owners
+    assert not any(engine.scheduler.pool.lent.values())
+    return [(text.written, [p for p, _ in text.log_probabilities]) for text in texts]
+
+
+def opened(word: str, mixer: str = "softmax", **setting: Any) -> Engine:
+    policy = cache_policy_of(word)
+    return Engine(model_of(mixer), cache_policy=policy, **{"size": 4} | setting)
+
+
+@cache
+def written(word: str, mixer: str = "softmax") -> list[Answer]:
+    return write_all(opened(word, mixer))
+
+
+def assert_equal(answers: list[Answer], expected: list[Answer]) -> None:
+    for (ids, scores), (same, others) in zip(answers, expected, strict=True):
+        assert ids == same
+        assert max(abs(p - q) for p, q in zip(scores, others, strict=True)) < 1e-10
+
+
+@pytest.mark.parametrize("word", EXACT)
+def test_a_budget_for_all_is_exact(word: str) -> None:
+    """Also where blocks are on the host, and for layers with windows of their own."""
+    for setting in ({}, SETTINGS["small"]):
+        assert_equal(write_all(opened(word, **setting)), written("none"))
+    if not word.startswith("alisa"):
+        assert_equal(written(word, "windows"), written("none", "windows"))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("word", SPARSE)
+def test_what_is_seen_depends_on_the_text_alone(word: str) -> None:
+    """Whatever the chunks, the other requests, and the size of the cache are; and something else is written."""
+    assert written(word) != written("none")
+    for name, setting in SETTINGS.items():
+        engine = opened(word, **setting)
+        answers = write_all(engine)
+        if "int8" in word:  # numbers that are rounded twice
+            assert [ids for ids, _ in answers] == [ids for ids, _ in written(word)]
+        else:
+            assert_equal(answers, written(word))
+        if name == "small" and not word.startswith("window"):
+            moved = [r.__self__.moved for r in engine.scheduler.relief]  # type: ignore[attr-defined]
+            assert all(moved) if moved else engine.scheduler.preemptions
+
+
+def test_a_window_frees_blocks_and_reads_less() -> None:
+    """A text is twice as long as the cache: first block, window, step."""
+    engine = opened("window:8", tokens=32, budget=8)
+    text = engine.submit(PROMPTS[2], 30, GREEDY)[0]
+    most = 0
+    while not text.finished:
+        engine.step()
+        most = max(most, len(engine.scheduler.pool.owners))
+    assert most <= 6 and len(text.ids) == 70
+    assert engine.scheduler.hidden_blocks >= 12 and not engine.scheduler.preemptions
+    engine = opened("window:8")
+    alone = engine.submit(PROMPTS[2], 30, GREEDY)[0]
+    engine.run()
+    assert alone.written == text.written
+    reads = engine.reader.pages[0].selector.reads  # type: ignore[union-attr]
+    # up to 16 keys of 70, and fewer at the beginning
+    assert reads.read < 0.5 * reads.seen
+
+
+def test_blocks_read_their_share() -> None:
+    engine = opened("blocks:0.25")
+    engine.submit([3] * 4, 1, GREEDY)
+    text = engine.submit(PROMPTS[2] * 3, 10, GREEDY)[0]
+    while len(text.written) < 2:
+        engine.step()
+    selector = engine.reader.pages[0].selector  # type: ignore[union-attr]
+    before = selector.reads
+    engine.run()
+    seen, read = (b - a for a, b in zip(before, selector.reads, strict=True))
+    assert 0.24 < read / seen < 0.29
+
+
+def test_prefixes_are_shared_unless_sums_are_kept() -> None:
+    """Texts that begin alike find their blocks, and several texts of a prompt share them."""
+    for word in ("window:8", "blocks:0.2", "alisa:0.2"):
+        expected = write_all(opened(word))[2]
+        engine = opened(word)
+        write_all(engine)
+        again = engine.submit(PROMPTS[2], NEW, GREEDY, top=0, n=2)
+        engine.run()
+        assert [text.written for text in again] == [expected[0]] * 2
+        assert (again[0].hits > 0) == (word != "alisa:0.2"), word
+
+
+def test_guesses_change_nothing() -> None:
+    for word in ("window:8", "blocks:0.2"):
+        guessing = opened(word, drafter=Lookup(least=1, width=2))
+        assert [a for a, _ in write_all(guessing)] == [a for a, _ in written(word)]
+
+
+@pytest.mark.soak
+def test_adapters_change_what_is_written_alike(tmp_path: Path) -> None:
+    model = model_of()
+    adapter = read_adapter(write(tmp_path / "a", model, 2, 1, TARGETS), model)
+    for word in (EXACT[1], *SPARSE[:3]):
+        several = []
+        for setting in ({}, {"budget": 7, "limit": 2}):
+            engine = opened(word, **setting)
+            engine.add_adapter("a", adapter)
+            several.append(write_all(engine, "a"))
+        assert_equal(*several)
+        assert several[0] != written(word)
+
+
+def answers_under(layout: str, words: tuple[str, ...]) -> Any:
+    model = model_under(Layout.parse(layout), "softmax")
+    if dist.get_rank():
+        return [follow_leader(model) for _ in words] and None
+    answers = []
+    for word in words:
+        policy = cache_policy_of(word)
+        engine = Engine(model, cache_policy=policy, ranks=True, **SETTINGS["small"] | {"size": 4})  # fmt: skip
+        answers.append(write_all(engine))
+        engine.close()
+    return answers
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "tp=2,pp=2"])
+def test_each_rank_selects_for_its_heads(pool: Any, layout: str) -> None:
+    words = (*EXACT[:3], *SPARSE[:3])
+    answers, *_ = pool.run(Layout.parse(layout).world, answers_under, layout, words)
+    for word, written_there in zip(words, answers, strict=True):
+        assert_equal(written_there, written("none" if word in EXACT else word))
+
+
+@pytest.mark.parametrize(("word", "line"), [
+    ("windows:8", "cannot be 'windows:8'; give none or, for instance, alisa:0.25, blocks:0.25, window:1024"),
+    ("window", "cannot be 'window'"), ("window:0", "cannot be 'window:0'"), ("window:-3", "cannot be"),
+    ("blocks:0", "cannot be 'blocks:0'"), ("blocks:1.5", "cannot be"), ("blocks:nan", "cannot be"),
+    ("alisa:0.2:int4", "cannot be"), ("alisa:0.2:host=x", "cannot be"), ("none:3", "cannot be"),
+    ("window:3", "is less than a cache block of 4 tokens; give window:4 or more"),
+    ("alisa:0.5:host=3", "room on the host for less than a cache block of 4 tokens; give host=4 or more"),
+])  # fmt: skip
+def test_words_that_cannot_be(word: str, line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        opened(word)
+
+
+@pytest.mark.parametrize(("mixer", "word", "line"), [
+    ("hybrid", "window:8", "is not for layers of linear attention, which keep a state"),
+    ("latent", "blocks:0.5", "is not for layers of latent attention"),
+    ("windows", "alisa:0.5", "is not for layers with attention windows of their own; leave it out"),
+])  # fmt: skip
+def test_layers_that_cannot_be_served(mixer: str, word: str, line: str) -> None:
+    with pytest.raises(UsageError, match=line):
+        opened(word, mixer)
+
+
+@pytest.mark.parametrize(("word", "given", "line"), [
+    ("window:64", {"invariant": True}, "cannot be combined with --invariant; leave one of them out"),
+    ("window:64", {"lend": True}, "cannot be combined with --lend"),
+    ("window:64", {"models": Path("m")}, "cannot be combined with --models"),
+    ("blocks:0.5", {"phases": "split"}, "cannot be combined with --phases split"),
+    ("blocks:0.5", {"layout": "cp=2"}, "cannot be combined with cp in --layout"),
+    ("alisa:0.5", {"draft": "lookup"}, "cannot be combined with --draft"),
+    ("alisa:0.5", {"host_cache": 1.0}, "cannot be combined with --host-cache"),
+])  # fmt: skip
+def test_options_that_cannot_be_combined(word: str, given: dict[str, Any], line: str) -> None:  # fmt: skip
+    with pytest.raises(UsageError, match=line):
+        EngineOptions(**PLAIN | given, cache_policy=word).check()
+    with pytest.raises(UsageError, match="cannot be combined with engines between"):
+        EngineOptions(**PLAIN, cache_policy="alisa:0.5").check_moves()
+
+
+def test_what_is_opened_elsewhere_is_refused_too() -> None:
+    with pytest.raises(UsageError, match="cannot be combined with guesses"):
+        opened("alisa:0.5", drafter=Lookup())
+    with pytest.raises(UsageError, match="do not depend on other requests"):
+        opened("blocks:0.5", invariant=True)
+    with pytest.raises(UsageError, match="nor a cache policy; leave these out"):
+        opened("blocks:0.5").add_model("m", model_of())
+    options = EngineOptions(**PLAIN, cache_policy="window:64")
+    assert options.numerics == "float window:64"
+    assert "--cache-policy=window:64" in options.words("cache")
+    assert torch.is_inference_mode_enabled() is False

@@ -1,0 +1,154 @@
+"""Cache policies: which tokens of a text stay in the cache, and which of them later tokens attend to.
+
+``none`` is the core's own: all of them. The others are techniques, one file each. A policy has one block selector
+(:mod:`weft.models.block_selector`) for each layer, and tells the scheduler which blocks no later token will see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+from weft.errors import UsageError
+from weft.registry import declared, find, names
+
+if TYPE_CHECKING:
+    from weft.generate.block_pool import BlockPool
+    from weft.generate.request import Request
+    from weft.models.block_selector import BlockSelector
+    from weft.models.transformer import Transformer
+
+#: The word for no policy.
+NONE = "none"
+
+
+class TextBlocks(Protocol):
+    """Interface to the scheduler, which has the blocks of all texts.
+
+    ``pool``: the blocks. ``running``: texts that have blocks. ``moves``: pairs of blocks (from, to) that the next step
+    copies first. ``relief``: functions that are called in turn when no block is free; each returns whether it has freed
+    one.
+    """
+
+    pool: BlockPool
+    running: list[Request]
+    moves: list[tuple[int, int]]
+    relief: list[Callable[[], bool]]
+
+
+class CachePolicy:
+    """A cache policy. ``--cache-policy NAME:ARGUMENT`` selects it.
+
+    Attributes:
+        ``example``: a word that selects it.
+        ``word``: the word by which it has been selected.
+        ``remembers``: whether selectors remember something about each text beside its blocks. Texts then share no
+            blocks, and no token can be taken back.
+        ``windows``: whether layers with attention windows of their own can have it.
+    """
+
+    example: ClassVar[str] = ""
+    word: str = ""
+    remembers: ClassVar[bool] = False
+    windows: ClassVar[bool] = True
+
+    @classmethod
+    def of_argument(cls, argument: str) -> Self | None:
+        """Build the policy from ``argument``, the text after the first colon. Return None if the argument is not
+        valid.
+        """
+        raise NotImplementedError
+
+    def check_size(self, size: int) -> None:
+        """Raise :class:`UsageError` if the policy's budget is less than a cache block of ``size`` tokens."""
+
+    def selector(self, size: int) -> BlockSelector:
+        """Return a new selector for one layer. ``size``: tokens of a cache block."""
+        raise NotImplementedError
+
+    def hidden(self, computed: int, size: int) -> range:
+        """Return which blocks of a text no later token sees, as indices in the text's table.
+
+        ``computed``: number of the text's computed tokens; ``size``: tokens of a cache block. The first block is never
+        hidden.
+        """
+        return range(0)
+
+    def most_blocks(self, tokens: int, budget: int, size: int) -> int:
+        """Return the most blocks that a text of ``tokens`` tokens has at once.
+
+        ``budget``: most tokens of a step; ``size``: tokens of a cache block.
+        """
+        return -(-tokens // size)
+
+    def attach(self, scheduler: TextBlocks) -> None:
+        """Prepare the ``scheduler`` of an engine, whose policy this is. By default nothing is done."""
+
+
+def cache_policy_of(word: str) -> CachePolicy | None:
+    """Return the policy that ``word`` names, such as ``window:1024``; None for ``none``. Raises :class:`UsageError` for
+    a word that names none.
+    """
+    if word == NONE:
+        return None
+    name, _, argument = word.partition(":")
+    if name in names("cache-policy"):
+        registered: Any = find("cache-policy", name).implementation
+        policy: CachePolicy | None = registered.of_argument(argument)
+        if policy is not None:
+            policy.word = word
+            return policy
+    examples = [each.implementation.example for each in declared("cache-policy")]
+    raise UsageError(
+        f"--cache-policy cannot be {word!r}; give {NONE} or, for instance, {', '.join(examples)}"
+    )
+
+
+def share_of(argument: str) -> float | None:
+    """Return the share in ``argument``, a number above 0 and at most 1; None if it is no such number."""
+    try:
+        share = float(argument)
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 else None
+
+
+def check_policy(policy: CachePolicy, model: Transformer, size: int) -> None:
+    """Raise :class:`UsageError` if ``model`` has layers that ``policy`` cannot serve, or if the policy's budget is less
+    than a cache block of ``size`` tokens.
+    """
+    from weft.models.latent import LatentAttention
+    from weft.models.paged import attention_layers
+
+    shape = model.shape
+    why = ""
+    if shape.kind:
+        why = f"a plugin's model ({shape.kind}), which has no cache"
+    elif any(shape.mixer_of(i) != "softmax" for i in range(shape.layers)):
+        why = "layers of linear attention, which keep a state in the place of keys"
+    elif any(isinstance(each, LatentAttention) for each in attention_layers(model)):
+        why = "layers of latent attention, whose cache has no keys of single heads"
+    elif not policy.windows and any(map(shape.window_of, range(shape.layers))):
+        why = "layers with attention windows of their own"
+    if why:
+        raise UsageError(f"--cache-policy {policy.word} is not for {why}; leave it out")
+    policy.check_size(size)
+
+
+def check_alone(
+    word: str, given: Mapping[str, object], remembering: Mapping[str, object]
+) -> None:
+    """Raise :class:`UsageError` if the cache policy of ``word`` cannot be combined with other options.
+
+    ``given``: values by name of the options that no policy can be combined with; ``remembering``: of those that
+    policies cannot be combined with which remember something about each text. A value that is false is no option.
+    """
+    policy = cache_policy_of(word)
+    if policy is None:
+        return
+    refused = {**given, **remembering} if policy.remembers else given
+    for option, value in refused.items():
+        if value:
+            raise UsageError(
+                f"--cache-policy {word} cannot be combined with {option}; leave one of them out"
+            )

@@ -1,0 +1,82 @@
+"""A local window and the tokens with most attention so far, in three phases of the cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from weft.errors import UsageError
+from weft.generate.cache_policy import CachePolicy, TextBlocks, share_of
+from weft.registry import register
+
+if TYPE_CHECKING:
+    from weft.models.block_selector import BlockSelector
+
+
+@register(
+    "cache-policy",
+    "alisa",
+    title="Sparse window attention in three phases",
+    paper="ALISA, 2403.17312",
+    recipe="weft serve --checkpoint RUN --cache-policy alisa:0.25",
+    proof="tests/techniques/test_cache_policies.py",
+    figure="equal tokens whether blocks are on the device, on the host, or computed again",
+)
+class SparseWindow(CachePolicy):
+    """Lets each token see a ``share`` of the tokens up to its own block: half of them are the last ones, the others
+    those with the largest sums of attention weights so far. Each key head chooses for itself.
+
+    The cache has three phases. While blocks are free, all keys and values are on the device. When none is free, the
+    oldest blocks of the longest text move to the host, from where single tokens are read. When the host has no room
+    either, the latest text gives all its blocks back and is computed again later.
+
+    ``host``: tokens for which the host has room; None: as many as the cache has. ``rounded``: whether keys and values
+    are rounded to 8 bits when they are computed, so that the host keeps them in 8 bits.
+    """
+
+    example: ClassVar[str] = "alisa:0.25"
+    remembers: ClassVar[bool] = True
+    windows: ClassVar[bool] = False
+
+    def __init__(
+        self, share: float, host: int | None = None, rounded: bool = False
+    ) -> None:
+        self.share, self.host, self.rounded = share, host, rounded
+
+    @classmethod
+    def of_argument(cls, argument: str) -> Self | None:
+        first, *others = argument.split(":")
+        share = share_of(first)
+        rounded = "int8" in others
+        rooms = [word for word in others if word != "int8"]
+        if share is None or len(rooms) > 1 or len(others) - len(rooms) > 1:
+            return None
+        if not rooms:
+            return cls(share, None, rounded)
+        name, _, room = rooms[0].partition("=")
+        return cls(share, int(room), rounded) if name == "host" and room.isdecimal() else None  # fmt: skip
+
+    def check_size(self, size: int) -> None:
+        if self.host is not None and 0 < self.host < size:
+            raise UsageError(
+                f"--cache-policy {self.word} has room on the host for less than a cache block of {size} tokens; "
+                f"give host={size} or more, or host=0"
+            )
+
+    def selector(self, size: int) -> BlockSelector:
+        from weft.techniques.cache_policies.alisa.selector import WeightSumSelector
+
+        return WeightSumSelector(self.share, size, self.rounded)
+
+    def most_blocks(self, tokens: int, budget: int, size: int) -> int:
+        from weft.techniques.cache_policies.alisa.host_phase import NEAR
+
+        whole = -(-tokens // size)
+        if self.host is None:
+            # as many on the host as on the device
+            return max(min(whole, 2 + NEAR + -(-budget // size)), -(-whole // 2))
+        return max(min(whole, 2 + NEAR + -(-budget // size)), whole - self.host // size)
+
+    def attach(self, scheduler: TextBlocks) -> None:
+        from weft.techniques.cache_policies.alisa.host_phase import HostPhase
+
+        scheduler.relief.append(HostPhase(scheduler, self.host).relieve)

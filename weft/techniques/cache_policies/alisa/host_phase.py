@@ -1,0 +1,70 @@
+"""The second phase: blocks of texts move to the host when the cache has no free ones."""
+
+from __future__ import annotations
+
+from weft.generate.cache_policy import TextBlocks
+from weft.generate.request import Request
+
+#: The last blocks of a text, which stay on the device; and blocks that move at once.
+NEAR, TOGETHER = 4, 8
+
+
+class HostPhase:
+    """Moves blocks of running texts to the host. ``room``: tokens for which the host has room; None: as many as the
+    cache has.
+
+    A block on the host has a negative number in its text's table: ``-1 - number``, with its number there. The attribute
+    ``moved`` counts blocks that have moved.
+    """
+
+    def __init__(self, scheduler: TextBlocks, room: int | None) -> None:
+        self.scheduler, self.room, self.moved = scheduler, room, 0
+        self._free: list[int] = []
+        self._used = 0  # numbers that have been given away once
+
+    def relieve(self) -> bool:
+        """Move the oldest blocks of the text that has most of them on the device. Return whether a block has become
+        free.
+        """
+        pool = self.scheduler.pool
+        text = max(self.scheduler.running, key=self._movable, default=None)
+        if text is None:
+            return False
+        count = min(TOGETHER, self._movable(text), self._rooms())
+        first = self._first(text)
+        for at in range(first, first + count):
+            number = -1 - self._take()
+            block = text.table[at]
+            self.scheduler.moves.append((block, number))
+            text.table[at] = number
+            pool.lent[number] = 1
+            pool.release([block])
+        self.moved += count
+        return count > 0
+
+    def _first(self, request: Request) -> int:
+        """Return the index in the table of the oldest block on the device behind the first one, which stays."""
+        table = request.table
+        low, high = 1, max(1, len(table))
+        while low < high:  # blocks move in order
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if table[middle] < 0 else (low, middle)
+        return low
+
+    def _movable(self, request: Request) -> int:
+        last = request.computed // self.scheduler.pool.size - NEAR
+        return max(0, last - self._first(request))
+
+    def _rooms(self) -> int:
+        """Return how many more blocks the host has room for."""
+        pool = self.scheduler.pool
+        most = pool.blocks if self.room is None else self.room // pool.size
+        owned = [-1 - n for n, owners in pool.lent.items() if owners > 0]
+        self._free = [*{*range(self._used)}.difference(owned)]
+        return most - len(owned)
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._used += 1
+        return self._used - 1

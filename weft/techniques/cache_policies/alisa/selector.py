@@ -1,0 +1,252 @@
+"""Choice of tokens by sums of attention weights, and attention to tokens on the device and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from weft.models.block_selector import (
+    BlockSelector,
+    SelectedPages,
+    padded_tables,
+    seen_keys,
+)
+from weft.models.numbers import wide
+from weft.models.paged import untouched_zeros
+from weft.models.spans import Span, rounds
+
+T = torch.Tensor
+
+#: Blocks whose tokens a token sees at least.
+LEAST = 4
+
+#: The largest number in 8 bits.
+BYTE = 127
+
+
+class HostTokens(NamedTuple):
+    """Blocks on the host. ``kept``: keys and values, ``[2, blocks, size, kv_heads, width]``; ``scales``: what rounded
+    ones are multiplied with, ``[2, blocks, size, kv_heads, 1]``, or None; ``sums``: as :attr:`WeightSumSelector.sums`.
+    """
+
+    kept: T
+    scales: T | None
+    sums: T
+
+
+class _Round(NamedTuple):
+    """Pieces of texts that attend in one call, each within a block. ``rows``: their tokens in the packed row,
+    ``[texts, tokens]``; ``tables``: their blocks, ``[texts, blocks]``; ``at``: positions of the tokens, like ``rows``.
+    """
+
+    pieces: list[Span]
+    rows: T
+    tables: T
+    at: T
+
+
+def rounded(x: T) -> tuple[T, T]:
+    """Round the vectors of ``x`` ``[..., width]`` to 8 bits. Return them and what they are multiplied with, ``[...,
+    1]``.
+    """
+    scales = x.abs().amax(-1, keepdim=True).float() / BYTE
+    return (x.float() / scales.clamp(min=1e-30)).round().to(torch.int8), scales
+
+
+class WeightSumSelector(BlockSelector):
+    """Chooses a ``share`` of the tokens, half of them the last ones and half by the sums of their attention weights.
+
+    All tokens of a block choose by the sums from the blocks before, so that the choice does not depend on the pieces in
+    which a text is computed. ``size``: tokens of a block; ``in_bytes``: whether keys and values are rounded to 8 bits.
+    """
+
+    def __init__(self, share: float, size: int, in_bytes: bool) -> None:
+        super().__init__()
+        self.share, self.size, self.in_bytes = share, size, in_bytes
+        # sums from finished blocks of queries, and from the present one: [2, blocks, size, kv_heads]
+        self.sums: T | None = None
+        self.host: HostTokens | None = None
+
+    def written(self, pages: SelectedPages) -> None:
+        store, slots = pages.store, pages.reading.slots
+        assert store is not None
+        shape = 2, *store.shape[1:4]
+        if self.sums is None or self.sums.shape[1] < shape[1]:
+            grown = store.new_zeros(shape, dtype=wide(store.dtype))
+            if self.sums is not None:
+                grown[:, : self.sums.shape[1]] = self.sums
+            self.sums = grown
+        self.sums.flatten(1, 2)[:, slots] = 0
+        if self.in_bytes:
+            tokens = store.flatten(1, 2)
+            values, scales = rounded(tokens[:, slots])
+            tokens[:, slots] = (values * scales).to(store.dtype)
+
+    def copied(
+        self, pages: SelectedPages, blocks: Sequence[tuple[int, int]]
+    ) -> Sequence[tuple[int, int]]:
+        moves = [pair for pair in blocks if pair[1] < 0]
+        if moves:
+            self._move(pages, moves)
+        return [pair for pair in blocks if pair[1] >= 0]
+
+    def _move(self, pages: SelectedPages, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to the host. ``moves``: numbers of the blocks, and -1 minus their numbers on the host."""
+        store, sums = pages.store, self.sums
+        assert store is not None and sums is not None
+        # a number on the host can have been given away again since
+        last = {-1 - new: old for old, new in moves}
+        blocks, places = [*last.values()], [*last]
+        host = self._room(max(places) + 1, store, sums)
+        moved = store[:, blocks]
+        if host.scales is not None:
+            values, scales = rounded(moved)
+            host.kept[:, places], host.scales[:, places] = values.cpu(), scales.cpu()
+        else:
+            host.kept[:, places] = moved.cpu()
+        host.sums[:, places] = sums[:, blocks].cpu()
+
+    def _room(self, blocks: int, store: T, sums: T) -> HostTokens:
+        """Return the memory on the host, enlarged if it has fewer than ``blocks`` blocks."""
+        before = self.host
+        if before is not None and before.kept.shape[1] >= blocks:
+            return before
+        count = max(blocks, 2 * before.kept.shape[1] if before else 64)
+        like = torch.empty(0, dtype=torch.int8 if self.in_bytes else store.dtype)
+        shape = 2, count, *store.shape[2:]
+        kept = untouched_zeros(like, shape)
+        scales = untouched_zeros(torch.empty(0), (*shape[:-1], 1)) if self.in_bytes else None  # fmt: skip
+        summed = untouched_zeros(torch.empty(0, dtype=sums.dtype), shape[:-1])
+        self.host = HostTokens(kept, scales, summed)
+        for new, old in zip(self.host, before or (), strict=False):
+            if new is not None and old is not None:
+                new[:, : old.shape[1]] = old
+        return self.host
+
+    def attend(self, pages: SelectedPages, q: T, out: T, window: int) -> None:
+        reading, store = pages.reading, pages.store
+        assert store is not None
+        spans = reading.spans
+        heads = store.shape[3]
+        key = "rounds"
+        if key not in reading.prepared:
+            away = [span for span in spans if min(span.table) < 0]
+            plain = [span for span in spans if min(span.table) >= 0]
+            whole = plain if self.share == 1 else []
+            chosen = away if self.share == 1 else list(spans)
+            reading.prepared[key] = whole, self._rounds(chosen, q)
+        whole, pieces = reading.prepared[key]
+        read = seen_keys(whole) * heads
+        if whole:
+            pages.attend_spans(whole, q, out, window)
+        for each in pieces:
+            read += self._attend_round(store, q, out, each)
+        self.count(seen_keys(spans) * heads, read)
+
+    def _rounds(self, spans: Sequence[Span], q: T) -> list[_Round]:
+        called = list[_Round]()
+        for pieces in rounds(spans, self.size):
+            rows = torch.tensor([[*range(p.first, p.last)] for p in pieces], device=q.device)  # fmt: skip
+            past = torch.tensor([[p.past] for p in pieces], device=q.device)
+            at = past + torch.arange(rows.shape[1], device=q.device)
+            cut = [p._replace(table=p.table[: p.past // self.size + 1]) for p in pieces]
+            called.append(_Round(cut, rows, padded_tables(cut, q), at))
+        return called
+
+    def _attend_round(self, store: T, q: T, out: T, texts: _Round) -> int:
+        """Attend in one call, and add to the sums. Return how many keys have been read."""
+        heads, tokens = store.shape[3], texts.rows.shape[1]
+        chosen = [self._choose(span) for span in texts.pieces]
+        most = max(each.shape[1] for each in chosen)
+        # [texts, kv_heads, keys], positions in the texts; behind the last one where a text has fewer
+        places = torch.stack(
+            [F.pad(x, (0, most - x.shape[1]), value=-1) for x in chosen]
+        )
+        known = places >= 0
+        places = places.clamp(min=0)
+        blocks = (
+            texts.tables[:, None].expand(-1, heads, -1).gather(2, places // self.size)
+        )
+        keys, values = self._fetch(store, blocks, places % self.size)
+        # [texts, kv_heads, group, tokens, width]
+        queries = q[texts.rows].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
+        scores = queries.flatten(2, 3).to(keys.dtype) @ keys.transpose(2, 3)
+        scores = (scores * q.shape[-1] ** -0.5).unflatten(2, (-1, tokens))
+        # [texts, kv_heads, 1, tokens, keys]
+        seen = known[:, :, None] & (places[:, :, None] <= texts.at[:, None, :, None])
+        weights = scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1)
+        attended = weights @ values[:, :, None]
+        out[texts.rows] = attended.permute(0, 3, 1, 2, 4).flatten(2, 3).to(out.dtype)
+        if self.share < 1:
+            self._add(blocks, places % self.size, weights.sum((2, 3)) * known)
+            self._finish(texts.pieces)
+        return tokens * heads * sum(each.shape[1] for each in chosen)
+
+    def _choose(self, span: Span) -> T:
+        """Return the positions of the tokens that the new tokens of a piece see: ``[kv_heads, keys]``."""
+        assert self.sums is not None
+        size, heads = self.size, self.sums.shape[-1]
+        before = span.past // size * size
+        count = max(LEAST * size, ceil(self.share * (before + size) - 1e-9)) - size
+        last = before if count >= before else count - count // 2
+        near = torch.arange(before - last, span.past + span.last - span.first, device=self.sums.device)  # fmt: skip
+        near = near.expand(heads, -1)
+        if last == before:
+            return near
+        blocks = torch.tensor(span.table[: before // size], device=self.sums.device)
+        # [kv_heads, tokens]
+        sums = self._sums_of(blocks).flatten(0, 1)[: before - last].T
+        best = sums.topk(count // 2, -1).indices
+        return torch.cat([best, near], 1)
+
+    def _sums_of(self, blocks: T) -> T:
+        """Return the sums of blocks on the device and on the host: ``[blocks, size, kv_heads]``."""
+        assert self.sums is not None
+        sums = self.sums[0, blocks.clamp(min=0)]
+        away = blocks < 0
+        if self.host is not None and away.any():
+            sums[away] = self.host.sums[0, (-1 - blocks[away]).cpu()].to(sums.device)
+        return sums
+
+    def _fetch(self, store: T, blocks: T, places: T) -> tuple[T, T]:
+        """Return keys and values of single tokens, ``[texts, kv_heads, keys, width]`` each.
+
+        ``blocks``: blocks of the tokens, ``[texts, kv_heads, keys]``; ``places``: places in the blocks, likewise.
+        """
+        heads = torch.arange(store.shape[3], device=store.device)[:, None]
+        chosen = store[:, blocks.clamp(min=0), places, heads].to(wide(store.dtype))
+        away = blocks < 0
+        if self.host is not None and away.any():
+            at = (-1 - blocks[away]).cpu(), places[away].cpu(), heads.expand_as(blocks)[away].cpu()  # fmt: skip
+            moved = self.host.kept[:, *at].to(chosen.dtype)
+            if self.host.scales is not None:
+                moved = moved * self.host.scales[:, *at].to(chosen.dtype)
+            chosen[:, away] = moved.to(chosen.device)
+        return chosen[0], chosen[1]
+
+    def _add(self, blocks: T, places: T, weights: T) -> None:
+        """Add attention weights to the sums of the present block of queries. All are ``[texts, kv_heads, keys]``."""
+        assert self.sums is not None
+        heads = torch.arange(blocks.shape[1], device=blocks.device)[:, None].expand_as(blocks)  # fmt: skip
+        near = blocks >= 0
+        at = blocks[near], places[near], heads[near]
+        self.sums[1].index_put_(at, weights[near].to(self.sums.dtype), accumulate=True)
+        if self.host is not None and not near.all():
+            away = (-1 - blocks[~near]).cpu(), places[~near].cpu(), heads[~near].cpu()
+            values = weights[~near].to(self.host.sums.dtype).cpu()
+            self.host.sums[1].index_put_(away, values, accumulate=True)
+
+    def _finish(self, pieces: Sequence[Span]) -> None:
+        """Let the sums of a block of queries count, for texts whose block is full."""
+        assert self.sums is not None
+        full = [p for p in pieces if (p.past + p.last - p.first) % self.size == 0]
+        near = [block for p in full for block in p.table if block >= 0]
+        away = [-1 - block for p in full for block in p.table if block < 0]
+        for sums, blocks in ((self.sums, near), (self.host and self.host.sums, away)):
+            if sums is not None and blocks:
+                sums[0, blocks] += sums[1, blocks]
+                sums[1, blocks] = 0
