@@ -81,8 +81,9 @@ def check_resumable(
 ) -> None:
     """Raise :class:`WeftError` if a run with this model, tokenizer and optimizer cannot resume from ``checkpoint``.
 
-    ``shape``: shape of the run's model; ``tokenizer``: of its data; ``optimizer``: the recipe's section. Reasons are
-    that the checkpoint was converted from another program, or that its model, tokenizer or optimizer differs.
+    ``shape``: shape of the run's model; ``tokenizer``: tokenizer of its data; ``optimizer``: the recipe's section.
+    Reasons are that the checkpoint was converted from another program, or that its model, tokenizer or optimizer
+    differs.
     """
     instead = f"start a new run from its weights: --set model.from={checkpoint}"
     if "data" not in checkpoint.meta:

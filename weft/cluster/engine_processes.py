@@ -18,12 +18,12 @@ LOOK_S, AGAIN_S, END_S = 0.2, 1.0, 10.0
 class EngineProcesses:
     """Runs one process of ``weft engine`` for each of ``roles``. All join the router at ``address``.
 
-    ``roles``: of the engines, "" for one that computes prompts and writes. ``words``: further options of the command,
-    by role; those of "" are for all roles that are not named.
-    ``share``: fraction of the free memory that all engines together use. Each engine gets an equal part of it, and an
-    equal part of the processor's cores. ``say`` prints a line. ``ranks``: processes of each engine. ``gpus``: names of
-    this host's GPUs, as ``CUDA_VISIBLE_DEVICES`` has them, which are dealt to the ranks of the engines in turn.
-    ``environment``: environment variables of the processes; None: those of this process.
+    ``roles``: roles of the engines, "" for one that computes prompts and writes. ``words``: further options of the
+    command, by role; those of "" are for all roles that are not named. ``share``: fraction of the free memory that all
+    engines together use. Each engine gets an equal part of it, and an equal part of the processor's cores. ``say``
+    prints a line. ``ranks``: processes of each engine. ``gpus``: names of this host's GPUs, as ``CUDA_VISIBLE_DEVICES``
+    has them, which are dealt to the ranks of the engines in turn. ``environment``: environment variables of the
+    processes; None: those of this process.
 
     Once all have joined, a process that ends by a fault is started again. The processes inherit the variable
     ``WEFT_SECRET``.

@@ -815,7 +815,7 @@ class EngineRouter:
             acquit(each.losses, instance)
 
     def _lose(self, link: EngineLink, why: str, blame: int = GONE) -> None:
-        """Give an engine up: what it works on is continued elsewhere. ``blame``: as of :meth:`_orphan`."""
+        """Give an engine up: what it works on is continued elsewhere. ``blame``: the argument of :meth:`_orphan`."""
         with self._lock:
             # closed with the lock held, as an engine that joins anew at once would else hide why it was given up
             link.outbox.close()

@@ -135,8 +135,8 @@ def prune_clusters(
 
     ``vectors``: one row each, in the order of the documents' ids, which also decides between equals. ``clusters``:
     number of clusters, fewer if there are fewer documents; for ``temperature`` see :func:`target_counts`, for
-    ``nearest`` :func:`cluster_complexity`; ``seed``: of k-means; ``first``: a number for each document, of which the
-    highest are kept inside a cluster in place of the farthest.
+    ``nearest`` :func:`cluster_complexity`; ``seed``: seed of k-means; ``first``: a number for each document, of which
+    the highest are kept inside a cluster in place of the farthest.
     """
     grouped = k_means(vectors, max(1, min(clusters, len(vectors))), seed, cosine=True)
     sizes = np.bincount(grouped.labels, minlength=len(grouped.centroids))

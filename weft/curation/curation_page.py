@@ -33,7 +33,7 @@ class FunnelRow(NamedTuple):
 
 
 class ReasonRow(NamedTuple):
-    """Why documents were dropped. ``share``: of those that the step dropped, in percent."""
+    """Why documents were dropped. ``share``: share of the documents that the step dropped, in percent."""
 
     reason: str
     documents: str

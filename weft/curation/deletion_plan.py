@@ -22,10 +22,10 @@ class TableCosts:
     """Prices by which tables are kept or deleted.
 
     Attributes:
-        ``storage``: of a gigabyte in a month.
-        ``maintenance``: of a gigabyte in a month for scans, back-ups and rules of privacy.
+        ``storage``: cost of storing a gigabyte for a month.
+        ``maintenance``: cost of a gigabyte in a month for scans, back-ups and rules of privacy.
         ``reads``: how often a table is asked for in a month.
-        ``compute``: of a gigabyte that is read or written to make a table again.
+        ``compute``: cost of a gigabyte that is read or written to make a table again.
         ``bandwidth``: gigabytes in a second at which a table is made again.
         ``latency``: seconds at most until a deleted table is there again.
     """
@@ -44,8 +44,8 @@ class DeletionPlan:
 
     Attributes:
         ``sources``: for each table that is deleted, the kept table from which it is made again.
-        ``cost``: of the plan, in a month.
-        ``cost_of_all``: of keeping all tables, in a month.
+        ``cost``: cost of the plan in a month.
+        ``cost_of_all``: cost of keeping all tables for a month.
         ``bytes_freed``: bytes of the deleted tables.
     """
 
@@ -95,7 +95,7 @@ def plan_cost(
     rebuild: Mapping[tuple[str, str], float],
     sources: Mapping[str, str],
 ) -> float:
-    """Return the cost of a plan: of keeping what is kept, and of making the rest again. ``sources``: as in a plan."""
+    """Return the cost of a plan, of keeping what is kept and of making the rest again. ``sources``: the plan's."""
     kept = sum(cost for name, cost in keep.items() if name not in sources)
     return kept + sum(rebuild[pair] for pair in sources.items())
 

@@ -20,7 +20,7 @@ def el2n_scores(
     That is the mean over ``runs`` networks, after ``steps`` steps, of ``||softmax - onehot||_2``; hard examples have
     high scores. 2107.07075.
 
-    ``features``: float32 ``[examples, width]``; ``labels``: int64 ``[examples]``; ``seed``: of the networks.
+    ``features``: float32 ``[examples, width]``; ``labels``: int64 ``[examples]``; ``seed``: seed of the networks.
     """
     classes = int(labels.max()) + 1
     networks = SmallNetworks(features.shape[1], classes, runs, seed)
@@ -66,7 +66,8 @@ def prototype_distances(
 ) -> np.ndarray:
     """Return the distance of each example to the nearest of ``clusters`` centroids, 1 - cosine, float64.
 
-    It needs no labels: what is far from all prototypes is hard. Sorscher et al. 2022, 2206.14486. ``seed``: of k-means.
+    It needs no labels: what is far from all prototypes is hard. Sorscher et al. 2022, 2206.14486. ``seed``: seed of
+    k-means.
     """
     clusters = max(1, min(clusters, len(features)))
     return k_means(features, clusters, seed, cosine=True).distances.astype(np.float64)

@@ -56,7 +56,7 @@ def fit_classifier(
     """Fit a logistic regression by AdaGrad (Duchi et al. 2011). Both classes count the same, whatever their sizes.
 
     ``vectors``, ``labels``: the examples, of both classes; ``epochs``: passes over them; ``rate``: learning rate;
-    ``batch``: examples of an update; ``seed``: of their order.
+    ``batch``: examples of an update; ``seed``: seed of their order.
     """
     truth = np.asarray(labels, np.float64)
     shares = truth.mean(), 1 - truth.mean()

@@ -22,7 +22,9 @@ _FRAME = {
 
 
 class StepDigests(NamedTuple):
-    """Digests of a step. ``early``: of all that its statistics or summaries come from; ``whole``: of the rest, too."""
+    """Digests of a step. ``early``: digest of all that its statistics or summaries come from; ``whole``: digest of the
+    rest, too.
+    """
 
     early: str
     whole: str

@@ -56,7 +56,7 @@ def pair_documents(
     If ``n`` real documents stay, the largest whole number of synthetic ones stays that is at most ``n * ratio``. Every
     real document keeps as many of those that were made from it as any other, to within one; a real document of which
     fewer were made is dropped, and so is a synthetic one without its real document. Which ones stay depends on ids and
-    ``seed`` alone. ``ids``, ``summaries``: as for :meth:`weft.curation.data_operators.Joint.decide`.
+    ``seed`` alone. ``ids``, ``summaries``: the arguments of :meth:`weft.curation.data_operators.Joint.decide`.
     """
     share = Fraction(ratio).limit_denominator(10_000)
     reals, rephrased = dict[bytes, _Place](), defaultdict[bytes, list[_Place]](list)

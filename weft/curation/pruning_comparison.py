@@ -66,7 +66,7 @@ def compare_pruning(
     ``scores``: difficulty of each example; ``features``: float32 ``[examples, width]``; ``labels``: int64
     ``[examples]``; ``ids``: names of the examples, by which random ones and held-out ones are drawn; ``share``: share
     of the examples that is chosen; ``floor``: fewest examples of a class; ``held_out``: share that is held out;
-    ``seed``: of all that is drawn. Returns None if there are too few examples to tell anything.
+    ``seed``: seed of all random choices. Returns None if there are too few examples to tell anything.
     """
     drawn = score_order(scores, ids, "random", seed + 1)
     apart = int(held_out * len(ids))

@@ -47,7 +47,7 @@ def ranking_quality(
     """Return the area under the ROC curve with the interval of a bootstrap over groups (Efron 1979; Field 2007).
 
     Documents of a group, such as a package, are alike, so groups are drawn and not documents. ``groups``: name of each
-    example's group; ``draws``: number of drawn samples; ``seed``: of the draws.
+    example's group; ``draws``: number of drawn samples; ``seed``: seed of the draws.
     """
     names, members = np.unique(groups, return_inverse=True)
     random = np.random.default_rng(seed)

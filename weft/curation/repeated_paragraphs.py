@@ -19,7 +19,7 @@ class ParagraphTable(NamedTuple):
     """Paragraphs of a list of documents, one document after the other.
 
     Attributes:
-        ``rows``: of each paragraph in uint64 a hash of its words, the index of its first character in its document,
+        ``rows``: for each paragraph, in uint64, a hash of its words, the index of its first character in its document,
             and the index after its last one with the white space that follows.
         ``offsets``: where each document's paragraphs begin, and the end of the last ones.
     """

@@ -146,7 +146,8 @@ def check_runs(runs: Sequence[PoolRun], unit: float | None = None) -> None:
     """Raise :class:`UsageError`, or :class:`WeftError` for losses that no such law has, if ``runs`` cannot be fitted.
 
     The law needs runs of two pools, three of each with different lengths, one of them with more than one epoch, and
-    as many in all as it has parameters. Its loss falls with every epoch. ``unit``: as for :func:`fit_repetition_law`.
+    as many in all as it has parameters. Its loss falls with every epoch. ``unit``: the unit, as in
+    :func:`fit_repetition_law`.
     """
     names = sorted({run.pool for run in runs})
     for run in runs:

@@ -93,8 +93,8 @@ class StepOutcome:
 class RunParts:
     """What the stages of a run have come to.
 
-    ``digests``: of each step; ``reads``: results of the tasks that read; ``unread``: lines that name files of sources
-    that are not read.
+    ``digests``: digest of each step; ``reads``: results of the tasks that read; ``unread``: lines that name files of
+    sources that are not read.
     """
 
     shards: list[ShardOutput]
@@ -112,7 +112,9 @@ Perform = Callable[[Engine, str, Sequence[Words]], list[Words]]
 
 @dataclass(frozen=True)
 class PublishedTokens:
-    """The token files of a run. ``tokenizer``: as the pipeline names it; ``meta``: content of their ``meta.json``."""
+    """The token files of a run. ``tokenizer``: the tokenizer's name in the pipeline; ``meta``: content of their
+    ``meta.json``.
+    """
 
     tokenizer: str
     meta: Words

@@ -41,7 +41,7 @@ class RunningStep:
 class AppliedStep:
     """What a step made of a shard.
 
-    ``digest``: of the step's output. ``computed``: number of documents for which the operator was called.
+    ``digest``: digest of the step's output. ``computed``: number of documents for which the operator was called.
     """
 
     shard: ShardDocuments

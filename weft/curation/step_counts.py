@@ -41,7 +41,7 @@ class StepCounts:
         ``sources``: number of documents that the step dropped, by label of the source.
         ``reasons``: number of dropped documents by reason.
         ``samples``: a few dropped documents by reason.
-        ``histograms``: by statistic and then by bin, the number of kept and of dropped documents.
+        ``histograms``: for each statistic and each bin of its values, the number of kept and of dropped documents.
         ``failed``: number of documents on which the operator raised an error; they are not among the dropped.
         ``failures``: pairs of id and error of the first of those.
         ``missing``: number of documents that a mapper could not make from others, and left out.

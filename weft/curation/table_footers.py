@@ -115,8 +115,8 @@ def read_lake_tables(
 ) -> tuple[list[LakeTable], dict[str, str]]:
     """Read the footers of all tables in ``places``: the tables, and why others cannot be read, by their names.
 
-    ``places`` and ``whole_folders``: as for :func:`table_files`. Raises :class:`UsageError` if pyarrow is missing, and
-    :class:`WeftError` if no table can be read.
+    ``places`` and ``whole_folders``: the arguments of :func:`table_files`. Raises :class:`UsageError` if pyarrow is
+    missing, and :class:`WeftError` if no table can be read.
     """
     files = table_files(places, whole_folders)
     try:

@@ -82,8 +82,8 @@ def train_classifier(
     """Train on most groups of the examples, and judge on the groups that are held out.
 
     A group of both kinds of examples, such as a package and its spoilt copy, is held out in both. ``share``: share of
-    groups that are held out; ``seed``: of their choice and of the training. Raises :class:`UsageError` if there are too
-    few groups for both parts.
+    groups that are held out; ``seed``: seed of their choice and of the training. Raises :class:`UsageError` if there
+    are too few groups for both parts.
     """
     settings = settings or NgramSettings()
     examples = sorted(

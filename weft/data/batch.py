@@ -130,7 +130,7 @@ class Batch:
             the same rows, and empty on the others.
         ``draws``: a random number for the dropout of each token, int64 ``[rows, seq/cp]``; None without dropout.
         ``rollout``: numbers that a policy loss reads, each ``[rows, seq/cp]``; None if rows hold no sampled answers.
-        ``arrays``: by name the arrays of each row, ``[rows, ...]``, for a model that reads arrays instead of tokens;
+        ``arrays``: the arrays of each row by name, ``[rows, ...]``, for a model that reads arrays instead of tokens;
             None if rows are of tokens. A row has a single token and label then, which only count the sample.
     """
 

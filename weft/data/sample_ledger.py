@@ -90,7 +90,7 @@ class SampleLease(NamedTuple):
 class _Sample:
     """What the ledger knows of a sample's present attempt.
 
-    ``stores``: by each written column, the name of the store that keeps the field. ``leases``: numbers of the leases
+    ``stores``: for each written column, the name of the store that keeps the field. ``leases``: numbers of the leases
     under which tasks work on the sample. ``done``: tasks that have consumed it. ``versions``: which weights have
     written it. ``lost``: whether a store of its fields was lost while it was trained. ``drawn``: how often a buffer
     has drawn it.
@@ -197,7 +197,8 @@ class SampleLedger:
     def bring(self, task: str, samples: int = 1, store: str = "") -> int | None:
         """Admit a group of so many ``samples`` that ``task`` has written already; None if no slot is free.
 
-        ``task``: a task that reads nothing and does not draw from the policy. ``store``: as in :meth:`finish`.
+        ``task``: a task that reads nothing and does not draw from the policy. ``store``: the argument of
+            :meth:`finish`.
         """
         about = self.tasks[task]
         if about.reads or about.draws:

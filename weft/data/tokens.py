@@ -47,9 +47,9 @@ class Tokens:
         ``vocab``: number of ids of the tokenizer that wrote the files; None if no ``meta.json`` gives it.
         ``eos``: id of the token that ends documents; None if no ``meta.json`` gives it.
         ``fingerprint``: digest of the content.
-        ``weights``: of conversations, the weight of each token as a label, ``[tokens]``; None for plain documents.
+        ``weights``: for conversations, the weight of each token as a label, ``[tokens]``; None for plain documents.
         ``alike``: whether all weights are 0 or 1.
-        ``lines``: of conversations, the index in ``files`` and the line of each document, ``[documents, 2]``.
+        ``lines``: for conversations, the index in ``files`` and the line of each document, ``[documents, 2]``.
         ``files``: the files that the conversations come from.
         ``pairs``: the pairs of answers that successive documents form; None if they form none.
         ``notes``: lines to print at the start of a run.

@@ -75,8 +75,9 @@ class SearchRequest(NamedTuple):
 class Hypothesis(NamedTuple):
     """A finished text of a beam search, without its stop token.
 
-    ``ids``: token ids after the prompt. ``log_probability``: of all its tokens together, the stop token included.
-    ``score``: the log-probability, normalised by length. ``finish``: "stop" if a stop token ended it, else "length".
+    ``ids``: token ids after the prompt. ``log_probability``: log-probability of all its tokens together, the stop token
+    included. ``score``: the log-probability, normalised by length. ``finish``: "stop" if a stop token ended it, else
+    "length".
     """
 
     ids: list[int]  # behind the prompt

@@ -223,7 +223,7 @@ class OpenedEngine(NamedTuple):
         ``cache``: tokens that its cache holds.
         ``others``: names of its other models and adapters.
         ``family``: the models of the same shape that the engine may have; None if there is only one model.
-        ``resting``: by name, those models of the family that come into memory only when a request names them.
+        ``resting``: by name, the models of the family that come into memory only when a request names them.
         ``kept``: where it keeps cache blocks beside the cache; None: nowhere.
     """
 

@@ -20,9 +20,9 @@ class Demand(NamedTuple):
 class PhaseCosts:
     """Costs of the six numbers of a pass's work (:func:`weft.generate.step_work.work_of`), in seconds each.
 
-    ``compute``: of the whole device's compute. ``memory``: of its bandwidth. ``saturation``: share of the device that
-    uses all bandwidth. ``overlapped``: both are used at the same time, so that the slower one counts (the roofline of
-    Williams et al. 2009), and not one after the other.
+    ``compute``: share of the whole device's compute. ``memory``: share of its bandwidth. ``saturation``: share of the
+    device that uses all bandwidth. ``overlapped``: both are used at the same time, so that the slower one counts (the
+    roofline of Williams et al. 2009), and not one after the other.
     """
 
     compute: Sequence[float]

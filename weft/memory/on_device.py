@@ -48,7 +48,8 @@ class OnDevice:
     def fetch(self, owner: Hashable, *kinds: str) -> None:
         """Announce that the tensors of some kinds of one unit will soon be used. Nothing is read here.
 
-        ``owner``: the unit (parameters that are updated together); ``kinds``: of "weights", "gradients" and "moments".
+        ``owner``: the unit (parameters that are updated together); ``kinds``: some of "weights", "gradients" and
+            "moments".
         """
 
     def size(self, owner: Hashable, kind: str) -> int:

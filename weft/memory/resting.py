@@ -296,7 +296,8 @@ class Tiers(OnDevice):
     def fetch(self, owner: Hashable, *kinds: str) -> None:
         """Begin to read the tensors of some kinds of one unit from where they rest, because they will soon be used.
 
-        ``owner``: the unit (parameters that are updated together); ``kinds``: of "weights", "gradients" and "moments".
+        ``owner``: the unit (parameters that are updated together); ``kinds``: some of "weights", "gradients" and
+            "moments".
         """
         for kind in kinds:
             if group := self._group(owner, kind):

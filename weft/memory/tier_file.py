@@ -315,8 +315,8 @@ def transfer_all(
 ) -> None:
     """Repeat a system call until all of ``memory`` is transferred, as one call may transfer less than was asked for.
 
-    ``call``: ``preadv`` or ``pwritev``; ``descriptor``: of the file; ``offset``: first byte in the file. Raises OSError
-    if the file ends too early.
+    ``call``: ``preadv`` or ``pwritev``; ``descriptor``: descriptor of the file; ``offset``: first byte in the file.
+    Raises OSError if the file ends too early.
     """
     while memory:
         done = call(descriptor, [memory], offset)

@@ -87,7 +87,7 @@ class AdapterShelf:
     ) -> AbstractContextManager[None]:
         """Return a context in which the layers apply each request's adapter to the request's new tokens.
 
-        ``spans``: the new tokens of each request. ``adapters``: in the same order, the request's adapter; None for a
+        ``spans``: the new tokens of each request. ``adapters``: for each request, its adapter; None for a
         request without one. ``layer``: index of the only layer to run in the context; None: all layers.
         """
         alike = defaultdict[

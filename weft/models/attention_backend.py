@@ -77,14 +77,15 @@ class AttentionBackend:
 
     Attributes:
         ``name``: the name by which an engine asks for the backend.
-        ``takes``: of a tensor of the queries' type, the cache, and the elements of a value: whether the backend attends
-            to this cache.
-        ``group``: of texts' new tokens, the cache, the window, and a tensor like the queries ``[..., heads, width]``:
-            the pieces of work, one for each call.
-        ``group_rows``: of the texts of a decode step, the cache, the window, and a tensor like the queries: the one
-            piece of work. Nothing is copied from or to the host.
-        ``attend``: of the queries of all new tokens ``[tokens, heads, width]``, the cache, a piece of work, the window,
-            and the results' tensor ``[tokens, heads, value elements]``: writes the piece's results into that tensor.
+        ``takes``: function of a tensor of the queries' type, the cache, and the elements of a value. It says whether
+            the backend attends to this cache.
+        ``group``: function of texts' new tokens, the cache, the window, and a tensor like the queries ``[..., heads,
+            width]``: the pieces of work, one for each call.
+        ``group_rows``: function of the texts of a decode step, the cache, the window, and a tensor like the queries:
+            the one piece of work. Nothing is copied from or to the host.
+        ``attend``: function of the queries of all new tokens ``[tokens, heads, width]``, the cache, a piece of work,
+            the window, and the results' tensor ``[tokens, heads, value elements]``: writes the piece's results into
+            that tensor.
         ``needs``: what a model and a machine need for it, in words.
     """
 

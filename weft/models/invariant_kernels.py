@@ -89,7 +89,7 @@ def attend_each(q: T, k: T, v: T, bias: T) -> tuple[T, T]:
     """Attend with every query of ``q`` ``[queries, heads, width]`` as a batch entry of its own.
 
     ``k, v``: ``[1, keys, kv_heads, width]`` if all queries share them, else ``[queries, keys, kv_heads, width]``.
-    ``bias``: from :func:`bias_of`. Returns outputs like ``q`` and log-sum-exps ``[queries, heads]``.
+    ``bias``: result of :func:`bias_of`. Returns outputs like ``q`` and log-sum-exps ``[queries, heads]``.
     """
     k, v = (each.transpose(1, 2).expand(len(q), -1, -1, -1) for each in (k, v))
     shared = q.unflatten(1, (k.shape[1], -1))  # [queries, kv_heads, group, width]

@@ -205,9 +205,9 @@ def splits_for(programs: int, keys: int, device: torch.device) -> int:
 def attend_tiles(q: T, store: T, tiles: TileBatch, window: int, out: T) -> None:
     """Compute the attention of the tokens of ``tiles`` to their texts, and write the result to ``out``.
 
-    ``q``: the queries of all new tokens, ``[tokens, heads, width]``; ``out``: of the same shape. ``store``: cached keys
-    and values, ``[2, blocks, size, kv_heads, width]``; ``window``: the number of tokens that a token sees, itself
-    included; 0: all.
+    ``q``: the queries of all new tokens, ``[tokens, heads, width]``; ``out``: tensor of the same shape for the results.
+    ``store``: cached keys and values, ``[2, blocks, size, kv_heads, width]``; ``window``: the number of tokens that a
+    token sees, itself included; 0: all.
     """
     keys, values = store[0], store[1]
     _, size, kv_heads, width = keys.shape

@@ -87,9 +87,9 @@ def angles(
 
     ``bases`` is 2 if windowed layers rotate with other frequencies than the other layers, else 1. ``rotated`` is the
     number of elements of a head that are rotated. ``positions``: position of each token in its document,
-    ``[batch, seq]``; ``freq``: from :func:`frequencies`, ``[bases, rotated / 2]``; ``dtype``: result's type, or float32
-    if that is wider. ``draws``: random bits of the tokens for dropout (:mod:`weft.models.dropout`). If given, they are
-    returned unchanged as a third item, so that they reach the blocks with the angles.
+    ``[batch, seq]``; ``freq``: result of :func:`frequencies`, ``[bases, rotated / 2]``; ``dtype``: result's type, or
+    float32 if that is wider. ``draws``: random bits of the tokens for dropout (:mod:`weft.models.dropout`). If given,
+    they are returned unchanged as a third item, so that they reach the blocks with the angles.
     """
     places, bases = positions[..., None, None], freq[:, None, None, None]
     theta = places.to(wide(dtype)) * bases.to(wide(dtype))
@@ -99,8 +99,8 @@ def angles(
 def rotate(x: T, cos: T, sin: T, interleaved: bool = False) -> T:
     """Apply rotary embedding to ``x`` ``[batch, seq, heads, head_dim]``: rotate pairs ``(x[i], x[i + head_dim / 2])``.
 
-    ``cos`` and ``sin``: from :func:`angles`. ``interleaved``: rotate the pairs ``(x[2i], x[2i + 1])`` instead; their
-    results are stored half a head apart, which does not change the scores.
+    ``cos`` and ``sin``: results of :func:`angles`. ``interleaved``: rotate the pairs ``(x[2i], x[2i + 1])`` instead;
+    their results are stored half a head apart, which does not change the scores.
     """
     if own_gradients_pay(x) and x.dtype == cos.dtype:
         turn = _turned if torch.is_inference_mode_enabled() else _Rotate.apply

@@ -19,9 +19,9 @@ WAITED = 0.05
 class PhaseTimes(NamedTuple):
     """Seconds of a rollout phase.
 
-    ``write``: to write and score the answers, times the number of ranks that write. ``train``: to learn from them, and
-    to compute log-probabilities, times the number of ranks that train. ``weights``: to move the weights. ``answers``:
-    number of answers.
+    ``write``: seconds to write and score the answers, times the number of ranks that write. ``train``: seconds to learn
+    from them, and to compute log-probabilities, times the number of ranks that train. ``weights``: seconds to move the
+    weights. ``answers``: number of answers.
     """
 
     write: float

@@ -31,9 +31,9 @@ class Event:
         ``kind``: ``work``, ``collective``, ``send``, ``recv``, or ``wait`` for a message.
         ``name``: what work is for (``compute`` or ``optimizer``), the collective (``reduce``, ``gather``, ``scatter``
             or ``exchange``), or what is waited for (``send`` or ``recv``).
-        ``seconds``: of work, the processor seconds of this process divided by its number of threads.
+        ``seconds``: for work, the processor seconds of this process divided by its number of threads.
         ``bytes``: bytes of a message, or of the whole tensor of a collective.
-        ``ranks``: of a collective, its global ranks; of a message, two numbers: the other rank and the message's tag.
+        ``ranks``: for a collective, its global ranks; for a message, two numbers: the other rank and the message's tag.
         ``number``: number of a message, by which ``wait`` names it.
     """
 

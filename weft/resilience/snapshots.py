@@ -181,8 +181,8 @@ class SnapshotCopy:
         ``step``: step after which the state was copied; None before the first copy, and for parts that never change.
         ``whole``: whether the copy is complete; False while it is being made.
         ``progress``: progress of the run after that step.
-        ``rows``: by tensor name, the numbers of the rows that this rank holds. Only tensors of experts that were moved
-            between ranks are listed.
+        ``rows``: for each tensor name, the numbers of the rows that this rank holds. Only tensors of experts that were
+            moved between ranks are listed.
         ``digests``: digest of each segment, by number.
         ``starts``: byte of ``memory`` at which each segment begins, by number.
         ``memory``: bytes of the copy.

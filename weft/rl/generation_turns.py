@@ -31,7 +31,9 @@ class FollowingEngine:
         self.reader = follow_leader(self.model, self.reader)
 
     def weights_changed(self, version: int, fingerprint: str = "") -> list[Written]:
-        """Return an empty list, as the first rank alone has texts. ``version``, ``fingerprint``: of the new weights."""
+        """Return an empty list, as the first rank alone has texts. ``version``, ``fingerprint``: those of the new
+        weights.
+        """
         return []
 
     def close(self) -> None:

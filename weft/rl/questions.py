@@ -66,7 +66,7 @@ class QuestionStream:
     ) -> TaskQuestion:
         """Return the question with this ``number`` of those that are trained on.
 
-        ``curricula``: by the index of a task, what chooses the level of its questions.
+        ``curricula``: for the index of a task, what chooses the level of its questions.
         """
         index, task = divmod(number, len(self.tasks))
         chooser = curricula.get(task)

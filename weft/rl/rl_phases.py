@@ -112,7 +112,7 @@ class RlPhases(Job):
     ) -> list[TaskQuestion]:
         """Return the questions of rollout phase ``phase``.
 
-        ``curricula``: by the index of a task, what chooses the level of its questions.
+        ``curricula``: for the index of a task, what chooses the level of its questions.
         """
         first = self._first_of(phase)
         numbers = range(first, first + self.asked)

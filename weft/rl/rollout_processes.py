@@ -30,8 +30,8 @@ def rollout_secret() -> str:
 
 
 def engine_environment(secret: str, threads: int) -> Mapping[str, str]:
-    """Return the environment variables of an engine that a rank starts. ``secret``: of the channel. ``threads``: of
-    each engine; 0: an equal share of the cores.
+    """Return the environment variables of an engine that a rank starts. ``secret``: secret of the channel. ``threads``:
+    number of threads of each engine; 0: an equal share of the cores.
     """
     own = environment_without_ranks()
     own.pop("OMP_NUM_THREADS", None)
@@ -49,8 +49,8 @@ def start_rollout_engines(
 ) -> EngineProcesses:
     """Start ``count`` engines that write rollouts for the run whose endpoint is ``endpoint``.
 
-    ``secret``: of the channel. ``threads``: threads of each engine; 0: an equal share of the cores. ``say`` prints a
-    line. :meth:`EngineProcesses.await_joined` waits for them.
+    ``secret``: secret of the channel. ``threads``: threads of each engine; 0: an equal share of the cores. ``say``
+    prints a line. :meth:`EngineProcesses.await_joined` waits for them.
     """
     host, port = endpoint.address
     words = {"": ["--checkpoint=policy:"]}
@@ -111,8 +111,8 @@ def open_remote_rollouts(
 
 
 def rollout_endpoint(rank: int, listen: Address | None) -> Endpoint:
-    """Return the endpoint at which engines reach the training rank ``rank``. ``listen``: as the recipe gives it for the
-    first rank; others listen on the same host, if it is theirs, or where the ranks of the run reach them.
+    """Return the endpoint at which engines reach the training rank ``rank``. ``listen``: address that the recipe gives
+    for the first rank; others listen on the same host, if it is theirs, or where the ranks of the run reach them.
 
     Raises :class:`UsageError` if the first rank cannot listen there.
     """

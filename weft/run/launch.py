@@ -137,7 +137,7 @@ def run_ranks(
         ``patience``: seconds after which a rank that is stopped (SIGSTOP) counts as failed.
         ``fork``: function that returns forked processes to be the ranks. If it returns none, each rank is a new process
             that runs ``command``.
-        ``grace``: as for :func:`launch`.
+        ``grace``: the argument of :func:`launch`.
     """
     import torch.distributed as dist
 

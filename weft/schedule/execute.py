@@ -44,8 +44,8 @@ def execute(
     Args:
         ``table``: a schedule with all transfers, as :func:`weft.schedule.validate.validate` returns it.
         ``rank``: number of this rank in the pipeline.
-        ``ops``: by kind of action, the function that computes it. Inserted kinds (transfers, gathers, frees) may be
-            missing.
+        ``ops``: for each kind of action, the function that computes it. Inserted kinds (transfers, gathers, frees) may
+            be missing.
         ``wire``: sends and receives values: tensors, tuples of tensors or None. It may be None if the pipeline has one
             rank.
         ``window``: how many values from each other rank are asked for in advance. It also limits the sends to a rank

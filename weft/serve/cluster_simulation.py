@@ -71,7 +71,8 @@ class ClusterRequest(NamedTuple):
 class SimulatedPhases:
     """Two phases of an engine that share its device, each with passes of its own (:mod:`weft.generate.split_phases`).
 
-    ``costs``: of a pass, in place of the engine's curve. ``controller``: chooses the quota; it must be new.
+    ``costs``: predicts the costs of a pass, in place of the engine's curve. ``controller``: chooses the quota; it must
+    be new.
     """
 
     costs: PhaseCosts
@@ -115,8 +116,8 @@ class BlockLink(NamedTuple):
 class ServiceDelays(NamedTuple):
     """Seconds that a service adds to the times of its engines, because of HTTP, its router and its processes.
 
-    ``ask``: from the sending of a request until its engine has it. ``tell``: from the end of an engine's step until the
-    client has the token. ``step``: between two steps of an engine.
+    ``ask``: time from the sending of a request until its engine has it. ``tell``: time from the end of an engine's step
+    until the client has the token. ``step``: time between two steps of an engine.
     """
 
     ask: float = 0.0

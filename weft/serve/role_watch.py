@@ -23,8 +23,8 @@ FEWEST = 20
 class RoleWatch:
     """Chooses roles for the engines of a router by the goodput that a simulation of its recent requests shows.
 
-    ``limits``: latencies that the service is to meet. ``margin`` and ``windows``: as of :class:`PlacementWatch`, so
-    that roles do not change with every peak.
+    ``limits``: latencies that the service is to meet. ``margin`` and ``windows``: the same as those of
+    :class:`PlacementWatch`, so that roles do not change with every peak.
     """
 
     def __init__(

@@ -36,9 +36,10 @@ class _Simulator:
 class SimulatorProcesses:
     """Runs one process for each of ``commands``.
 
-    ``names``: names of the simulators. ``address``, ``secret``: by which they reach the training. ``folder``: gets a
-    file NAME.log with what each of them prints. ``states``: what the training knows of each simulator; those that have
-    ended are not started. ``restarts``: starts in a row that may bring nothing new. ``say``: prints a line.
+    ``names``: names of the simulators. ``address``, ``secret``: address and secret by which they reach the training.
+    ``folder``: gets a file NAME.log with what each of them prints. ``states``: what the training knows of each
+    simulator; those that have ended are not started. ``restarts``: starts in a row that may bring nothing new. ``say``:
+    prints a line.
 
     Raises :class:`UsageError` if a command cannot be started.
     """

@@ -54,7 +54,7 @@ class StreamProducer:
     Samples are numbered in the order in which :meth:`send` is called, in every run of the simulator from 0. A simulator
     that is started again makes the same samples again: those that the training has got are not sent twice.
 
-    ``address``: of the training. ``name``: name of the simulator. ``wait``: seconds to wait for the training.
+    ``address``: address of the training. ``name``: name of the simulator. ``wait``: seconds to wait for the training.
     """
 
     def __init__(self, address: Address, name: str, wait: float) -> None:

@@ -34,10 +34,10 @@ ANYWHERE = ("0.0.0.0", "::")
 class StreamSource:
     """Receives the samples of a stream on the first rank, and runs the simulators of its host.
 
-    ``stream``: section ``[stream]`` of the recipe. ``columns``: arrays of a sample. ``seed``: of the draws. ``folder``:
-    gets what the simulators print. ``encrypt``: which connections are encrypted. ``state``: stream of a checkpoint, as
-    :meth:`SampleStore.state` returns it, or None for a new one. ``kind``: first part of the names of the simulators
-    that are started. :attr:`lines` are lines to print.
+    ``stream``: section ``[stream]`` of the recipe. ``columns``: arrays of a sample. ``seed``: seed of the draws.
+    ``folder``: gets what the simulators print. ``encrypt``: which connections are encrypted. ``state``: stream of a
+    checkpoint, as :meth:`SampleStore.state` returns it, or None for a new one. ``kind``: first part of the names of the
+    simulators that are started. :attr:`lines` are lines to print.
 
     Raises :class:`UsageError` if it cannot listen, or a simulator cannot be started.
     """
@@ -144,7 +144,7 @@ class StreamSource:
 
 class StreamAddress(NamedTuple):
     """Where simulators reach a training. ``endpoint``: listens there. ``address``: HOST:PORT for simulators of this
-    host. ``secret``: of the channel, beside ``WEFT_SECRET``.
+    host. ``secret``: secret of the channel, beside ``WEFT_SECRET``.
     """
 
     endpoint: Endpoint
@@ -179,9 +179,9 @@ def all_samples(
 ) -> np.ndarray:
     """Run simulators to their end, and return all their samples, float32 ``[samples, width]``.
 
-    ``commands``: of the simulators, whose samples come one simulator after the other. ``stream``: section ``[stream]``,
-    of which limits are read. ``folder``: gets what they print. ``wait``: called now and then; if it returns False, the
-    samples so far are returned. Raises :class:`WeftError` if there are none.
+    ``commands``: commands of the simulators, whose samples come one simulator after the other. ``stream``: section
+    ``[stream]``, of which limits are read. ``folder``: gets what they print. ``wait``: called now and then; if it
+    returns False, the samples so far are returned. Raises :class:`WeftError` if there are none.
     """
     alone: dict[str, Any] = {"producers": tuple(commands), "listen": "", "others": 0}
     alone |= {"buffer": "fifo", "capacity": ALL, "watermark": 0}

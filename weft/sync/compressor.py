@@ -120,7 +120,7 @@ class Compressor:
     def encode(self, x: T, seed: int, warm: T | None = None) -> Payload:
         """Compress ``x`` and return the payload.
 
-        ``seed``: of random choices, also known to the receiver; ``warm``: the warm start from the previous round.
+        ``seed``: seed of random choices, also known to the receiver; ``warm``: the warm start from the previous round.
         """
         return self.agreed(x, seed, lambda own: own, warm)[1]
 
@@ -139,7 +139,8 @@ class Compressor:
     def decode(self, payload: Payload, shape: Sequence[int], seed: int) -> T:
         """Decompress ``payload`` into a tensor of this ``shape``.
 
-        ``seed``: of the random choices with which the tensor was compressed. Raises :class:`WeftError` if the payload
+        ``seed``: seed of the random choices with which the tensor was compressed. Raises :class:`WeftError` if the
+            payload
         does not fit the shape.
         """
         return self._checked(payload, shape)[0]

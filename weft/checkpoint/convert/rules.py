@@ -29,7 +29,7 @@ CHUNK = 16 << 20
 class Shard:
     """Part of a tensor that one rank of another program stored.
 
-    ``shape`` and ``dtype``: of this part. ``read(lo, hi)`` reads its rows ``lo:hi`` on demand.
+    ``shape`` and ``dtype``: shape and type of this part. ``read(lo, hi)`` reads its rows ``lo:hi`` on demand.
     """
 
     shape: tuple[int, ...]

@@ -75,7 +75,7 @@ class ActionPolicy(nn.Module):
     """Actor and critic with a trunk each.
 
     ``form``: what the environment observes, and how it is acted on; ``kind``: "categorical", "gaussian" or "beta";
-    ``hidden``: widths of hidden layers; ``seed``: of the initial weights.
+    ``hidden``: widths of hidden layers; ``seed``: seed of the initial weights.
     """
 
     low: T

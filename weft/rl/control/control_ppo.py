@@ -129,9 +129,9 @@ def collect_steps(
 ) -> CollectedSteps:
     """Act in all environments of ``pool`` for ``settings.horizon`` steps, and estimate advantages.
 
-    ``generators``: of actions, one for each environment; ``first``: number of the pool's first environment;
-    ``episodes``: where returns are counted. ``stops(taken)`` says after each step, of which ``taken`` have been taken,
-    whether this rank shall stop with what it has, because enough others have all their steps.
+    ``generators``: random generators of actions, one for each environment; ``first``: number of the pool's first
+    environment; ``episodes``: where returns are counted. ``stops(taken)`` says after each step, of which ``taken`` have
+    been taken, whether this rank shall stop with what it has, because enough others have all their steps.
     """
     like = next(policy.parameters())
     rows: list[dict[str, np.ndarray]] = []
@@ -233,9 +233,10 @@ def minibatches(
 class Learned(NamedTuple):
     """Means over the minibatches of a step of the run.
 
-    ``loss``: of policy, critic and entropy together; ``critic``: the critic's loss; ``entropy``: of the policy; ``kl``:
-    estimate of how far the policy has moved from the one that collected (k3); ``clipped``: share of transitions whose
-    ratio was clipped; ``grad_norm``: norm of the gradients before clipping; ``updates``: number of minibatches.
+    ``loss``: loss of policy, critic and entropy together; ``critic``: the critic's loss; ``entropy``: entropy of the
+    policy; ``kl``: estimate of how far the policy has moved from the one that collected (k3); ``clipped``: share of
+    transitions whose ratio was clipped; ``grad_norm``: norm of the gradients before clipping; ``updates``: number of
+    minibatches.
     """
 
     loss: float

@@ -63,7 +63,7 @@ class ControlRecorder:
         self._metrics.log(kind, self._progress.step if step is None else step, **values)
 
     def show(self, **values: float | None) -> None:
-        """Show that a step has been taken. ``values``: of :data:`weft.observe.display.CELLS`."""
+        """Show that a step has been taken. ``values``: values by the keys of :data:`weft.observe.display.CELLS`."""
         self._display.update(self._progress.step, **values)
 
 

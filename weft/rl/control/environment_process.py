@@ -120,7 +120,7 @@ def run_environments(pipe_handle: int, marker_handle: int) -> None:
     """Make environments and step them, until the pipe is closed.
 
     ``pipe_handle``: inherited descriptor of a pipe, whose first message says which environments to make;
-    ``marker_handle``: of memory that tells the parent which environment is being stepped.
+    ``marker_handle``: handle of the memory that tells the parent which environment is being stepped.
     """
     end_with_parent()
     pipe, marker = FramePipe(pipe_handle), mmap.mmap(marker_handle, 8)

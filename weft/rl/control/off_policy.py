@@ -50,7 +50,7 @@ AT_ONCE = 64
 
 
 class WorkerProcess:
-    """A worker, seen from the learner. ``number``: of its environment.
+    """A worker, seen from the learner. ``number``: number of its environment.
 
     Attributes:
         ``pipe``: end of the pipe to it.
@@ -116,7 +116,7 @@ class WorkerProcess:
 class OffPolicy:
     """Deep Q-learning or soft actor-critic with asynchronous workers, as a run takes it, step by step.
 
-    ``recipe``: with the section ``[control]``; ``mesh``: of its single rank.
+    ``recipe``: recipe with the section ``[control]``; ``mesh``: mesh of its single rank.
 
     Attributes:
         ``tensors``: what checkpoints keep, by name; the replay too.

@@ -69,8 +69,8 @@ class ActingWorker:
 def run_worker(pipe_handle: int, weights_handle: int) -> None:
     """Act and send transitions until the pipe is closed.
 
-    ``pipe_handle``: inherited descriptor of a pipe, whose first message says what to make; ``weights_handle``: of the
-    memory of :class:`PublishedWeights`.
+    ``pipe_handle``: inherited descriptor of a pipe, whose first message says what to make; ``weights_handle``: handle
+    of the memory of :class:`PublishedWeights`.
     """
     end_with_parent()
     pipe = FramePipe(pipe_handle)

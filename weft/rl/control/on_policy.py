@@ -59,8 +59,8 @@ def cut_off(
 ) -> Callable[[int], bool]:
     """Return whether a rank shall stop collecting, as a function of the steps that it has taken.
 
-    It stops as soon as ``enough`` ranks have all ``horizon`` steps. ``store``: of all ranks; ``key``: under which they
-    are counted there.
+    It stops as soon as ``enough`` ranks have all ``horizon`` steps. ``store``: store of all ranks; ``key``: under which
+    they are counted there.
     """
 
     def stops(taken: int) -> bool:
@@ -110,8 +110,8 @@ class SeenObservations:
 class OnPolicy:
     """Proximal policy optimisation as a run takes it, step by step.
 
-    ``recipe``: with the section ``[control]``; ``mesh``: of the run's ranks; ``begun``: number of steps that the run
-    has taken before, by which its environments get other seeds.
+    ``recipe``: recipe with the section ``[control]``; ``mesh``: mesh of the run's ranks; ``begun``: number of steps
+    that the run has taken before, by which its environments get other seeds.
 
     Attributes:
         ``tensors``: what checkpoints keep, by name.

@@ -22,8 +22,8 @@ LEAST = 16
 class Evaluated(NamedTuple):
     """Result of an evaluation: means and deviation over the episodes.
 
-    ``mean``, ``std``: of the returns to learn from; ``own``: mean of the environment's own returns; ``steps``: mean
-    length; ``episodes``: number of episodes.
+    ``mean``, ``std``: mean and deviation of the returns to learn from; ``own``: mean of the environment's own returns;
+    ``steps``: mean length; ``episodes``: number of episodes.
     """
 
     mean: float
@@ -45,8 +45,9 @@ def evaluate_policy(
     """Run ``settings.episodes`` episodes with the policy's best actions. Collective.
 
     Every environment has an equal share of the episodes, so that short episodes do not count more often. ``best``: the
-    best actions for observations ``[environments, observed]``; ``about``: as :class:`EnvironmentPool` takes it;
-    ``processes``: of each rank; ``stops``: whether the run is to end at once. Returns None in that case.
+    best actions for observations ``[environments, observed]``; ``about``: argument of :class:`EnvironmentPool`;
+    ``processes``: number of processes of each rank; ``stops``: whether the run is to end at once. Returns None in that
+    case.
     """
     count = min(settings.episodes, max(settings.environments, LEAST))
     first, last = part(count, mesh.layout.dp, mesh.rank("dp"))

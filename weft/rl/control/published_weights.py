@@ -25,7 +25,7 @@ class WeightsVersion(NamedTuple):
 
 
 class PublishedWeights:
-    """Memory for ``count`` numbers of the type ``dtype``. ``handle``: of memory to use, which another
+    """Memory for ``count`` numbers of the type ``dtype``. ``handle``: handle of the memory to use, which another
     process may have made.
     """
 

@@ -61,7 +61,7 @@ def learner_tensors(
 class DqnLearner:
     """Deep Q-learning with a moving average as target (Mnih et al. 2015), for actions that are choices.
 
-    ``form``: of the environment; ``settings``: the section ``[control]``; ``seed``: of the weights. Raises
+    ``form``: form of the environment; ``settings``: the section ``[control]``; ``seed``: seed of the weights. Raises
     :class:`UsageError` if actions are numbers.
     """
 

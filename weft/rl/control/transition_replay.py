@@ -25,7 +25,7 @@ class Transitions(NamedTuple):
 class TransitionReplay:
     """The newest ``capacity`` transitions of a run, from which rows are drawn with repeats.
 
-    ``form``: of the environment; ``dtype``: of the numbers; ``device``: where they are kept.
+    ``form``: form of the environment; ``dtype``: type of the numbers; ``device``: where they are kept.
 
     Attributes:
         ``tensors``: what checkpoints keep, by name.

@@ -15,7 +15,7 @@ class Firo:
     """Buffer that gives every sample once, a random one of those that are there.
 
     ``capacity``: largest number of samples. ``watermark``: samples that stay in the buffer until the stream ends, so
-    that a draw has some to choose from. ``seed``: of the random choices.
+    that a draw has some to choose from. ``seed``: seed of the random choices.
     """
 
     empties = True

@@ -23,8 +23,8 @@ class Reservoir:
     """Buffer whose samples are drawn uniformly and stay. A new sample replaces a random one that was drawn before.
 
     ``capacity``: largest number of samples. ``watermark``: samples that must be exceeded before any is drawn.
-    ``seed``: of the random choices. No sample leaves before it was drawn: a buffer full of such samples takes no new
-    one. After the end of the stream every sample that is left is drawn once more, and leaves.
+    ``seed``: seed of the random choices. No sample leaves before it was drawn: a buffer full of such samples takes no
+    new one. After the end of the stream every sample that is left is drawn once more, and leaves.
     """
 
     #: Whether a sample leaves when it is drawn, while more samples are expected.

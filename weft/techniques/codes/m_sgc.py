@@ -86,7 +86,8 @@ class Multiplexed(Code):
     def slots(self, rank: int, job: int, arrived: Arrived) -> list[int | None]:
         """Return the task of ``rank`` in each round of a job: the index of an uncoded task, or None for a coded one.
 
-        ``job``: index of the job, which is that of its first round. ``arrived``: by round, the ranks whose results
+        ``job``: index of the job, which is that of its first round. ``arrived``: for each round, the ranks whose
+            results
         arrived in time.
         """
         jobs: list[int | None] = list(range(self.window - 1))

@@ -52,8 +52,8 @@ class SelectiveRepetition(GradientCode):
     def first(self, job: int, arrived: Arrived) -> list[Result]:
         """Return the results of ``job`` that arrived in round ``job``, in which ranks compute this job first.
 
-        Ranks that repeated an earlier job in that round have no such result. ``arrived``: by round, the ranks whose
-        results arrived in time.
+        Ranks that repeated an earlier job in that round have no such result. ``arrived``: for each round, the ranks
+        whose results arrived in time.
         """
         late = self.repeating_ranks(job, arrived)
         return [Result(rank, job) for rank in arrived[job] if rank not in late]
@@ -61,7 +61,7 @@ class SelectiveRepetition(GradientCode):
     def repeating_ranks(self, number: int, arrived: Arrived) -> list[int]:
         """Return the ranks that compute an old job in round ``number`` in place of the new job of this round.
 
-        The old job is the one that began ``burst`` rounds earlier. ``arrived``: by round, the ranks whose results
+        The old job is the one that began ``burst`` rounds earlier. ``arrived``: for each round, the ranks whose results
         arrived in time.
         """
         return self._repeating_ranks(number, tuple(map(frozenset, arrived[:number])))
