@@ -137,6 +137,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "ulysses that does not divide": ("cp=3,ulysses=2", ""),
     "ulysses above heads": ("cp=5,context=ulysses", ""),
     "stages without pp": ("vocab_barriers=1", ""),
+    "overlap of a ladder": ("pp=2,overlap=passes", "model.experts=4 model.residual=ladder"),
     "overlap without exchanges": ("pp=2,overlap=passes", ""),
     "overlap with other tables": ("pp=2,overlap=passes,vocab_barriers=1", "model.experts=2"),
     "overlap of sharded parameters": ("pp=2,shard=2,overlap=passes", "model.experts=2"),

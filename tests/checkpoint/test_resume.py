@@ -230,7 +230,7 @@ OTHER: dict[str, Any] = {
     "experts_per_token": 3, "shared_experts": 1, "shared_mix": "gate", "expert_ffn": 8, "first_dense": 1,
     "moe_every": 2, "router": "sigmoid", "router_norm": True, "router_scale": 2.0, "router_groups": 2,
     "router_early": True, "bias_rate": 0.1, "balance": "step", "balance_loss": 0.1,
-    "z_loss": 0.1, "capacity": 1.5,
+    "z_loss": 0.1, "capacity": 1.5, "residual": "ladder",
 }  # fmt: skip
 
 
@@ -240,12 +240,13 @@ def test_every_field_of_the_model_is_compared(
 ) -> None:
     """Whatever is changed in [model], a resume is refused or exact; what another model has saved stays."""
     # These change others, which are named: a compressed cache the key-value heads, groups in use the groups there are,
-    # a plugin's model all; an output of scores has a loss of its own, as a critic has; and what a surrogate reads and
-    # predicts stands beside its kind.
+    # the first ladder layer the residual, a plugin's model all; an output of scores has a loss of its own, as a critic
+    # has; and what a surrogate reads and predicts stands beside its kind.
     assert OTHER.keys() | {
         *ORIGIN,
         "kv_rank",
         "router_top_groups",
+        "ladder_from",
         "kind",
         "settings",
         "output",

@@ -40,6 +40,7 @@ MIXERS: dict[str, dict[str, Any]] = {
         "kv_heads": None,
     },
     "experts": {"experts": 4, "experts_per_token": 2},
+    "ladder": {"residual": "ladder", "ladder_from": 1},
 }
 
 

@@ -118,7 +118,7 @@ class ChainPass:
             x = self._each(layer + 1, self._block(layer, pages, x))
         out: T | None = None
         for group in self.groups_at(len(self.pages) + 1):
-            hidden = group.model.norm(x[:, group.rows])
+            hidden = group.model.norm(group.model.settled(x[:, group.rows]))
             logits = group.model.scores(hidden, group.only)[0]
             if out is None:
                 out = logits.new_empty(len(self.wanted), logits.shape[-1])
@@ -137,7 +137,8 @@ class ChainPass:
             spans, adapters = group.reading.spans, group.adapters
             with self.shelf.adapting(spans, adapters, layer):
                 own, documents = x[:, group.rows], group.documents
-                return group.model.run_block(layer, own, group.rope, documents)
+                model = group.model
+                return model.packed(model.run_block(layer, own, group.rope, documents))
 
         return run
 

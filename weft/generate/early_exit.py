@@ -54,7 +54,7 @@ def exiting(model: Transformer, early: EarlyExit | None, wanted: T) -> Iterator[
         return
 
     def show(_block: object, _inputs: object, hidden: T) -> None:
-        early.take(model.scores(model.norm(hidden), wanted)[0])
+        early.take(model.scores(model.norm(model.settled(hidden)), wanted)[0])
 
     handle = model.blocks[str(early.layer - 1)].register_forward_hook(show)
     try:

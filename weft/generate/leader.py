@@ -220,7 +220,8 @@ class RankReader:
         for layer in sorted(map(int, model.blocks)):
             x = model.run_block(layer, x, rope, documents)
         if self.after is None:
-            return model.norm(x)
+            return model.norm(model.settled(x))
+        x = model.packed(x)
         self.wire.send(Value("act", 0, number), x, self.after, self.depth)
         return x
 

@@ -50,6 +50,23 @@ def scatter_tokens(x: T, mesh: Mesh) -> T:
     return spmd.reduce_scatter(x, mesh.group("tp"), src=V, dst=S(1), **_as_is(x))
 
 
+def own_tokens(x: T, mesh: Mesh) -> T:
+    """Return this rank's tokens ``[batch, seq/tp, embed]`` of ``x`` ``[batch, seq, embed]``, the same on all of ``tp``.
+
+    This is the reverse of :func:`gather_tokens`. The gradients of ``x`` are summands.
+    """
+    if mesh.size("tp") == 1:
+        return x
+    return spmd.convert(x, mesh.group("tp"), src=R, dst=S(1))
+
+
+def sum_tokens(x: T, mesh: Mesh) -> T:
+    """Sum ``x`` ``[batch, seq, embed]`` over ``tp``; return the whole sum, which is replicated (R)."""
+    if mesh.size("tp") == 1:
+        return x
+    return spmd.all_reduce(x, mesh.group("tp"), src=V, dst=R, **_as_is(x))
+
+
 def _as_is(x: T) -> dict[str, Any]:
     """Return options that keep activations and their gradients in their own precision on the way."""
     return {"op_dtype": x.dtype, "backward_options": {"op_dtype": x.dtype}}

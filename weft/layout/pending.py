@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
 
+from weft.layout.boundary import gather_tokens, scatter_tokens, sum_tokens
 from weft.layout.mesh import Mesh
 
 T = torch.Tensor
@@ -64,6 +66,12 @@ def scatter_flight(x: T, group: Any) -> StartedCollective:
     own = torch.empty_like(parts[0])
     work = reduce_scatter(own, parts.flatten(0, 1), group=group, async_op=True)
     return StartedCollective(own, work)
+
+
+def sum_flight(x: T, group: Any) -> StartedCollective:
+    """Start to sum ``x`` over ``group``; the result is the whole sum."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    return StartedCollective(total, dist.all_reduce(total, group=group, async_op=True))
 
 
 class _Start(torch.autograd.Function):
@@ -137,15 +145,22 @@ class Arrived:
         return self._x
 
 
+def start_sum(x: T, mesh: Mesh) -> Pending | Arrived:
+    """Start :func:`weft.layout.boundary.sum_tokens` of ``x`` ``[batch, seq, embed]``."""
+    if mesh.size("tp") == 1 or spmd.is_type_checking():
+        return Arrived(sum_tokens(x, mesh))
+    return Pending(x, mesh.group("tp"), sum_flight, sum_flight)
+
+
 def start_gather(x: T, mesh: Mesh) -> Pending | Arrived:
     """Start :func:`weft.layout.boundary.gather_tokens` of ``x`` ``[batch, seq/tp, embed]``."""
-    if mesh.size("tp") == 1:
-        return Arrived(x)
+    if mesh.size("tp") == 1 or spmd.is_type_checking():
+        return Arrived(gather_tokens(x, mesh))
     return Pending(x, mesh.group("tp"), gather_flight, scatter_flight)
 
 
 def start_scatter(x: T, mesh: Mesh) -> Pending | Arrived:
     """Start :func:`weft.layout.boundary.scatter_tokens` of ``x`` ``[batch, seq, embed]``."""
-    if mesh.size("tp") == 1:
-        return Arrived(x)
+    if mesh.size("tp") == 1 or spmd.is_type_checking():
+        return Arrived(scatter_tokens(x, mesh))
     return Pending(x, mesh.group("tp"), scatter_flight, gather_flight)

@@ -8,21 +8,18 @@ regions) and inside ``attend``; on one device these are identities. Shapes below
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from weft.layout.boundary import gather_tokens, gather_vocab, scatter_tokens
 from weft.layout.dims import Logical, part
 from weft.models.attention import Attend, local_attention
 from weft.models.dropout import drawing
 from weft.models.feed_forward import FeedForward
-from weft.models.fused import Tape, current_tape, deferred, project
+from weft.models.fused import project
 from weft.models.graph_parts import Steps, current_part, read
 from weft.models.hooks import NO_HOOKS, Hooks
 from weft.models.invariant import is_invariant
@@ -45,6 +42,7 @@ if TYPE_CHECKING:
     from weft.layout.mesh import Mesh
     from weft.models.experts import EarlyMixture, Mixture
     from weft.models.hooks import Stages
+    from weft.models.ladder import Stream
     from weft.models.latent import LatentAttention
     from weft.models.router import Loads, RouterPass
     from weft.recipe import ModelShape, VocabularyWeight
@@ -242,37 +240,30 @@ class Block(Module):
         self.ffn = feed_forward_module(shape, mesh, layer)
         self.attention_out_norm = self.norm_of("attention_out_norm", shape.norm_eps)
         self.ffn_out_norm = self.norm_of("ffn_out_norm", shape.norm_eps)
+        self.ladder = shape.is_ladder(layer)
         self.recompute = "none"
         self.kept_ops: list[torch._ops.OpOverload] = [torch.ops.weft.attention.default]
 
     def forward(
-        self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None = None
-    ) -> T:
+        self, x: Any, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None = None
+    ) -> Any:
         """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape.
 
         ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin in the
-        flattened rows; ``seen``: where routers record their counts; None: nowhere.
+        flattened rows; ``seen``: where routers record their counts; None: nowhere. In a ladder layer, ``x`` and output
+        are a :class:`weft.models.ladder.LadderStream`.
         """
+        if self.ladder:
+            from weft.models.ladder import ladder_block
+
+            return ladder_block(self, x, rope, cu_seqlens, seen)
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._body(x, rope, cu_seqlens, seen)
-        tape = current_tape()
+        from weft.models.recompute import recomputed
+
         kept_ops = self.kept_ops if self.recompute == "selective" else []
-        contexts: dict[str, Any] = {}
-        if tape is not None:
-            contexts["context_fn"] = partial(_recompute_with, tape, kept_ops)
-        elif kept_ops:
-            selective = partial(create_selective_checkpoint_contexts, kept_ops)
-            contexts["context_fn"] = selective
-        return checkpoint(
-            self._body,
-            x,
-            rope,
-            cu_seqlens,
-            seen,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            **contexts,
-        )
+        inputs = x, rope, cu_seqlens, seen
+        return recomputed(self._body, kept_ops, *inputs)
 
     def _body(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
@@ -314,21 +305,6 @@ class Block(Module):
     def _added(self, x: T, y: T) -> T:
         """``x`` plus the output of the feed-forward."""
         return x + (y if self.ffn_out_norm is None else self.ffn_out_norm(y))
-
-
-def _recompute_with(tape: Tape, kept: list[torch._ops.OpOverload]) -> tuple[Any, Any]:
-    """Contexts of forward and of recomputation, which may run in another thread, with a split backward."""
-    first: Any = nullcontext()
-    again: Any = nullcontext()
-    if kept:
-        first, again = create_selective_checkpoint_contexts(kept)
-
-    @contextmanager
-    def recomputing() -> Iterator[None]:
-        with again, deferred(tape):
-            yield
-
-    return first, recomputing()
 
 
 class Transformer(Module):
@@ -457,26 +433,51 @@ class Transformer(Module):
         rope = angles(positions, self.freq, x.dtype, draws)
         for i in range(len(self.blocks)) if route is None else route:
             x = self.run_block(i, x, rope, cu_seqlens, seen)
-        return self.norm(x)
+        return self.norm(self.settled(x))
 
     def run_block(
         self,
         i: int,
-        x: T,
+        x: Stream,
         rope: tuple[T, ...],
         cu_seqlens: T,
         seen: RouterPass | None = None,
-    ) -> T:
+    ) -> Stream:
         """Run the block with index ``i`` on ``x`` ``[batch, seq/tp, embed]``, and return its output of the same shape.
 
+        The residual stream of a ladder model has other forms too, which :meth:`settled` and :meth:`packed` take.
         ``rope``: cosines and sines (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin; ``seen``:
         where routers record their counts.
         """
         block, saver = self.blocks[str(i)], self.hooks.saver
+        if self.shape.residual == "ladder":
+            from weft.models import ladder
+
+            enter = ladder.ladder_stream if block.ladder else ladder.settled_stream
+            x = enter(x, self.shape.embed, self.mesh)
         if saver is None:
             return block(x, rope, cu_seqlens, seen)
-        with saver.block(block, x, *rope, cu_seqlens):
+        entry = x if isinstance(x, torch.Tensor) else x.base
+        with saver.block(block, entry, *rope, cu_seqlens):
             return block(x, rope, cu_seqlens, seen)
+
+    def settled(self, x: Any) -> T:
+        """Return the output of the last block that ran, ``[batch, seq/tp, embed]``. ``x``: what its run returned."""
+        if self.shape.residual == "ladder":
+            from weft.models.ladder import settled_stream
+
+            x = settled_stream(x, self.shape.embed, self.mesh)
+        output: T = x
+        return output
+
+    def packed(self, x: Any) -> T:
+        """Return ``x``, what the run of a block returned, as one tensor, with which any rank can run the next block."""
+        if self.shape.residual == "ladder":
+            from weft.models.ladder import packed_stream
+
+            x = packed_stream(x, self.mesh)
+        output: T = x
+        return output
 
     def learn_loads(self, loads: Sequence[int]) -> None:
         """Update the routers of all mixtures after a training step.

@@ -44,6 +44,7 @@ def row_of_run(run: Path) -> dict[str, Any] | None:
     if (
         len(steps) < LEAST
         or model["mixer"] != "softmax"
+        or model.get("residual", "standard") != "standard"
         or layout["balance"]
         or layout["skip"]
         or partly

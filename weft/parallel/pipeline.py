@@ -208,5 +208,19 @@ class Pipeline:
             return None
         assert self.present is not None  # values travel while it runs
         rows, length = self.present.batches[value.microbatch].tokens.shape
-        embed = self.place.shape.embed
-        return [((rows, length // self.mesh.size("tp"), embed), self.compute)]
+        width = self.place.shape.embed * (1 + self._carries_two(value))
+        return [((rows, length // self.mesh.size("tp"), width), self.compute)]
+
+    def _carries_two(self, value: Value) -> bool:
+        """Return whether a stage's output, or its gradient, has the late part of a ladder stream beside the stream."""
+        if self.place.shape.residual != "ladder":
+            return False
+        assert self.present is not None
+        path = self.present.table.paths[value.microbatch]
+        if value.stage not in path:  # a share of the vocabulary
+            return False
+        behind = path.index(value.stage) + (value.name == "act")
+        ran = [i for s in path[:behind] for i in self.place.stages[s].layers]
+        return (
+            0 < behind < len(path) and bool(ran) and self.place.shape.is_ladder(ran[-1])
+        )

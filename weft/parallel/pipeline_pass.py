@@ -220,9 +220,10 @@ class PipelinePass:
         batch, tape = self.batches[a.microbatch], self._tape(a)
         with deferred(tape):
             x, leaf, rope, seen = self._stage_input(a, reads)
+            stream: Any = x
             for i in self.here.stages[a.stage].layers:
-                x = self.model.run_block(i, x, rope, batch.cu_seqlens, seen)
-            x = self._stage_output(a, x)
+                stream = self.model.run_block(i, stream, rope, batch.cu_seqlens, seen)
+            x = self._stage_output(a, stream)
         values = {"act": x.detach(), "saved": (leaf, x, tape)}
         return [values[value.name] for value in a.writes]
 
@@ -262,11 +263,11 @@ class PipelinePass:
             x, leaf, self.ropes[m], self.seen.get(m) if training else None
         )
 
-    def _stage_output(self, a: Action, x: T) -> T:
+    def _stage_output(self, a: Action, x: Any) -> T:
         """Return the output of a stage, given that of its layers; on the last stage this is the loss."""
         if a.stage != self.table.paths[a.microbatch][-1]:
-            return x
-        x = self.model.norm(x)
+            return self.model.packed(x)
+        x = self.model.norm(self.model.settled(x))
         if self.here.output is None:
             x = self.model.loss(x, self.batches[a.microbatch], self.hooks)
             x = x / self.total()

@@ -13,6 +13,7 @@ from weft.recipe import ModelShape, Recipe, build_recipe
 from weft.recipe.toml import read_toml
 from weft.section import validated
 from weft.shapes.config import shape_from_config
+from weft.shapes.origin_shape import converted_shape
 from weft.shapes.shape import Shape, shape_of
 from weft.shapes.untrainable import UntrainableShape, untrainable
 
@@ -124,6 +125,8 @@ def _of_recipe(path: Path, named: Callable[[str], ModelShape]) -> PlannedModel:
     section = (
         recipe.model if recipe.model.origin is None else named(recipe.model.origin)
     )
+    if section.residual == "standard" != recipe.model.residual:
+        section = converted_shape(section, recipe.model)
     section = (
         section.model_copy(update={"adapter": recipe.adapter})
         if recipe.adapter

@@ -249,6 +249,12 @@ BY_CODE: dict[str, Choices] = {
         lambda recipe, case: _experts(recipe, case) in (6, 8), 2
     ),
     "adapter.targets": _targets,
+    "model.ladder_from": _if(
+        lambda recipe, case: (
+            "model.residual" in case and case.get("model.layers", 4) > 1
+        ),
+        1,
+    ),
     "model.kv_rank": _if_plain(5),
     "resilience.code": lambda recipe, case, rng: (
         names("code") if _plain_replicas(case) else []

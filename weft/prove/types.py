@@ -94,7 +94,10 @@ def check_types(
     if shape.kind:
         raise UsageError(f"types are known of Weft's own models, and model.kind = {shape.kind!r} is a plugin's; prove "
                          "it by numbers: leave out --types")  # fmt: skip
-    kinds = [(shape.mixer_of(i), shape.experts_of(i)) for i in range(shape.layers)]
+    kinds = [
+        (shape.mixer_of(i), shape.experts_of(i), shape.is_ladder(i))
+        for i in range(shape.layers)
+    ]
     # Layers of a kind are alike: enough of the first layers to have each kind, at least two, stand for all.
     few = max(min(2, len(kinds)), 1 + max(kinds.index(kind) for kind in kinds))
     experts = shape.experts[:few] if isinstance(shape.experts, tuple) else shape.experts

@@ -356,6 +356,10 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
     Rule("stages without pp", "layout shape",
          lambda a: a.layout.pp == 1 and bool(a.layout.skip or a.layout.vocab_barriers),
          "layout.skip and layout.vocab_barriers are about pipeline stages", "set layout.pp above 1"),
+    Rule("overlap of a ladder", "layout shape",
+         lambda a: bool(a.layout.overlap) and a.shape.residual == "ladder",
+         "model.residual = 'ladder' lets sums travel under the next part, and layout.overlap = {0.layout.overlap!r} "
+         "cuts parts in another way", "leave out layout.overlap"),
     Rule("overlap without exchanges", "layout shape",
          lambda a: a.layout.takes_turns and (a.layout.pp == 1 or not a.shape.mixtures),
          "layout.overlap = {0.layout.overlap!r} is about exchanges of experts in a pipeline",

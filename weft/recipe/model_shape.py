@@ -253,6 +253,22 @@ class ModelShape(Section):
             "norms before them (Gemma 3)."
         ),
     )
+    residual: Literal["standard", "ladder"] = Field(
+        "standard",
+        description=(
+            "What attention and feed-forwards read. 'standard': the sum of all before them; "
+            "'ladder': that sum without the one just before them, so that with layout.tp its "
+            "output travels meanwhile."
+        ),
+    )
+    ladder_from: int = Field(
+        0,
+        ge=0,
+        description=(
+            "With residual = 'ladder': index of the first layer that is of the ladder; those "
+            "before it are standard."
+        ),
+    )
     rope_interleaved: bool = Field(
         False,
         description=(
@@ -453,6 +469,10 @@ class ModelShape(Section):
         every = self.softmax_every
         return "softmax" if every and (layer + 1) % every == 0 else self.mixer
 
+    def is_ladder(self, layer: int) -> bool:
+        """Return whether the parts of a layer read the residual stream without the part before (``residual``)."""
+        return self.residual == "ladder" and layer >= self.ladder_from
+
     def window_of(self, layer: int) -> int:
         """Return the attention window of a layer in tokens; 0 if the layer attends to all tokens."""
         return (
@@ -534,6 +554,14 @@ class ModelShape(Section):
             name = "rope_dim" if self.kv_rank else "head_dim"
             raise ValueError(
                 f"{name} = {self.rotated} must be even for rotary position embedding"
+            )
+        if self.ladder_from and (
+            self.residual != "ladder"
+            or (self.ladder_from >= self.layers and not self.origin)
+        ):
+            raise ValueError(
+                f"ladder_from = {self.ladder_from} is the first ladder layer of layers = {self.layers}, with residual "
+                f"= {self.residual!r}; lower it, or set residual = 'ladder'"
             )
         self._check_experts()
         return self

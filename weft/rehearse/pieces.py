@@ -157,8 +157,7 @@ def _longer(small: ModelShape, length: int, wanted: int) -> float:
 
 
 def _block(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:
-    output: T = model.blocks["0"](x, rope, batch.cu_seqlens)
-    return output
+    return model.settled(model.run_block(0, x, rope, batch.cu_seqlens))
 
 
 def _ends(model: Transformer, x: T, batch: Batch, rope: tuple[T, ...]) -> T:

@@ -327,6 +327,10 @@ def architecture(shape: ModelShape) -> str:
     Raises :class:`WeftError` if there is none.
     """
     remedy = "keep Weft's own checkpoint"
+    if shape.residual != "standard":
+        raise WeftError(
+            f"no Hugging Face architecture has residual = {shape.residual!r}; {remedy}"
+        )
     if shape.mixer != "softmax":
         raise WeftError(
             f"Hugging Face has no architecture for mixer = {shape.mixer!r}; {remedy}"

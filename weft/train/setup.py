@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
@@ -15,7 +14,7 @@ import torch
 from weft.data.loader import Corpus, Loader, open_data, shares_of, tokenizer_of_data
 from weft.data.source_check import check_sources
 from weft.data.tokenizer import NO_TOKENIZER
-from weft.errors import UsageError, WeftError, nearest
+from weft.errors import UsageError, WeftError
 from weft.layout.axes import BATCH_AXES, MODEL_AXES
 from weft.layout.layout import Layout
 from weft.layout.placement import Place
@@ -24,14 +23,7 @@ from weft.models.hooks import Hooks
 from weft.parallel.build import Built, check_fits, parallelize
 from weft.registry import find
 from weft.shapes.carried_files import context_length, files_of_run
-from weft.shapes.foreign_names import projection_name
-from weft.shapes.parameters import (
-    is_target,
-    learns,
-    parameter_count,
-    parameters,
-    projections,
-)
+from weft.shapes.parameters import learns, parameter_count, parameters
 from weft.train.rule_optimizer import RuleOptimizer, learning_rate, slot_bytes
 
 # a recipe without model.from does not wait for what reads checkpoints
@@ -43,15 +35,12 @@ if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
     from weft.layout.mesh import Mesh
     from weft.models.values import Values
-    from weft.recipe import Adapter, Loss, ModelShape, Recipe, Train
+    from weft.recipe import Loss, ModelShape, Recipe
     from weft.sync.coded import Code
     from weft.train.step_loader import RunRecords, StepLoader
 
 
 J = TypeVar("J", bound="Job")
-
-#: Settings of a model that are about how it learns: a recipe's count for a model that it starts from, too.
-LEARNING = ("balance", "balance_loss", "z_loss", "bias_rate")
 
 
 @dataclass(frozen=True)
@@ -261,7 +250,10 @@ def completed_job(
     pretrained = pretrained_of(recipe)
     shape = _completed(recipe, pretrained)
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)
-    check_names(shape, recipe.train)
+    if shape.adapter or recipe.train.freeze:
+        from weft.train.learning_parts import adapter_with_tokens, check_names
+
+        check_names(shape, recipe.train)
     own = _own_tokenizer(recipe, pretrained)
     corpus = open_corpus(own)
     vocab = corpus.tokenizer.vocab
@@ -277,7 +269,7 @@ def completed_job(
         )
     shape = shape.model_copy(update={"vocab": shape.vocab or vocab})
     if shape.adapter:
-        _with_tokens(shape.adapter, shape, pretrained)
+        adapter_with_tokens(shape.adapter, shape, pretrained)
     check_fits(shape, recipe.layout, recipe.train, recipe.optimizer, recipe.memory)
     check_memory(recipe, shape)
     if recipe.layout.island > 1:
@@ -389,61 +381,6 @@ def hooks_of(
     return Hooks(passed=passed)
 
 
-def check_names(shape: ModelShape, train: Train) -> None:
-    """Refuse patterns of the adapter's targets and of ``train.freeze`` that match nothing or leave nothing to learn.
-
-    Raises :class:`UsageError` that names the pattern.
-    """
-    adapter = shape.adapter
-    for pattern in adapter.targets if adapter else ():
-        if not any(is_target(pattern, path) for path in projections(shape)):
-            known = _projection_names(projections(shape))
-            raise UsageError(
-                f"adapter.targets: {pattern!r} matches no weight of this model; {nearest(pattern, known)}, or a path "
-                "such as blocks.0.attention.*"
-            )
-    if adapter:
-        _check_patterns(
-            adapter,
-            [
-                p
-                for p in projections(shape)
-                if any(is_target(t, p) for t in adapter.targets)
-            ],
-        )
-    if not train.freeze:
-        return
-    names = [p.name for p in parameters(shape)]
-    for pattern in train.freeze:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UsageError(
-                f"train.freeze: {pattern!r} matches no parameter; {nearest(pattern, names)}"
-            )
-    if not any(learns(name, shape, train.freeze) for name in names):
-        raise UsageError("train.freeze leaves nothing to learn; leave out a pattern")
-
-
-def _projection_names(paths: Iterable[str]) -> list[str]:
-    """What Weft and what Hugging Face call the weights ``paths``, each name once."""
-    inside = sorted({".".join(path.split(".")[-2:]) for path in paths})
-    return [
-        name
-        for path in inside
-        for name in (path.rpartition(".")[2], projection_name(path))
-    ]
-
-
-def _check_patterns(adapter: Adapter, adapted: Sequence[str]) -> None:
-    """Refuse ranks and alphas for weights that are not among those ``adapted``."""
-    names = _projection_names(adapted)
-    for setting in ("rank_pattern", "alpha_pattern"):
-        for pattern in getattr(adapter, setting):
-            if not any(is_target(pattern, path) for path in adapted):
-                raise UsageError(
-                    f"adapter.{setting}: {pattern!r} matches no weight that has an adapter; {nearest(pattern, names)}"
-                )
-
-
 def pretrained_of(recipe: Recipe) -> Pretrained | None:
     """Open the pretrained model that ``model.from`` names; None if the recipe has no ``model.from``."""
     if recipe.model.origin is None:
@@ -507,7 +444,11 @@ def model_shape(recipe: Recipe) -> ModelShape:
 
 
 def _completed(recipe: Recipe, pretrained: Pretrained | None) -> ModelShape:
-    shape = _base_shape(recipe.model, pretrained)
+    shape = recipe.model
+    if pretrained is not None:
+        from weft.shapes.origin_shape import begun_shape
+
+        shape = begun_shape(shape, pretrained.shape)
     if recipe.loss.scores:
         shape = shape.model_copy(update={"output": "score", "tied": False})
     elif shape.output == "score":
@@ -525,61 +466,11 @@ def _completed(recipe: Recipe, pretrained: Pretrained | None) -> ModelShape:
         )
     if recipe.adapter is None:
         return shape
+    from weft.train.learning_parts import adapter_with_tokens
+
     return shape.model_copy(
-        update={"adapter": _with_tokens(recipe.adapter, shape, pretrained)}
+        update={"adapter": adapter_with_tokens(recipe.adapter, shape, pretrained)}
     )
-
-
-def _with_tokens(
-    adapter: Adapter, shape: ModelShape, pretrained: Pretrained | None
-) -> Adapter:
-    """Return ``adapter`` with the ids of the tokens whose rows it learns. Refuses rows that the model does not have."""
-    if shape.tied and "lm_head" in adapter.whole:
-        raise UsageError(
-            "adapter.whole: this model's output layer is its embedding (model.tied); name 'embed_tokens', which is both"
-        )
-    if adapter.tokens == "new":
-        old = pretrained.shape.vocab if pretrained else 0
-        if pretrained is None or shape.vocab <= old:
-            said = f"model.from has {old} tokens, and model.vocab asks for no more"
-            raise UsageError(
-                "adapter.tokens = 'new' is for a vocabulary that grows: "
-                f"{said if pretrained else 'there is no model.from'}; set model.vocab to the new size, or name the ids"
-            )
-        return adapter.model_copy(update={"tokens": tuple(range(old, shape.vocab))})
-    if shape.vocab and adapter.tokens and adapter.tokens[-1] >= shape.vocab:
-        raise UsageError(
-            f"adapter.tokens: {adapter.tokens[-1]} is not the id of one of {shape.vocab} tokens; name others, or raise "
-            "model.vocab"
-        )
-    return adapter
-
-
-def _base_shape(given: ModelShape, pretrained: Pretrained | None) -> ModelShape:
-    if pretrained is None:
-        return given
-    shape = pretrained.shape
-    named = (
-        given.model_fields_set
-        - {"origin", *LEARNING}
-        - ({"vocab"} if not given.vocab else set())
-    )
-    if given.vocab > shape.vocab and shape.output == "tokens":
-        shape = shape.model_copy(update={"vocab": given.vocab})
-    if ignored := [
-        name for name in sorted(named) if getattr(given, name) != getattr(shape, name)
-    ]:
-        first = ignored[0]
-        raise UsageError(
-            f"model.{first} = {getattr(given, first)!r}, but model.from = {given.origin!r} is of a model with "
-            f"{getattr(shape, first)!r}, and that counts; leave out {', '.join(f'model.{name}' for name in ignored)}"
-        )
-    learning = {
-        name: getattr(given, name)
-        for name in LEARNING
-        if name in given.model_fields_set
-    }
-    return shape.model_copy(update={"origin": given.origin, **learning})
 
 
 def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
