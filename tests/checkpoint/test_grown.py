@@ -29,9 +29,10 @@ from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.layout.placement import Place
 from weft.models.adapters import merged_parameters
+from weft.models.grown_vocabulary import grown
 from weft.models.hugging_face import export, hf_values
 from weft.models.transformer import Transformer
-from weft.models.values import grown, seeded_values, with_adapter
+from weft.models.values import seeded_values, with_adapter
 from weft.parallel.build import parallelize
 from weft.recipe import Adapter, ModelShape, Recipe, Train, build_recipe
 from weft.train.setup import prepare

@@ -38,11 +38,13 @@ def test_an_engine_that_is_started_gets_every_option(tmp_path: Path) -> None:
     )  # fmt: skip
     names = [field.name for field in fields(plain)]
     same = {name for name in names if getattr(plain, name) == getattr(changed, name)}
-    assert same == {"models", "invariant", "layout", "resident", "phases", "quota", "cache_policy"}  # fmt: skip
+    elsewhere = {"layers_in": "l", "window": 3, "least_rate": 0.5}
+    policy = {"cache_policy": "window:64"}
+    others = {"models", "invariant", "layout", "resident", "phases", "quota"}
+    assert same == others | elsewhere.keys() | policy.keys()
     assert parsed(changed.words()) == changed
     phases = {"phases": "split", "quota": "0.3"}
-    policy = {"cache_policy": "window:64"}
-    for alone in ({"invariant": True}, {"layout": "tp=2"}, phases, policy):
+    for alone in ({"invariant": True}, {"layout": "tp=2"}, phases, policy, elsewhere):
         other = replace(plain, **alone)
         assert parsed(other.words()) == other
 

@@ -21,8 +21,9 @@ from weft.data.tokenizer import Tokenizer, tokenizer_from_files
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, Tensor, extents, slices
 from weft.layout.parts import NAMES, TORCH_DTYPES, Part
+from weft.models.grown_vocabulary import grown
 from weft.models.hugging_face import check_stored, files_beside, hf_values
-from weft.models.values import Values, grown, seeded_values, with_adapter
+from weft.models.values import Values, seeded_values, with_adapter
 from weft.shapes.config import shape_from_config
 from weft.shapes.foreign_names import hf_names
 from weft.shapes.parameters import of_adapter, without_critic

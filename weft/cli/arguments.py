@@ -123,6 +123,27 @@ PluginModules = Annotated[
 
 _spread = 'Ranks for models and texts that are too large for one: "tp=2", "cp=4", "pp=2", "cp=4,ep=4", "tp=2,pp=2" ...'
 Spread = Annotated[str | None, typer.Option("--layout", help=_spread)]
+_layers_in = (
+    "A folder on a local disk in whose file the layers' weights rest; memory holds --window of "
+    "them, and the next one is read while a layer computes. The next start finds the file again."
+)
+LayersIn = Annotated[
+    str | None, typer.Option("--layers-in", metavar="FOLDER", help=_layers_in)
+]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        "--window", min=1, help="With --layers-in: layers that have room in memory."
+    ),
+]
+_least_rate = (
+    "With --layers-in: refuse to start on a disk with which a text cannot get so many "
+    "tokens a second."
+)
+LeastRate = Annotated[
+    float | None,
+    typer.Option("--least-rate", min=0, metavar="TOKENS/S", help=_least_rate),
+]
 
 
 _secret = (

@@ -15,10 +15,13 @@ from weft.cli.arguments import (
     Draft,
     EarlyLayer,
     Ema,
+    LayersIn,
+    LeastRate,
     ModelName,
     PluginModules,
     Spread,
     Weights,
+    Window,
     import_plugins,
 )
 from weft.cli.cache_policy_option import CachePolicyWord
@@ -164,6 +167,9 @@ def read_engine_options(
     cache_policy: CachePolicyWord = "none",
     phases: Phases = "one",
     quota: QuotaWord = "",
+    layers_in: LayersIn = None,
+    window: Window = None,
+    least_rate: LeastRate = None,
 ) -> "EngineOptions":
     """Return the options of an engine, checked as far as they can be without its model. The modules of ``--plugin`` are
     imported. The parameters are the options of the command line, which :func:`holding_engine` adds to a command.
@@ -199,6 +205,9 @@ def read_engine_options(
         cache_policy=cache_policy,
         phases=phases,
         quota=quota,
+        layers_in=layers_in,
+        window=window,
+        least_rate=least_rate,
     )
     options.check()
     return options

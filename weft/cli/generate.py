@@ -19,6 +19,8 @@ from weft.cli.arguments import (
     Draft,
     EarlyLayer,
     Ema,
+    LayersIn,
+    LeastRate,
     ModelName,
     PluginModules,
     Seed,
@@ -26,6 +28,7 @@ from weft.cli.arguments import (
     Temperature,
     TopP,
     Weights,
+    Window,
     import_plugins,
 )
 from weft.cli.cache_policy_option import CachePolicyWord
@@ -152,6 +155,9 @@ def generate_command(
     resident: Annotated[
         float | None, typer.Option(min=0, max=1, help=_resident)
     ] = None,
+    layers_in: LayersIn = None,
+    window: Window = None,
+    least_rate: LeastRate = None,
 ) -> int:
     """Continue a text with a trained model, on one rank or on several."""
     import torch
@@ -167,9 +173,9 @@ def generate_command(
     from weft.generate.sampling import Sampling
     from weft.generate.start import as_rank, launch_ranks, leads
     from weft.generate.text_options import TextOptions
+    from weft.generate.weights_elsewhere import WeightsElsewhere, lift_of, tell_about
     from weft.layout.layout import Layout
     from weft.memory.heap import use_huge_pages
-    from weft.memory.resting_experts import RestingExperts
     from weft.memory.streamed_experts import StreamedExperts
     from weft.models.products import read_only
     from weft.serve.whole_batch import PromptFile, write_prompt_file
@@ -192,30 +198,15 @@ def generate_command(
     check_ahead(draft, ahead, early_layer, spread.world)
     apart = {"--workers": workers, "--paths": paths, "cp in --layout": spread.cp > 1}
     check_alone(cache_policy, apart, {"--draft": draft, "--beams": beams})
-    if experts_in == "":
-        raise UsageError("--experts-in is empty; give a folder on a local disk")
-    if resident is not None and not experts_in:
-        raise UsageError(
-            "--resident is for --experts-in, without which memory holds all experts"
-        )
-    if experts_in and "://" in experts_in:
-        raise UsageError(
-            f"--experts-in {experts_in} is no folder of this computer; give one on a local disk"
-        )
-    if experts_in and (spread.world > spread.cp or spread.ep > 1):
-        raise UsageError(
-            "--experts-in is for ranks that have all experts; leave it out, or have cp alone in --layout"
-        )
-    if experts_in == "host" and device == "cpu":
-        raise UsageError(
-            "--experts-in host is for models on a GPU; on the CPU give a folder on a local disk"
-        )
+    elsewhere = WeightsElsewhere(layers_in, window, least_rate, experts_in, resident)
+    elsewhere.check(weights, spread, device)
     if system is not None and not chat:
         raise UsageError("--system is for --chat, whose template says where it belongs")
     if prompts is not None:
         refused = {
             "--system": system, "--layout": spread.world > 1, "--draft": draft, "--think": think,
             "--texts, --beams, --workers and --paths": options.asked, "--cache-policy": cache_policy != "none",
+            "--layers-in": layers_in,
         }  # fmt: skip
         for option, given in refused.items():
             if given:
@@ -247,22 +238,15 @@ def generate_command(
         messages, tools = read_messages(text)
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
-    share = 0.5 if resident is None else resident
     with as_rank(spread, device) as device:
-        resting = (
-            RestingExperts(None if experts_in == "host" else Path(experts_in), share)
-            if experts_in
-            else None
-        )
-        if resting and resting.file and resting.file.note:
-            warn(resting.file.note)
+        resting = elsewhere.parts(weights)
         model, files, _ = open_model(
             checkpoint,
             device,
             warn,
             ema,
             mesh_of_rank(spread, device),
-            resting.lift if resting else None,
+            lift_of(resting),
         )
         read_only(model, weights)
         if device == "cpu":
@@ -270,6 +254,7 @@ def generate_command(
         if not leads():
             follow_leader(model)
             return 0
+        tell_about(resting, warn)
         tokenizer = tokenizer_of(files, checkpoint, warn)
         thoughts = verify = None
         if think or verifier:
@@ -326,8 +311,8 @@ def generate_command(
             rate = (len(clock) - 2) / max(clock[-1] - clock[1], 1e-9)
             print(f"weft: {len(ids):,} tokens of prompt over {spread.world} ranks: first token after "
                   f"{clock[1] - clock[0]:.2f} s, then {rate:.1f} tokens/s", file=sys.stderr)  # fmt: skip
-        if resting is not None:
-            print(f"weft: {resting.report()}", file=sys.stderr)
+        for part in resting:
+            print(f"weft: {part.report()}", file=sys.stderr)
     return 0
 
 

@@ -25,6 +25,7 @@ from weft.generate.quotas import FixedQuota, quota_of
 from weft.generate.shared_model import SharedModel, share_model
 from weft.generate.split_phases import SplitPhases
 from weft.generate.start import leads
+from weft.generate.weights_elsewhere import WeightsElsewhere, lift_of, tell_about
 from weft.layout.layout import Layout
 from weft.memory.heap import use_huge_pages
 from weft.models.attention_backend import check_attention
@@ -75,6 +76,7 @@ class EngineOptions:
         ``cache_policy``: word of the cache policy.
         ``phases``: "split" if a second process reads prompts, else "one".
         ``quota``: word of the quota of the process that reads prompts; "": half of the cores.
+        ``layers_in``, ``window``, ``least_rate``: as in :class:`WeightsElsewhere`.
     """
 
     checkpoint: str
@@ -103,6 +105,14 @@ class EngineOptions:
     cache_policy: str = NONE
     phases: str = "one"
     quota: str = ""
+    layers_in: str | None = None
+    window: int | None = None
+    least_rate: float | None = None
+
+    @property
+    def elsewhere(self) -> WeightsElsewhere:
+        """Where weights rest while the engine generates."""
+        return WeightsElsewhere(self.layers_in, self.window, self.least_rate)
 
     @property
     def spread(self) -> Layout:
@@ -147,6 +157,8 @@ class EngineOptions:
             )
         check_attention(self.attention, self.invariant, self.spread.world > 1)
         self._check_phases()
+        beside = {"--models": self.models, "--phases split": self.phases == "split"}
+        self.elsewhere.check(self.weights, self.spread, "", beside)
         check_ahead(self.draft, self.ahead, self.early_layer, self.spread.world)
         policy_of(self.policy)
 
@@ -254,7 +266,12 @@ def open_engine(
 
     spread = options.spread
     mesh = mesh_of_rank(spread, device)
-    model, files, _ = open_model(options.checkpoint, device, warn, options.ema, mesh)
+    parts = options.elsewhere.parts(options.weights)
+    model, files, _ = open_model(
+        options.checkpoint, device, warn, options.ema, mesh, lift_of(parts)
+    )
+    if leads():
+        tell_about(parts, warn)
     if model.shape.output == "score":
         return _opened_scorer(options, model, files)
     check_prompt(model, [0])

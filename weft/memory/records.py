@@ -7,6 +7,7 @@ knows which records it will need says so ahead of time.
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -74,7 +75,7 @@ class Records:
                 for at, memory in enumerate(into.split(self.size), index)
             ]
             pieces = [piece for read in reads for piece in read.pieces]
-            return Transfer(pieces, reads[0].what, reads[0].timeout)
+            return replace(reads[0], pieces=pieces)
         rows = self.memory[index : index + into.numel() // self.size].flatten()
         if self._stream is not None:
             return HostCopy(rows, into, self._stream)

@@ -134,6 +134,7 @@ class RestingExperts:
     def __init__(self, folder: Path | None, share: float, ahead: bool = True) -> None:
         self.share, self.ahead = share, ahead
         self.file = None if folder is None else TierFile(folder, called="--experts-in")
+        self.lines = [self.file.note] if self.file and self.file.note else []
 
     def lift(self, model: Transformer, values: Values) -> None:
         """Store the experts of ``model`` outside the device's memory, and replace them by modules that read an expert

@@ -57,6 +57,11 @@ def whole_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
+def piece_size(size: int) -> int:
+    """Return the bytes of each piece but the last in which a transfer of ``size`` bytes is made."""
+    return min(PIECE, max(SMALL, whole_pages(-(-size // THREADS))))
+
+
 def page_buffer(size: int, pinned: bool = False) -> T:
     """Allocate ``size`` bytes of the host's memory that begin at a page boundary, as a uint8 tensor.
 
@@ -152,12 +157,13 @@ class Transfer:
     """Transfer to or from a file that runs in threads, in pieces. It is complete after :meth:`wait`.
 
     ``pieces``: future of each piece; ``what``: words for the transfer in error messages; ``timeout``: seconds to wait
-    for a piece.
+    for a piece; ``remedy``: what error messages advise.
     """
 
     pieces: Sequence[Future[None]]
     what: str
     timeout: float
+    remedy: str = "choose a folder on another disk"
 
     def wait(self) -> None:
         """Wait until the transfer is complete.
@@ -173,7 +179,7 @@ class Transfer:
             ) from None
         except OSError as error:
             raise TierError(
-                f"{self.what} failed: {error.strerror or error}; choose a folder on another disk"
+                f"{self.what} failed: {error.strerror or error}; {self.remedy}"
             ) from None
 
     @property
@@ -199,7 +205,8 @@ class Region:
         ``file``: the file.
         ``offset``: byte of the file at which the region begins.
         ``size``: bytes of the region.
-        ``memory``: the region's bytes mapped into this process, uint8.
+        ``memory``: the region's bytes mapped into this process, uint8; empty in a file that an earlier process wrote.
+        ``sums``: checksums of the pieces that were written last, by the byte of the region at which they begin.
 
     While a transfer to or from the region runs, nothing else may change its bytes: neither another transfer nor a write
     to ``memory``.
@@ -209,8 +216,7 @@ class Region:
     offset: int
     size: int
     memory: T
-    # of the pieces written last, by where they begin
-    _sums: dict[int, int] = field(default_factory=dict)
+    sums: dict[int, int] = field(default_factory=dict)
 
     def read(self, into: T, start: int = 0) -> Transfer:
         """Begin to read into the buffer ``into`` (whole pages), from byte ``start`` of the region on.
@@ -228,11 +234,11 @@ class Region:
 
     def forget_sums(self) -> None:
         """Drop the checksums of what was written, because the mapped memory may be changed from now on."""
-        self._sums.clear()
+        self.sums.clear()
 
     def _transfer(self, data: T, start: int, write: bool) -> Transfer:
         assert start + data.numel() <= self.size
-        piece = min(PIECE, max(SMALL, whole_pages(-(-data.numel() // THREADS))))
+        piece = piece_size(data.numel())
         move, at = self.store if write else self.load, range(0, data.numel(), piece)
         return self.run(
             [partial(move, data[i : i + piece], start + i) for i in at],
@@ -259,7 +265,8 @@ class Region:
             if threads
             else partial(self.file.threads.submit, urgent=not write)
         )
-        return Transfer([submit(move) for move in moves], what, self.file.timeout)
+        pieces = [submit(move) for move in moves]
+        return Transfer(pieces, what, self.file.timeout, self.file.remedy)
 
     def load(self, into: T, start: int) -> None:
         """Read into the tensor ``into``, from byte ``start`` of the region on, and return when all is read.
@@ -275,7 +282,7 @@ class Region:
             memoryview(pages.numpy().data),
             self.offset + start,
         )
-        if self._sums.get(start, total := _sum(pages)) != total:
+        if self.sums.get(start, total := _sum(pages)) != total:
             raise OSError(
                 errno.EIO,
                 f"what was read at {self.offset + start:,} is not what was written: it is damaged",
@@ -286,7 +293,7 @@ class Region:
     @property
     def compared(self) -> bool:
         """Whether there are checksums of what was written, with which reads are compared."""
-        return bool(self._sums)
+        return bool(self.sums)
 
     def store(self, data: T, start: int) -> None:
         """Write the tensor ``data``, from byte ``start`` of the region on, and return when all is written.
@@ -297,14 +304,14 @@ class Region:
         pages = self.file.pages_for(data)
         if pages is not data:
             pages[: data.numel()].copy_(data)
-        self._sums.pop(start, None)
+        self.sums.pop(start, None)
         transfer_all(
             os.pwritev,
             self.file.descriptor,
             memoryview(pages.numpy().data),
             self.offset + start,
         )
-        self._sums[start] = _sum(pages)
+        self.sums[start] = _sum(pages)
 
 
 def transfer_all(
@@ -333,8 +340,12 @@ def _sum(data: T) -> int:
 class TierFile:
     """File for the offloaded tensors of one rank. It grows by regions, and vanishes when no process has it open.
 
+    :meth:`keep` gives the file a name, under which later processes can open it to read. ``kept``: such a file, or None
+    for a new one.
+
     Attributes:
         ``folder``: folder of the file.
+        ``remedy``: what error messages advise when a transfer fails.
         ``timeout``: seconds that a transfer may take.
         ``called``: setting that names the folder, for messages.
         ``bytes``: bytes that transfers have moved so far, by ``"read"`` and ``"written"``.
@@ -343,20 +354,25 @@ class TierFile:
     """
 
     def __init__(
-        self, folder: Path, timeout: float = 600, called: str = "memory.folder"
-    ) -> None:
+        self, folder: Path, timeout: float = 600, called: str = "memory.folder", kept: Path | None = None
+    ) -> None:  # fmt: skip
         folder = folder.expanduser()
         self.name = f"{called} = {str(folder)!r}"
         self.folder = folder
         self.timeout = timeout
         self.size = 0
         self.bytes: Counter[str] = Counter()
-        self._file = nameless_file(folder, self.name)
+        self.remedy = Transfer.remedy
+        self._grows = kept is None
+        if kept is None:
+            self._file = nameless_file(folder, self.name)
+        else:
+            self._file = _opened(kept)
+            self.remedy = f"remove {kept}, which the next start writes again"
         self.note, self.descriptor = "", self._file
         try:
-            self.descriptor = os.open(
-                f"/proc/self/fd/{self._file}", os.O_RDWR | os.O_DIRECT
-            )
+            mode = os.O_RDWR if self._grows else os.O_RDONLY
+            self.descriptor = os.open(f"/proc/self/fd/{self._file}", mode | os.O_DIRECT)
         except (OSError, AttributeError):
             self.note = (
                 f"{self.name} knows no direct I/O: what rests there goes through the page cache, "
@@ -385,15 +401,43 @@ class TierFile:
     def region(self, size: int) -> Region:
         """Reserve ``size`` bytes, filled with zeros, at the end of the file, and return them as a region.
 
+        Of a file that an earlier process wrote, the next ``size`` bytes are the region.
         Raises :class:`TierError` if the disk is full.
         """
         room, start = whole_pages(max(1, size)), self.size
+        if not self._grows:
+            self.size += room
+            return Region(self, start, room, torch.empty(0, dtype=torch.uint8))
         where = f"in {self.name}"
         if start:
             where = f"more in {self.name}, beside {start:,} of its own"
         memory = reserve(self._file, start, room, where)
         self.size += room
         return Region(self, start, room, torch.frombuffer(memory, dtype=torch.uint8))
+
+    def keep(self, path: Path) -> bool:
+        """Give the file the name ``path`` in its folder once all that was written is on the disk.
+
+        A process that ends earlier leaves nothing behind. Returns whether there is a file of that name now: another
+        process may have made one with the same content, and some file systems cannot name a file afterwards.
+        """
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(self._file)
+            os.link(f"/proc/self/fd/{self._file}", path, src_dir_fd=folder)
+        except OSError:
+            return path.exists()
+        finally:
+            os.close(folder)
+        return True
+
+
+def _opened(kept: Path) -> int:
+    """Return a descriptor with which the file ``kept`` can be read."""
+    try:
+        return os.open(kept, os.O_RDONLY)
+    except OSError as error:
+        raise TierError(f"{kept} cannot be read: {error.strerror or error}") from None
 
 
 def _close(descriptors: Iterable[int]) -> None:

@@ -288,10 +288,10 @@ def read_only(
         return 0
     size = 0
     for module in model.modules():
+        if not isinstance(module, Projections) or module.elsewhere:
+            continue
         # which are few bits already
-        if isinstance(module, Projections) and not (
-            word == "float" and module.quantized
-        ):
+        if not (word == "float" and module.quantized):
             for names in module.TOGETHER:
                 if names in module.products:
                     continue

@@ -39,6 +39,8 @@ class Projections(Module):
         self.adapters, self.quantized = nn.ModuleDict(), nn.ModuleDict()
         # in place of weights (weft.models.products)
         self.products: dict[tuple[str, ...], Products] = {}
+        # Whether the weights are there only while the module computes (weft.memory.resting_layers).
+        self.elsewhere = False
         # Adds other adapters to what weights of some names made of an input, if set (weft.models.row_adapters).
         self.beside: Callable[[T, tuple[str, ...], tuple[T, ...]], None] | None = None
         if self.adapter is not None:

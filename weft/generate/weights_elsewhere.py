@@ -1,0 +1,126 @@
+"""Options for a model whose weights rest in files while it generates, and what they build."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from weft.errors import UsageError
+from weft.layout.layout import Layout
+from weft.memory.resting_experts import RestingExperts
+from weft.memory.resting_layers import Resting, RestingLayers
+from weft.models.products import NARROW
+from weft.models.transformer import Transformer
+from weft.models.values import Values
+
+
+@dataclass(frozen=True)
+class WeightsElsewhere:
+    """Where weights rest while a model generates, as options say.
+
+    Attributes:
+        ``layers_in``: folder of the file with the layers, or None.
+        ``window``: number of layers that have room in memory.
+        ``least_rate``: tokens a second that a text needs, or None.
+        ``experts_in``: folder of the file with the experts, ``host``, or None.
+        ``resident``: share of the experts that have room in memory; None: half.
+    """
+
+    layers_in: str | None = None
+    window: int | None = None
+    least_rate: float | None = None
+    experts_in: str | None = None
+    resident: float | None = None
+
+    def check(
+        self, weights: str, spread: Layout, device: str = "", beside: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Raise :class:`UsageError` for options that conflict. ``weights``: form of the weights; ``spread``: the
+        layout; ``device``: where the model is; ``beside``: other options, by name, with which layers cannot rest
+        elsewhere.
+        """
+        self._check_experts(spread, device)
+        if (self.layers_in is None) != (self.window is None):
+            raise UsageError(
+                "--layers-in FOLDER says where layers rest, and --window N how many have room in memory; give both, or "
+                "neither"
+            )
+        if self.least_rate is not None and self.layers_in is None:
+            raise UsageError("--least-rate is for --layers-in FOLDER; give both, or leave it out")  # fmt: skip
+        if self.layers_in is None:
+            return
+        _check_folder("--layers-in", self.layers_in)
+        if weights not in ("float", NARROW):
+            raise UsageError(
+                f"--layers-in is for weights in floating point, not in {weights}; leave out one of them"
+            )
+        if spread.ep > 1:
+            raise UsageError(
+                "--layers-in is for ranks that have all experts of their layers; leave it out, or ep in --layout"
+            )
+        for option, given in beside.items():
+            if given:
+                raise UsageError(
+                    f"--layers-in is for one model, whose weights are in one process; leave out {option}"
+                )
+
+    def _check_experts(self, spread: Layout, device: str) -> None:
+        if self.experts_in is None:
+            if self.resident is not None:
+                raise UsageError(
+                    "--resident is for --experts-in, without which memory holds all experts"
+                )
+            return
+        _check_folder("--experts-in", self.experts_in)
+        if spread.world > spread.cp or spread.ep > 1:
+            raise UsageError(
+                "--experts-in is for ranks that have all experts; leave it out, or have cp alone in --layout"
+            )
+        if self.experts_in == "host" and device == "cpu":
+            raise UsageError(
+                "--experts-in host is for models on a GPU; on the CPU give a folder on a local disk"
+            )
+
+    def parts(self, weights: str) -> list[Resting]:
+        """Return what keeps the weights outside of memory. ``weights``: form of the weights."""
+        parts = list[Resting]()
+        if self.experts_in is not None:
+            where = None if self.experts_in == "host" else Path(self.experts_in)
+            share = 0.5 if self.resident is None else self.resident
+            parts.append(RestingExperts(where, share))
+        if self.layers_in is not None:
+            assert self.window is not None
+            dtype = torch.bfloat16 if weights == NARROW else torch.float32
+            parts.append(
+                RestingLayers(
+                    Path(self.layers_in), self.window, self.least_rate or 0, dtype
+                )
+            )
+        return parts
+
+
+def _check_folder(option: str, folder: str) -> None:
+    """Raise :class:`UsageError` if ``folder`` cannot be one of this computer."""
+    if not folder:
+        raise UsageError(f"{option} is empty; give a folder on a local disk")
+    if "://" in folder:
+        raise UsageError(f"{option} {folder} is no folder of this computer; give one on a local disk")  # fmt: skip
+
+
+def lift_of(parts: Sequence[Resting]) -> Callable[..., None] | None:
+    """Return the function that lets all ``parts`` take what they keep out of a model, or None without parts."""
+
+    def lift(model: Transformer, values: Values) -> None:
+        for part in parts:
+            part.lift(model, values)
+
+    return lift if parts else None
+
+
+def tell_about(parts: Sequence[Resting], warn: Callable[[str], None]) -> None:
+    """Tell the user, by ``warn``, what the ``parts`` of an opened model say about files and disks."""
+    for part in parts:
+        for line in part.lines:
+            warn(line)
