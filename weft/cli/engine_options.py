@@ -126,6 +126,15 @@ _quota = (
 )
 QuotaWord = Annotated[str, typer.Option("--quota", metavar="NUMBER|NAME", help=_quota)]
 
+_keys_in = (
+    "Let the keys and values of old tokens rest in files of these folders, one process for each, which "
+    "attends to them there: memory does not grow with the length of texts. Settings follow: "
+    "cached=GB read through the page cache, size=GB of each file, rate=TOKENS/S that the disks must do."
+)
+KeysIn = Annotated[
+    str, typer.Option("--keys-in", metavar="FOLDER[,FOLDER,...]", help=_keys_in)
+]
+
 
 class OnOff(StrEnum):
     """Values of an option that is on or off."""
@@ -170,6 +179,7 @@ def read_engine_options(
     layers_in: LayersIn = None,
     window: Window = None,
     least_rate: LeastRate = None,
+    keys_in: KeysIn = "",
 ) -> "EngineOptions":
     """Return the options of an engine, checked as far as they can be without its model. The modules of ``--plugin`` are
     imported. The parameters are the options of the command line, which :func:`holding_engine` adds to a command.
@@ -208,6 +218,7 @@ def read_engine_options(
         layers_in=layers_in,
         window=window,
         least_rate=least_rate,
+        keys_in=keys_in,
     )
     options.check()
     return options

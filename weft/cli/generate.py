@@ -33,6 +33,7 @@ from weft.cli.arguments import (
 )
 from weft.cli.cache_policy_option import CachePolicyWord
 from weft.cli.console import plain_console, warn
+from weft.cli.engine_options import KeysIn
 from weft.errors import UsageError
 
 if TYPE_CHECKING:  # `weft --help` does not wait for PyTorch
@@ -158,6 +159,7 @@ def generate_command(
     layers_in: LayersIn = None,
     window: Window = None,
     least_rate: LeastRate = None,
+    keys_in: KeysIn = "",
 ) -> int:
     """Continue a text with a trained model, on one rank or on several."""
     import torch
@@ -169,6 +171,7 @@ def generate_command(
     from weft.generate.cache_policy import cache_policy_of, check_alone
     from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import BUDGET, Engine
+    from weft.generate.keys_at_rest import RestingKeys, rest_keys
     from weft.generate.leader import follow_leader, mesh_of_rank
     from weft.generate.sampling import Sampling
     from weft.generate.start import as_rank, launch_ranks, leads
@@ -200,6 +203,15 @@ def generate_command(
     check_alone(cache_policy, apart, {"--draft": draft, "--beams": beams})
     elsewhere = WeightsElsewhere(layers_in, window, least_rate, experts_in, resident)
     elsewhere.check(weights, spread, device)
+    at_rest = RestingKeys.parse(keys_in) if keys_in else None
+    if at_rest and (spread.world > 1 or cache_policy != "none"):
+        raise UsageError(
+            "--keys-in is for one rank that attends to all keys; leave out --layout and --cache-policy"
+        )
+    if at_rest and (workers or paths):
+        raise UsageError(
+            "--keys-in is for texts that no other text sees; leave out --workers and --paths"
+        )
     if system is not None and not chat:
         raise UsageError("--system is for --chat, whose template says where it belongs")
     if prompts is not None:
@@ -283,6 +295,10 @@ def generate_command(
                 graphs=True,
             )
         ) as engine:
+            rest = None
+            if at_rest:
+                together = max(options.number, beams)
+                rest = rest_keys(engine, at_rest, together, len(ids) + tokens, warn)
             clock = [time.perf_counter()]
             if options.asked:
                 _show(
@@ -307,6 +323,8 @@ def generate_command(
                 for piece in stream_text(tokenizer, fresh, stop or ()):
                     _say(piece)
                 _say("\n")
+            if rest is not None:
+                print(f"weft: {rest.report()}", file=sys.stderr)
         if spread.world > 1 and len(clock) > 1:
             rate = (len(clock) - 2) / max(clock[-1] - clock[1], 1e-9)
             print(f"weft: {len(ids):,} tokens of prompt over {spread.world} ranks: first token after "

@@ -93,6 +93,9 @@ class LoanParty(Protocol):
     def usage(self) -> LoanUsage:
         """Return how many cache blocks are in loans. May be called in any thread."""
 
+    def close(self) -> None:
+        """End the processes that hold blocks for this engine alone."""
+
 
 def check_prompt(model: Transformer, ids: Sequence[int]) -> None:
     """Raise :class:`UsageError` if ``model`` is a reward model, which writes no texts, or cannot read the prompt
@@ -585,6 +588,8 @@ class Engine:
             self.phases.close()
         if self.outside is not None:
             self.outside.close()
+        for party in self.loans:
+            party.close()
         self.reader.close()
 
 

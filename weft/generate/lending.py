@@ -162,6 +162,9 @@ class LoanOffice:
             lent = sum(len(loan.table) for loan in self.loans.values())
             return LoanUsage(lent=lent, offered=len(self._offered))
 
+    def close(self) -> None:
+        """Do nothing: the blocks lie in this engine's cache."""
+
     def take(self, contents: T, borrower: str) -> int:
         """Lend blocks to the engine ``borrower`` for these ``contents``, uint8 ``[blocks, bytes]``; return the number
         of the loan.
@@ -341,7 +344,6 @@ class Borrower:
         """Move up to ``blocks`` of the first blocks of ``request`` in this engine's cache to one of ``lenders``. Return
         how many it took. None: one of the :attr:`lenders` of this borrower.
         """
-        pool = self.engine.scheduler.pool
         own = self.own_blocks(request)[:blocks]
         for lender in self.lenders() if lenders is None else lenders:
             table = own[: lender.room()]
@@ -351,14 +353,23 @@ class Borrower:
                 loan = lender.take(self._contents(table))
             except (NoRoom, LenderLost):
                 continue
-            away = sum(block < 0 for block in request.table)
-            aliens = [next(self._numbers) for _ in table]
-            self.reader.lent |= dict.fromkeys(aliens, LentBlock(lender, loan))
-            pool.hold(aliens)
-            pool.release(table)
-            request.table[away : away + len(table)] = aliens
+            self.hand_over(request, table, lender, loan)
             return len(table)
         return 0
+
+    def hand_over(
+        self, request: Request, table: Sequence[int], lender: LendingEngine, loan: int
+    ) -> None:
+        """Let ``request`` attend to its blocks ``table``, the first ones in this engine's cache, at ``lender``, which
+        has them as the loan number ``loan``. The blocks are free here.
+        """
+        pool = self.engine.scheduler.pool
+        away = sum(block < 0 for block in request.table)
+        aliens = [next(self._numbers) for _ in table]
+        self.reader.lent |= dict.fromkeys(aliens, LentBlock(lender, loan))
+        pool.hold(aliens)
+        pool.release(table)
+        request.table[away : away + len(table)] = aliens
 
     def bring_home(self, request: Request) -> None:
         """Fetch all blocks of ``request`` that lie at lenders. If there is no room for them here, its text is
@@ -396,6 +407,9 @@ class Borrower:
 
     def usage(self) -> LoanUsage:
         return LoanUsage(borrowed=len(self.reader.lent))
+
+    def close(self) -> None:
+        """Do nothing: lenders end loans with the connection."""
 
     def give_up(self, lender: BlockLender) -> None:
         """Recompute the texts of which blocks were at ``lender``, which can no longer be reached."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from weft.generate.core_share import own_cores
 from weft.generate.drafter import check_ahead, drafter_for
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.fingerprint import open_for_reading, weights_fingerprint
+from weft.generate.keys_at_rest import FILE_GB, RestingKeys, rest_keys
 from weft.generate.leader import follow_leader, mesh_of_rank
 from weft.generate.many_models import Room, add_models, members_of
 from weft.generate.outside_cache import OutsideCache, keep_blocks
@@ -32,6 +33,7 @@ from weft.models.attention_backend import check_attention
 from weft.models.products import NARROW, read_only
 from weft.models.transformer import Transformer
 from weft.run.signals import leave_signals_to_others
+from weft.shapes.carried_files import context_length
 
 #: The share of the free memory that the cache may fill.
 SHARE = 0.4
@@ -77,6 +79,7 @@ class EngineOptions:
         ``phases``: "split" if a second process reads prompts, else "one".
         ``quota``: word of the quota of the process that reads prompts; "": half of the cores.
         ``layers_in``, ``window``, ``least_rate``: as in :class:`WeightsElsewhere`.
+        ``keys_in``: where old keys and values rest, as :meth:`RestingKeys.parse` reads it; "": in the cache.
     """
 
     checkpoint: str
@@ -113,6 +116,8 @@ class EngineOptions:
     def elsewhere(self) -> WeightsElsewhere:
         """Where weights rest while the engine generates."""
         return WeightsElsewhere(self.layers_in, self.window, self.least_rate)
+
+    keys_in: str = ""
 
     @property
     def spread(self) -> Layout:
@@ -159,6 +164,7 @@ class EngineOptions:
         self._check_phases()
         beside = {"--models": self.models, "--phases split": self.phases == "split"}
         self.elsewhere.check(self.weights, self.spread, "", beside)
+        self._check_keys()
         check_ahead(self.draft, self.ahead, self.early_layer, self.spread.world)
         policy_of(self.policy)
 
@@ -186,6 +192,20 @@ class EngineOptions:
         them than their blocks.
         """
         check_alone(self.cache_policy, {}, {"engines between which texts move": True})
+
+    def _check_keys(self) -> None:
+        if not self.keys_in:
+            return
+        RestingKeys.parse(self.keys_in)
+        refused = {
+            "--layout": self.spread.world > 1, "--invariant": self.invariant, "--lend": self.lend,
+            "--phases": self.phases == "split", "--cache-policy": self.cache_policy != NONE,
+        }  # fmt: skip
+        for option, given in refused.items():
+            if given:
+                raise UsageError(
+                    f"--keys-in is for an engine of one process on one rank that attends to all keys; leave out {option}"
+                )
 
     def _check_phases(self) -> None:
         if self.phases not in PHASES:
@@ -309,6 +329,16 @@ def open_engine(
             add_models(engine, family, members.values())
     others = [*members]
     cache = options.cache
+    if options.keys_in:
+        resting = RestingKeys.parse(options.keys_in)
+        resting = replace(
+            resting, size=FILE_GB if resting.size is None else resting.size
+        )
+        longest = context_length(files) or 0
+        rest_keys(engine, resting, options.requests, longest, warn, bool(cache))
+        cache = (
+            engine.scheduler.pool.blocks + engine.scheduler.borrowable
+        ) * engine.reader.size
     if not cache:
         here = psutil.virtual_memory().available // int(
             os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -338,6 +368,7 @@ def _opened_scorer(
         "--models": options.models, "--lend": options.lend, "--draft": options.draft,
         "--host-cache": options.host_cache, "--cache-folder": options.cache_folder,
         "--weights": options.weights != "float", "--cache-policy": options.cache_policy != NONE,
+        "--keys-in": options.keys_in,
     }  # fmt: skip
     for option, given in refused.items():
         if given:

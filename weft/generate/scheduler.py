@@ -114,7 +114,10 @@ class Scheduler:
         blocks = -(-request.most // size)
         if self.cache_policy is not None:
             blocks = self.cache_policy.most_blocks(request.most, self.budget, size)
-        if blocks + beside > self.pool.blocks + self.borrowable:
+        # blocks to which other texts attend, or that must never go, are not lent
+        stays = request.pinned or request.kept or bool(request.context)
+        most = self.pool.blocks + (0 if stays else self.borrowable)
+        if blocks + beside > most:
             adapter = f" beside the adapter's {beside * size}" if beside else ""
             raise UsageError(f"{request.most} tokens of prompt and answer do not fit into a cache of "
                              f"{self.pool.blocks * size}{adapter}; ask for fewer")  # fmt: skip

@@ -1,0 +1,557 @@
+"""Old keys and values in files, each of which a process owns that also attends to them (InstInfer, 2409.04992).
+
+An engine lends the full blocks of its texts to these processes as soon as they fill a run of the file
+(:mod:`weft.generate.key_file`), by the way by which engines lend blocks to each other
+(:mod:`weft.generate.lending`). Its own cache holds only the newest blocks of each text, however long the text is. Per
+layer the queries go to the processes, and partial attention with log-sum-exps comes back, which merges exactly. A
+process that is lost is started again, and the texts whose keys it had are computed again.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from weft.errors import UsageError, WeftError
+from weft.generate.block_contents import tensor_bytes, tensor_of
+from weft.generate.engine import Engine, LoanUsage
+from weft.generate.key_file import CALLED, KeyLayout, layout_of
+from weft.generate.key_owner import run_owner
+from weft.generate.lending import Borrower, NoRoom, check_lending
+from weft.generate.request import Request
+from weft.models.borrowed_keys import BlockLender, LenderLost, LentQuery, Partial
+from weft.models.numbers import wide
+from weft.net.child_pipe import PipeEnd, RunningProcess, call_in_child, open_child
+
+T = torch.Tensor
+
+#: Seconds in which an owner must start, and within which it must answer.
+START_S, ANSWER_S = 300.0, 60.0
+#: Times that owners of a folder may end, until that is an error.
+TRIES = 3
+#: GB of each folder's file if nothing else is said, and the share of the free memory for pages of the files.
+FILE_GB, CACHED_SHARE = 20.0, 0.5
+
+#: Starts an owner with its end of a pipe.
+OwnerStarter = Callable[[PipeEnd], RunningProcess]
+
+
+@dataclass(frozen=True)
+class RestingKeys:
+    """The value of ``--keys-in``: where old keys rest.
+
+    Attributes:
+        ``folders``: a folder for each file, best each on a disk of its own.
+        ``size``: GB of each file; None: what the texts need, or :data:`FILE_GB`.
+        ``cached``: GB of the files that are read through the page cache; None: :data:`CACHED_SHARE` of the memory that
+            is free at the start.
+        ``rate``: tokens a second that the disks must bring the keys of the longest text for; 0: any speed will do.
+    """
+
+    folders: tuple[Path, ...]
+    size: float | None = None
+    cached: float | None = None
+    rate: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "RestingKeys":
+        """Read ``text``, such as ``/disk``, or ``/disk1,/disk2,size=40,cached=2,rate=5``. Raises :class:`UsageError`
+        for what is no folder of this computer and for unknown settings.
+        """
+        numbers: dict[str, float] = {}
+        folders = []
+        for word in (part.strip() for part in text.split(",")):
+            name, equals, value = word.partition("=")
+            if not word or "://" in word:
+                raise UsageError(
+                    f"{CALLED} {text} is no folder of this computer; give one on a local disk"
+                )
+            if not equals:
+                folders.append(Path(word))
+                continue
+            try:
+                numbers[name] = float(value)
+            except ValueError:
+                numbers[name] = -1.0
+            if name not in ("size", "cached", "rate") or not 0 <= numbers[name] < float(
+                "inf"
+            ):
+                raise UsageError(
+                    f"{CALLED}: {word!r} is no setting; give size=GB, cached=GB or rate=TOKENS"
+                )
+        if not folders:
+            raise UsageError(
+                f"{CALLED} {text} names no folder; give one on a local disk first"
+            )
+        return cls(tuple(folders), **numbers)
+
+
+class RunPlace(NamedTuple):
+    """Where a loan of so many blocks lies: the run number ``run`` of an extent."""
+
+    extent: int
+    run: int
+    blocks: int
+
+
+class KeyOwner:
+    """The engine's end of a process that owns a file in ``folder``.
+
+    ``layout``: of the file. ``extents``: how many it has. ``cached``: how many of them are read through the page cache.
+    ``measured``: whether the disk's speed is measured. ``start``: starts the process. Raises :class:`WeftError` if the
+    file cannot be made.
+
+    Attributes:
+        ``note``: the file's warning, or "".
+        ``rate``: bytes that the disk brings in a second, or 0.
+        ``lost``: whether the process has ended or does not answer; it is never asked again.
+        ``fate``: how it was lost, in words; "" before.
+        ``moved``: bytes of queries and partial attentions so far.
+        ``sent``: bytes of cache blocks so far.
+        ``asks``: queries of a layer so far.
+    """
+
+    def __init__(
+        self, folder: Path, layout: KeyLayout, extents: int, cached: int, measured: bool = False,
+        start: OwnerStarter | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.layout, self.extents = folder, layout, extents
+        self.lost, self.fate = False, ""
+        self.moved = self.sent = self.asks = 0
+        self._places: dict[int, RunPlace] = {}
+        self._used: dict[int, set[int]] = {}
+        self._numbers, self._messages = count(), count()
+        self._awaited: set[int] = set()
+        child = open_child(start or _start_interpreter)
+        self._pipe, self._process = child.pipe, child.process
+        about = {
+            "folder": str(folder), "layers": [each.form for each in layout.layers], "size": layout.size,
+            "blocks": layout.blocks, "runs": layout.runs, "extents": extents, "cached": cached,
+            "threads": torch.get_num_threads(), "measure": measured and cached < extents,
+        }  # fmt: skip
+        try:
+            self._pipe.send_bytes(json.dumps(about).encode())
+            said = self._message(START_S)
+        except (OSError, EOFError, TimeoutError) as error:
+            raise WeftError(self._bury(error)) from None
+        if "error" in said:
+            self._bury(OSError())
+            raise WeftError(said["error"])
+        self.note, self.rate = said["note"], said["rate"]
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process."""
+        return getattr(self._process, "pid", None)
+
+    def room(self) -> int:
+        """Return how many blocks fit into runs that are free."""
+        if self.lost:
+            return 0
+        free = (self.extents - len(self._used)) * self.layout.runs
+        free += sum(self.layout.runs - len(used) for used in self._used.values())
+        return free * self.layout.blocks
+
+    def recalled(self) -> list[int]:
+        """Return no loans: an owner wants none back."""
+        return []
+
+    def put(self, contents: T, after: int | None) -> int:
+        """Let the process write blocks; return the number of the loan.
+
+        ``contents``: at most as many blocks as a run has, uint8 ``[blocks, bytes]``. ``after``: the loan of the same
+        text before this one, beside which it is written if there is room; None: there is none here. Raises
+        :class:`NoRoom` and :class:`LenderLost`.
+        """
+        place = RunPlace(*self._free_run(after), len(contents))
+        head = {
+            "do": "write",
+            "extent": place.extent,
+            "run": place.run,
+            "blocks": len(contents),
+        }
+        self._send(head, [tensor_bytes(contents)])
+        self._used.setdefault(place.extent, set()).add(place.run)
+        self.sent += contents.nbytes
+        loan = next(self._numbers)
+        self._places[loan] = place
+        return loan
+
+    def take(self, contents: T) -> int:
+        """Do as :meth:`put`, apart from all other blocks."""
+        return self.put(contents, None)
+
+    def fetch(self, loan: int) -> T:
+        """Return the blocks of the loan: uint8 ``[blocks, bytes]``. Raises :class:`LenderLost`."""
+        extent, run, blocks = self._places[loan]
+        head = {"do": "fetch", "extent": extent, "run": run, "blocks": blocks}
+        number = self._send(head, [])
+        self._awaited.add(number)
+        (contents,) = self._wait(number)[1]
+        self.sent += len(contents)
+        return tensor_of(contents, torch.uint8, (blocks, -1))
+
+    def drop(self, loan: int) -> None:
+        """End the loan: its run may be written again."""
+        if place := self._places.pop(loan, None):
+            self._used[place.extent].discard(place.run)
+            if not self._used[place.extent]:
+                del self._used[place.extent]
+
+    def ask(
+        self, layer: int, queries: Sequence[LentQuery], q: T, window: int
+    ) -> Callable[[], Partial]:
+        """Send the queries ``q`` ``[queries, heads, width]`` of ``layer``. Return a function that waits for their
+        attention to the keys here.
+
+        ``queries``: for each text, which rows of ``q`` are its queries, and to which loans they attend. ``window``:
+        number of tokens that a token sees, itself included; 0: all.
+        """
+        places = [
+            [first, last, past, self._stretches(parts)]
+            for first, last, past, parts in queries
+        ]
+        head = {
+            "do": "attend",
+            "layer": layer,
+            "queries": places,
+            "window": window,
+            "shape": [*q.shape],
+        }
+        number = self._send(head, [tensor_bytes(q.cpu())])
+        self._awaited.add(number)
+        self.asks += 1
+
+        def partial() -> Partial:
+            out, lse = self._wait(number)[1]
+            self.moved += q.nbytes + len(out) + len(lse)
+            dtype = wide(q.dtype)
+            return tensor_of(out, dtype, q.shape), tensor_of(lse, dtype, q.shape[:2])
+
+        return partial
+
+    def counts(self) -> dict[str, int]:
+        """Return what the process has read and written, and its own memory, in bytes. Raises :class:`LenderLost`."""
+        number = self._send({"do": "counts"}, [])
+        self._awaited.add(number)
+        counts: dict[str, int] = self._wait(number)[0]["counts"]
+        return counts
+
+    def close(self) -> None:
+        """End the process, and with it the file."""
+        self._bury(OSError())
+
+    def is_last(self, loan: int) -> bool:
+        """Return whether the loan lies in the last run of its extent."""
+        return self._places[loan].run + 1 == self.layout.runs
+
+    def _stretches(self, parts: Sequence[Any]) -> list[list[int]]:
+        """The stretches of a text's tokens that lie behind each other in an extent."""
+        stretches: list[list[int]] = []
+        end_run, tokens = -1, self.layout.tokens
+        for loan, begin, end in parts:
+            extent, run, _ = self._places[loan]
+            last = stretches[-1] if stretches else None
+            whole = last is not None and (last[3] - last[2]) % tokens == 0
+            if (
+                last is not None
+                and whole
+                and last[0] == extent
+                and run == end_run
+                and begin == last[3]
+            ):
+                last[3] = end
+            else:
+                stretches.append([extent, run, begin, end])
+            end_run = run + 1
+        return stretches
+
+    def _free_run(self, after: int | None) -> tuple[int, int]:
+        """The extent and the number of a free run, behind the loan ``after`` if that can be."""
+        if after is not None:
+            extent, run, _ = self._places[after]
+            if run + 1 < self.layout.runs and run + 1 not in self._used[extent]:
+                return (extent, run + 1)
+        fresh = next(
+            (extent for extent in range(self.extents) if extent not in self._used), None
+        )
+        if fresh is not None:
+            return (fresh, 0)
+        for extent, used in self._used.items():  # room that other texts have left
+            free = next(
+                (run for run in range(self.layout.runs) if run not in used), None
+            )
+            if free is not None:
+                return (extent, free)
+        raise NoRoom(f"the file in {self.folder} is full")
+
+    def _send(self, head: dict[str, Any], payload: Sequence[memoryview]) -> int:
+        """Send a message; return its number. Answers that nobody has read are read first, as the process would wait for
+        that.
+        """
+        if self.lost:
+            raise LenderLost(self, self.fate)
+        number = next(self._messages)
+        try:
+            while self._awaited:
+                self._receive()
+            self._pipe.send_bytes(
+                json.dumps(head | {"number": number, "bytes": len(payload)}).encode()
+            )
+            for part in payload:
+                self._pipe.send_bytes(part)
+        except (OSError, EOFError, TimeoutError) as error:
+            raise LenderLost(self, self._bury(error)) from None
+        return number
+
+    def _wait(self, number: int) -> tuple[dict[str, Any], list[memoryview]]:
+        if self.lost:
+            raise LenderLost(self, self.fate)
+        try:
+            while True:
+                head, parts = self._receive()
+                if head["number"] == number:
+                    return head, parts
+        except (OSError, EOFError, TimeoutError) as error:
+            raise LenderLost(self, self._bury(error)) from None
+
+    def _receive(self) -> tuple[dict[str, Any], list[memoryview]]:
+        head = self._message(ANSWER_S)
+        if "error" in head:
+            raise OSError(head["error"])
+        parts = [
+            memoryview(bytearray(self._pipe.recv_bytes())) for _ in range(head["bytes"])
+        ]
+        self._awaited.discard(head["number"])
+        return head, parts
+
+    def _message(self, seconds: float) -> dict[str, Any]:
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"no answer within {seconds:g} s")
+        head: dict[str, Any] = json.loads(self._pipe.recv_bytes())
+        return head
+
+    def _bury(self, error: Exception) -> str:
+        """Make sure that the process is gone; return why."""
+        self.lost = True
+        self._pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(
+                0.5
+            )  # its own exit code says more than that it was killed
+        # an error of the pipe says less than how the process has ended
+        said = str(error) if getattr(error, "errno", None) is None else ""
+        said = said or f"exit code {self._process.poll()}"
+        self.fate = (
+            f"the process {self.pid} that owns keys in {self.folder} has ended ({said})"
+        )
+        self._process.kill()
+        self._process.wait(5)
+        return self.fate
+
+
+def _start_interpreter(pipe: PipeEnd) -> RunningProcess:
+    return call_in_child(
+        "weft.generate.key_owner", run_owner.__name__, pipe, stdout=sys.stderr
+    )
+
+
+class KeysAtRest:
+    """Moves the full blocks of all texts of ``engine`` to ``owners``, run by run.
+
+    ``again``: starts an owner in the place of one that is lost. ``say`` prints a line.
+    """
+
+    def __init__(
+        self, engine: Engine, owners: Sequence[KeyOwner], again: Callable[[KeyOwner], KeyOwner],
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.engine, self.owners, self._again, self._say = engine, [*owners], again, say
+        self.layout = owners[0].layout
+        self._failures: Counter[Path] = Counter()
+        most = sum(owner.room() for owner in owners)
+        self.borrower = Borrower(engine, lambda: (), most)
+        scheduler = engine.scheduler
+        scheduler.relief.append(self.relieve)
+        scheduler.lendable = self.room
+        engine.loans.append(self)
+
+    def room(self) -> int:
+        """Return how many blocks the files have room for now."""
+        return sum(owner.room() for owner in self.owners)
+
+    def settle(self) -> None:
+        """Move every whole run of blocks to a file."""
+        for request in list(self.engine.scheduler.running):
+            own = self.borrower.own_blocks(request)
+            for first in range(
+                0, len(own) - self.layout.blocks + 1, self.layout.blocks
+            ):
+                if not self._move(request, own[first : first + self.layout.blocks]):
+                    break
+
+    def relieve(self) -> bool:
+        """Move the full blocks of the text that has the most, though they may be no whole run. Return whether any were
+        moved.
+        """
+        longest = self.borrower.longest
+        own = self.borrower.own_blocks(longest)[: self.layout.blocks] if longest else []
+        return longest is not None and self._move(longest, own)
+
+    def give_up(self, lender: BlockLender) -> None:
+        """Start the process again that is lost. Raises :class:`WeftError` if that has happened too often."""
+        lost = next((owner for owner in self.owners if owner is lender), None)
+        if lost is None:
+            return
+        self._failures[lost.folder] += 1
+        why = lost.fate
+        if self._failures[lost.folder] >= TRIES:
+            raise WeftError(
+                f"{why}; that was {TRIES} times; look at the disk, or leave out {CALLED}"
+            )
+        self._say(
+            f"{why}; it is started again, and the texts with keys there are computed again"
+        )
+        self.owners[self.owners.index(lost)] = self._again(lost)
+
+    def usage(self) -> LoanUsage:
+        """Return no loans: those that there are the borrower counts."""
+        return LoanUsage()
+
+    def report(self) -> str:
+        """Return in a line how much has rested, and what was read."""
+        counts = Counter[str]()
+        for owner in self.owners:
+            with suppress(LenderLost):
+                counts.update(owner.counts())
+        sent = sum(owner.sent for owner in self.owners)
+        return (
+            f"{sent / 1e6:,.0f} MB of keys and values went to files; "
+            f"{counts['read'] / 1e6:,.0f} MB were read from disk in {counts['calls']:,} reads, "
+            f"{counts['cached'] / 1e6:,.0f} MB from the page cache"
+        )
+
+    def close(self) -> None:
+        """End the processes."""
+        for owner in self.owners:
+            owner.close()
+
+    def _move(self, request: Request, table: list[int]) -> bool:
+        """Write the blocks ``table`` of ``request``, its next ones, to a file; return whether there was room."""
+        if not table:
+            return False
+        lent = self.borrower.reader.lent
+        last = next(
+            (lent[block] for block in reversed(request.table) if block < 0), None
+        )
+        contents = self.borrower.reader.read_blocks(
+            table, self.engine.scheduler.pool.size
+        )
+        for owner in self._preferred(
+            last.lender if last else None, last.loan if last else -1
+        ):
+            try:
+                loan = owner.put(
+                    contents, last.loan if last and owner is last.lender else None
+                )
+            except NoRoom:
+                continue
+            except LenderLost as lost:
+                for party in self.engine.loans:
+                    party.give_up(lost.lender)
+                return False
+            self.borrower.hand_over(request, table, owner, loan)
+            return True
+        return False
+
+    def _preferred(self, before: object, loan: int) -> list[KeyOwner]:
+        """The owners, best first: an extent is filled, and the next one goes to the next file."""
+        at = next((i for i, owner in enumerate(self.owners) if owner is before), None)
+        if at is None:
+            return sorted(self.owners, key=lambda owner: -owner.room())
+        is_full = self.owners[at].is_last(loan)
+        first = (at + is_full) % len(self.owners)
+        return [*self.owners[first:], *self.owners[:first]]
+
+
+def rest_keys(
+    engine: Engine, resting: RestingKeys, texts: int, tokens: int, say: Callable[[str], None],
+    given: bool = False, start: OwnerStarter | None = None,
+) -> KeysAtRest:  # fmt: skip
+    """Let the old keys of ``engine`` rest in files, and wait until their processes are ready.
+
+    ``texts``: how many texts are written at a time. ``tokens``: the most of a text. ``given``: whether the engine's own
+    cache has the size that it is to keep; if not, it gets room for the newest blocks of so many texts. ``say`` prints a
+    line. ``start``: starts a process.
+
+    Raises :class:`UsageError` for a model whose keys cannot rest and for disks that are too slow, and
+    :class:`WeftError` for folders that cannot be used.
+    """
+    reader = check_lending(engine)
+    layout = layout_of(engine.block_form(), reader.size)
+    budget, scheduler = engine.scheduler.budget, engine.scheduler
+    if not given:
+        scheduler.pool.blocks = texts * (layout.blocks + 2) + -(-budget // reader.size)
+        reader.reserve(scheduler.pool.blocks)
+    folders = resting.folders
+    if resting.size is None and tokens:
+        extents = texts * -(-tokens // (layout.tokens * layout.runs))
+        extents = -(-extents // len(folders)) + (len(folders) > 1)
+    else:
+        size = FILE_GB if resting.size is None else resting.size
+        extents = int(size * 1e9) // layout.extent_bytes
+    if not extents:
+        raise UsageError(
+            f"{CALLED}: a file of {resting.size} GB is below one extent of {layout.extent_bytes / 1e9:.2f} GB; "
+            f"raise size="
+        )
+    free = (
+        psutil.virtual_memory().available * CACHED_SHARE
+        if resting.cached is None
+        else resting.cached * 1e9
+    )
+    cached = min(extents, int(free) // (layout.extent_bytes * len(folders)))
+
+    def owner(folder: Path, measured: bool) -> KeyOwner:
+        return KeyOwner(folder, layout, extents, cached, measured, start)
+
+    owners: list[KeyOwner] = []
+    try:
+        for folder in folders:
+            owners.append(owner(folder, bool(resting.rate)))
+        if resting.rate:
+            check_rate(owners, layout, cached, tokens, resting.rate)
+    except BaseException:
+        for each in owners:
+            each.close()
+        raise
+    for note in dict.fromkeys(each.note for each in owners if each.note):
+        say(note)
+    return KeysAtRest(engine, owners, lambda lost: owner(lost.folder, False), say)
+
+
+def check_rate(
+    owners: Sequence[KeyOwner], layout: KeyLayout, cached: int, tokens: int, rate: float
+) -> None:
+    """Raise :class:`UsageError` if the disks of ``owners`` bring the keys of a text less than ``rate`` times a second.
+
+    ``cached``: extents of each file that are read through the page cache. ``tokens``: tokens of the text.
+    """
+    direct = max(0, tokens - cached * len(owners) * layout.tokens * layout.runs)
+    need = direct * layout.block_bytes // layout.size
+    speed = sum(each.rate for each in owners)
+    if need and speed < rate * need:
+        raise UsageError(
+            f"the disk of {', '.join(str(each.folder) for each in owners)} is too slow: it reads "
+            f"{speed / 1e9:.2f} GB/s, and each token of a text of {tokens:,} tokens reads {need / 1e6:,.0f} MB: "
+            f"{speed / need:.2g} tokens/s, not {rate:g}; take more disks, or raise cached="
+        )
