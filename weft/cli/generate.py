@@ -219,6 +219,7 @@ def generate_command(
             "--system": system, "--layout": spread.world > 1, "--draft": draft, "--think": think,
             "--texts, --beams, --workers and --paths": options.asked, "--cache-policy": cache_policy != "none",
             "--layers-in": layers_in,
+            "--keys-in": keys_in,
         }  # fmt: skip
         for option, given in refused.items():
             if given:

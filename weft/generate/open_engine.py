@@ -204,7 +204,7 @@ class EngineOptions:
         for option, given in refused.items():
             if given:
                 raise UsageError(
-                    f"--keys-in is for an engine of one process on one rank that attends to all keys; leave out {option}"
+                    f"--keys-in is for one process on one rank that attends to all keys; leave out {option}"
                 )
 
     def _check_phases(self) -> None:
@@ -330,12 +330,10 @@ def open_engine(
     others = [*members]
     cache = options.cache
     if options.keys_in:
-        resting = RestingKeys.parse(options.keys_in)
-        resting = replace(
-            resting, size=FILE_GB if resting.size is None else resting.size
-        )
-        longest = context_length(files) or 0
-        rest_keys(engine, resting, options.requests, longest, warn, bool(cache))
+        at_rest = RestingKeys.parse(options.keys_in)
+        size = FILE_GB if at_rest.size is None else at_rest.size
+        at_rest, longest = replace(at_rest, size=size), context_length(files) or 0
+        rest_keys(engine, at_rest, options.requests, longest, warn, bool(cache))
         cache = (
             engine.scheduler.pool.blocks + engine.scheduler.borrowable
         ) * engine.reader.size
