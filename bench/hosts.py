@@ -2,18 +2,26 @@
 
 A process on a host sees that host's loopback device and ``eth0``, and reaches the other hosts only through the latter.
 All hosts share the machine's processes and files. Making them takes Linux, root and the command ``ip``.
+
+Cables can have a delay, on kernels without netem too: a process holds every frame for that long (``hosts.py DELAY N``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import shutil
 import signal
 import subprocess
+import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from fcntl import ioctl
+from struct import pack
 
 from weft.errors import WeftError
 
@@ -92,11 +100,18 @@ def unavailable() -> str:
         )
 
 
+#: Bytes of a frame on cables with a delay: few frames, as a process handles each of them.
+LONG_FRAME = 9000
+
+
 @contextmanager
-def hosts(count: int, name: str = "", rate: str = "") -> Iterator[tuple[Host, ...]]:
+def hosts(
+    count: int, name: str = "", rate: str = "", delay_s: float = 0.0
+) -> Iterator[tuple[Host, ...]]:
     """``count`` hosts, each with a cable of ``rate`` (else as fast as the machine) to a switch.
 
     At the end they are gone, and so is everything that still runs on them. ``name`` is what their names begin with.
+    ``delay_s``: how long a frame takes from any host to any other.
     """
     name = name or f"weft-{os.getpid()}"
     switch = f"{name}-switch"
@@ -113,7 +128,62 @@ def hosts(count: int, name: str = "", rate: str = "") -> Iterator[tuple[Host, ..
             _wire(host)
             if rate:
                 host.limit(rate)
+        if delay_s:
+            stack.enter_context(_delayed(made, delay_s))
         yield made
+
+
+@contextmanager
+def _delayed(made: Sequence[Host], delay_s: float) -> Iterator[None]:
+    """Cut every cable behind its port at the switch, and hold frames there for half of the delay."""
+    switch = made[0].switch
+    words = ("ip", "netns", "exec", switch, sys.executable, __file__)
+    relay = subprocess.Popen(
+        [*words, str(delay_s / 2), str(len(made))], stdout=subprocess.PIPE
+    )
+    try:
+        assert relay.stdout is not None
+        if not relay.stdout.readline():
+            raise WeftError("cables with a delay need TAP devices (/dev/net/tun)")
+        for number, host in enumerate(made):
+            cut = f"cut{number}"
+            _run("ip", "-n", switch, "link", "add", cut, "type", "bridge")
+            for device, bridge in ((host.port, cut), (f"far{number}", cut), (f"near{number}", "bridge")):  # fmt: skip
+                long = ("mtu", str(LONG_FRAME))
+                _run("ip", "-n", switch, "link", "set", device, *long, "master", bridge, "up")  # fmt: skip
+            _run("ip", "-n", switch, "link", "set", cut, "up")
+            _run("ip", "-n", host.name, "link", "set", "eth0", "mtu", str(LONG_FRAME))
+        yield
+    finally:
+        relay.kill()
+        relay.wait()
+
+
+def hold_frames(delay_s: float, count: int) -> None:
+    """Move every frame from a TAP device "near..." to its "far...", or back, so much later."""
+    ends, other = list[int](), dict[int, int]()
+    for number in range(count):
+        for side in ("near", "far"):
+            end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            # TUNSETIFF: a TAP device, frames alone
+            ioctl(end, 0x400454CA, pack("16sH", f"{side}{number}".encode(), 0x1002))
+            ends.append(end)
+        other |= {ends[-1]: ends[-2], ends[-2]: ends[-1]}
+    print("there", flush=True)
+    held: deque[tuple[float, int, bytes]] = deque()
+    while True:
+        left = max(0.0, held[0][0] - time.monotonic()) if held else 1.0
+        for end in select.select(ends, [], [], left)[0]:
+            with suppress(BlockingIOError):
+                while True:
+                    frame = os.read(end, 65536)
+                    held.append((time.monotonic() + delay_s, other[end], frame))
+        while held and held[0][0] <= time.monotonic():
+            _, end, frame = held.popleft()
+            try:
+                os.write(end, frame)
+            except OSError:  # a full queue loses a frame, as any does
+                continue
 
 
 def _space(name: str, stack: ExitStack) -> None:
@@ -155,3 +225,7 @@ def _run(*words: str) -> str:
         return subprocess.run(words, check=True, capture_output=True, text=True).stdout
     except subprocess.CalledProcessError as error:
         raise WeftError(f"{' '.join(words)}: {error.stderr.strip()}") from None
+
+
+if __name__ == "__main__":
+    hold_frames(float(sys.argv[1]), int(sys.argv[2]))

@@ -18,18 +18,15 @@ import ctypes
 import json
 import math
 import os
-import select
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -557,69 +554,11 @@ def be_lighthouse() -> None:
 # --- the cable ------------------------------------------------------------------------------------------------------
 
 
-def be_relay(delay_s: float) -> None:
-    """Frames that come from one TAP device, "near" or "far", leave by the other so much later."""
-    from fcntl import ioctl
-    from struct import pack
-
-    ends = []
-    for name in (b"near", b"far"):
-        end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        # TUNSETIFF: a TAP device, frames alone
-        ioctl(end, 0x400454CA, pack("16sH", name, 0x1002))
-        ends.append(end)
-    print("there", flush=True)
-    held: deque[tuple[float, int, bytes]] = deque()
-    while True:
-        left = max(0.0, held[0][0] - time.monotonic()) if held else 1.0
-        for end in select.select(ends, [], [], left)[0]:
-            held.append(
-                (time.monotonic() + delay_s, ends[end == ends[0]], os.read(end, 65536))
-            )
-        while held and held[0][0] <= time.monotonic():
-            _, end, frame = held.popleft()
-            try:
-                os.write(end, frame)
-            except OSError:  # a full queue loses a frame, as any does
-                continue
-
-
-@contextmanager
-def network(which: Network) -> Iterator[Any]:
+def network(which: Network) -> AbstractContextManager[Any]:
     """Two hosts on this network."""
     from hosts import hosts
 
-    def ip(*words: str) -> None:
-        subprocess.run(
-            ["ip", "-n", made[1].switch, "link", *words], check=True, timeout=20
-        )
-
-    with hosts(SITES, f"weft-islands-{os.getpid()}", which.rate) as made:
-        if not which.delay_s:
-            yield made
-            return
-        told = [
-            "ip",
-            "netns",
-            "exec",
-            made[1].switch,
-            sys.executable,
-            __file__,
-            "--relay",
-            str(which.delay_s),
-        ]
-        relay = subprocess.Popen(told, stdout=subprocess.PIPE)
-        try:
-            assert relay.stdout is not None and relay.stdout.readline()
-            ip("add", "there", "type", "bridge")
-            ip("set", "there", "up")
-            ip("set", made[1].port, "master", "there")
-            ip("set", "near", "master", "bridge", "up")
-            ip("set", "far", "master", "there", "up")
-            yield made
-        finally:
-            relay.kill()
-            relay.wait()
+    return hosts(SITES, f"weft-islands-{os.getpid()}", which.rate, which.delay_s)
 
 
 # --- the sides ------------------------------------------------------------------------------------------------------
@@ -995,10 +934,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, help="loss over time as an SVG")
-    parser.add_argument("--relay", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.relay:
-        return be_relay(options.relay)
     from hosts import unavailable
 
     if why := unavailable():
