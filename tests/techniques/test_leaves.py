@@ -30,6 +30,7 @@ OWN = [(kind, name) for kind in KINDS for name in registry._own_names(kind)]
 
 #: What a recipe says beside a technique of some kinds, without which it is not asked for.
 BESIDE: dict[str, dict[str, object]] = {
+    "overlap": {"tp": 2},
     "schedule": {"pp": 2},
     "context": {"cp": 2},
     "dispatch": {"dp": 2, "ep": 2, "node": 1},

@@ -153,9 +153,29 @@ class Layout(Section):
     overlap: str = Field(
         "",
         description=(
-            "What a rank computes while data travels between ranks. While tokens travel to "
-            "experts: a forward pass beside another microbatch's backward pass ('passes'), or "
-            "two forward or two backward passes of two microbatches ('pairs'). Empty: nothing."
+            "What a rank computes while data travels between ranks. While tokens travel over "
+            "tp, other tokens of the same pass: the other half of the rows ('domino') or of "
+            "the tokens ('tokens'), or the next chunk of tokens ('chunks'); 'nano' measures "
+            "which parts in which order are fastest. While tokens travel to experts in a "
+            "pipeline: a forward pass beside another microbatch's backward pass ('passes'), "
+            "or two forward or two backward passes of two microbatches ('pairs'). Empty: "
+            "nothing."
+        ),
+    )
+    parts: int = Field(
+        0,
+        ge=0,
+        description=(
+            "Number of parts into which 'domino', 'tokens', 'chunks' or 'nano' of overlap cut a "
+            "pass. 1: the pass is computed whole. 0: as many as the kind of overlap takes."
+        ),
+    )
+    overlap_least: int = Field(
+        256,
+        ge=0,
+        description=(
+            "Passes of fewer tokens than this are not cut into parts, because a part's products "
+            "would be small. overlap = 'domino', 'tokens', 'chunks' and 'nano' use it."
         ),
     )
     balance: Literal["", "greedy", "flexsp"] = Field(
@@ -272,14 +292,15 @@ class Layout(Section):
         return re.findall(r"\w+", self.order)
 
     def named(self) -> Iterator[Registered]:
-        """Yield the registered schedule, attention scheme and dispatcher that this layout uses.
+        """Yield the registered schedule, attention scheme, dispatcher and kind of overlap that this layout uses.
 
-        Only those are used whose axis (``pp``, ``cp`` or ``ep``) has more than one rank.
+        Only those are used whose axis (``pp``, ``cp``, ``ep``, and ``tp`` or ``ep``) has more than one rank.
         """
         uses = {
             "schedule": (self.schedule, self.pp),
             "context": (self.context, self.cp),
             "dispatch": (self.dispatch, self.ep),
+            "overlap": (self.overlap, max(self.tp, self.ep)),
         }
         for kind, (name, ranks) in uses.items():
             if ranks > 1 and name in names(kind):
@@ -289,6 +310,11 @@ class Layout(Section):
     def takes_turns(self) -> bool:
         """Whether passes of two microbatches take turns while tokens travel to experts."""
         return self.overlap in ("passes", "pairs")
+
+    @property
+    def weaves(self) -> bool:
+        """Whether the tokens of a pass compute in parts, while those of other parts travel."""
+        return bool(self.overlap) and not self.takes_turns
 
     @property
     def axis_order(self) -> tuple[str, ...]:
@@ -451,4 +477,11 @@ LAYOUT_RULES: tuple[Rule[AskedLayout], ...] = (
          lambda a: a.layout.takes_turns and a.layout.zero == 3 and a.layout.size("shard", "cp") > 1,
          "layout.overlap = {0.layout.overlap!r} goes to and fro between layers, whose parameters layout.zero = 3 would "
          "gather each time", "set layout.zero = 2"),
+    Rule("overlap over one rank", "layout",
+         lambda a: a.layout.weaves and a.layout.tp == 1 and a.layout.ep == 1,
+         "layout.overlap = {0.layout.overlap!r} computes while tokens travel over tp, which is 1, or to experts",
+         "set layout.tp or layout.ep, or leave it out"),
+    Rule("parts without overlap", "layout", lambda a: a.layout.parts > 0 and not a.layout.weaves,
+         "layout.parts = {0.layout.parts} is about the parts of a pass that layout.overlap makes",
+         "set layout.overlap, or leave it out"),
 )  # fmt: skip

@@ -54,16 +54,19 @@ class FeedForward(Projections):
 
         The output is the sum of the parts over the ranks of ``tp``.
         """
+        return self.project(self.activated(whole), "down")[0]
+
+    def activated(self, whole: T) -> T:
+        """Return the input of ``down``, ``[batch, seq, ffn/tp]``, from ``whole`` ``[batch, seq, embed]``."""
         gate, up = self.project(whole, "gate", "up")  # [batch, seq, ffn/tp]
         if fuses(gate) and self.activate is F.silu and gate.shape[0] == 1:
             from weft.models.pointwise_kernels import silu_times
 
-            return self.project(silu_times(gate, up), "down")[0]
+            return silu_times(gate, up)
         activated = self.activate(gate)
         # a result that nothing else reads, unless a gradient does
         fresh = torch.is_inference_mode_enabled()
-        product = activated.mul_(up) if fresh else activated * up
-        return self.project(product, "down")[0]
+        return activated.mul_(up) if fresh else activated * up
 
     def forward(self, x: T, seen: object = None, early: object = None) -> T:
         """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape; ``seen`` and ``early`` are not used."""

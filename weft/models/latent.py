@@ -78,6 +78,13 @@ class LatentAttention(Projections):
         The output is the sum of the parts over the ranks of ``tp``. ``rope``: cosines and sines
         (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin in the flattened rows.
         """
+        return self.project(self.attended(x, rope, cu_seqlens), "wo")[0]
+
+    def attended(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
+        """Return the input of the output projection ``wo``, ``[batch, seq, heads/tp * value_dim]``.
+
+        The arguments are those of :meth:`forward`.
+        """
         cos, sin = (each[self.base] for each in rope[:2])
         # [batch, seq, heads/tp, ...]
         q, rotated = self._queries(x).split([self.plain, self.rope_dim], -1)
@@ -92,8 +99,7 @@ class LatentAttention(Projections):
         if isinstance(attend, Latents):
             both = torch.cat((latent[:, :, None], key), -1)
             if attend.tokens:
-                out = self._absorbed(attend, q, rotated, both, cu_seqlens)
-                return self.project(out.flatten(-2), "wo")[0]
+                return self._absorbed(attend, q, rotated, both, cu_seqlens).flatten(-2)
             attend.keep(both)
             attend = local_attention
         heads = self.project(latent, "wkv_b")[0].unflatten(-1, (q.shape[2], -1))
@@ -105,7 +111,7 @@ class LatentAttention(Projections):
         q = q * (self.scale * width**0.5)  # attention divides by the root of the width
         q, k, v = (F.pad(each, (0, width - each.shape[-1])) for each in (q, k, v))
         out = attend(q, k, v, cu_seqlens, *self.window)[..., : self.value_dim]
-        return self.project(out.flatten(-2), "wo")[0]
+        return out.flatten(-2)
 
     def _queries(self, x: T) -> T:
         """Queries ``[batch, seq, heads/tp, head_dim + rope_dim]``."""

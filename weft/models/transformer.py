@@ -20,7 +20,6 @@ from weft.models.attention import Attend, local_attention
 from weft.models.dropout import drawing
 from weft.models.feed_forward import FeedForward
 from weft.models.fused import project
-from weft.models.graph_parts import Steps, current_part, read
 from weft.models.hooks import NO_HOOKS, Hooks
 from weft.models.invariant import is_invariant
 from weft.models.loss import linear_cross_entropy
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from weft.models.ladder import Stream
     from weft.models.latent import LatentAttention
     from weft.models.router import Loads, RouterPass
+    from weft.models.token_parts import Enter, LayerRunner
     from weft.recipe import ModelShape, VocabularyWeight
 
 T = torch.Tensor
@@ -180,6 +180,13 @@ class Attention(Projections):
         The output is the sum of the parts over the ranks of ``tp``. ``rope``: cosines and sines
         (:func:`weft.models.rope.angles`); ``cu_seqlens``: where documents begin in the flattened rows.
         """
+        return self.project(self.attended(x, rope, cu_seqlens), "wo")[0]
+
+    def attended(self, x: T, rope: tuple[T, ...], cu_seqlens: T) -> T:
+        """Return the input of the output projection ``wo``, ``[batch, seq, heads/tp * head_dim]``.
+
+        The arguments are those of :meth:`forward`.
+        """
         q, k, v = self.project(x, "wq", "wk", "wv")
         if self.bias:
             q = q + self.bq
@@ -198,7 +205,7 @@ class Attention(Projections):
         out = self.attend(q, k, v, cu_seqlens, *self.window)
         if self.o_norm is not None:
             out = self.o_norm(out)
-        return self.project(out.flatten(-2), "wo")[0]
+        return out.flatten(-2)
 
 
 def attention_module(
@@ -258,41 +265,25 @@ class Block(Module):
 
             return ladder_block(self, x, rope, cu_seqlens, seen)
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._body(x, rope, cu_seqlens, seen)
+            return self.body(x, rope, cu_seqlens, seen)
         from weft.models.recompute import recomputed
 
         kept_ops = self.kept_ops if self.recompute == "selective" else []
         inputs = x, rope, cu_seqlens, seen
-        return recomputed(self._body, kept_ops, *inputs)
+        return recomputed(self.body, kept_ops, *inputs)
 
-    def _body(
+    def body(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
     ) -> T:
-        x, early = self._attended(x, rope, cu_seqlens, seen)
+        """Compute :meth:`forward` without recomputation."""
+        x, early = self.after_attention(x, rope, cu_seqlens, seen)
         with drawing(rope[2:]):
-            return self._added(x, self.ffn(self.ffn_norm(x), seen, early))
+            return self.added(x, self.ffn(self.ffn_norm(x), seen, early))
 
-    def steps(
-        self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
-    ) -> Steps:
-        """Compute :meth:`forward` without recomputation, as a generator, so that other work can run during transfers.
-
-        The arguments are those of :meth:`forward`. The generator yields where a mixture of experts sends rows to other
-        ranks, and never without a mixture. Its return value is the block's output.
-        """
-        x, early = self._attended(x, rope, cu_seqlens, seen)
-        before, normed = current_part(), self.ffn_norm(x)
-        if not isinstance(self.ffn, FeedForward):
-            y = yield from self.ffn.steps(normed, seen, early)
-        else:
-            with drawing(rope[2:]):
-                y = self.ffn(normed)
-        return self._added(read(x, before), y)
-
-    def _attended(
+    def after_attention(
         self, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
     ) -> tuple[T, EarlyMixture | None]:
-        """``x`` plus the output of attention, and the work that the feed-forward has begun before attention."""
+        """Return ``x`` plus the output of attention, and the work that the feed-forward has begun before attention."""
         normed = self.attention_norm(x)
         y = gather_tokens(normed, self.mesh)
         early = self.ffn.early(normed, y, seen)
@@ -302,8 +293,8 @@ class Block(Module):
             y = self.attention_out_norm(y)
         return x + y, early
 
-    def _added(self, x: T, y: T) -> T:
-        """``x`` plus the output of the feed-forward."""
+    def added(self, x: T, y: T) -> T:
+        """Return ``x`` plus ``y``, the output of the feed-forward."""
         return x + (y if self.ffn_out_norm is None else self.ffn_out_norm(y))
 
 
@@ -336,6 +327,8 @@ class Transformer(Module):
         self.hooks, self.pipeline = hooks, pipeline
         # in place of the output layer's product (weft.models.products)
         self.logits: Callable[[T], T] | None = None
+        # runs layers whose tokens compute in parts
+        self.woven: LayerRunner | None = None
         self.freq = frequencies(shape)
         self.loads: Loads | None = None
         if shape.mixtures:
@@ -431,9 +424,29 @@ class Transformer(Module):
         """
         x = self.embedding(tokens)  # [batch, seq/tp, embed]
         rope = angles(positions, self.freq, x.dtype, draws)
-        for i in range(len(self.blocks)) if route is None else route:
-            x = self.run_block(i, x, rope, cu_seqlens, seen)
+        layers = range(len(self.blocks)) if route is None else route
+        x = self.run_blocks(layers, x, rope, cu_seqlens, seen)
         return self.norm(self.settled(x))
+
+    def run_blocks(
+        self,
+        layers: Sequence[int],
+        x: Stream,
+        rope: tuple[T, ...],
+        cu_seqlens: T,
+        seen: RouterPass | None = None,
+        enter: Enter | None = None,
+    ) -> Stream:
+        """Run the blocks ``layers``, in order, on ``x`` ``[batch, seq/tp, embed]``; return the output of the last.
+
+        ``enter``: function that prepares attention to cached tokens for a part of the tokens, where these compute in
+        parts (:mod:`weft.models.weave`); None: nothing is cached. The other arguments are those of :meth:`run_block`.
+        """
+        if self.woven is not None:
+            return self.woven.run(self, layers, x, rope, cu_seqlens, seen, enter)
+        for i in layers:
+            x = self.run_block(i, x, rope, cu_seqlens, seen)
+        return x
 
     def run_block(
         self,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 #: Operators of attention and of exchanges, whose results selective recomputation keeps, if their file is imported.
 KEPT_OPS = (
     "attention",
+    "part_attention",
     "tile_attention",
     "exchange_heads",
     "linear_attention",
@@ -111,6 +112,17 @@ def parallelize(
         model = whole_model(shape, mesh, train.loss_chunk, hooks)
 
     log("attention and experts over ranks")
+    sharded = pipeline is None and is_sharded(mesh, train, memory, summed)
+    replicated = False
+    if sharded:
+        from weft.parallel.replicated import is_replicated, replicated_state
+
+        replicated = is_replicated(mesh, train, memory, summed)
+        sharded = not replicated
+    if mesh.layout.weaves:
+        from weft.models.weave import weave_layers
+
+        weave_layers(model, whole_blocks=sharded)
     connect(model, mesh, train.recompute)
 
     if lift is not None:
@@ -125,13 +137,6 @@ def parallelize(
             block.compile()
 
     log("types, and what learns")
-    sharded = pipeline is None and is_sharded(mesh, train, memory, summed)
-    replicated = False
-    if sharded:
-        from weft.parallel.replicated import is_replicated, replicated_state
-
-        replicated = is_replicated(mesh, train, memory, summed)
-        sharded = not replicated
     everywhere = {
         name for name, logical in model.logical_parameters() if logical.everywhere
     }

@@ -11,8 +11,12 @@ from typing import Any
 import torch
 
 from weft.layout.layout import Layout
+from weft.models.dropout import drawing
+from weft.models.feed_forward import FeedForward
 from weft.models.fused import Tape, deferred
-from weft.models.graph_parts import GraphPart, Steps, running
+from weft.models.graph_parts import GraphPart, Steps, current_part, read, running
+from weft.models.router import RouterPass
+from weft.models.transformer import Block
 from weft.schedule.actions import Action, ScheduleError, Table
 from weft.schedule.exchange import Beside, with_exchanges
 from weft.schedule.execute import Op
@@ -52,6 +56,24 @@ def with_turns(table: Table, stages: Sequence[Stage], layout: Layout) -> Table:
         return cut
     except ScheduleError:
         return with_exchanges(table, layers)
+
+
+def block_steps(
+    block: Block, x: T, rope: tuple[T, ...], cu_seqlens: T, seen: RouterPass | None
+) -> Steps:
+    """Run forward of ``block`` without recomputation, as a generator, so that other work can run during transfers.
+
+    The other arguments are those of :meth:`Block.forward`. The generator yields where a mixture of experts sends rows
+    to other ranks, and never without a mixture. Its return value is the block's output.
+    """
+    x, early = block.after_attention(x, rope, cu_seqlens, seen)
+    before, normed = current_part(), block.ffn_norm(x)
+    if not isinstance(block.ffn, FeedForward):
+        y = yield from block.ffn.steps(normed, seen, early)
+    else:
+        with drawing(rope[2:]):
+            y = block.ffn(normed)
+    return block.added(read(x, before), y)
 
 
 @dataclass(eq=False)

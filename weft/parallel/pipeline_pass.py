@@ -15,7 +15,7 @@ from weft.models.hooks import EarlyUpdates, Hooks
 from weft.models.rope import angles
 from weft.models.router import RouterPass
 from weft.models.transformer import Block, Transformer
-from weft.parallel.overlap import LayerPass, layer_ops
+from weft.parallel.overlap import LayerPass, block_steps, layer_ops
 from weft.parallel.state import Held, Unit
 from weft.parallel.units import TableUnit, sum_over_replicas
 from weft.schedule.actions import Action, Table
@@ -220,9 +220,8 @@ class PipelinePass:
         batch, tape = self.batches[a.microbatch], self._tape(a)
         with deferred(tape):
             x, leaf, rope, seen = self._stage_input(a, reads)
-            stream: Any = x
-            for i in self.here.stages[a.stage].layers:
-                stream = self.model.run_block(i, stream, rope, batch.cu_seqlens, seen)
+            layers = self.here.stages[a.stage].layers
+            stream = self.model.run_blocks(layers, x, rope, batch.cu_seqlens, seen)
             x = self._stage_output(a, stream)
         values = {"act": x.detach(), "saved": (leaf, x, tape)}
         return [values[value.name] for value in a.writes]
@@ -232,7 +231,8 @@ class PipelinePass:
         x, leaf, rope, seen = self._stage_input(a, reads)
         (layer,) = self.here.stages[a.stage].layers
         block = cast(Block, self.model.blocks[str(layer)])
-        steps = block.steps(x, rope, self.batches[a.microbatch].cu_seqlens, seen)
+        cu_seqlens = self.batches[a.microbatch].cu_seqlens
+        steps = block_steps(block, x, rope, cu_seqlens, seen)
         return LayerPass(steps, leaf, self._tape(a), partial(self._stage_output, a))
 
     def _tape(self, a: Action) -> Tape | None:

@@ -177,6 +177,20 @@ def _of_techniques(recipe: Recipe, case: Case) -> dict[str, list[Any]]:
     return values
 
 
+def _overlaps(recipe: Recipe, case: Case, rng: random.Random) -> list[str]:
+    """Return the kinds of overlap that have something to hide in a case."""
+    travel = "layout.tp" in case or "layout.ep" in case
+    turns = (
+        _experts(recipe, case)
+        and "layout.pp" in case
+        and case.get("layout.zero", 3) < 3
+    )
+    return [
+        *(names("overlap") if travel else ()),
+        *(("passes", "pairs") if turns else ()),
+    ]
+
+
 #: Choices that the file leaves to code.
 BY_CODE: dict[str, Choices] = {
     "layout.ep": _folding,
@@ -208,14 +222,9 @@ BY_CODE: dict[str, Choices] = {
         KINDS["context"].choices(names("context")) if "layout.cp" in case else []
     ),
     "layout.schedule": _names_after("layout.pp", "schedule"),
-    "layout.overlap": _if(
-        lambda recipe, case: (
-            _experts(recipe, case)
-            and "layout.pp" in case
-            and case.get("layout.zero", 3) < 3
-        ),
-        "passes",
-        "pairs",
+    "layout.overlap": _overlaps,
+    "layout.parts": _if(
+        lambda recipe, case: case.get("layout.overlap") in names("overlap"), 1, 2, 3
     ),
     "optimizer.kind": _named("optimizer"),
     "optimizer.state": lambda recipe, case, rng: (

@@ -1,0 +1,195 @@
+"""Parts of a pass's tokens, and the order in which they compute, so that one computes while another's tokens travel.
+
+A pass through layers under ``tp`` is, for each part, a sequence of turns. A layer has six of them: norm and start of a
+gather; what comes before the last product of attention; this product and the start of its reduction; and the same three
+of the feed-forward. A kind of overlap (``layout.overlap``) decides how tokens are cut into parts, and whose turn it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
+
+from weft.refusal import Rule
+
+#: Turns of a part in each half of a layer: entry, first products, last product.
+HALF = 3
+
+
+class TokenPart(NamedTuple):
+    """Tokens that compute together: the tokens ``first:last`` of the rows ``top:bottom``."""
+
+    top: int
+    bottom: int
+    first: int
+    last: int
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return (self.bottom - self.top) * (self.last - self.first)
+
+
+#: Yields the number of the part that takes the next turn, without end; parts that are done are passed over.
+TurnOrder = Callable[[Sequence[TokenPart]], Iterator[int]]
+
+
+#: Function that is called with a part before each of its turns.
+Enter = Callable[[TokenPart], None]
+
+
+@dataclass(frozen=True)
+class Weave:
+    """How the parts of a pass take turns.
+
+    Attributes:
+        ``parts``: the parts, which together have each token once. All rows are cut at the same tokens. Of parts of the
+            same rows the one with the earlier tokens comes first.
+        ``order``: function that yields whose turn it is.
+        ``columns``: number of pieces in which the last product of attention and of a feed-forward is computed. The
+            reduction of a piece travels while the next piece is computed.
+    """
+
+    parts: tuple[TokenPart, ...]
+    order: TurnOrder
+    columns: int = 1
+
+
+#: What cannot be combined with parts that take turns.
+WHOLE_PASSES: tuple[Rule, ...] = (
+    Rule("overlap with compile", "layout train", lambda a: bool(a.train.compile),
+         "layout.overlap = {0.layout.overlap!r} leaves layers where tokens travel, and train.compile compiles "
+         "whole ones",
+         "leave one of them out"),
+    Rule("overlap with balance", "layout", lambda a: bool(a.layout.balance),
+         "layout.overlap = {0.layout.overlap!r} cuts rows, and layout.balance = {0.layout.balance!r} spreads documents "
+         "over ranks by itself", "leave one of them out"),
+)  # fmt: skip
+
+#: What cannot be combined with cutting the rows of a training pass.
+WHOLE_ROWS: tuple[Rule, ...] = (
+    *WHOLE_PASSES,
+    Rule("cut rows under cp", "layout", lambda a: a.layout.cp > 1,
+         "layout.overlap = {0.layout.overlap!r} cuts rows of tokens, and cp={0.layout.cp} has cut them already",
+         "use 'domino', which cuts between rows"),
+    Rule("cut rows with experts", "layout shape", lambda a: bool(a.shape.mixtures),
+         "layout.overlap = {0.layout.overlap!r} cuts rows of tokens, and the routers of model.experts count whole ones",
+         "use 'domino', which cuts between rows"),
+    Rule("cut rows with linear attention", "layout shape",
+         lambda a: any(a.shape.mixer_of(i) != "softmax" for i in range(a.shape.layers)),
+         "layout.overlap = {0.layout.overlap!r} cuts rows of tokens, and model.mixer = {0.shape.mixer!r} sums up whole "
+         "ones", "use 'domino', which cuts between rows"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PassTokens:
+    """The tokens of a pass on the ranks of ``tp``, which a kind of overlap cuts into parts.
+
+    Attributes:
+        ``rows``: number of rows.
+        ``tokens``: number of tokens in a row, a multiple of ``unit``.
+        ``unit``: number of ranks of ``tp``; each holds as many tokens of a part.
+        ``cuts_tokens``: whether a row may be cut. It may not where something reads whole rows, as attention over ``cp``
+            does.
+        ``asked``: number of parts that the recipe asks for; 0: what the kind of overlap takes by itself.
+        ``learns``: whether backward follows.
+    """
+
+    rows: int
+    tokens: int
+    unit: int
+    cuts_tokens: bool = True
+    asked: int = 0
+    learns: bool = False
+
+    @property
+    def whole(self) -> tuple[TokenPart, ...]:
+        """All tokens as a single part."""
+        return (TokenPart(0, self.rows, 0, self.tokens),)
+
+    def row_parts(self, shares: Sequence[float]) -> tuple[TokenPart, ...]:
+        """Cut the rows in proportion to ``shares``; a part that would get no row is left out."""
+        return tuple(
+            TokenPart(top, bottom, 0, self.tokens)
+            for top, bottom in _cut(self.rows, shares)
+        )
+
+    def token_parts(self, shares: Sequence[float]) -> tuple[TokenPart, ...]:
+        """Cut the tokens of all rows in proportion to ``shares``; a part that would get no token is left out.
+
+        Rows that may not be cut are a single part.
+        """
+        if not self.cuts_tokens:
+            return self.whole
+        cuts = _cut(self.tokens // self.unit, shares)
+        return tuple(
+            TokenPart(0, self.rows, a * self.unit, b * self.unit) for a, b in cuts
+        )
+
+
+def _cut(count: int, shares: Sequence[float]) -> list[tuple[int, int]]:
+    """Ranges that cover ``count`` units in proportion to ``shares``, without the empty ones."""
+    ends = [round(count * end / sum(shares)) for end in accumulate(shares, initial=0)]
+    return [(a, b) for a, b in pairwise(ends) if b > a]
+
+
+def even(count: int) -> tuple[float, ...]:
+    """Return ``count`` equal shares."""
+    return (1.0,) * count
+
+
+def weaving(parts: Sequence[TokenPart]) -> Iterator[int]:
+    """Let the parts take turns, each a turn behind the part before (Domino, TokenWeave).
+
+    With two parts, a part's reduction travels while the other computes the first products of its half of a layer, and
+    its gather while the other computes the last one.
+    """
+    for ahead in range(1, len(parts)):
+        yield from range(ahead)
+    while True:
+        yield from range(len(parts))
+
+
+def by_phase(parts: Sequence[TokenPart]) -> Iterator[int]:
+    """Let all parts enter half a layer, then let each compute the half's products (T3).
+
+    A part's reduction travels while the later parts compute, and its gather while the earlier ones do.
+    """
+    while True:
+        yield from range(len(parts))
+        for number in range(len(parts)):
+            yield from [number] * (HALF - 1)
+
+
+def part_by_part(parts: Sequence[TokenPart]) -> Iterator[int]:
+    """Let each part compute half a layer before the next part does: nothing is hidden."""
+    while True:
+        for number in range(len(parts)):
+            yield from [number] * HALF
+
+
+class LayerRunner(Protocol):
+    """Interface of what runs layers in place of one block after the other."""
+
+    def run(
+        self,
+        model: Any,
+        layers: Sequence[int],
+        x: Any,
+        rope: tuple[Any, ...],
+        cu_seqlens: Any,
+        seen: Any,
+        enter: Enter | None,
+    ) -> Any:
+        """Do as :meth:`weft.models.transformer.Transformer.run_blocks`."""
+
+
+class Overlap:
+    """Base class of kinds of overlap (``layout.overlap``). A model has an instance of its own."""
+
+    def __call__(self, tokens: PassTokens) -> Weave:
+        """Decide how the parts of a pass take turns. The result must be the same on all ranks of ``tp`` and ``ep``."""
+        raise NotImplementedError

@@ -1,0 +1,40 @@
+"""Domino (Wang et al. 2024, 2409.15241): halves of the rows take turns, and last products are cut by columns."""
+
+from __future__ import annotations
+
+from weft.models.token_parts import (
+    WHOLE_PASSES,
+    Overlap,
+    PassTokens,
+    Weave,
+    even,
+    weaving,
+)
+from weft.registry import register
+
+
+@register(
+    "overlap",
+    "domino",
+    title="Domino",
+    paper="Wang et al. 2024",
+    rules=WHOLE_PASSES,
+    recipe="overlap.toml --layout tp=2,overlap=domino",
+    proof="tests/models/test_weave.py, tests/techniques/test_overlaps.py",
+    figure="equal to 1e-10; others compute during 7 of 10 transfers",
+)
+class Domino(Overlap):
+    """Cuts a pass into halves of its rows, and a single row into halves of its tokens.
+
+    While a half's reduction travels, the other half computes. Inside a layer, half of the columns of the last product
+    travel while the other columns are computed.
+    """
+
+    def __call__(self, tokens: PassTokens) -> Weave:
+        if tokens.asked == 1:
+            return Weave(tokens.whole, weaving)
+        shares = even(tokens.asked or 2)
+        parts = tokens.row_parts(shares)
+        if len(parts) == 1:
+            parts = tokens.token_parts(shares)
+        return Weave(parts, weaving, columns=2)

@@ -1,0 +1,35 @@
+"""TokenWeave (Gond et al. 2025, 2505.11329): halves of the tokens take turns."""
+
+from __future__ import annotations
+
+from weft.models.token_parts import (
+    WHOLE_ROWS,
+    Overlap,
+    PassTokens,
+    Weave,
+    even,
+    weaving,
+)
+from weft.registry import register
+
+
+@register(
+    "overlap",
+    "tokens",
+    title="TokenWeave",
+    paper="Gond et al. 2025",
+    rules=WHOLE_ROWS,
+    recipe="overlap.toml",
+    proof="tests/models/test_weave.py, tests/techniques/test_overlaps.py",
+    figure="equal to 1e-10; others compute during 7 of 10 transfers",
+)
+class TokenWeave(Overlap):
+    """Cuts the tokens of every row into halves, of which one computes while the other travels.
+
+    The later half attends to the keys of the earlier one. The paper's fusion of the reduction with the residual sum and
+    the norm is the norm region of :mod:`weft.layout.boundary`: tokens are summed and scattered, each rank of ``tp``
+    adds and normalises its own, and they are gathered.
+    """
+
+    def __call__(self, tokens: PassTokens) -> Weave:
+        return Weave(tokens.token_parts(even(tokens.asked or 2)), weaving)
