@@ -15,7 +15,6 @@ import torch
 
 from weft.errors import UsageError, WeftError
 from weft.layout.mesh import Mesh
-from weft.layout.placement import island_ranks
 from weft.recipe import RUNS, Recipe, build_recipe
 from weft.run.rank_processes import in_ranks, own_device, rank_process
 from weft.run.signals import requests, take_ctrl_c
@@ -139,6 +138,7 @@ def be_rank(
 
 
 def _meet_over_peers(recipe: Recipe) -> None:
+    from weft.layout.placement_groups import island_ranks
     from weft.peers.rendezvous import meet_over_peers
     from weft.sync.streams import own_port
 

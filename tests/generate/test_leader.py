@@ -49,6 +49,11 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
 OF_ALL = (
     "tp=2",
     "tp=3",
+    "tp=3,tp_shares=1:3:2",
+    "tp=2,sum=direct",
+    "tp=3,sum=star,tp_shares=2:3:1",
+    "tp=2,cp=2,sum=ring",
+    "tp=2,pp=2,sum=auto",
     "cp=2",
     "cp=3",
     "pp=2",

@@ -36,8 +36,11 @@ def layouts(draw: st.DrawFn) -> Layout:
     axes = {axis: draw(SIZES) for axis in ("pp", "dp", "shard", "cp", "tp")}
     used = [axis for axis, size in axes.items() if size > 1]
     order = " ".join(draw(st.permutations(used))) if used else ""
+    shares = [1, draw(st.integers(1, 5)), 2, 1][: axes["tp"]] if axes["tp"] > 1 else []
+    ep = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    uneven = draw(st.booleans())
     try:
-        return Layout(**axes, ep=draw(st.sampled_from([1, 2, 3, 4, 6])), order=order)
+        return Layout(**axes, ep=ep, order=order, tp_shares=shares if uneven else ())
     except UsageError:
         assume(False)
         raise

@@ -112,6 +112,7 @@ def test_equal_to_one_device(pool: Any, corpus: str, case: Case) -> None:
 @pytest.mark.parametrize("case", [
     {"layout": {"tp": 3}},
     {"layout": {"cp": 3}},
+    {"layout": {"tp": 3, "tp_shares": [3, 1, 2]}, "heads": 6, "kv_heads": 3},
     {"layout": {"tp": 4}, "heads": 6, "kv_heads": 3},
     {"layout": {"tp": 4}, "heads": 5, "kv_heads": 1},
     {"layout": {"shard": 3, "tp": 2}, "zero": 2, "micro_batch": 1},

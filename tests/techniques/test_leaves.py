@@ -77,6 +77,8 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "task": lambda name: build_recipe({"tasks": [{"reward": name}]}),
     "policy-loss": lambda name: policy_loss(name),
     "operator": lambda name: DataStep(operator=name),
+    # as TokenSums does, which needs ranks
+    "sum": lambda name: find("sum", name),
     "remote": lambda name: open_store(f"{name}://host"),
     "samples": lambda name: prepare(build_recipe(SAMPLED[name])),
     "buffer": lambda name: build_recipe(streamed(buffer=name)),

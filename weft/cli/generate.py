@@ -172,9 +172,9 @@ def generate_command(
     from weft.generate.drafter import check_ahead, drafter_for
     from weft.generate.engine import BUDGET, Engine
     from weft.generate.keys_at_rest import RestingKeys, rest_keys
-    from weft.generate.leader import follow_leader, mesh_of_rank
+    from weft.generate.leader import follow_leader
     from weft.generate.sampling import Sampling
-    from weft.generate.start import as_rank, launch_ranks, leads
+    from weft.generate.start import as_rank, launch_ranks, leads, mesh_for
     from weft.generate.text_options import TextOptions
     from weft.generate.weights_elsewhere import WeightsElsewhere, lift_of, tell_about
     from weft.layout.layout import Layout
@@ -258,7 +258,7 @@ def generate_command(
             device,
             warn,
             ema,
-            mesh_of_rank(spread, device),
+            mesh_for(spread, device, checkpoint),
             lift_of(resting),
         )
         read_only(model, weights)
@@ -296,6 +296,7 @@ def generate_command(
                 graphs=True,
             )
         ) as engine:
+            engine.report_to(warn)
             rest = None
             if at_rest:
                 together = max(options.number, beams)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from weft.layout.dims import part
+from weft.layout.placement import cut_range
 from weft.models.latent import LatentAttention
 from weft.models.paged import Pages, StatePages
 from weft.models.transformer import Attention, Block, Transformer
@@ -103,8 +104,8 @@ def state_heads(model: Transformer, ranks: int, rank: int) -> tuple[int, ...]:
 
     ``ranks``: number of ranks over which the states are divided. ``rank``: this rank's place among them.
     """
-    tp, place = model.mesh.size("tp"), model.mesh.rank("tp")
-    own = range(*part(model.shape.heads, tp, place))
+    mesh = model.mesh
+    own = range(*cut_range(model.shape.heads, mesh.layout, ("tp",), mesh.rank("tp")))
     return tuple(own[slice(*part(len(own), ranks, rank))])
 
 

@@ -11,6 +11,7 @@ only experts are cut.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -56,7 +57,10 @@ from weft.schedule.pipeline_wire import Wire
 T = torch.Tensor
 
 #: The fields of a layout that generation uses; all others are for training.
-READ = ("tp", "cp", "pp", "ep", "dispatch", "order")
+READ = ("tp", "cp", "pp", "ep", "dispatch", "order", "tp_shares", "sum")
+
+#: Tokens of the sums that are measured: of a text that is written, of many, and of a long prompt.
+MEASURED_TOKENS = (1, 32, 512)
 
 #: What the first rank says when the others are to return, as no step follows for a while.
 REST = "rest"
@@ -77,6 +81,10 @@ def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
     if layout.ep > 1 and layout.dispatch not in SENDS:
         raise UsageError(f"ranks that generate have unequally many tokens, which dispatch = {layout.dispatch!r} does "
                          f"not send; use {' or '.join(SENDS)}")  # fmt: skip
+    if layout.sum and layout.ep > 1:
+        raise UsageError(
+            "layout.sum adds up whole tokens on all ranks of tp, and ep sends each rank's own to experts; leave out one"
+        )
     if shape is not None and layout.world > 1:
         if shape.kind:
             raise UsageError(
@@ -97,12 +105,16 @@ def of_parameters(layout: Layout) -> Layout:
         ep=layout.ep,
         dispatch=layout.dispatch,
         order=order,
+        tp_shares=layout.tp_shares,
+        sum=layout.sum,
     )
 
 
-def mesh_of_rank(layout: Layout, device: str) -> Mesh:
+def mesh_of_rank(layout: Layout, device: str, needed: float = 0) -> Mesh:
     """Build the mesh of this rank, whose device is ``device``. Raises :class:`UsageError` if the ranks of ``layout``
     were not started together.
+
+    ``needed``: bytes of the model's weights, for ``layout.tp_shares = "auto"``; 0: memory does not matter.
     """
     if layout.world > 1 and (
         not dist.is_initialized() or dist.get_world_size() != layout.world
@@ -110,17 +122,22 @@ def mesh_of_rank(layout: Layout, device: str) -> Mesh:
         raise UsageError(
             f"generation under {layout} needs {layout.world} ranks that are started together"
         )
-    return (
-        Mesh.create(of_parameters(layout), device)
-        if layout.world > 1
-        else Mesh.single(device)
-    )
+    if layout.world == 1:
+        return Mesh.single(device)
+    mesh = Mesh.create(of_parameters(layout), device, needed)
+    if not layout.sum:
+        return mesh
+    from weft.layout.sums import TokenSums
+
+    return replace(mesh, sums=TokenSums(mesh.group("tp"), layout.sum))
 
 
 class RankReader:
     """Computes this rank's part of every step of ``model``, which is cut over several ranks. ``size``: tokens of a
     cache block, rounded up to a multiple of the size of ``cp``. ``policy``: word of the cache policy, which no ranks of
     ``cp`` can have.
+
+    ``notes`` (attribute): lines about the ranks, for the user.
     """
 
     def __init__(self, model: Transformer, size: int, policy: str = NONE) -> None:
@@ -158,6 +175,7 @@ class RankReader:
             *((0, rank) for rank in range(1, self.all.size())),
         ]
         self.wire.connect({(a, b) for a, b in links if a is not None and b is not None})
+        self.notes = start_notes(model)
 
     @torch.inference_mode()
     def run(
@@ -206,9 +224,11 @@ class RankReader:
         The result is sent to the next pipeline stage; on the last stage the final norm is applied instead. ``ends``:
         positions in the row where texts end.
         """
+        # norms cut the tokens
+        cuts = 1 if self.mesh.sums else self.mesh.size("tp")
         model, row = (
             self.model,
-            F.pad(row, (0, -row.shape[1] % self.mesh.size("tp"))).to(self.mesh.device),
+            F.pad(row, (0, -row.shape[1] % cuts)).to(self.mesh.device),
         )
         documents = torch.tensor(sorted({*ends, row.shape[1]}), dtype=torch.int32)
         x = (
@@ -238,6 +258,10 @@ class RankReader:
             vector = pooled(gather_tokens(x, self.mesh)[0, : len(ids)], last)
         dist.broadcast(vector, group=self.all, group_src=self.ends[0])
         return vector
+
+    def measure_sums(self, number: int) -> str:
+        """Measure the all-reduces of ``layout.sum = "auto"`` again in step ``number``; return a line about them."""
+        return measure_again(self.model)
 
     def take_adapter(self, number: int, name: str, adapter: HostAdapter | None) -> int:
         """Receive ``adapter`` in step ``number`` from the first rank, and register it under ``name``. On the first rank
@@ -309,6 +333,8 @@ class Leader(RankReader):
         super().__init__(model, size, policy)
         # functions that wait for the logits of steps under way, the oldest step first
         self._under_way: list[Callable[[], T]] = []
+        # prints a line
+        self.report: Callable[[str], None] = lambda line: None
         # what each rank holds of a block
         self._parts: list[list[LayerPart]] = []
 
@@ -320,6 +346,8 @@ class Leader(RankReader):
         ``early``: None, as a pass over several ranks makes no early exit.
         """
         assert early is None
+        if self.mesh.sums and self.mesh.sums.slowed:
+            self.measure_all()
         work = row, *_ = pack(parts_of(step)), step.copies, step.loads
         # a thread writes the ticket, perhaps only when tables of requests have changed again
         row.spans[:] = [span._replace(table=[*span.table]) for span in row.spans]
@@ -416,6 +444,12 @@ class Leader(RankReader):
                 self.tickets.give(("take_adapter", name, None)), name, adapter
             )
 
+    def measure_all(self) -> None:
+        """Measure the all-reduces of ``layout.sum = "auto"`` again on all ranks, and report what is fastest."""
+        self._settle()
+        with naming_lost_rank():
+            self.report(self.measure_sums(self.tickets.give(("measure_sums",))))
+
     def rest(self) -> None:
         """Let the other ranks return from :func:`follow_leader`, which they call again before the next step."""
         self.tickets.give((REST,))
@@ -443,6 +477,32 @@ class Follower(RankReader):
         self.tickets = tickets
         size, policy = tickets.next()
         super().__init__(model, size, policy)
+
+
+def start_notes(model: Transformer) -> list[str]:
+    """Measure what ``layout.sum`` and ``layout.tp_shares`` depend on; return lines for the user. All ranks must call
+    this.
+    """
+    mesh, notes = model.mesh, list[str]()
+    if mesh.sums or mesh.layout.tp_shares:
+        from weft.layout.rank_power import measure_ranks, power_line
+
+        heads = model.shape.heads
+        notes.append(power_line(mesh.layout, measure_ranks(mesh.device), heads))
+    notes.append(measure_again(model))
+    return [line for line in notes if line]
+
+
+def measure_again(model: Transformer) -> str:
+    """Measure the all-reduces of ``layout.sum = "auto"``, and take the fastest; return a line about them, "" if there
+    is nothing to measure. All ranks must call this.
+    """
+    sums = model.mesh.sums
+    if sums is None or sums.word != "auto":
+        return ""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    sums.measure(MEASURED_TOKENS, model.shape.embed, dtype)
+    return sums.line()
 
 
 def group_of(model: Transformer) -> dist.ProcessGroup:

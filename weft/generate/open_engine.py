@@ -17,7 +17,7 @@ from weft.generate.drafter import check_ahead, drafter_for
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.fingerprint import open_for_reading, weights_fingerprint
 from weft.generate.keys_at_rest import FILE_GB, RestingKeys, rest_keys
-from weft.generate.leader import follow_leader, mesh_of_rank
+from weft.generate.leader import follow_leader
 from weft.generate.many_models import Room, add_models, members_of
 from weft.generate.outside_cache import OutsideCache, keep_blocks
 from weft.generate.policies import policy_of
@@ -25,7 +25,7 @@ from weft.generate.prefill_process import PrefillProcess
 from weft.generate.quotas import FixedQuota, quota_of
 from weft.generate.shared_model import SharedModel, share_model
 from weft.generate.split_phases import SplitPhases
-from weft.generate.start import leads
+from weft.generate.start import leads, mesh_for
 from weft.generate.weights_elsewhere import WeightsElsewhere, lift_of, tell_about
 from weft.layout.layout import Layout
 from weft.memory.heap import use_huge_pages
@@ -285,7 +285,7 @@ def open_engine(
     import torch
 
     spread = options.spread
-    mesh = mesh_of_rank(spread, device)
+    mesh = mesh_for(spread, device, options.checkpoint)
     parts = options.elsewhere.parts(options.weights)
     model, files, _ = open_model(
         options.checkpoint, device, warn, options.ema, mesh, lift_of(parts)
@@ -320,6 +320,7 @@ def open_engine(
         graphs=options.cuda_graphs == "on",
         cache_policy=cache_policy_of(options.cache_policy),
     )
+    engine.report_to(warn)
     members = dict[str, FamilyMember]()
     if family and options.models:
         folders = model_folders(options.models, warn)

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from weft.checkpoint.weights import open_pretrained
-from weft.generate.leader import check_layout
+from weft.generate.leader import check_layout, mesh_of_rank
 from weft.layout.layout import Layout
+from weft.layout.mesh import Mesh
 from weft.run.forked import GENERATING
 from weft.run.launch import launch
 from weft.run.rank_processes import (
@@ -23,6 +24,8 @@ from weft.run.rank_processes import (
 
 #: The variable of a rank that Weft itself has started, which torchrun's and Slurm's have not.
 LAUNCHED = "WEFT_LAUNCHED"
+#: Bytes of a weight as it is loaded.
+FLOAT32 = 4
 #: Seconds that ranks wait for each other.
 WAIT_S = 600
 
@@ -85,6 +88,17 @@ def _threads() -> int:
     share = threads_per_rank(0, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     allowed = os.environ.get("OMP_NUM_THREADS", "") if LAUNCHED in os.environ else ""
     return min(share, int(allowed)) if allowed.isdecimal() and int(allowed) else share
+
+
+def mesh_for(layout: Layout, device: str, checkpoint: str) -> Mesh:
+    """Build the mesh of this rank, on ``device``, that generates with the model of ``checkpoint`` under ``layout``."""
+    needed = 0.0
+    if layout.tp_shares == "auto":
+        from weft.shapes.parameters import parameter_count
+
+        shape = open_pretrained(checkpoint).shape
+        needed = float(FLOAT32 * parameter_count(shape, shape.vocab))
+    return mesh_of_rank(layout, device, needed)
 
 
 def leads() -> bool:

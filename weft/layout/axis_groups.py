@@ -9,14 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.layout.axes import FOLDED, LIVE_AXES
 from weft.layout.layout import Layout
-from weft.layout.placement import (
-    ExpertSizes,
-    Place,
-    exchange_table,
-    expert_blocks,
-    expert_table,
-    rank_table,
-)
+from weft.layout.placement import ExpertSizes, Place, expert_table, rank_table
 from weft.net.groups import group_along
 
 
@@ -46,6 +39,8 @@ def axis_groups(layout: Layout, device: torch.device, table: np.ndarray) -> Axis
     holders = ranks.flatten(3, 4).sort(dim=3).values  # [mesh, pp, dp, state, tp]
     groups["state"] = group_along(holders, 3, "state")
     if layout.ep > 1:
+        from weft.layout.placement_groups import exchange_table, expert_blocks
+
         folded = torch.from_numpy(expert_table(layout, table).copy())
         together = torch.from_numpy(exchange_table(layout, table).copy())
         groups |= {

@@ -33,9 +33,9 @@ def gather_tokens(x: T, mesh: Mesh) -> T:
 
     A norm region is the part of a layer between two parts that are cut over ``tp``. In it each rank of ``tp`` holds
     different tokens, ``x`` ``[batch, seq/tp, embed]`` (sequence parallelism). The result has type R: the ranks hold the
-    same value, and their gradients are summands.
+    same value, and their gradients are summands. With ``mesh.sums`` every rank holds all tokens already.
     """
-    if mesh.size("tp") == 1:
+    if mesh.size("tp") == 1 or mesh.sums:
         return x
     return spmd.all_gather(x, mesh.group("tp"), src=S(1), dst=R, **_as_is(x))
 
@@ -43,10 +43,13 @@ def gather_tokens(x: T, mesh: Mesh) -> T:
 def scatter_tokens(x: T, mesh: Mesh) -> T:
     """Sum ``x`` ``[batch, seq, embed]`` over ``tp``; return this rank's tokens of it, ``[batch, seq/tp, embed]``.
 
-    This enters a norm region, in which each rank of ``tp`` holds other tokens (sequence parallelism).
+    This enters a norm region, in which each rank of ``tp`` holds other tokens (sequence parallelism). With
+    ``mesh.sums`` every rank gets all tokens of the sum.
     """
     if mesh.size("tp") == 1:
         return x
+    if mesh.sums:
+        return mesh.sums.add(x)
     return spmd.reduce_scatter(x, mesh.group("tp"), src=V, dst=S(1), **_as_is(x))
 
 
@@ -55,7 +58,7 @@ def own_tokens(x: T, mesh: Mesh) -> T:
 
     This is the reverse of :func:`gather_tokens`. The gradients of ``x`` are summands.
     """
-    if mesh.size("tp") == 1:
+    if mesh.size("tp") == 1 or mesh.sums:
         return x
     return spmd.convert(x, mesh.group("tp"), src=R, dst=S(1))
 
@@ -64,29 +67,14 @@ def sum_tokens(x: T, mesh: Mesh) -> T:
     """Sum ``x`` ``[batch, seq, embed]`` over ``tp``; return the whole sum, which is replicated (R)."""
     if mesh.size("tp") == 1:
         return x
+    if mesh.sums:
+        return mesh.sums.add(x)
     return spmd.all_reduce(x, mesh.group("tp"), src=V, dst=R, **_as_is(x))
 
 
 def _as_is(x: T) -> dict[str, Any]:
     """Return options that keep activations and their gradients in their own precision on the way."""
     return {"op_dtype": x.dtype, "backward_options": {"op_dtype": x.dtype}}
-
-
-def gather_vocab(logits: T, sizes: list[int], mesh: Mesh) -> T:
-    """Gather whole logits ``[batch, seq, vocab]`` from the vocabulary shares of the ``tp`` ranks.
-
-    ``sizes``: the number of entries of each rank's share; they may differ.
-    """
-    if mesh.size("tp") == 1:
-        return logits
-    most = max(sizes)
-    if most > min(sizes):  # gloo takes equal parts only: [batch, seq, most] each
-        logits = torch.nn.functional.pad(logits, (0, most - logits.shape[2]))
-    whole = spmd.all_gather(logits, mesh.group("tp"), src=S(2), dst=R)
-    if most == min(sizes):
-        return whole
-    parts = zip(whole.split(most, dim=2), sizes, strict=True)
-    return torch.cat([part[..., :size] for part, size in parts], dim=2)
 
 
 def own(weight: T, start: int, stop: int, mesh: Mesh) -> T:

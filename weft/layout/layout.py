@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from weft.errors import UsageError, nearest
 from weft.layout.axes import AXES, FOLDED
@@ -46,6 +52,24 @@ class Layout(Section):
         1,
         ge=1,
         description="Tensor parallel ranks, which divide every weight matrix among them.",
+    )
+    tp_shares: tuple[PositiveInt, ...] | Literal["auto"] = Field(
+        (),
+        description=(
+            "Parts of the heads, feed-forward columns and vocabulary that the ranks of tp get, such as [2, 1, 1] (on "
+            "the command line tp_shares=2:1:1); each rank gets at least one of each. 'auto': by the memory and speed "
+            "that each rank has when it starts. Left out: equal parts."
+        ),
+    )
+    sum: str = Field(
+        "",
+        description=(
+            "How ranks of tp that generate add up their parts of a layer's output. 'star': all send to the first rank, "
+            "which adds and sends back; 'direct': each sends to all; 'ring': pieces go round; 'two-level': within "
+            "hosts first, then between them; 'gloo': the all-reduce of PyTorch. 'auto': whichever is measured as "
+            "fastest, for few and for many tokens. Empty: PyTorch's reduce-scatter and all-gather, between which norms "
+            "are computed in parts."
+        ),
     )
     pp: int = Field(
         1,
@@ -257,7 +281,16 @@ class Layout(Section):
         ),
     )
 
-    @field_validator("context", "dispatch", "overlap")
+    @field_validator("tp_shares", mode="before")
+    @classmethod
+    def _shares(cls, value: Any) -> Any:
+        if value == ():
+            return value
+        from weft.layout.shares import read_shares
+
+        return read_shares(value)
+
+    @field_validator("context", "dispatch", "overlap", "sum")
     @classmethod
     def _is_known(cls, name: str, info: ValidationInfo) -> str:
         check_name(info.field_name or "", name)
@@ -435,6 +468,10 @@ class AskedLayout(Asked):
         return sorted({*data, *(self.layout.tp * n for n in data)})
 
     @property
+    def share_count(self) -> int:
+        return len(self.layout.tp_shares)
+
+    @property
     def foldable(self) -> str:
         return f"use one of {', '.join(map(str, self.folding))}"
 
@@ -484,4 +521,10 @@ LAYOUT_RULES: tuple[Rule[AskedLayout], ...] = (
     Rule("parts without overlap", "layout", lambda a: a.layout.parts > 0 and not a.layout.weaves,
          "layout.parts = {0.layout.parts} is about the parts of a pass that layout.overlap makes",
          "set layout.overlap, or leave it out"),
+    Rule("shares of other ranks", "layout",
+         lambda a: a.layout.tp_shares != "auto" and len(a.layout.tp_shares) not in (0, a.layout.tp),
+         "tp_shares has {0.share_count} shares, and tp = {0.layout.tp}", "give one for each rank of tp"),
+    Rule("tp settings without tp", "layout",
+         lambda a: a.layout.tp == 1 and bool(a.layout.tp_shares or a.layout.sum),
+         "tp_shares and sum are about ranks of tp, and tp = 1", "set tp, or leave them out"),
 )  # fmt: skip

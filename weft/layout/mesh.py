@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,11 @@ from weft.errors import UsageError, WeftError
 from weft.layout.axes import AXES, BATCH_AXES, FOLDED
 from weft.layout.dims import Logical
 from weft.layout.layout import Layout
-from weft.layout.placement import Place, expert_sizes, island_ranks, rank_table
+from weft.layout.placement import Place, expert_sizes, rank_table
 from weft.net.groups import enter_group
+
+if TYPE_CHECKING:
+    from weft.layout.sums import TokenSums
 
 T = TypeVar("T")
 
@@ -34,6 +37,7 @@ class Mesh:
         ``step_group``: the ranks of this island, which take a step together; None on a single device.
         ``island``, ``islands``: number of this island, and how many islands there are.
         ``island_store``: store that the ranks of all islands share; None without islands.
+        ``sums``: adds up over ``tp`` in place of its group, while norms are computed on whole tokens; None in training.
 
     :meth:`group` knows a group of ranks by the name of its axis. Some groups have names of their own:
 
@@ -56,6 +60,7 @@ class Mesh:
     island: int = 0
     islands: int = 1
     island_store: dist.Store | None = None
+    sums: TokenSums | None = None
 
     def __post_init__(self) -> None:
         sizes = {axis: self.layout.size(axis) for axis in (*AXES, FOLDED)}
@@ -80,10 +85,14 @@ class Mesh:
         return cls(layout, torch.device(device), Place.of(layout, 0))
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device | str) -> Mesh:
+    def create(
+        cls, layout: Layout, device: torch.device | str, needed: float = 0
+    ) -> Mesh:
         """Return the mesh of ``layout`` over the default process group, which must have been initialised.
 
         With several islands the default process group is replaced: it then has the ranks of this rank's island only.
+        Shares of ``tp`` that are ``"auto"`` are measured. ``needed``: bytes of all weights, for these shares; 0: memory
+        does not matter.
         Raises :class:`UsageError` if the number of ranks is not that of the layout.
         """
         device = torch.device(device)
@@ -98,8 +107,14 @@ class Mesh:
                 f"layout {layout} has {layout.world} places but {dist.get_world_size()} ranks were started; "
                 f"start {layout.world} ranks or change --layout"
             )
+        if layout.tp_shares == "auto":
+            from weft.layout.rank_power import with_measured_shares
+
+            layout = with_measured_shares(layout, device, needed)
         rank, island, islands, island_store = dist.get_rank(), 0, layout.island, None
         if islands > 1:
+            from weft.layout.placement_groups import island_ranks
+
             island, members = island_ranks(layout, rank)
             layout = layout.inside
             island_store = enter_group(members, f"island-{island}")

@@ -147,20 +147,20 @@ class Arrived:
 
 def start_sum(x: T, mesh: Mesh) -> Pending | Arrived:
     """Start :func:`weft.layout.boundary.sum_tokens` of ``x`` ``[batch, seq, embed]``."""
-    if mesh.size("tp") == 1 or spmd.is_type_checking():
+    if mesh.size("tp") == 1 or mesh.sums or spmd.is_type_checking():
         return Arrived(sum_tokens(x, mesh))
     return Pending(x, mesh.group("tp"), sum_flight, sum_flight)
 
 
 def start_gather(x: T, mesh: Mesh) -> Pending | Arrived:
     """Start :func:`weft.layout.boundary.gather_tokens` of ``x`` ``[batch, seq/tp, embed]``."""
-    if mesh.size("tp") == 1 or spmd.is_type_checking():
+    if mesh.size("tp") == 1 or mesh.sums or spmd.is_type_checking():
         return Arrived(gather_tokens(x, mesh))
     return Pending(x, mesh.group("tp"), gather_flight, scatter_flight)
 
 
 def start_scatter(x: T, mesh: Mesh) -> Pending | Arrived:
     """Start :func:`weft.layout.boundary.scatter_tokens` of ``x`` ``[batch, seq, embed]``."""
-    if mesh.size("tp") == 1 or spmd.is_type_checking():
+    if mesh.size("tp") == 1 or mesh.sums or spmd.is_type_checking():
         return Arrived(scatter_tokens(x, mesh))
     return Pending(x, mesh.group("tp"), scatter_flight, gather_flight)

@@ -6,7 +6,6 @@ other code asks: the part that the rank holds, the other holders, whether it cou
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -107,7 +106,8 @@ class Place:
         return Logical(tuple(dims), std, cuts, box, everywhere)
 
     def _range(self, dim: Dim, axes: Sequence[str]) -> tuple[int, int]:
-        return _elements(dim, self.layout.size(*axes), self.along(*axes))
+        lo, hi = cut_range(dim.count, self.layout, axes, self.along(*axes))
+        return lo * dim.unit, hi * dim.unit
 
     def _in_pieces(
         self, dims: Sequence[Dim], cuts: Sequence[Sequence[str]], pieces: int
@@ -125,7 +125,8 @@ class Place:
             self.layout.size(*axes) * pieces,
             self.along(*axes) * pieces + piece,
         )
-        box[width] = _elements(dims[width], parts, index)
+        lo, hi = part(dims[width].count, parts, index)
+        box[width] = lo * dims[width].unit, hi * dims[width].unit
         return tuple(box)
 
     def hold(self, logical: Logical, stages: Sequence[int] = (0,)) -> Placement:
@@ -154,13 +155,6 @@ class Place:
         uncut = [axis for axis in MODEL_AXES if not logical.cut_by(axis)]
         replica = (copy * replicas + replica) * layout.size(*uncut) + self.along(*uncut)
         return Placement(box, replica, replicas * len(stages) * layout.size(*uncut))
-
-
-def island_ranks(layout: Layout, rank: int) -> tuple[int, list[int]]:
-    """Return the index of the island that world rank ``rank`` is in, and the world ranks of this island in order."""
-    table = rank_table(layout)
-    island = int(np.nonzero(table == rank)[0][0])
-    return island, sorted(table[island].flatten().tolist())
 
 
 def rank_table(layout: Layout) -> np.ndarray:
@@ -195,46 +189,6 @@ def expert_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
     by_state = np.sort(ranks.reshape(*ranks.shape[:3], -1, layout.tp), axis=3)
     folded = by_state.reshape(*ranks.shape[:2], *expert_sizes(layout), layout.tp)
     return np.sort(folded, axis=4)
-
-
-def exchange_table(layout: Layout, ranks: np.ndarray) -> np.ndarray:
-    """Rearrange the table ``ranks`` such that the ranks that exchange tokens for experts lie along its last axis.
-
-    ``ranks``: a :func:`rank_table`, the world rank at each coordinate. The result has the same ranks as ``[island, pp,
-    expert_dp, expert_state, tp, ep]``. Ranks along ``ep`` hold different experts, and together all experts of a layer.
-    Ranks along ``expert_state`` share the state of the same experts; ranks along ``expert_dp`` hold copies of this
-    state. If experts are divided among the ranks of ``tp`` as well, there is no axis ``tp``, and the last axis has
-    these ranks, too.
-    """
-    folded = expert_table(layout, ranks)
-    if layout.folds_tp:
-        return np.sort(folded.reshape(*folded.shape[:4], -1))
-    return np.sort(np.moveaxis(folded, 4, -1))
-
-
-def experts_per_node(layout: Layout) -> int:
-    """Return how many of the ranks that together hold all experts share a node.
-
-    The result is 0 if this number differs between nodes.
-    """
-    ranks = exchange_table(layout, rank_table(layout)).reshape(-1, layout.ep)
-    nodes = ranks // (layout.node or layout.world)
-    counts = {count for row in nodes.tolist() for count in Counter(row).values()}
-    return counts.pop() if len(counts) == 1 else 0
-
-
-def expert_blocks(layout: Layout) -> list[int]:
-    """Return the sizes of the blocks of neighbouring ranks that the layout's dispatcher uses.
-
-    A dispatcher sends tokens to the ranks of their experts. Some dispatchers, such as ``two-level``, exchange tokens
-    first within a block of ranks, for example a machine, and then between blocks. ``adaptive`` and ``timed`` choose a
-    size while they run, so the list has all sizes that they may choose. It is empty for a dispatcher without blocks.
-    """
-    if layout.dispatch in ("two-level", "per-node"):
-        return [experts_per_node(layout)]
-    if layout.dispatch in ("adaptive", "timed"):
-        return [n for n in range(2, layout.ep) if layout.ep % n == 0]
-    return []
 
 
 def cut_axes(
@@ -285,10 +239,18 @@ def pieces_of_experts(
     return pieces if pieces > 1 and not rest else 0
 
 
-def _elements(dim: Dim, parts: int, index: int) -> tuple[int, int]:
-    """Return the elements of share ``index`` of a dimension that is cut in ``parts``, between its units."""
-    lo, hi = part(dim.count, parts, index)
-    return lo * dim.unit, hi * dim.unit
+def cut_range(
+    count: int, layout: Layout, axes: Sequence[str], index: int
+) -> tuple[int, int]:
+    """Return the range ``(start, stop)`` of part ``index`` of ``count`` elements that ``axes`` of ``layout`` cut.
+
+    Parts along ``tp`` alone are by ``layout.tp_shares``; all others differ in size by at most one.
+    """
+    if layout.tp_shares and tuple(axes) == ("tp",):
+        from weft.layout.shares import uneven_part
+
+        return uneven_part(count, layout.tp_shares, index)
+    return part(count, layout.size(*axes), index)
 
 
 def _width(dims: Sequence[Dim]) -> int:

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from weft.layout.boundary import gather_tokens, gather_vocab, scatter_tokens
-from weft.layout.dims import Logical, part
+from weft.layout.boundary import gather_tokens, scatter_tokens
+from weft.layout.dims import Logical
+from weft.layout.placement import cut_range
 from weft.models.attention import Attend, local_attention
 from weft.models.dropout import drawing
 from weft.models.feed_forward import FeedForward
@@ -133,11 +134,17 @@ class Attention(Projections):
         assert shape.kv_heads and shape.head_dim
         # Query heads this rank computes, and the key/value heads they read. When these do not fall on equal cuts (fewer
         # key/value heads than ranks, odd head counts), every rank holds wk and wv whole and uses the rows it needs.
-        tp = mesh.size("tp")
-        first, last = part(shape.heads, tp, mesh.rank("tp"))
+        tp, layout = mesh.size("tp"), mesh.layout
+        first, last = cut_range(shape.heads, layout, ("tp",), mesh.rank("tp"))
         group = shape.heads // shape.kv_heads
         self.kv_first, self.kv_last = first // group, -(-last // group)
         self.shared_kv = tp > 1 and bool(shape.heads % tp or shape.kv_heads % tp)
+        if layout.tp_shares:
+            from weft.layout.shares import cuts_groups
+
+            self.shared_kv = not cuts_groups(
+                shape.heads, shape.kv_heads, layout.tp_shares
+            )
         self.head_dim = shape.head_dim
         needed = [head // group - self.kv_first for head in range(first, last)]
         share = max(1, len(needed) // (self.kv_last - self.kv_first))
@@ -390,9 +397,6 @@ class Transformer(Module):
             hidden = hidden[:, only]
         if self.shape.output == "score":
             return F.linear(hidden, self.output)
-        tp = self.mesh.size("tp")
-        shares = [part(self.shape.vocab, tp, rank) for rank in range(tp)]
-        sizes = [hi - lo for lo, hi in shares]
         if self.logits is not None:
             logits = self.logits(hidden)
         else:
@@ -404,7 +408,13 @@ class Transformer(Module):
             )
             logits = project(hidden, weight)[0] if by_hand else F.linear(hidden, weight)
             logits = logits if rows is None else rows.scored(hidden, logits)
-        return gather_vocab(logits, sizes, self.mesh)
+        if (layout := self.mesh.layout).tp == 1:
+            return logits
+        from weft.layout.logits import gather_vocab
+
+        vocab, ranks = self.shape.vocab, range(layout.tp)
+        shares = [cut_range(vocab, layout, ("tp",), rank) for rank in ranks]
+        return gather_vocab(logits, [hi - lo for lo, hi in shares], self.mesh)
 
     def hidden(
         self,

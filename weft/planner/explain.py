@@ -8,7 +8,7 @@ import numpy as np
 
 from weft.errors import UsageError
 from weft.layout.layout import Layout
-from weft.layout.placement import experts_per_node
+from weft.layout.placement_groups import experts_per_node
 from weft.pages import render
 from weft.planner.candidates import ADDED, CHOSEN, SET
 from weft.planner.cost import (

@@ -218,6 +218,11 @@ BY_CODE: dict[str, Choices] = {
         lambda recipe, case: {"sync.fragments", "sync.every"} <= {*case}, 1
     ),
     "layout.order": lambda recipe, case, rng: [_order(case, rng)],
+    "layout.tp_shares": lambda recipe, case, rng: (
+        [":".join(str(rng.randint(1, 3)) for _ in range(case["layout.tp"]))]
+        if "layout.tp" in case
+        else []
+    ),
     "layout.context": lambda recipe, case, rng: (
         KINDS["context"].choices(names("context")) if "layout.cp" in case else []
     ),

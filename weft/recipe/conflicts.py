@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from weft.errors import nearest
-from weft.layout.dims import part
 from weft.layout.layout import LAYOUT_RULES
 from weft.recipe.adapter import Adapter
 from weft.recipe.checkpoint_section import Checkpoint
@@ -50,7 +49,7 @@ class AskedRecipe(AskedStep):
     def ranks_in_node(self) -> int:
         """Number of ranks along ``ep`` in each node; 0 if ``layout.node`` is not set or nodes differ in this number."""
         # with NumPy, which a command that only reads a recipe does without
-        from weft.layout.placement import experts_per_node
+        from weft.layout.placement_groups import experts_per_node
 
         return experts_per_node(self.layout) if self.layout.node else 0
 
@@ -89,13 +88,33 @@ class AskedRecipe(AskedStep):
         return min(widths)
 
     @property
+    def least_heads(self) -> int:
+        """Number of query heads of the rank of ``tp`` that has the fewest."""
+        layout, heads = self.layout, self.shape.heads
+        if layout.tp_shares in ((), "auto"):
+            return heads // layout.tp
+        # with NumPy, which a command that only reads a recipe does without
+        from weft.layout.placement import cut_range
+
+        cuts = [cut_range(heads, layout, ("tp",), rank) for rank in range(layout.tp)]
+        return min(last - first for first, last in cuts)
+
+    @property
     def odd_width(self) -> int | None:
         """The first hidden width in :attr:`widths` of which ``tp`` gives some rank a part that begins at an odd column.
 
         None if all parts begin at even columns, as storing two numbers in a byte requires.
         """
-        tp = self.layout.tp
-        odd = (w for w in self.widths for i in range(tp) if part(w, tp, i)[0] % 2)
+        # with NumPy, which a command that only reads a recipe does without
+        from weft.layout.placement import cut_range
+
+        layout = self.layout
+        odd = (
+            w
+            for w in self.widths
+            for i in range(layout.tp)
+            if cut_range(w, layout, ("tp",), i)[0] % 2
+        )
         return next(odd, None)
 
     @property
@@ -321,6 +340,9 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          lambda a: a.layout.island > 1 and a.validation.patience > 0,
          "validation.patience ends an island when its own loss gets no lower, and the others would wait for it",
          "leave it out"),
+    Rule("sum in training", "layout model", lambda a: bool(a.layout.sum),
+         "layout.sum = {0.layout.sum!r} is how ranks that generate add up, with whole norms on each, and training cuts "
+         "these", "leave it out of the recipe, and give it to weft generate or serve in --layout"),
     Rule("tp above heads", "layout shape", lambda a: a.shape.heads < a.layout.tp,
          "tp={0.layout.tp} is more than the model's {0.shape.heads} heads", "use tp <= {0.shape.heads}"),
     Rule("tp above ffn", "layout shape", lambda a: (a.shape.ffn or 0) < a.layout.tp,
@@ -350,7 +372,7 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
     Rule("ulysses that does not divide", "layout shape", lambda a: a.layout.cp % a.layout.head_ranks > 0,
          "layout.ulysses = {0.layout.head_ranks} does not divide cp={0.layout.cp}", "use a divisor of cp"),
     Rule("ulysses above heads", "layout shape",
-         lambda a: a.layout.head_ranks > 1 and a.shape.heads // a.layout.tp < a.layout.head_ranks,
+         lambda a: a.layout.head_ranks > 1 and a.least_heads < a.layout.head_ranks,
          "Ulysses cannot split {0.shape.heads} heads over tp={0.layout.tp} x {0.layout.head_ranks} ranks",
          "set layout.context = 'zigzag' or a smaller layout.ulysses"),
     Rule("stages without pp", "layout shape",

@@ -15,7 +15,7 @@ from weft.checkpoint.lease import Lease
 from weft.checkpoint.levels import levels_of
 from weft.checkpoint.run_state import Progress
 from weft.layout.mesh import Mesh, from_all
-from weft.layout.placement import island_ranks
+from weft.layout.placement_groups import island_ranks
 from weft.net.endpoint import PEER, process_endpoint
 from weft.net.sockets import own_address
 from weft.observe import trace

@@ -11,7 +11,8 @@ from weft.layout.axis_groups import numbers_within
 from weft.layout.boundary import untyped
 from weft.layout.dims import Dim, part
 from weft.layout.mesh import Mesh
-from weft.layout.placement import Place, expert_blocks
+from weft.layout.placement import Place
+from weft.layout.placement_groups import expert_blocks
 from weft.models.router import Choice
 from weft.parallel.experts.copies import Copies
 from weft.parallel.experts.members import Homes, Members

@@ -29,7 +29,7 @@ class CopyForEachNode(DispatchWay):
     by_node = True
 
     def make(self, ranks: ExpertRanks) -> Dispatcher:
-        from weft.layout.placement import experts_per_node
+        from weft.layout.placement_groups import experts_per_node
         from weft.parallel.experts.dispatch import PerMember, local_experts
 
         near = experts_per_node(ranks.mesh.layout)

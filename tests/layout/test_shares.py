@@ -1,0 +1,80 @@
+"""Shares of unequal ranks: whole heads by the largest remainder, by speed as far as memory allows."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import UsageError
+from weft.layout.dims import part
+from weft.layout.layout import Layout
+from weft.layout.rank_power import RankPower, power_line, shares_by
+from weft.layout.shares import cuts_groups, uneven_part, uneven_sizes
+
+SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+@given(st.integers(0, 40), SHARES)
+def test_parts_are_as_near_to_the_shares_as_whole_elements_can_be(
+    count: int, shares: list[int]
+) -> None:
+    sizes = uneven_sizes(count, shares)
+    parts = [uneven_part(count, shares, i) for i in range(len(shares))]
+    assert sum(sizes) == count
+    assert [hi - lo for lo, hi in parts] == sizes
+    assert [lo for lo, _ in parts] == [sum(sizes[:i]) for i in range(len(sizes))]
+    if count >= len(shares):
+        assert min(sizes) >= 1
+    if count * min(shares) >= sum(shares):  # nobody is raised to one
+        exact = [count * share / sum(shares) for share in shares]
+        assert all(abs(a - b) < 1 for a, b in zip(sizes, exact, strict=True))
+    if len(set(shares)) == 1:
+        assert parts == [part(count, len(shares), i) for i in range(len(shares))]
+
+
+def test_groups_of_heads_that_a_cut_keeps_together() -> None:
+    for shares, whole in (([2, 1], True), ([1, 1, 1], True), ([1, 1], False)):
+        assert cuts_groups(6, 3, shares) is whole
+    assert cuts_groups(5, 5, [3, 1])
+
+
+def test_shares_are_by_speed_where_memory_allows() -> None:
+    plenty = [1e12] * 4
+    assert shares_by([1.0, 1.0, 0.5, 1.0], plenty, 1e9) == (2, 2, 1, 2)
+    # two measurements of one device
+    assert shares_by([1.0, 0.9, 0.85, 1.0], plenty, 1e9) == (1, 1, 1, 1)
+    assert shares_by([1.0, 0.01], plenty[:2], 1e9) == (8, 1)
+    # the fast rank holds a quarter, which the others take over
+    first, *rest = shares_by([1.0, 0.5, 0.5], [0.25e9, 9e9, 9e9], 1e9)
+    assert (first, rest) == (2, [3, 3])
+    # whoever takes over may be full then, too
+    shares = shares_by([1.0, 1.0, 1.0], [0.1e9, 0.35e9, 9e9], 1e9)
+    assert [round(s / sum(shares), 2) for s in shares] == [0.1, 0.35, 0.55]
+    with pytest.raises(
+        UsageError, match=re.escape("4 GB do not fit the ranks of tp, which have room")
+    ):
+        shares_by([1.0, 1.0], [1e9, 2e9], 4e9)
+
+
+def test_a_slow_host_is_named_in_one_line() -> None:
+    powers = [
+        RankPower(f"10.0.0.{i}", rate, rate, 1e9) for i, rate in enumerate((8, 4, 8))
+    ]
+    line = power_line(Layout(tp=3, tp_shares=[2, 1, 2]), powers, 9)
+    assert line == (
+        "heads are cut 4, 2, 3 (tp_shares=2:1:2): rank 1 (10.0.0.1) has 0.5 of the fastest rank's speed -> 2 of 9 heads"
+    )
+    even = power_line(Layout(tp=3), powers, 9)
+    assert even.startswith(
+        "hosts of different speed under an even cut: rank 1 (10.0.0.1)"
+    )
+    assert even.endswith("all wait for the slowest, which tp_shares=auto gives less")
+    assert not power_line(Layout(tp=3), [powers[0]] * 3, 9)
+
+
+def test_shares_that_are_still_to_be_measured() -> None:
+    with pytest.raises(UsageError, match="is measured by the ranks"):
+        uneven_sizes(4, "auto")

@@ -1,0 +1,65 @@
+"""Uneven cuts: how many heads, columns and vocabulary entries each rank of ``tp`` gets by its share.
+
+Ranks of unequal devices finish together if each has work in proportion to its speed, as far as its memory allows
+(TPI-LLM, Li et al. 2024, 2410.00531). Parameters stay logical, so that a checkpoint of any cut loads under any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.errors import UsageError
+
+
+def read_shares(value: object) -> object:
+    """Return ``value``, a setting ``layout.tp_shares``, with the text ``"2:1:1"`` read as numbers."""
+    if isinstance(value, str) and value != "auto":
+        return tuple(map(str.strip, value.split(":"))) if value else ()
+    return value
+
+
+def uneven_part(count: int, shares: Sequence[int] | str, index: int) -> tuple[int, int]:
+    """Return the range ``(start, stop)`` of part ``index`` if ``count`` elements are cut in proportion to ``shares``.
+
+    Parts are contiguous, with the sizes of :func:`uneven_sizes`.
+    """
+    sizes = uneven_sizes(count, shares)
+    start = sum(sizes[:index])
+    return start, start + sizes[index]
+
+
+def uneven_sizes(count: int, shares: Sequence[int] | str) -> list[int]:
+    """Return the number of elements of each part if ``count`` elements are cut in proportion to ``shares``.
+
+    Parts have whole elements, by the method of the largest remainder, and at least one if there are enough. With equal
+    shares the parts are those of :func:`weft.layout.dims.part`. Raises :class:`UsageError` for shares that are still to
+    be measured (``"auto"``).
+    """
+    if isinstance(shares, str):
+        raise UsageError(
+            'layout.tp_shares = "auto" is measured by the ranks of weft train, generate and serve when they start; '
+            "give the shares as numbers here"
+        )
+    total, least = sum(shares), int(count >= len(shares))
+    sizes = [max(least, count * share // total) for share in shares]
+
+    def lack(i: int) -> int:
+        """How far part ``i`` is below its exact size, in units of ``1 / total``."""
+        return count * shares[i] - sizes[i] * total
+
+    while sum(sizes) != count:
+        step = 1 if sum(sizes) < count else -1
+        # those that have more than the least may give; of equal ones the first gets, and the last gives
+        able = [i for i in range(len(sizes)) if step > 0 or sizes[i] > least]
+        index = max(able, key=lambda i: (step * lack(i), -step * i))
+        sizes[index] += step
+    return sizes
+
+
+def cuts_groups(heads: int, kv_heads: int, shares: Sequence[int] | str) -> bool:
+    """Return whether the cut of ``heads`` by ``shares`` falls between groups that share a key/value head, just where
+    the cut of ``kv_heads`` falls. Then each rank holds the key/value heads that its query heads read, and no others.
+    """
+    group = heads // kv_heads
+    own = uneven_sizes(heads, shares)
+    return own == [group * size for size in uneven_sizes(kv_heads, shares)]

@@ -1,0 +1,184 @@
+"""Sums over ranks of ``tp`` that generate, by the all-reduce that suits the links between them.
+
+With plain tensor parallelism a layer's output is scattered over tokens and gathered again: two rounds of ``tp - 1``
+messages one after the other. For the single token of a decode step the bytes cost nothing, and each message costs the
+delay of a link. Here norms are computed on whole tokens by every rank, and one all-reduce takes the place of both
+rounds. A leaf of :mod:`weft.techniques.sums` says who sends what to whom.
+
+Every rank gets the same bits: a summand is added on one rank, or everywhere in the same order.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.net.rank_links import RankLinks
+from weft.registry import find, names
+
+T = torch.Tensor
+
+#: Times that a sum is measured, of which the quickest counts; fewer where one takes more than so many seconds.
+TRIES, LONG_S = 4, 0.5
+
+#: Last sums whose median time is watched, and the factor by which it must have grown to be measured again. Times are
+#: those of this rank, with what it waits for others, so that they are compared with its own from after a measurement.
+WATCHED, GROWN = 64, 2.0
+
+
+class MeasuredSum(NamedTuple):
+    """Seconds of each all-reduce, by its name, for a sum of ``tokens`` tokens, which are ``size`` bytes."""
+
+    tokens: int
+    size: int
+    seconds: dict[str, float]
+
+    @property
+    def fastest(self) -> str:
+        return min(self.seconds, key=lambda name: self.seconds[name])
+
+
+class TokenSums:
+    """Adds up what the ranks of ``group`` (those of ``tp``) hold, while they generate. All of them must make one.
+
+    ``word``: ``layout.sum``, the name of an all-reduce, or ``auto`` for the fastest of those measured.
+
+    Attributes:
+        ``links``: connections between the ranks.
+        ``measured``: seconds of each all-reduce by the size of the sum, with ``auto`` once :meth:`measure` has run.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, word: str) -> None:
+        self.group, self.word = group, word
+        self.links = RankLinks(group)
+        self.measured: list[MeasuredSum] = []
+        self._recent: deque[float] = deque(maxlen=WATCHED)
+        self._usual = 0.0
+        candidates = ["gloo", *names("sum")] if word == "auto" else [word]
+        self.ways = {name: self._way(name) for name in candidates}
+
+    def _way(self, name: str) -> Callable[[T], T]:
+        if name == "gloo":
+            return self._by_gloo
+        return partial(find("sum", name).implementation, links=self.links)
+
+    def add(self, x: T) -> T:
+        """Return the sum of ``x`` over the ranks, a tensor of the same shape, type and device on each of them."""
+        flat, begun = x.detach().to("cpu").contiguous().view(-1), time.perf_counter()
+        total = self.ways[self.chosen(flat.nbytes)](flat)
+        if self.measured and flat.nbytes < 2 * self.measured[0].size:
+            self._recent.append(time.perf_counter() - begun)
+        return total.view(x.shape).to(x.device)
+
+    @property
+    def slowed(self) -> bool:
+        """Whether sums of few tokens have come to take :data:`GROWN` times as long as after the last measurement."""
+        if len(self._recent) < WATCHED:
+            return False
+        usual = statistics.median(self._recent)
+        self._usual = self._usual or usual
+        return usual > GROWN * self._usual
+
+    def chosen(self, size: int) -> str:
+        """Return the name of the all-reduce that sums of ``size`` bytes take: the fastest at the nearest size that was
+        measured.
+        """
+        if not self.measured:
+            return self.word if self.word in self.ways else "direct"
+
+        def apart(each: MeasuredSum) -> float:
+            return max(size, each.size) / max(1, min(size, each.size))
+
+        return min(self.measured, key=apart).fastest
+
+    def gather(self, part: T, sizes: Sequence[int]) -> T:
+        """Return the parts of all ranks, joined along the last dimension, on the first rank; ``part`` on all others.
+
+        ``sizes``: size of each rank's part along the last dimension.
+        """
+        own = part.detach().to("cpu").contiguous()
+        if not own.numel():
+            return part.new_empty(*part.shape[:-1], sum(sizes))
+        if self.links.rank:
+            self.links.exchange({0: own}, {})
+            return part
+        rest = {
+            rank: own.new_empty(*own.shape[:-1], sizes[rank])
+            for rank in range(1, len(sizes))
+        }
+        self.links.exchange({}, rest)
+        return torch.cat([own, *rest.values()], -1).to(part.device)
+
+    def measure(self, tokens: Sequence[int], embed: int, dtype: torch.dtype) -> None:
+        """Measure every all-reduce, and take the fastest from now on. All ranks must call it with the same arguments,
+        and choose alike.
+
+        ``tokens``: numbers of tokens, ascending, of the sums that are measured; ``embed``: numbers of a token, of type
+        ``dtype``.
+        """
+        measured = []
+        for count in tokens:
+            x = torch.zeros(count * embed, dtype=dtype)
+            each = {name: self._seconds(way, x) for name, way in self.ways.items()}
+            measured.append(MeasuredSum(count, x.nbytes, each))
+        self.measured = measured
+        self._recent.clear()
+        self._usual = 0.0
+
+    def _seconds(self, way: Callable[[T], T], x: T) -> float:
+        """Return the seconds of a sum of ``x``: the quickest try of the slowest rank, the same number on all ranks."""
+        quickest = float("inf")
+        for turn in range(1 + TRIES):
+            dist.barrier(self.group)
+            begun = time.perf_counter()
+            way(x)
+            spent = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
+            dist.all_reduce(spent, dist.ReduceOp.MAX, group=self.group)
+            # the first makes buffers, and opens the windows of its connections
+            if turn or float(spent) > LONG_S:
+                quickest = min(quickest, float(spent))
+            if float(spent) > LONG_S:
+                break
+        return quickest
+
+    def line(self) -> str:
+        """Return a line on what was chosen and why; "" if nothing was measured."""
+        parts = []
+        for each in self.measured:
+            order = sorted(each.seconds.items(), key=lambda item: item[1])
+            times = ", ".join(f"{name} {1e3 * took:.3g} ms" for name, took in order)
+            parts.append(f"{each.tokens} token{'s' * (each.tokens > 1)}: {times}")
+        if not parts:
+            return ""
+        return (
+            f"sums over tp={self.links.ranks} take the fastest all-reduce; "
+            + "; ".join(parts)
+        )
+
+    def _by_gloo(self, x: T) -> T:
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def close(self) -> None:
+        """End the connections."""
+        self.links.close()
+
+
+def total_in_order(parts: Sequence[T]) -> T:
+    """Return the sum of ``parts``, tensors of the same shape, added one after the other.
+
+    Types of 16 bits are added in float32 and rounded once.
+    """
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.float32 if dtype.itemsize < 4 else dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)

@@ -1,0 +1,42 @@
+"""Star: every rank sends its summand to the first rank, which adds them and sends the sum back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.net.rank_links import RankLinks
+
+
+@register(
+    "sum",
+    "star",
+    title="Star all-reduce: two delays of a link, whatever the number of ranks",
+    paper="Li et al. 2024 (TPI-LLM, 2410.00531)",
+    recipe="weft generate MODEL --layout tp=4,sum=star",
+    proof="tests/layout/test_sums.py",
+    figure="two delays of a link at any number of ranks; messages and bytes as the formula",
+)
+def star_sum(x: torch.Tensor, links: RankLinks) -> torch.Tensor:
+    """Return the sum of ``x`` over all ranks after two delays of a link, where a ring has ``2 (ranks - 1)``.
+
+    The first rank receives and sends ``ranks - 1`` times the bytes, so that a ring is faster for large sums.
+    """
+    import torch
+
+    from weft.layout.sums import total_in_order
+
+    if links.rank:
+        total = torch.empty_like(x)
+        links.exchange({0: x}, {0: total})
+        return total
+    others = range(1, links.ranks)
+    parts = {rank: torch.empty_like(x) for rank in others}
+    links.exchange({}, parts)
+    total = total_in_order([x, *parts.values()])
+    links.exchange(dict.fromkeys(others, total), {})
+    return total
