@@ -9,7 +9,7 @@ state, :mod:`weft.parallel.sharded` takes the place of this module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -190,7 +190,10 @@ def replicated_state(
         else:
             held[name] = each
     blocks = by_block(held)
-    cut = {block: list(_parcels(of_block)) for block, of_block in blocks.items()}
+    cut = {
+        block: parcels_of(h.parameter for h in of_block if h.learns)
+        for block, of_block in blocks.items()
+    }
     order = {id(h.parameter): index for index, h in enumerate(held.values())}
 
     def first(parcel: Parcel) -> int:
@@ -208,18 +211,15 @@ def replicated_state(
     return make(units)
 
 
-def _parcels(held: Sequence[Held]) -> Iterator[Parcel]:
-    """Cut the parameters of a unit that learn into parcels: each large one alone, and all small ones together."""
-    small = list[nn.Parameter]()
-    for h in held:
-        if not h.learns:
-            continue
-        if h.local.nbytes >= ALONE:
-            yield Parcel([h.parameter])
+def parcels_of(parameters: Iterable[nn.Parameter]) -> list[Parcel]:
+    """Cut parameters into parcels: each large one alone, and all small ones together, which come last."""
+    parcels, small = list[Parcel](), list[nn.Parameter]()
+    for parameter in parameters:
+        if parameter.nbytes >= ALONE:
+            parcels.append(Parcel([parameter]))
         else:
-            small.append(h.parameter)
-    if small:
-        yield Parcel(small)
+            small.append(parameter)
+    return [*parcels, Parcel(small)] if small else parcels
 
 
 def _read_sums(held: Sequence[Held], own: Sequence[Parcel], parcels: Parcels) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from weft.layout.dims import Logical, extents
 from weft.layout.pending import all_gather, reduce_scatter
+from weft.parallel.replicated import parcels_of
 from weft.parallel.state import Held, Unit
 
 if TYPE_CHECKING:
@@ -287,19 +288,28 @@ class TableUnit(Unit):
 def sum_over_replicas(units: Iterable[TableUnit], mesh: Mesh) -> None:
     """Sum the reduced gradients of ``units`` over data-parallel replicas (``dp``). Collective.
 
-    Units whose replicas are on the same ranks are summed in one call.
+    Large gradients are summed where they are, and small ones of units whose replicas are on the same ranks together.
     """
     by_group: dict[str, list[Held]] = {}
     for unit in units:
         if unit.learns and mesh.size(unit.replicas) > 1 and not unit.reduced:
             by_group.setdefault(unit.replicas, []).extend(unit.held)
     for name, held in by_group.items():
+        group = mesh.group(name)
+        if held[0].local.device == mesh.device:
+            parcels = parcels_of(h.parameter for h in held)
+            for parcel in parcels:
+                parcel.launch(group)
+            for parcel in parcels:
+                parcel.wait()
+            continue
+        # they rest on the host
         grads = [
             torch.zeros_like(h.local) if h.parameter.grad is None else h.parameter.grad
             for h in held
         ]
         flat = torch.cat([grad.flatten() for grad in grads]).to(mesh.device)
-        dist.all_reduce(flat, group=mesh.group(name))
+        dist.all_reduce(flat, group=group)
         flat = flat.to(held[0].local.device)
         pieces = flat.split([grad.numel() for grad in grads])
         for h, piece in zip(held, pieces, strict=True):
