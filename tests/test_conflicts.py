@@ -62,6 +62,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "speculation with directions": ("", "memory.speculate=all optimizer.kind=galore"),
     "offloaded activations with selective recompute": ("", "memory.activations=host train.recompute=selective"),
     "post-validation without pp": ("", "optimizer.post_validation=true"),
+    "chosen experts without experts in files": ("", "memory.experts=chosen"),
     "small moments without AdamW": ("", "optimizer.state=8bit optimizer.kind=lion"),
     "use of no average": ("", "optimizer.use_ema=true"),
     "export of no adapter": ("", "checkpoint.export=adapter"),

@@ -18,7 +18,6 @@ import torch
 from weft.checkpoint.boxes import replica_share, volume
 from weft.layout.dims import Box, extents
 from weft.layout.parts import TORCH_DTYPES, Part
-from weft.memory.nameless_file import nameless_file, reserve
 from weft.net.child_pipe import PipeEnd, RunningProcess, call_in_child, open_child
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ class WriterProcess:
     def __init__(self, size: int, pinned: bool, folder: Path | None = None) -> None:
         self.size, self._open = max(size, mmap.PAGESIZE), True
         if folder is not None:
+            from weft.memory.nameless_file import nameless_file, reserve
+
             name = f"memory.folder = {str(folder)!r}"
             self._file = os.fdopen(nameless_file(folder, name), "r+b")
             self.memory = reserve(

@@ -33,16 +33,26 @@ class OnDevice:
         """Warning about the file for offloaded tensors, such as missing direct I/O; "" if there is none."""
         return ""
 
+    def summary(self) -> str:
+        """Return a line about how tensors that rest elsewhere were used; "" if there is nothing to say."""
+        return ""
+
     @property
     def pooled(self) -> int:
         """Bytes of the buffers through which offloaded tensors pass on their way to the device."""
         return 0
 
-    def rest(self, owner: Hashable, kind: str, tensors: Iterable[torch.Tensor]) -> None:
+    def rest(
+        self,
+        owner: Hashable,
+        kind: str,
+        tensors: Iterable[torch.Tensor],
+        piece: int = 0,
+    ) -> None:
         """Declare where tensors rest while they are not in use; here, on the device.
 
         ``owner``: unit of the state (parameters updated together) to which ``tensors`` belong; ``kind``: "weights",
-        "gradients" or "moments".
+        "gradients" or "moments"; ``piece`` has no effect here.
         """
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:

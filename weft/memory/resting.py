@@ -6,11 +6,12 @@ while it rests, and a buffer (or memory of the device) in between.
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,17 @@ HERE = Transfer((), "", 0)
 ALIGNED = 64
 
 
+class ComingRow(NamedTuple):
+    """A row of a resting tensor on its way into a buffer.
+
+    ``buffer``: the buffer, which goes back to the pool after use; ``coming``: the transfer; ``values``: the row there.
+    """
+
+    buffer: T
+    coming: Transfer
+    values: T
+
+
 class RestingGroup:
     """Tensors of one unit and kind that rest together, outside the memory in which they are used.
 
@@ -54,18 +66,24 @@ class RestingGroup:
         ``coming``: transfer that reads them; None if there is none.
         ``leaving``: transfer that writes them back; None if there is none.
         ``in_use``: whether they are in the memory in which they are used.
+        ``piece``: bytes of a piece of every transfer, such as those of one row; 0: as many as are fast.
     """
 
     def __init__(
-        self, tensors: Sequence[T], file: TierFile | None, pool: BufferPool
+        self,
+        tensors: Sequence[T],
+        file: TierFile | None,
+        pool: BufferPool,
+        piece: int = 0,
     ) -> None:
         self.tensors = list(tensors)
-        self.pool = pool
+        self.pool, self.piece = pool, piece
         self.device = tensors[0].device
         self.starts, size = [], 0
+        aligned = piece or ALIGNED
         for tensor in self.tensors:
             self.starts.append(size)
-            size += -(-tensor.nbytes // ALIGNED) * ALIGNED
+            size += -(-tensor.nbytes // aligned) * aligned
         self.file, self.size = file, size
         pool.announce(size)
         self.region, self.home = self._room()
@@ -87,7 +105,7 @@ class RestingGroup:
         """Room for all tensors: in the file, if there is one, and as memory."""
         if self.file is None:
             return None, page_buffer(whole_pages(self.size), self.pool.pinned)
-        region = self.file.region(self.size)
+        region = self.file.region(self.size, self.piece)
         return region, region.memory
 
     def double(self) -> None:
@@ -109,6 +127,29 @@ class RestingGroup:
             self.let_go()
             self.buffer = self.pool.take(self.region.size)
             self.coming = self.region.read(self.buffer)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a buffer has all tensors, gets them by a read that has begun, or is to keep them."""
+        return self.in_use or self.kept or self.coming is not None
+
+    def read_row(self, index: int, row: int) -> "ComingRow":
+        """Begin to read row number ``row`` of the tensor number ``index`` alone, into a buffer of its own.
+
+        Waits until the tensors are written back, if they are on their way. The group must have been given a ``piece``.
+        """
+        assert self.region is not None
+        if self.leaving is not None:
+            self.leaving.wait()
+        tensor = self.tensors[index]
+        size = tensor.nbytes // len(tensor)
+        begin = self.starts[index] + row * size
+        first = begin // self.piece * self.piece
+        last = min(-(-(begin + size) // self.piece) * self.piece, self.region.size)
+        buffer = self.pool.take(last - first)
+        coming = self.region.read(buffer, first)
+        values = buffer[begin - first : begin - first + size].view(tensor.dtype)
+        return ComingRow(buffer, coming, values.view(tensor.shape[1:]))
 
     def bring(self, read: bool = True, changes: bool = False) -> None:
         """Move the tensors to the memory in which they are used, and wait until they are there.
@@ -242,6 +283,8 @@ class Tiers(OnDevice):
         self.trials = AccessOrder()  # of those that may be taken back
         self.tried: list[RestingGroup] = []  # whose last version may be taken back
         self.leaving: deque[RestingGroup] = deque()
+        # functions that say in a line how tensors were used
+        self.reports: list[Callable[[], str]] = []
         self.pool.when_short = partial(_let_all_leave, weakref.ref(self))
         self._file: TierFile | None = None
 
@@ -265,6 +308,9 @@ class Tiers(OnDevice):
         """Folder for the copy of the state that a save makes, or None if the copy is made in main memory."""
         return self.folder if "file" in self.places.values() else None
 
+    def summary(self) -> str:
+        return "; ".join(filter(None, (report() for report in self.reports)))
+
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes that transfers have moved so far: ``read`` from the file and ``written`` to it.
@@ -278,11 +324,14 @@ class Tiers(OnDevice):
         """Warning about the file for offloaded tensors, such as missing direct I/O; "" if there is none."""
         return self._file.note if self._file is not None else ""
 
-    def rest(self, owner: Hashable, kind: str, tensors: Iterable[T]) -> None:
+    def rest(
+        self, owner: Hashable, kind: str, tensors: Iterable[T], piece: int = 0
+    ) -> None:
         """Let ``tensors`` rest, while they are not in use, where the setting for their kind says.
 
         The tensor objects stay the same. ``owner``: unit of the state (parameters updated together) to which they
-        belong; ``kind``: "weights", "gradients" or "moments".
+        belong; ``kind``: "weights", "gradients" or "moments"; ``piece``: bytes of a piece of their transfers, such as
+        a row of a tensor that is also read alone; 0: as many as are fast.
         """
         place = self.places.get(kind, "device")
         tensors = [t for t in tensors if t.numel()]
@@ -290,7 +339,7 @@ class Tiers(OnDevice):
             place == "file" or (place == "host" and tensors[0].device.type != "cpu")
         ):
             self.groups[owner][kind] = RestingGroup(
-                tensors, self.file if place == "file" else None, self.pool
+                tensors, self.file if place == "file" else None, self.pool, piece
             )
 
     def fetch(self, owner: Hashable, *kinds: str) -> None:

@@ -207,6 +207,7 @@ class Region:
         ``size``: bytes of the region.
         ``memory``: the region's bytes mapped into this process, uint8; empty in a file that an earlier process wrote.
         ``sums``: checksums of the pieces that were written last, by the byte of the region at which they begin.
+        ``piece``: bytes of a piece of every transfer; 0: as many as are fast.
 
     While a transfer to or from the region runs, nothing else may change its bytes: neither another transfer nor a write
     to ``memory``.
@@ -217,6 +218,7 @@ class Region:
     size: int
     memory: T
     sums: dict[int, int] = field(default_factory=dict)
+    piece: int = 0
 
     def read(self, into: T, start: int = 0) -> Transfer:
         """Begin to read into the buffer ``into`` (whole pages), from byte ``start`` of the region on.
@@ -238,7 +240,7 @@ class Region:
 
     def _transfer(self, data: T, start: int, write: bool) -> Transfer:
         assert start + data.numel() <= self.size
-        piece = piece_size(data.numel())
+        piece = self.piece or piece_size(data.numel())
         move, at = self.store if write else self.load, range(0, data.numel(), piece)
         return self.run(
             [partial(move, data[i : i + piece], start + i) for i in at],
@@ -398,10 +400,12 @@ class TierFile:
             own = self._own.pages = page_buffer(max(room, PIECE), data.is_cuda)
         return own[:room]
 
-    def region(self, size: int) -> Region:
+    def region(self, size: int, piece: int = 0) -> Region:
         """Reserve ``size`` bytes, filled with zeros, at the end of the file, and return them as a region.
 
-        Of a file that an earlier process wrote, the next ``size`` bytes are the region.
+        Of a file that an earlier process wrote, the next ``size`` bytes are the region. ``piece``: bytes of a piece of
+        its transfers, whole pages; 0: as many as are fast.
+
         Raises :class:`TierError` if the disk is full.
         """
         room, start = whole_pages(max(1, size)), self.size
@@ -413,7 +417,8 @@ class TierFile:
             where = f"more in {self.name}, beside {start:,} of its own"
         memory = reserve(self._file, start, room, where)
         self.size += room
-        return Region(self, start, room, torch.frombuffer(memory, dtype=torch.uint8))
+        mapped = torch.frombuffer(memory, dtype=torch.uint8)
+        return Region(self, start, room, mapped, piece=piece)
 
     def keep(self, path: Path) -> bool:
         """Give the file the name ``path`` in its folder once all that was written is on the disk.

@@ -172,7 +172,7 @@ def parallelize(
         layers = copies.moving_layers(model)
         make = partial(make, go_home=partial(copies.bring_experts_home, layers))
     if pipeline is not None:
-        state = pipeline.start(dtype, tiers, make)
+        state = pipeline.start(dtype, tiers, make, memory.experts)
     elif sharded:
         state = sharded_state(model, mesh, make)
     elif replicated:

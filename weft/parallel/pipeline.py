@@ -57,18 +57,25 @@ class Pipeline:
         self.last: Executed | None = None
 
     def start(
-        self, compute: torch.dtype, tiers: OnDevice, make: Callable[..., State]
-    ) -> State:
+        self, compute: torch.dtype, tiers: OnDevice, make: Callable[..., State],
+        experts: str = "all",
+    ) -> State:  # fmt: skip
         """Take over the model's parameters, connect to the other ranks of the pipeline, and return the state.
 
         The parameters must be allocated on the device. ``compute``: data type in which parameters compute; ``tiers``:
         where the state rests; ``make``: function that builds the state from units, and from the names of those
-        parameters that several ranks of the pipeline hold.
+        parameters that several ranks of the pipeline hold. ``experts``: "chosen" if a pass brings only those experts
+        that its tokens choose (``memory.experts``).
         """
+        if experts == "chosen":
+            from weft.parallel.experts.chosen import ChosenExperts, listen_to_routers
         self.streamed, self.compute = tiers.places.get("weights") == "file", compute
         described = dict(self.model.logical_parameters())
         used: dict[tuple[frozenset[int], torch.dtype, Any], list[Full]] = {}
         shared: dict[tuple[int, ...], list[str]] = {}
+        # where parameters would stand if experts were in the unit of their layer
+        firsts: dict[tuple[object, ...], int] = {}
+        places: dict[str, tuple[int, ...]] = {}
         whole = []
         for name, parameter in self.model.named_parameters():
             copies, logical = self.place.copies(name), described[name]
@@ -80,18 +87,26 @@ class Pipeline:
             dtype = compute if parameter.is_floating_point() else parameter.dtype
             learns, several = parameter.requires_grad, len(copies) > 1
             # What other stages have, too, is summed over them last of all, and is a unit of its own.
-            alike = learns, self.mesh.sharing(logical), several
+            # a layer's experts, of which passes bring some
+            alone = ""
+            if experts == "chosen" and ".ffn.experts." in name:
+                alone = name.rpartition(".")[0]
+            alike = learns, self.mesh.sharing(logical), several, alone
             stages = frozenset(self.place.users(name))
+            first = firsts.setdefault((stages, dtype, alike[:3]), len(firsts))
+            places[name] = min(stages), first, len(places)
             full = Full(name, logical, parameter, placement)
             used.setdefault((stages, dtype, alike), []).append(full)
             if several and learns:
                 shared.setdefault(copies, []).append(name)
         # of their first use
         in_order = sorted(used.items(), key=lambda item: min(item[0][0]))
-        users = [
-            (stages, TableUnit(named, self.mesh, dtype, tiers))
-            for (stages, dtype, _), named in in_order
-        ]
+        users = []
+        for (stages, dtype, (*_, alone)), named in in_order:
+            make_unit = ChosenExperts if alone else TableUnit
+            users.append((stages, make_unit(named, self.mesh, dtype, tiers)))
+        if experts == "chosen":
+            listen_to_routers(self.model, tiers, [unit for _, unit in users])
         # The model holds its pipeline; a circle would keep process groups, and gloo's threads, until it is collected.
         self.model = model = cast(Transformer, weakref.proxy(self.model))
         cut = self.mesh.layout.vocab_barriers
@@ -108,6 +123,8 @@ class Pipeline:
             sums[group] = sorted(names)
         units: list[Unit] = [unit for _, unit in users]
         state = make([*units, Unit(whole)] if whole else units, sums)
+        if experts == "chosen":  # norms are summed in the same order
+            state.learning.sort(key=lambda h: places.get(h.name, (sys.maxsize,)))
         self.here = PipelineRank(
             model, self.mesh, self.place.stages, users, tiers, self.streamed, output, wire, state.visit, state.fetch
         )  # fmt: skip

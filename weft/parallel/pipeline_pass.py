@@ -191,6 +191,8 @@ class PipelinePass:
         """
         here = self.here
         self.tiers.restart()
+        for unit in here.units:
+            unit.begin_step()
         executed = execute(self.table, here.rank, self._ops(), here.wire)
         for unit in here.units:
             unit.near = None  # before the rows change
@@ -329,13 +331,12 @@ class PipelinePass:
         self.here.live.add(a.stage)
         for unit in self.here.units_of(a.stage):
             self.here.visit(unit)
-            if not unit.live and (
-                self.lasts.get((GATHER, unit)) is a or id(a) in self.turns.again
-            ):
-                self.tiers.keep(unit, "weights")  # for the update, or for backward
+            updated = self.lasts.get((GATHER, unit)) is a
+            if not unit.live and (updated or id(a) in self.turns.again):
+                unit.keep(updated)  # for the update, or for backward
             if self.points and not unit.live:
                 unit.gather_at(self.points)
-            unit.gather()
+            unit.gather_for_pass()
         return []
 
     def _fetch(self, a: Action, reads: Sequence[Any]) -> list[Any]:

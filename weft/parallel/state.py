@@ -96,6 +96,10 @@ class Unit:
     def gather(self) -> None:
         """Make the whole parameters ready for compute. In this class they always are."""
 
+    def prefetched(self) -> Sequence[str]:
+        """Return the kinds of tensors that are fetched whole before the next gather. A subclass may fetch parts."""
+        return ("weights",)
+
     def release(self, drop: bool) -> None:
         """Forget the whole parameters, so that their next use gathers them again; ``drop``: free their memory too."""
 
@@ -288,7 +292,7 @@ class State:
         waited longest are fetched after them.
         """
         groups = self.tiers.groups
-        kinds = groups.get(unit, ()) if unit in self.due else ["weights"]
+        kinds = groups.get(unit, ()) if unit in self.due else unit.prefetched()
         self.tiers.fetch(unit, *kinds)
         for late in islice(self.due, 1):
             self.tiers.fetch(late, *groups.get(late, ()))

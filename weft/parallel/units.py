@@ -91,7 +91,7 @@ class TableUnit(Unit):
         ]
         self.shapes = [full.shape for full in self.full]
         self.live = not self.apart
-        tiers.rest(self, "weights", [h.local for h in self.held])
+        tiers.rest(self, "weights", [h.local for h in self.held], self.piece)
         for h in self.held:
             h.parameter.data = h.local.data  # which is elsewhere now
         # Where reduced gradients go, if they do not stay in memory.
@@ -106,6 +106,20 @@ class TableUnit(Unit):
         # gradients in the wide type, until they are reduced
         self.sums: dict[str, torch.Tensor] = {}
         self.at: list[list[torch.Tensor]] = []  # the full parameters at several points
+
+    @property
+    def piece(self) -> int:
+        """Bytes of a piece in which weights are read from files and written to them; 0: as many as are fast."""
+        return 0
+
+    def keep(self, updated: bool) -> None:
+        """Keep the weights in memory from the next gather to the next use, which is a gather or, if ``updated``, an
+        update.
+        """
+        self.tiers.keep(self, "weights")
+
+    def begin_step(self) -> None:
+        """Forget what earlier steps have used. Here nothing is remembered."""
 
     def _hold(self, whole: Full) -> Held:
         full = shard = whole.parameter
@@ -161,6 +175,10 @@ class TableUnit(Unit):
             storage, numel = full.untyped_storage(), shape.numel()
             storage.resize_(numel * full.element_size())
             full.data.copy_(pieces.reshape(-1)[:numel].view(shape))
+
+    def gather_for_pass(self) -> None:
+        """Make what a pass computes with, from the values of the state: here the whole parameters. Collective."""
+        self.gather()
 
     def gather_at(self, points: Sequence[Callable[[Held], torch.Tensor]]) -> None:
         """Gather the whole parameters with several sets of values, called points. Collective.

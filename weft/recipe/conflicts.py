@@ -190,6 +190,13 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
          lambda a: a.memory.offloads_activations and a.train.recompute == "selective",
          "memory.activations = {0.memory.activations!r} does not see what train.recompute = 'selective' keeps",
          "use train.recompute = 'none' or 'full'"),
+    Rule("chosen experts without experts in files", "memory shape layout",
+         lambda a: a.memory.experts == "chosen"
+         and (a.memory.weights != "file" or not a.shape.mixtures or a.layout.secondary > 0
+              or a.layout.placement != "static" or a.layout.dispatch in ("adaptive", "timed")),
+         "memory.experts = 'chosen' is for a mixture whose experts rest in files of their own ranks",
+         "set memory.weights = 'file' for a mixture, with layout.secondary, placement and dispatch as by default, or "
+         "leave it out"),
     Rule("small moments without AdamW", "optimizer",
          lambda a: a.optimizer.state != "float32" and a.optimizer.kind != "adamw",
          "optimizer.state = {0.optimizer.state!r} is how AdamW keeps its moments, and optimizer.kind is "

@@ -68,6 +68,13 @@ class Memory(Section):
             "backward need not read them again. 0: backward reads all again."
         ),
     )
+    experts: Literal["all", "chosen"] = Field(
+        "all",
+        description=(
+            "Which experts of a mixture a pass brings from files: all, or those that its tokens choose. Probable"
+            " ones are read before the router is asked."
+        ),
+    )
     speculate: Literal["none", "even", "all"] = Field(
         "none",
         description=(

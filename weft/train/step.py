@@ -634,7 +634,8 @@ class Step:
 
     def summary(self) -> str:
         """Return a line about all steps that is printed at the end of a run; empty if there is nothing to say."""
-        return "; ".join(filter(None, (filler.summary() for filler in self.fillers)))
+        said = [filler.summary() for filler in self.fillers]
+        return "; ".join(filter(None, [*said, self.state.tiers.summary()]))
 
     def news(self) -> list[str]:
         """Return the lines to print that are new since the last call."""
