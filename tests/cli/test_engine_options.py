@@ -38,7 +38,9 @@ def test_an_engine_that_is_started_gets_every_option(tmp_path: Path) -> None:
     )  # fmt: skip
     names = [field.name for field in fields(plain)]
     same = {name for name in names if getattr(plain, name) == getattr(changed, name)}
-    elsewhere = {"layers_in": "l", "window": 3, "least_rate": 0.5}
+    elsewhere = {
+        "layers_in": "l", "window": 3, "least_rate": 0.5, "neurons_in": "n", "neurons": 0.5, "predictor": "p",
+    }  # fmt: skip
     policy = {"cache_policy": "window:64"}
     others = {"models", "invariant", "layout", "resident", "phases", "quota"}
     assert same == others | elsewhere.keys() | policy.keys()

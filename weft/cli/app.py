@@ -20,6 +20,7 @@ from weft.cli.generate import generate_command
 from weft.cli.new import new_command
 from weft.cli.peer import app as peer
 from weft.cli.plan import plan_command
+from weft.cli.predictor import predictor_command
 from weft.cli.probe import probe_command
 from weft.cli.profile import profile_command
 from weft.cli.ranks import app as ranks
@@ -91,6 +92,7 @@ for command in (
     doctor_command,
     export_command,
     schedule_command,
+    predictor_command,
     probe_command,
     profile_command,
     recipes_command,

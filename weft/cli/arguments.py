@@ -140,6 +140,28 @@ _least_rate = (
     "With --layers-in: refuse to start on a disk with which a text cannot get so many "
     "tokens a second."
 )
+_neurons_in = (
+    "Of a ReLU model: a folder on a local disk in whose file the feed-forwards' neurons rest; they "
+    "are read when they are active."
+)
+NeuronsIn = Annotated[
+    str | None, typer.Option("--neurons-in", metavar="FOLDER", help=_neurons_in)
+]
+_neurons = (
+    "With --neurons-in: the share of the feed-forwards' weights for which memory has room, with the "
+    "gates or the predictor; half if left out."
+)
+Neurons = Annotated[
+    float | None,
+    typer.Option("--neurons", min=0, max=1, metavar="SHARE", help=_neurons),
+]
+_predictor = (
+    "With --neurons-in: the file of weft predictor that says which neurons will be active. Left out, "
+    "the gates stay in memory and say it exactly."
+)
+Predictor = Annotated[
+    str | None, typer.Option("--predictor", metavar="FILE", help=_predictor)
+]
 LeastRate = Annotated[
     float | None,
     typer.Option("--least-rate", min=0, metavar="TOKENS/S", help=_least_rate),

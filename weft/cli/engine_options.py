@@ -18,7 +18,10 @@ from weft.cli.arguments import (
     LayersIn,
     LeastRate,
     ModelName,
+    Neurons,
+    NeuronsIn,
     PluginModules,
+    Predictor,
     Spread,
     Weights,
     Window,
@@ -180,6 +183,9 @@ def read_engine_options(
     window: Window = None,
     least_rate: LeastRate = None,
     keys_in: KeysIn = "",
+    neurons_in: NeuronsIn = None,
+    neurons: Neurons = None,
+    predictor: Predictor = None,
 ) -> "EngineOptions":
     """Return the options of an engine, checked as far as they can be without its model. The modules of ``--plugin`` are
     imported. The parameters are the options of the command line, which :func:`holding_engine` adds to a command.
@@ -219,6 +225,9 @@ def read_engine_options(
         window=window,
         least_rate=least_rate,
         keys_in=keys_in,
+        neurons_in=neurons_in,
+        neurons=neurons,
+        predictor=predictor,
     )
     options.check()
     return options

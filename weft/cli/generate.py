@@ -22,7 +22,10 @@ from weft.cli.arguments import (
     LayersIn,
     LeastRate,
     ModelName,
+    Neurons,
+    NeuronsIn,
     PluginModules,
+    Predictor,
     Seed,
     Spread,
     Temperature,
@@ -160,6 +163,9 @@ def generate_command(
     window: Window = None,
     least_rate: LeastRate = None,
     keys_in: KeysIn = "",
+    neurons_in: NeuronsIn = None,
+    neurons: Neurons = None,
+    predictor: Predictor = None,
 ) -> int:
     """Continue a text with a trained model, on one rank or on several."""
     import torch
@@ -201,7 +207,9 @@ def generate_command(
     check_ahead(draft, ahead, early_layer, spread.world)
     apart = {"--workers": workers, "--paths": paths, "cp in --layout": spread.cp > 1}
     check_alone(cache_policy, apart, {"--draft": draft, "--beams": beams})
-    elsewhere = WeightsElsewhere(layers_in, window, least_rate, experts_in, resident)
+    elsewhere = WeightsElsewhere(
+        layers_in, window, least_rate, neurons_in, neurons, predictor, experts_in, resident
+    )  # fmt: skip
     elsewhere.check(weights, spread, device)
     at_rest = RestingKeys.parse(keys_in) if keys_in else None
     if at_rest and (spread.world > 1 or cache_policy != "none"):
@@ -218,8 +226,8 @@ def generate_command(
         refused = {
             "--system": system, "--layout": spread.world > 1, "--draft": draft, "--think": think,
             "--texts, --beams, --workers and --paths": options.asked, "--cache-policy": cache_policy != "none",
-            "--layers-in": layers_in,
             "--keys-in": keys_in,
+            "--layers-in": layers_in, "--neurons-in": neurons_in,
         }  # fmt: skip
         for option, given in refused.items():
             if given:

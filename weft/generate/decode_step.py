@@ -16,7 +16,6 @@ import torch
 
 from weft.models.attention_backend import DecodeRows
 from weft.models.paged import KeyValuePages, Reading, StatePages, attending
-from weft.models.projections import Projections
 
 if TYPE_CHECKING:
     from weft.generate.request import Request
@@ -54,7 +53,7 @@ def decode_obstacle(model: Transformer, pages: Sequence[LayerPages]) -> str:
         return "layers without plain keys and values"
     if model.hooks.saver is not None:
         return "hooks of training"
-    if any(isinstance(m, Projections) and m.elsewhere for m in model.modules()):
+    if any(getattr(module, "elsewhere", False) for module in model.modules()):
         return "weights that rest in a file"
     return ""
 

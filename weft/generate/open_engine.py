@@ -78,8 +78,9 @@ class EngineOptions:
         ``cache_policy``: word of the cache policy.
         ``phases``: "split" if a second process reads prompts, else "one".
         ``quota``: word of the quota of the process that reads prompts; "": half of the cores.
-        ``layers_in``, ``window``, ``least_rate``: as in :class:`WeightsElsewhere`.
         ``keys_in``: where old keys and values rest, as :meth:`RestingKeys.parse` reads it; "": in the cache.
+        ``layers_in``, ``window``, ``least_rate``, ``neurons_in``, ``neurons``, ``predictor``: as in
+            :class:`WeightsElsewhere`.
     """
 
     checkpoint: str
@@ -111,11 +112,15 @@ class EngineOptions:
     layers_in: str | None = None
     window: int | None = None
     least_rate: float | None = None
+    neurons_in: str | None = None
+    neurons: float | None = None
+    predictor: str | None = None
 
     @property
     def elsewhere(self) -> WeightsElsewhere:
         """Where weights rest while the engine generates."""
-        return WeightsElsewhere(self.layers_in, self.window, self.least_rate)
+        layers = self.layers_in, self.window, self.least_rate
+        return WeightsElsewhere(*layers, self.neurons_in, self.neurons, self.predictor)
 
     keys_in: str = ""
 
@@ -163,6 +168,8 @@ class EngineOptions:
         check_attention(self.attention, self.invariant, self.spread.world > 1)
         self._check_phases()
         beside = {"--models": self.models, "--phases split": self.phases == "split"}
+        if self.neurons_in:
+            beside |= {"--adapters": self.adapters, "--invariant": self.invariant}
         self.elsewhere.check(self.weights, self.spread, "", beside)
         self._check_keys()
         check_ahead(self.draft, self.ahead, self.early_layer, self.spread.world)

@@ -11,6 +11,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.memory.resting_experts import RestingExperts
 from weft.memory.resting_layers import Resting, RestingLayers
+from weft.memory.resting_neurons import RestingNeurons
 from weft.models.products import NARROW
 from weft.models.transformer import Transformer
 from weft.models.values import Values
@@ -24,6 +25,9 @@ class WeightsElsewhere:
         ``layers_in``: folder of the file with the layers, or None.
         ``window``: number of layers that have room in memory.
         ``least_rate``: tokens a second that a text needs, or None.
+        ``neurons_in``: folder of the file with the feed-forwards' neurons, or None.
+        ``neurons``: share of the feed-forwards' weights that has room in memory; None: half.
+        ``predictor``: file of the predictor of active neurons; None: the gates say which neurons are active.
         ``experts_in``: folder of the file with the experts, ``host``, or None.
         ``resident``: share of the experts that have room in memory; None: half.
     """
@@ -31,6 +35,9 @@ class WeightsElsewhere:
     layers_in: str | None = None
     window: int | None = None
     least_rate: float | None = None
+    neurons_in: str | None = None
+    neurons: float | None = None
+    predictor: str | None = None
     experts_in: str | None = None
     resident: float | None = None
 
@@ -47,23 +54,35 @@ class WeightsElsewhere:
                 "--layers-in FOLDER says where layers rest, and --window N how many have room in memory; give both, or "
                 "neither"
             )
-        if self.least_rate is not None and self.layers_in is None:
-            raise UsageError("--least-rate is for --layers-in FOLDER; give both, or leave it out")  # fmt: skip
-        if self.layers_in is None:
-            return
-        _check_folder("--layers-in", self.layers_in)
+        for option, value, of in (
+            ("--least-rate", self.least_rate, ("--layers-in", self.layers_in)),
+            ("--neurons", self.neurons, ("--neurons-in", self.neurons_in)),
+            ("--predictor", self.predictor, ("--neurons-in", self.neurons_in)),
+        ):
+            if value is not None and of[1] is None:
+                raise UsageError(f"{option} is for {of[0]} FOLDER; give both, or leave it out")  # fmt: skip
+        for option, folder in (("--layers-in", self.layers_in), ("--neurons-in", self.neurons_in)):  # fmt: skip
+            if folder is not None:
+                _check_folder(option, folder)
+                self._check_beside(option, weights, spread, beside)
+
+    @staticmethod
+    def _check_beside(
+        option: str, weights: str, spread: Layout, beside: Mapping[str, object]
+    ) -> None:
+        """Raise :class:`UsageError` for what does not go with weights that rest where ``option`` says."""
         if weights not in ("float", NARROW):
             raise UsageError(
-                f"--layers-in is for weights in floating point, not in {weights}; leave out one of them"
+                f"{option} is for weights in floating point, not in {weights}; leave out one of them"
             )
         if spread.ep > 1:
             raise UsageError(
-                "--layers-in is for ranks that have all experts of their layers; leave it out, or ep in --layout"
+                f"{option} is for ranks that have all experts of their layers; leave it out, or ep in --layout"
             )
-        for option, given in beside.items():
+        for other, given in beside.items():
             if given:
                 raise UsageError(
-                    f"--layers-in is for one model, whose weights are in one process; leave out {option}"
+                    f"{option} is for one model, whose weights are in one process; leave out {other}"
                 )
 
     def _check_experts(self, spread: Layout, device: str) -> None:
@@ -90,6 +109,10 @@ class WeightsElsewhere:
             where = None if self.experts_in == "host" else Path(self.experts_in)
             share = 0.5 if self.resident is None else self.resident
             parts.append(RestingExperts(where, share))
+        if self.neurons_in is not None:
+            share = 0.5 if self.neurons is None else self.neurons
+            predictor = None if self.predictor is None else Path(self.predictor)
+            parts.append(RestingNeurons(Path(self.neurons_in), share, predictor))
         if self.layers_in is not None:
             assert self.window is not None
             dtype = torch.bfloat16 if weights == NARROW else torch.float32

@@ -13,7 +13,7 @@ import torch
 
 from weft.memory.nameless_file import TierError
 from weft.memory.records import Records
-from weft.memory.tier_file import TierFile, page_buffer, piece_size, whole_pages
+from weft.memory.tier_file import PIECE, TierFile, page_buffer, piece_size, whole_pages
 
 T = torch.Tensor
 
@@ -39,13 +39,14 @@ class KeptRecords(NamedTuple):
 
 def keep_records(
     folder: Path, called: str, name: str, count: int, size: int, fill: Callable[[int, T], None],
-    device: torch.device,
+    device: torch.device, compared: bool = True,
 ) -> KeptRecords:  # fmt: skip
     """Open the file of records ``name`` in ``folder``, or write it if there is none.
 
     ``called``: option that names the folder, for messages; ``name``: hash of the content; ``count``: number of records;
     ``size``: bytes of a record; ``fill``: writes a record, given by its number, into a uint8 buffer of zeros that has
-    room for it; ``device``: where records are read to. Raises :class:`TierError` if the folder cannot be used, if the
+    room for it; ``device``: where records are read to; ``compared``: whether reads of whole records are compared with
+    their checksums, or who reads does so. Raises :class:`TierError` if the folder cannot be used, if the
     disk is full, or if the file does not have the size of its records.
     """
     path = folder.expanduser() / f"{name}{SUFFIX}"
@@ -53,37 +54,47 @@ def keep_records(
     begin = f"{total / 1e6:,.0f} MB of weights rest in {path}"
     if path.exists():
         begin += ", as an earlier start wrote them"
-        return _opened(path, called, count, size, device, [begin])
+        return _opened(path, called, count, size, device, [begin], compared)
     file = TierFile(folder, called=called)
     records = Records(count, size, file, device)
-    buffer = page_buffer(records.size)
-    for index in range(count):
-        buffer.zero_()
-        fill(index, buffer)
-        records.write(index, buffer)
-    assert records.region is not None
-    starts = piece_starts(count, records.size)
-    sums = np.array([[records.region.sums[s] for s in row] for row in starts], np.int64)
+    region, size = records.region, records.size
+    assert region is not None
+    buffer, rows = page_buffer(max(1, PIECE // size) * size), list[list[int]]()
+    for first in range(0, count, len(buffer) // size):
+        some = buffer[: (count - first) * size].zero_()
+        for index, record in enumerate(some.split(size), first):
+            fill(index, record)
+            numbers = record.numpy().view(np.int64)
+            pieces = range(0, size, piece_size(size))
+            rows.append(
+                [
+                    int(numbers[at // 8 : (at + piece_size(size)) // 8].sum())
+                    for at in pieces
+                ]
+            )
+        region.write(some, first * size).wait()
+    region.sums.clear()
+    sums = np.array(rows, np.int64)
     stored = page_buffer(whole_pages(sums.nbytes))
     stored.zero_()
     stored.numpy()[: sums.nbytes] = sums.view(np.uint8).reshape(-1)
     file.region(stored.numel()).write(stored).wait()
     if not file.keep(path):
         said = f"{total / 1e6:,.0f} MB of weights rest in {folder} until the end: its file system keeps no such file"
-        return KeptRecords(records, file, sums, [said])
+        return _compared(KeptRecords(records, file, sums, [said]), compared)
     file.close()
     begin += ", where the next start will look for them"
-    return _opened(path, called, count, size, device, [begin])
+    return _opened(path, called, count, size, device, [begin], compared)
 
 
 def _opened(
-    path: Path, called: str, count: int, size: int, device: torch.device, lines: list[str]
+    path: Path, called: str, count: int, size: int, device: torch.device, lines: list[str], compared: bool
 ) -> KeptRecords:  # fmt: skip
     """Open the file at ``path``, which has ``count`` records of ``size`` bytes."""
     file = TierFile(path.parent, called=called, kept=path)
     records = Records(count, size, file, device)
-    starts = piece_starts(count, records.size)
-    sums = np.zeros((count, len(starts[0])), np.int64)
+    pieces = -(-records.size // piece_size(records.size))
+    sums = np.zeros((count, pieces), np.int64)
     region = file.region(whole_pages(sums.nbytes))
     if path.stat().st_size != file.size:
         raise TierError(
@@ -92,17 +103,20 @@ def _opened(
     stored = page_buffer(region.size)
     region.read(stored).wait()
     sums.view(np.uint8).reshape(-1)[:] = stored.numpy()[: sums.nbytes]
-    assert records.region is not None
-    for row, known in zip(starts, sums.tolist(), strict=True):
-        records.region.sums.update(zip(row, known, strict=True))
     file.bytes.clear()
-    return KeptRecords(records, file, sums, [*lines, *_beside(path)])
+    kept = KeptRecords(records, file, sums, [*lines, *_beside(path)])
+    return _compared(kept, compared)
 
 
-def piece_starts(count: int, size: int) -> list[range]:
-    """Return, for each of ``count`` records of ``size`` bytes, the bytes of the file at which its pieces begin."""
-    piece = piece_size(size)
-    return [range(i * size, (i + 1) * size, piece) for i in range(count)]
+def _compared(kept: KeptRecords, compared: bool) -> KeptRecords:
+    """Let reads of whole records be compared with their checksums, if ``compared``."""
+    region, size = kept.records.region, kept.records.size
+    assert region is not None
+    if compared:
+        for record, sums in enumerate(kept.sums.tolist()):
+            starts = range(record * size, (record + 1) * size, piece_size(size))
+            region.sums.update(zip(starts, sums, strict=True))
+    return kept
 
 
 def _beside(path: Path) -> list[str]:

@@ -13,7 +13,8 @@ def begun_shape(given: ModelShape, shape: ModelShape) -> ModelShape:
     """Return the shape of the model that a run begins with.
 
     ``given``: the recipe's section [model], in which ``from`` names a pretrained model of ``shape``. The section may
-    only enlarge the vocabulary, say how the model learns, and convert it (:func:`converted_shape`). Raises
+    only enlarge the vocabulary, say how the model learns, and convert it: to activation ``relu``, and as
+    :func:`converted_shape` says. Raises
     :class:`UsageError` for fields that contradict the pretrained model.
     """
     named = (
@@ -25,6 +26,9 @@ def begun_shape(given: ModelShape, shape: ModelShape) -> ModelShape:
         shape = shape.model_copy(update={"vocab": given.vocab})
     if shape.residual == "standard":
         shape = converted_shape(shape, given)
+    # few of whose neurons are active: trained on, it learns again what it has lost (Mirzadeh et al. 2023, 2310.04564)
+    if "activation" in given.model_fields_set and given.activation == "relu":
+        shape = shape.model_copy(update={"activation": "relu"})
     if ignored := [
         name for name in sorted(named) if getattr(given, name) != getattr(shape, name)
     ]:

@@ -28,6 +28,16 @@ T = torch.Tensor
 TOKENS = 512
 
 
+def text_of(texts: Path) -> str:
+    """Return the content of the file that ``--texts`` names. Raises :class:`UsageError` if it cannot be read."""
+    try:
+        return texts.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--texts {texts} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
+
+
 @torch.inference_mode()
 def chosen_experts(model: Transformer, ids: Sequence[int]) -> list[np.ndarray]:
     """Return the experts to which a text's tokens are routed: an array ``[tokens, k]`` for each layer with experts.
@@ -156,12 +166,7 @@ def export_for_texts(
         raise UsageError(
             "--texts is for --keep or --place; give one of them, and the other to what the first makes"
         )
-    try:
-        text = texts.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"--texts {texts} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
+    text = text_of(texts)
     model, files, _ = open_model(checkpoint, "cpu", warn, ema)
     shape, ids = base_of(model.shape), tokenizer_of(files, checkpoint).prompt_ids(text)
     if not shape.mixtures or not text:

@@ -1,0 +1,161 @@
+"""Neurons of a feed-forward layer in a file, and memory for those that were active last (LLM in a flash).
+
+A neuron is a row of ``up`` (and of ``gate``) and a column of ``down``. These lie together in the file, so that one
+read fetches all of them (Alizadeh et al. 2023, 2312.11514). Texts use many of the neurons that their last tokens used,
+and so memory keeps the neurons of as many of the last steps as it has room for. Only others are read, by several
+threads, runs of neighbours at once, past the page cache.
+"""
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weft.memory.kept_records import KeptRecords
+from weft.memory.tier_file import Transfer, page_buffer, transfer_all
+
+T = torch.Tensor
+
+#: Threads that read: small reads are mostly waiting.
+READERS = 8
+
+#: Bytes of neurons on their way from the file to the memory of their layer.
+STAGED = 8 << 20
+
+
+class StagedNeurons:
+    """Reads records of neurons into memory, and computes checksums, for all layers of a model.
+
+    ``kept``: the records of all layers, and their checksums.
+
+    Attributes:
+        ``counts``: how many neurons tokens have used, and how many were read.
+        ``room``: most neurons of a read.
+    """
+
+    def __init__(self, kept: KeptRecords) -> None:
+        self.kept, self.size = kept, kept.records.size
+        self.counts: Counter[str] = Counter()
+        self.room = max(1, STAGED // self.size)
+        self._threads = ThreadPoolExecutor(READERS, "weft-neurons")
+        buffers = page_buffer(2 * self.room * self.size).view(2, self.room, self.size)
+        self._buffers = [*buffers]
+        assert kept.records.region is not None
+        self._start = kept.records.region.offset
+
+    def read(self, records: np.ndarray, turn: int) -> tuple[T, Transfer]:
+        """Begin to read ``records``, ascending numbers, at most :attr:`room`.
+
+        ``turn``: even for the first buffer, odd for the second. Returns the transfer and their memory, uint8
+        ``[records, size]``.
+        """
+        memory, file = self._buffers[turn % 2][: len(records)], self.kept.file
+        self.counts["read"] += len(records)
+        file.bytes["read"] += len(records) * self.size
+        shares = np.array_split(np.arange(len(records)), min(READERS, len(records)))
+        pieces = [
+            self._threads.submit(partial(self._load, records[share], memory[share[0] : share[-1] + 1]))
+            for share in shares
+        ]  # fmt: skip
+        what = f"reading {len(records):,} neurons of {file.name}"
+        return memory, Transfer(pieces, what, file.timeout, file.remedy)
+
+    def _load(self, records: np.ndarray, memory: T) -> None:
+        """Read records, each run of neighbours at once, and compare them with their checksums."""
+        view = memoryview(memory.view(-1).numpy().data)
+        size, descriptor = self.size, self.kept.file.descriptor
+        ends = np.flatnonzero(np.diff(records) != 1) + 1
+        for first, last in zip([0, *ends], [*ends, len(records)], strict=True):
+            part = view[first * size : last * size]
+            start = self._start + int(records[first]) * size
+            transfer_all(os.preadv, descriptor, part, start)
+        sums = memory.numpy().view(np.int64).sum(1)
+        if (sums != self.kept.sums[records, 0]).any():
+            raise OSError(errno.EIO, "what was read is not what was written: it is damaged")  # fmt: skip
+
+
+class NeuronGroup(NamedTuple):
+    """Some neurons and their weights.
+
+    Attributes:
+        ``neurons``: their numbers, int64 ``[neurons]``.
+        ``memory``: their records, uint8 ``[neurons, size]``.
+    """
+
+    neurons: np.ndarray
+    memory: T
+
+
+class NeuronSlots:
+    """Memory of one layer for the neurons that were used last.
+
+    ``staged``: reads neurons; ``first``: record of the layer's first neuron; ``neurons``: number of neurons; ``slots``:
+    number of neurons that have room; ``device``: where the memory is.
+    """
+
+    def __init__(
+        self, staged: StagedNeurons, first: int, neurons: int, slots: int, device: torch.device
+    ) -> None:  # fmt: skip
+        self.staged, self.first, self.device = staged, first, device
+        slots = min(slots, neurons)
+        on_cpu = device.type == "cpu"
+        size = slots * staged.size
+        memory = page_buffer(size) if on_cpu else torch.empty(size, dtype=torch.uint8, device=device)  # fmt: skip
+        self.memory = memory[:size].view(slots, staged.size)
+        self._slot = np.full(neurons, -1)  # of each neuron, -1: it is in the file alone
+        self._neuron = np.full(slots, -1)  # of each slot
+        self._used = np.full(slots, -1)  # the step that used it last
+        self._step = 0
+
+    def using(self, neurons: np.ndarray) -> Iterator[NeuronGroup]:
+        """Yield the ascending ``neurons`` in groups with their weights: first those that are in memory, while others
+        are read.
+
+        The memory of a group may be used until the next group is requested.
+        """
+        self._step += 1
+        self.staged.counts["used"] += len(neurons)
+        slots = self._slot[neurons]
+        here, missing = neurons[slots >= 0], neurons[slots < 0]
+        parts = [
+            missing[i : i + self.staged.room]
+            for i in range(0, len(missing), self.staged.room)
+        ]
+        coming = self._begin(parts, 0)
+        if len(here):
+            at = slots[slots >= 0]
+            self._used[at] = self._step
+            yield NeuronGroup(here, self.memory[torch.from_numpy(at).to(self.device)])
+        for turn, part in enumerate(parts):
+            assert coming is not None
+            memory, transfer = coming
+            transfer.wait()
+            coming = self._begin(parts, turn + 1)
+            memory = memory.to(self.device)
+            yield NeuronGroup(part, memory)
+            self._keep(part, memory)
+
+    def _begin(self, parts: list[np.ndarray], turn: int) -> tuple[T, Transfer] | None:
+        """Begin to read a part, if there is one."""
+        if turn >= len(parts):
+            return None
+        return self.staged.read(self.first + parts[turn], turn)
+
+    def _keep(self, neurons: np.ndarray, memory: T) -> None:
+        """Keep neurons that were read in the slots that were used longest ago."""
+        count = min(len(neurons), len(self._used))
+        if not count:
+            return
+        neurons, memory = neurons[-count:], memory[-count:]
+        oldest = np.argpartition(self._used, count - 1)[:count]
+        left = self._neuron[oldest]
+        self._slot[left[left >= 0]] = -1
+        self._slot[neurons], self._neuron[oldest] = oldest, neurons
+        self._used[oldest] = self._step
+        self.memory[torch.from_numpy(oldest).to(self.device)] = memory

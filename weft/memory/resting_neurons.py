@@ -1,0 +1,231 @@
+"""Feed-forwards whose neurons rest in a file, and are read when they are active (LLM in a flash, 2312.11514).
+
+Of a layer with ReLU only neurons with a positive gate contribute. Which ones these are is said exactly by the gates,
+which then stay in memory, or nearly by a predictor of low rank, and then the gates rest in the file too. A token's
+output depends on its own neurons alone, whatever other tokens need and whatever is in memory.
+"""
+
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from weft.errors import UsageError
+from weft.layout.boundary import gather_tokens, scatter_tokens
+from weft.memory.kept_records import keep_records
+from weft.memory.neuron_predictor import LayerPredictor, gate_hashes, read_predictor
+from weft.memory.neuron_slots import NeuronSlots, StagedNeurons
+from weft.memory.tier_file import whole_pages
+from weft.models.feed_forward import FeedForward
+from weft.models.fused import project
+from weft.models.module import Module
+from weft.models.transformer import Transformer
+from weft.models.values import Values
+from weft.recipe import ModelShape
+
+T = torch.Tensor
+
+#: The weights of a neuron, in the order of its record. Where gates stay in memory, the record has the last two.
+PARTS = ("gate", "up", "down")
+
+
+class RestingFeedForward(Module):
+    """A feed-forward with ReLU whose neurons rest in a file.
+
+    ``ffn``: the feed-forward that this module replaces; ``predictor``: what says which neurons are active; None: the
+    gates do, which then stay in memory.
+
+    Attributes:
+        ``slots``: memory for neurons.
+        ``stored``: type of the weights in the file.
+        ``elsewhere``: True, as the weights are not in memory.
+    """
+
+    slots: NeuronSlots
+    stored: torch.dtype
+    elsewhere = True
+
+    def __init__(self, ffn: FeedForward, predictor: LayerPredictor | None) -> None:
+        super().__init__(ffn.mesh, ffn.described, ffn.path)
+        self.parts = PARTS if predictor else PARTS[1:]
+        self.shapes = {name: ffn.logical[name] for name in PARTS}
+        self.neurons, self.embed = ffn.logical["gate"].local_shape
+        self.predictor = predictor
+        if predictor is None:
+            self.weight("gate")
+
+    def early(self, x: T, whole: T, seen: object) -> None:
+        """Do nothing and return None, as :meth:`FeedForward.early` does."""
+
+    def forward(self, x: T, seen: object = None, early: object = None) -> T:
+        """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape; ``seen`` and ``early`` are not used."""
+        return scatter_tokens(self.share(gather_tokens(x, self.mesh)), self.mesh)
+
+    def share(self, whole: T) -> T:
+        """Map ``whole`` ``[batch, seq, embed]`` to this rank's part of the output, of the same shape."""
+        x = whole.flatten(0, 1)
+        if self.predictor is None:
+            gates = (
+                project(whole, self.gate)[0].flatten(0, 1).relu_()
+            )  # [tokens, neurons]
+            active = gates > 0
+        else:
+            active = self.predictor.active(x.float())
+        chosen = active.any(0).nonzero().flatten().cpu().numpy()
+        out = torch.zeros_like(x)
+        for group in self.slots.using(chosen):
+            weights = (
+                self._weights(group.memory).to(x.dtype).unbind(1)
+            )  # [group, embed]
+            at = torch.from_numpy(group.neurons).to(x.device)
+            if self.predictor is None:
+                gated = gates[:, at]
+            else:
+                gated = (x @ weights[0].t()).relu_().mul_(active[:, at])
+            gated.mul_(x @ weights[-2].t())
+            out.addmm_(gated, weights[-1])
+        return out.view_as(whole)
+
+    def _weights(self, records: T) -> T:
+        """Return the weights in records: ``[neurons, parts, embed]``."""
+        numbers = len(self.parts) * self.embed
+        rows = records.view(self.stored)[:, :numbers]
+        return rows.unflatten(1, (len(self.parts), self.embed))
+
+
+class RestingNeurons:
+    """The feed-forwards of a model, whose neurons rest in a file while the model generates.
+
+    ``folder``: folder of the file; ``share``: share of the feed-forwards' weights for which memory has room, with the
+    gates or the predictor; ``predictor``: file of a predictor; None: the gates stay in memory.
+
+    Attributes:
+        ``lines``: what the user is told about the file.
+    """
+
+    staged: StagedNeurons
+
+    def __init__(
+        self, folder: Path, share: float, predictor: Path | None = None
+    ) -> None:
+        self.folder, self.share, self.predictor = folder, share, predictor
+        self.lines: list[str] = []
+        self.layers: dict[int, RestingFeedForward] = {}
+
+    def lift(self, model: Transformer, values: Values) -> None:
+        """Store the neurons of ``model`` in the file, and replace its feed-forwards by modules that read a neuron when
+        it is active.
+
+        ``model``: its parameters must not be allocated yet; ``values``: function that reads a parameter. Raises
+        :class:`UsageError` for a model without ReLU, for a predictor of another model, and for a share that has no room
+        for what must stay in memory.
+        """
+        self._check(model)
+        predictors: dict[int, LayerPredictor] = {}
+        if self.predictor is not None:
+            predictors = read_predictor(self.predictor, gate_hashes(model, values))
+        for number, block in model.blocks.items():
+            own, ffn = predictors.get(int(number)), cast(FeedForward, block.ffn)
+            part = own and self._part(own, ffn, model)
+            block.ffn = self.layers[int(number)] = RestingFeedForward(ffn, part)
+        self._store(model, values)
+
+    def _check(self, model: Transformer) -> None:
+        shape = model.shape
+        if shape.kind or shape.mixtures or shape.activation != "relu":
+            raise UsageError(
+                f"--neurons-in is for dense models with activation relu, and this one has {_other(shape)}; leave it "
+                "out, or train one with model.activation = 'relu'"
+            )
+        if shape.adapter is not None:
+            raise UsageError(
+                "--neurons-in is for models without adapters; merge it first (weft export --merge)"
+            )
+
+    @staticmethod
+    def _part(predictor: LayerPredictor, ffn: FeedForward, model: Transformer) -> LayerPredictor:  # fmt: skip
+        """Return the predictor of the neurons that this rank has."""
+        rows = slice(*ffn.logical["gate"].box[0])
+        parts = predictor.a, predictor.b[rows], predictor.bias[rows]
+        return LayerPredictor(*(part.float().to(model.mesh.device) for part in parts))
+
+    def _store(self, model: Transformer, values: Values) -> None:
+        """Open or write the file, and give each layer memory for its neurons."""
+        modules = [*self.layers.values()]
+        digest = blake2b(digest_size=16)
+        some = modules[0]
+        for module in modules:
+            rows = self._rows(module, values)
+            module.stored = rows.dtype
+            digest.update(f"{module.path} {rows.dtype} {tuple(rows.shape)}".encode())
+            digest.update(rows.view(torch.uint8).numpy().data)
+        last: tuple[int, T] = -1, torch.empty(0)
+
+        def fill(index: int, record: T) -> None:
+            nonlocal last
+            layer, neuron = divmod(index, some.neurons)
+            if last[0] != layer:
+                last = layer, self._rows(modules[layer], values)
+            bytes_of = last[1][neuron].view(torch.uint8)
+            record[: len(bytes_of)].copy_(bytes_of)
+
+        row = len(some.parts) * some.embed * some.stored.itemsize
+        kept = keep_records(
+            self.folder, "--neurons-in", f"neurons-{digest.hexdigest()}", len(modules) * some.neurons, row, fill,
+            torch.device("cpu"), compared=False,
+        )  # fmt: skip
+        self.lines += [*kept.lines, *filter(None, [kept.file.note])]
+        self.staged = StagedNeurons(kept)
+        weights = 3 * some.neurons * some.embed * some.stored.itemsize
+        stays = some.predictor.nbytes if some.predictor else weights // 3
+        count = int((self.share * weights - stays) / whole_pages(row))
+        if self.share == 1:
+            count = some.neurons
+        if count < 1:
+            raise UsageError(
+                f"--neurons {self.share:g} has no room for {'the predictor' if some.predictor else 'the gates'}, which "
+                f"take {stays / weights:.2f} of the feed-forwards; give more"
+                + ("" if some.predictor else ", or a --predictor")
+            )
+        for number, module in enumerate(modules):
+            first = number * module.neurons
+            module.slots = NeuronSlots(self.staged, first, module.neurons, count, model.mesh.device)  # fmt: skip
+        self.lines.append(
+            f"{min(count, some.neurons):,} of {some.neurons:,} neurons of each layer have room in memory"
+        )
+
+    @staticmethod
+    def _rows(module: RestingFeedForward, values: Values) -> T:
+        """Return the records of a layer: ``[neurons, parts * embed]``."""
+        weights = []
+        for name in module.parts:
+            logical = module.shapes[name]
+            weight = values(f"{module.path}.{name}", logical, logical.box)
+            weights.append(weight.t() if name == "down" else weight)
+        return torch.cat(weights, 1).contiguous()
+
+    def report(self) -> str:
+        """Return a line of text with the number of neurons that tokens have used, and of those that were read."""
+        counts, size = self.staged.counts, self.staged.size
+        share = counts["read"] / max(1, counts["used"])
+        return (
+            f"{counts['used']:,} neurons were used, and {counts['read']:,} ({share:.0%}) read from {self.folder}, "
+            f"{counts['read'] * size / 1e6:,.1f} MB"
+        )
+
+
+def _other(shape: ModelShape) -> str:
+    """Return what a model has in place of dense feed-forwards with ReLU."""
+    if shape.kind:
+        return f"a plugin's layers ({shape.kind})"
+    return "experts" if shape.mixtures else f"activation {shape.activation}"
+
+
+def feed_forward_inputs(model: Transformer, keep: Any) -> list[Any]:
+    """Call ``keep`` with a layer's number and its feed-forward's input in each pass. Returns the hooks."""
+    ffns = {int(i): cast(Module, block.ffn) for i, block in model.blocks.items()}
+    return [
+        ffn.register_forward_pre_hook(lambda _, given, i=i: keep(i, given[0]))
+        for i, ffn in ffns.items()
+    ]  # fmt: skip
