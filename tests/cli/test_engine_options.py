@@ -41,12 +41,19 @@ def test_an_engine_that_is_started_gets_every_option(tmp_path: Path) -> None:
     elsewhere = {
         "layers_in": "l", "window": 3, "least_rate": 0.5, "neurons_in": "n", "neurons": 0.5, "predictor": "p",
     }  # fmt: skip
-    policy = {"cache_policy": "window:64"}
+    policy, keys = {"cache_policy": "window:64"}, {"keys_in": "k"}
     others = {"models", "invariant", "layout", "resident", "phases", "quota"}
-    assert same == others | elsewhere.keys() | policy.keys()
+    assert same == others | elsewhere.keys() | policy.keys() | keys.keys()
     assert parsed(changed.words()) == changed
     phases = {"phases": "split", "quota": "0.3"}
-    for alone in ({"invariant": True}, {"layout": "tp=2"}, phases, policy, elsewhere):
+    for alone in (
+        {"invariant": True},
+        {"layout": "tp=2"},
+        phases,
+        policy,
+        keys,
+        elsewhere,
+    ):
         other = replace(plain, **alone)
         assert parsed(other.words()) == other
 
