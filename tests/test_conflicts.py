@@ -150,6 +150,7 @@ SMALLEST: dict[str, tuple[str, str]] = {
     "parts without overlap": ("tp=2,parts=2", ""),
     "overlap with compile": ("tp=2,overlap=domino", "train.compile=true"),
     "overlap with balance": ("tp=2,dp=2,overlap=domino,balance=greedy,zero=1", ""),
+    "overlap with a chosen sum": ("tp=2,overlap=domino,sum=ring", ""),
     "cut rows under cp": ("tp=2,cp=2,overlap=tokens", ""),
     "cut rows with experts": ("tp=2,overlap=tokens", "model.experts=2"),
     "cut rows with linear attention": ("tp=2,overlap=tokens", "model.mixer=linear"),

@@ -62,6 +62,14 @@ OF_ALL = (
     "tp=2,pp=2",
     "cp=2,pp=2",
 )
+#: Prompts of any length are cut in parts, of which one computes while the other travels.
+IN_PARTS = (
+    *((mixer, "tp=2,overlap=domino,overlap_least=0") for mixer in MIXERS if mixer != "ladder"),
+    *((mixer, "tp=2,overlap=tokens,overlap_least=0") for mixer in ("softmax", "windows", "latent")),
+    ("softmax", "tp=2,overlap=chunks,overlap_least=0"),
+    ("windows", "tp=2,pp=2,overlap=domino,parts=3,overlap_least=0"),
+    ("experts", "tp=2,ep=2,overlap=domino,overlap_least=0"),
+)  # fmt: skip
 OF_EXPERTS = (
     "cp=2,ep=2",
     "cp=4,ep=2",
@@ -136,6 +144,7 @@ def answers_of_one(mixer: str, dtype: str) -> list[Any]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mixer", "layout"), [
     *((mixer, layout) for mixer in MIXERS for layout in OF_ALL), *(("experts", layout) for layout in OF_EXPERTS),
+    *IN_PARTS,
 ])  # fmt: skip
 def test_tokens_are_those_of_each_request_alone(
     pool: Any, mixer: str, layout: str
@@ -338,6 +347,8 @@ def test_who_is_gone_is_named(pool: Any, layout: str) -> None:
     ("dp=2", {}, "has no use for dp; leave it out"),
     ("cp=4,ulysses=2", {}, "has no use for ulysses"),
     ("cp=4,context=ring", {}, "has no use for context"),
+    ("tp=2,cp=2,overlap=domino", {}, "leave overlap or cp out"),
+    ("tp=2,overlap=tokens", {"mixer": "linear"}, "use 'domino'"),
     ("tp=2,cp=2,ep=4,dispatch=all-gather", {}, "use all-to-all or per-rank"),
     ("tp=8", {}, "tp=8 is more than the model's 6 heads; use tp <= 6"),
     ("pp=8", {}, "too many for a model of 3 layers"),

@@ -31,6 +31,7 @@ from weft.generate.block_contents import (
 )
 from weft.generate.cache_policy import NONE, cache_policy_of
 from weft.generate.early_exit import EarlyExit
+from weft.generate.part_readings import PartReadings, can_be_cut
 from weft.generate.reader import PackedRow, pack, parts_of, pooled, select_blocks
 from weft.generate.scheduler import ScheduledStep
 from weft.generate.tickets import TicketReader, TicketWriter, open_tickets
@@ -43,6 +44,7 @@ from weft.models.adapter_shelf import AdapterShelf
 from weft.models.paged import Reading, StatePages, attending, layer_pages
 from weft.models.rope import angles
 from weft.models.row_adapters import HostAdapter, own_part
+from weft.models.token_parts import Enter
 from weft.models.transformer import Transformer
 from weft.net.groups import limit
 from weft.net.lost import peer_lost
@@ -57,7 +59,9 @@ from weft.schedule.pipeline_wire import Wire
 T = torch.Tensor
 
 #: The fields of a layout that generation uses; all others are for training.
-READ = ("tp", "cp", "pp", "ep", "dispatch", "order", "tp_shares", "sum")
+READ = (
+    "tp", "cp", "pp", "ep", "dispatch", "order", "tp_shares", "sum", "overlap", "parts", "overlap_least",
+)  # fmt: skip
 
 #: Tokens of the sums that are measured: of a text that is written, of many, and of a long prompt.
 MEASURED_TOKENS = (1, 32, 512)
@@ -78,6 +82,11 @@ def check_layout(layout: Layout, shape: ModelShape | None = None) -> None:
             raise UsageError(
                 f"generation goes over tp, cp, pp and ep, and has no use for {name}; leave it out"
             )
+    if layout.overlap and (layout.takes_turns or layout.cp > 1):
+        raise UsageError(
+            f"overlap = {layout.overlap!r} has nothing to cut here: 'passes' and 'pairs' are about training, and cp "
+            f"cuts rows by itself; leave overlap or cp out"
+        )
     if layout.ep > 1 and layout.dispatch not in SENDS:
         raise UsageError(f"ranks that generate have unequally many tokens, which dispatch = {layout.dispatch!r} does "
                          f"not send; use {' or '.join(SENDS)}")  # fmt: skip
@@ -107,6 +116,9 @@ def of_parameters(layout: Layout) -> Layout:
         order=order,
         tp_shares=layout.tp_shares,
         sum=layout.sum,
+        overlap=layout.overlap,
+        parts=layout.parts,
+        overlap_least=layout.overlap_least,
     )
 
 
@@ -206,9 +218,11 @@ class RankReader:
             attending(self.model, self.pages),
             self.shelf.adapting(stripes.spans, row.adapters),
         ):
-            x = self.through(
-                number, numbers, [0, *(span.last for span in stripes.spans)]
-            )
+            ends = [0, *(span.last for span in stripes.spans)]
+            enter = None
+            if self.model.woven is not None and can_be_cut(row):
+                enter = PartReadings(self.pages, row.spans, slots)
+            x = self.through(number, numbers, ends, enter)
         if self.after is not None:
             return stripes, x[:0]
         wanted = stripes.place[row.wanted] - stripes.first
@@ -218,11 +232,14 @@ class RankReader:
             self.wire.send(Value("logits", 0, number), logits, 0, self.depth)
         return stripes, logits
 
-    def through(self, number: int, row: T, ends: Sequence[int]) -> T:
+    def through(
+        self, number: int, row: T, ends: Sequence[int], enter: Enter | None = None
+    ) -> T:
         """Run ``row``, the ids and positions ``[2, tokens]`` of step ``number``, through this rank's layers.
 
         The result is sent to the next pipeline stage; on the last stage the final norm is applied instead. ``ends``:
-        positions in the row where texts end.
+        positions in the row where texts end. ``enter``: prepares the cache for a part of the row, if it is computed in
+        parts.
         """
         # norms cut the tokens
         cuts = 1 if self.mesh.sums else self.mesh.size("tp")
@@ -237,8 +254,8 @@ class RankReader:
             else self.take("act", number, self.before)
         )
         rope = angles(row[1:], model.freq, x.dtype)
-        for layer in sorted(map(int, model.blocks)):
-            x = model.run_block(layer, x, rope, documents)
+        layers = sorted(map(int, model.blocks))
+        x = model.run_blocks(layers, x, rope, documents, enter=enter)
         if self.after is None:
             return model.norm(model.settled(x))
         x = model.packed(x)

@@ -1,0 +1,54 @@
+"""A step's row in parts: what the cache reads and writes for the tokens of one part (:mod:`weft.models.weave`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.generate.reader import PackedRow
+from weft.models.paged import Pages, Reading
+from weft.models.spans import Span
+from weft.models.token_parts import TokenPart
+
+
+def can_be_cut(row: PackedRow) -> bool:
+    """Return whether a step's row may be computed in parts: no text has an adapter or attends to another text."""
+    return not any(row.adapters) and not any(span.context for span in row.spans)
+
+
+class PartReadings:
+    """Sets what the cache's pages read before a part of the row takes its turn.
+
+    ``pages``: the cache of each layer. ``spans``: the new tokens of each text in the row. ``slots``: where new tokens
+    go among the tokens of all blocks, ``[tokens]``.
+    """
+
+    def __init__(
+        self, pages: Sequence[Pages], spans: Sequence[Span], slots: torch.Tensor
+    ) -> None:
+        self.pages, self.spans, self.slots = pages, spans, slots
+        self.readings: dict[TokenPart, Reading] = {}
+
+    def __call__(self, part: TokenPart) -> None:
+        """Let all pages read the tokens of ``part``."""
+        if part not in self.readings:
+            slots = self.slots[part.first : part.last]
+            self.readings[part] = Reading(spans_within(self.spans, part), slots)
+        for pages in self.pages:
+            pages.reading = self.readings[part]
+
+
+def spans_within(spans: Sequence[Span], part: TokenPart) -> list[Span]:
+    """Return the tokens of ``part`` that each text has in it, numbered from the part's first token.
+
+    A text's tokens in earlier parts count as computed already, because their keys and values are in the cache by then.
+    """
+    cut = []
+    for span in spans:
+        first, last = max(span.first, part.first), min(span.last, part.last)
+        if first < last:
+            past = span.past + first - span.first
+            at = first - part.first, last - part.first
+            cut.append(Span(*at, past, span.table))
+    return cut
