@@ -67,8 +67,8 @@ WHOLE_PASSES: tuple[Rule, ...] = (
          "layout.overlap = {0.layout.overlap!r} cuts rows, and layout.balance = {0.layout.balance!r} spreads documents "
          "over ranks by itself", "leave one of them out"),
     Rule("overlap with a chosen sum", "layout", lambda a: bool(a.layout.sum),
-         "layout.overlap = {0.layout.overlap!r} sums tokens in PyTorch's group of tp, and layout.sum = {0.layout.sum!r} "
-         "in another way", "leave one of them out"),
+         "layout.overlap = {0.layout.overlap!r} sums tokens in PyTorch's group of tp, and layout.sum = "
+         "{0.layout.sum!r} in another way", "leave one of them out"),
 )  # fmt: skip
 
 #: What cannot be combined with cutting the rows of a training pass.
