@@ -24,7 +24,8 @@ class TimeSplit:
     """Seconds of one step, split by what they are spent on.
 
     ``total``: the whole step. ``communication`` and ``data`` (loading of batches): as far as no computation hides them.
-    ``optimizer``: the update of the parameters. ``compute``: the rest.
+    ``optimizer``: the update of the parameters. ``compute``: the rest. ``hidden``: seconds in which collectives were
+    under way beneath anything else; they are not among the others.
     """
 
     compute: float  # what remains of the total, the profiler's own overhead included
@@ -32,6 +33,7 @@ class TimeSplit:
     data: float
     optimizer: float
     total: float
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,19 @@ def split_events(events: Sequence[TraceEvent]) -> TimeSplit:
     busy = claim(step, update, work, waiting, loading, phases)
     total = step.end - step.start
     communication, data, optimizer = busy[2], busy[3], busy[0] + busy[4]
+    # threads of gloo mark what they have begun
+    gloo = [e for e in host if e.name.startswith("gloo:") and e.thread != step.thread]
+    if kernels:
+        hidden = claim(step, nccl)[0] - claim(step, work, nccl)[1]
+    else:
+        hidden = claim(step, waiting, gloo)[1]
     return TimeSplit(
         max(0.0, total - communication - data - optimizer),
         communication,
         data,
         optimizer,
         total,
+        hidden,
     )
 
 
