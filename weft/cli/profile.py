@@ -3,13 +3,16 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli.arguments import AsJson, ModelName
 from weft.cli.console import print_table, warn
 from weft.errors import UsageError
+
+if TYPE_CHECKING:
+    from weft.observe.kernel_use import DeviceUse
 
 _traces = (
     "Traces of torch.profiler (export_chrome_trace); give several in the "
@@ -31,10 +34,14 @@ def profile_command(
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="The folder for new traces.")
     ] = Path("traces"),
+    top: Annotated[
+        int, typer.Option(min=0, help="Operators to list for each trace of a device.")
+    ] = 10,
     as_json: AsJson = False,
 ) -> int:
     """Say what a program waits for, from existing traces, or from new traces of --checkpoint while it generates."""
-    from weft.observe.launches import knee, read_launches
+    from weft.observe.kernel_use import device_use
+    from weft.observe.launches import knee, launches_of, trace_events
 
     if bool(traces) == bool(checkpoint):
         raise UsageError("give traces to read, or --checkpoint MODEL to record some")
@@ -53,13 +60,18 @@ def profile_command(
             trace_decoding(model, int(batch), prompt, steps, out)
             for batch in batches.split(",")
         ]
-    traces_read = [read_launches(trace) for trace in traces or ()]
+    traces_read, uses = [], []
+    for trace in traces or ():
+        events = trace_events(trace)
+        traces_read.append(launches_of(trace, events))
+        uses.append(device_use(events))
     if as_json:
         print(
             json.dumps(
                 [
-                    asdict(launches) | {"verdict": launches.verdict}
-                    for launches in traces_read
+                    asdict(launches)
+                    | {"verdict": launches.verdict, "device": use and asdict(use)}
+                    for launches, use in zip(traces_read, uses, strict=True)
                 ]
             )
         )
@@ -92,11 +104,39 @@ def profile_command(
         ),
         rows,
     )
-    for launches in traces_read:
+    for launches, use in zip(traces_read, uses, strict=True):
         print(f"{launches.name}: {launches.verdict}")
+        if use is not None and top:
+            _print_device(use, top)
     if len(traces_read) > 1 and traces_read[0].kernels:
         at = knee(traces_read)
         print(
             f"compute-bound from {at.name} on" if at else "launch-bound in all of them"
         )
     return 0
+
+
+def _print_device(use: "DeviceUse", top: int) -> None:
+    """Print what operators take on host and device, the stretches between the two bounds, and the longest gaps."""
+    print_table(
+        ("operator", "calls", "host ms", "kernels", "device ms", "bound"),
+        [
+            (
+                operator.name,
+                f"{operator.calls:,}",
+                f"{operator.host / 1e3:.2f}",
+                f"{operator.kernels:,}",
+                f"{operator.device / 1e3:.2f}",
+                operator.verdict,
+            )
+            for operator in use.operators[:top]
+        ],
+    )
+    print(
+        f"{use.share(True):.0%} of the time compute-bound, {use.share(False):.0%} launch-bound, "
+        f"in {len(use.stretches)} stretches"
+    )
+    for gap in use.gaps:
+        print(
+            f"nothing on the device for {gap.length:.1f} us at {gap.begin / 1e3:.3f} ms: the host is in {gap.host}"
+        )

@@ -7,13 +7,18 @@ TKLQT per kernel is twice the least is bound by compute. A trace without a devic
 time in and between operators.
 """
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.errors import UsageError
+
+#: First bytes of a compressed file.
+GZIP = b"\x1f\x8b"
 
 #: Kernels queue once they wait so many times as long as the quickest.
 QUEUED = 2.0
@@ -67,23 +72,44 @@ class Launches:
         return f"launch-bound: kernels start at once, and the device rests {1 - self.busy:.0%} of the time"
 
 
+def trace_events(path: Path) -> list[dict[str, Any]]:
+    """Read the events with a duration of a trace that ``torch.profiler`` exported for Chrome, compressed (.gz) or not.
+
+    Times are in microseconds. Raises :class:`UsageError` for other files.
+    """
+    try:
+        data = path.read_bytes()
+        text = gzip.decompress(data) if data[:2] == GZIP else data
+        return [
+            e
+            for e in json.loads(text)["traceEvents"]
+            if e.get("ph") == "X" and "dur" in e
+        ]
+    except OSError as error:
+        raise UsageError(f"cannot read the trace {path}: {error.strerror}") from None
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        zlib.error,
+    ) as error:
+        raise UsageError(
+            f"{path} is no trace of torch.profiler's (export_chrome_trace): {error!r}"
+        ) from None
+
+
 def read_launches(path: Path) -> Launches:
     """Read the launch statistics of a trace that ``torch.profiler`` exported for Chrome.
 
     Raises :class:`UsageError` for other files.
     """
-    try:
-        events = [
-            e
-            for e in json.loads(path.read_text())["traceEvents"]
-            if e.get("ph") == "X" and "dur" in e
-        ]
-    except OSError as error:
-        raise UsageError(f"cannot read the trace {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{path} is no trace of torch.profiler's (export_chrome_trace): {error!r}"
-        ) from None
+    return launches_of(path, trace_events(path))
+
+
+def launches_of(path: Path, events: Sequence[dict[str, Any]]) -> Launches:
+    """Return the launch statistics of the ``events`` of the trace ``path``. Raises :class:`UsageError` for none."""
     kernels = [e for e in events if e.get("cat") == "kernel"]
     operators = [e for e in events if e.get("cat") == "cpu_op"]
     if not operators and not kernels:
