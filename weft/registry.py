@@ -101,6 +101,7 @@ KINDS: dict[str, TechniqueKind] = {
     "dispatch-policy": TechniqueKind("dispatch policy", "--dispatch", (), "dispatch_policies", ("load",)),
     "quota": TechniqueKind("quota controller", "--quota", (), "quotas"),
     "format": TechniqueKind("source format", "--from", (), "formats", ("weft",)),
+    "pruner": TechniqueKind("way of pruning", "--by", (), "pruners"),
     "drafter": TechniqueKind("drafter", "--draft", (), "drafters"),
     "context": TechniqueKind("attention scheme", "layout.context", (), "context", ("ulysses",)),
     "dispatch": TechniqueKind("dispatcher", "layout.dispatch", (), "dispatch"),

@@ -12,6 +12,7 @@ import pytest
 
 from weft import registry
 from weft.checkpoint.convert import open_foreign
+from weft.checkpoint.pruned_model import pruner_of
 from weft.cluster.dispatch_policy import dispatch_policy
 from weft.curation.data_pipeline import DataStep
 from weft.data.remote_files import open_store
@@ -67,6 +68,7 @@ SAMPLED = {"rl": {"rl": {}, "tasks": [{"reward": "addition"}]}, "stream": stream
 NAMED_BY: dict[str, Callable[[str], object]] = {
     "policy": lambda name: policy_of(name),
     "format": lambda name: open_foreign(PACKAGE, name),
+    "pruner": lambda name: pruner_of(name),
     # what it is asked first
     "drafter": lambda name: check_ahead(name, 1),
     "dispatch-policy": lambda name: dispatch_policy(name),

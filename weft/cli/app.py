@@ -23,6 +23,7 @@ from weft.cli.plan import plan_command
 from weft.cli.predictor import predictor_command
 from weft.cli.probe import probe_command
 from weft.cli.profile import profile_command
+from weft.cli.prune_command import prune_model_command
 from weft.cli.ranks import app as ranks
 from weft.cli.recipes import recipes_command
 from weft.cli.report import report_command
@@ -111,4 +112,5 @@ for name, commands in {
 app.command(
     "rl", help="Train by rewards: the same as weft train, for a recipe with \\[rl]."
 )(train_command)
+app.command("prune")(prune_model_command)
 app.command("plan", no_args_is_help=True)(plan_command)

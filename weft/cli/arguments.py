@@ -76,10 +76,12 @@ Ema = Annotated[bool, typer.Option("--ema", help=_ema)]
 _weights = (
     "Type of the weights. float: as stored, multiplied in float32; bfloat16: weights "
     "and cache rounded to it, for GPUs; int8 or int4: quantised, on the CPU, faster "
-    "and a little less exact."
+    "and a little less exact; sparse: zeros left out, on the CPU; sparse:0.6: after 60 % "
+    "of each weight, the smallest, have become zero; with :bfloat16 behind it, values "
+    "are rounded to it."
 )
 Weights = Annotated[
-    str, typer.Option(metavar="float|bfloat16|int8|int4", help=_weights)
+    str, typer.Option(metavar="float|bfloat16|int8|int4|sparse:SHARE", help=_weights)
 ]
 
 _draft = (

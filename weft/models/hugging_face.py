@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,14 @@ from safetensors.torch import save_file
 from weft.errors import WeftError
 from weft.layout.dims import Box, Logical, extents, slices
 from weft.layout.mesh import Mesh
+from weft.models.sparse_matrix import (
+    OFFSETS,
+    PARTS,
+    VALUES,
+    SparseMatrix,
+    dense_rows,
+    sparse_matrix,
+)
 from weft.models.transformer import Transformer
 from weft.new_folder import new_folder
 from weft.recipe import ModelShape
@@ -161,6 +169,8 @@ class HuggingFaceFolder:
 
     def read(self, name: str, shape: Sequence[int], box: Box) -> T:
         """Read the rectangle ``box`` of the tensor with Hugging Face's ``name``, whose whole shape is ``shape``."""
+        if name + VALUES in self.files:
+            return self._of_bits(name, shape, box)
         tensor, file = self.find(name, shape), self.folder / self.files[name]
         if tensor.get_dtype() == "F8_E4M3" and len(box) == 2:
             return self._of_bytes(name, tensor, box)
@@ -169,6 +179,17 @@ class HuggingFaceFolder:
                 f"{file}: {name} is stored as {tensor.get_dtype()}; quantized weights are not supported"
             )
         return tensor[slices(box)]
+
+    def _of_bits(self, name: str, shape: Sequence[int], box: Box) -> T:
+        """Return the part ``box`` of a weight that is stored as a bitmap and values, with its zeros."""
+        (first, last), (low, high) = box
+        rows, columns = shape
+        offsets = self.find(name + OFFSETS, (rows + 1,))[first : last + 1]
+        bitmap = self.find(name, (rows, -(-columns // 8)))[first:last]
+        values = self.reader(self.files[name + VALUES]).get_slice(name + VALUES)
+        begin, end = int(offsets[0]), int(offsets[-1])
+        kept = SparseMatrix(bitmap, values[begin:end], offsets - begin, columns)
+        return dense_rows(kept, 0, last - first)[:, low:high]
 
     def _of_bytes(self, name: str, tensor: Any, box: Box) -> T:
         """Return the part ``box`` of a weight in 8 bits, whose blocks have a scale each (DeepSeek-V3), as float32."""
@@ -283,7 +304,7 @@ def exported_dtype(asked: str | None, files: Mapping[str, bytes]) -> torch.dtype
 def export(
     values: Mapping[str, T] | Callable[[str], T], shape: ModelShape, folder: Path,
     dtype: torch.dtype | None = None, files: Mapping[str, bytes] | None = None,
-    max_positions: int | None = None, max_file_bytes: int = 4 << 30,
+    max_positions: int | None = None, max_file_bytes: int = 4 << 30, sparse: Collection[str] = (),
 ) -> None:  # fmt: skip
     """Write a model to ``folder`` as transformers reads it. The folder must be new or empty.
 
@@ -297,6 +318,7 @@ def export(
         ``files``: contents of the tokenizer's files and of the model's ``config.json``, by name.
         ``max_positions``: context length in tokens to write into ``config.json``, if ``files`` has no ``config.json``.
         ``max_file_bytes``: largest size of a file; the tensors of one file are in memory at a time.
+        ``sparse``: Weft's names of matrices that are written as a bitmap and values, which Weft alone reads.
     """
     with new_folder(folder) as draft:
         get = values.__getitem__ if isinstance(values, Mapping) else values
@@ -307,7 +329,7 @@ def export(
             n: c for n, c in (files or {}).items() if re.fullmatch(TOKENIZER_FILES, n)
         }
         try:
-            _write_tensors(get, shape, draft, dtype, max_file_bytes)
+            _write_tensors(get, shape, draft, dtype, max_file_bytes, sparse)
         except SafetensorError as error:
             raise WeftError(f"cannot write {folder.absolute()}: {error}") from None
         for name, content in (files | {CONFIG: as_json(config)}).items():
@@ -324,6 +346,7 @@ def _write_tensors(
     folder: Path,
     dtype: torch.dtype | None,
     limit: int,
+    sparse: Collection[str],
 ) -> None:
     """Write all tensors, in files of at most ``limit`` bytes, with an index if one file cannot hold them."""
     described = Transformer(shape, Mesh.single()).logical_parameters()
@@ -353,6 +376,10 @@ def _write_tensors(
                     f"cannot export {name}: shape {list(tensor.shape)} is not {list(logical[name].shape)}"
                 )
             theirs = hf_names(name, shape)
+            if name in sparse:
+                parts = zip(PARTS, sparse_matrix(tensor)[:3], strict=True)
+                tensors |= {f"{theirs[0]}{part}": x for part, x in parts}
+                continue
             tensors |= dict(
                 zip(theirs, tensor if ".experts." in name else [tensor], strict=True)
             )

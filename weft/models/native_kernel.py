@@ -1,42 +1,24 @@
 """Attention of single tokens to keys and values in cache blocks, by a kernel in C that is compiled where it runs.
 
 The kernel (``native_kernel.c``) reads the blocks where they lie, as fast as memory gives them. A compiler makes it once
-per machine and shape of a head, in about half a second, and the file is kept in the cache folder
-(:func:`weft.cache.cache_root`). Without a compiler there is no kernel, and callers compute in another way.
+per machine and shape of a head (:mod:`weft.models.native_library`), in about half a second. Without a compiler there is
+no kernel, and callers compute in another way.
 """
 
 import ctypes
-import os
-import platform
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from weft.cache import build_once, cache_root
-from weft.errors import WeftError
+from weft.models.native_library import compiled_library, kernel_threads
 from weft.models.spans import Span
 
 T = torch.Tensor
 
 SOURCE = Path(__file__).with_suffix(".c")
-
-#: How the kernel is compiled. Sums may be computed in any order, but numbers that are not finite stay what they are.
-FLAGS = (
-    "-O3", "-march=native", "-shared", "-fPIC", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math",
-    "-fno-math-errno", "-ffp-contract=fast",
-)  # fmt: skip
-
-#: Seconds that a compiler may take.
-COMPILE_S = 60.0
 
 #: Keys of a batch from which on its tokens are shared among threads: handing work on takes longer for fewer.
 SHARED_KEYS = 2048
@@ -105,16 +87,7 @@ def attend_tokens(q: T, store: T, batch: TokenBatch, window: int, out: T) -> Non
         return
     edges = [count * i // threads for i in range(threads + 1)]
     # an error of a thread is raised here
-    list(_workers(threads).map(attend, edges[:-1], edges[1:]))
-
-
-@cache
-def _workers(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "attention")
-
-
-# the threads are not in a forked child
-os.register_at_fork(after_in_child=_workers.cache_clear)
+    list(kernel_threads(threads).map(attend, edges[:-1], edges[1:]))
 
 
 def has_kernel(width: int, group: int, size: int) -> bool:
@@ -132,33 +105,10 @@ def compiled_kernel(width: int, group: int, size: int) -> Callable[..., None] | 
     ``width``: elements of a head. ``group``: number of query heads that share a key head. ``size``: tokens of a cache
     block. Returns None if this machine has no compiler, or if compiling fails.
     """
-    if not sys.platform.startswith("linux"):
+    macros = f"-DWIDTH={width}", f"-DGROUP={group}", f"-DSIZE={size}"
+    library = compiled_library(SOURCE, *macros)
+    if library is None:
         return None
-    with suppress(OSError, WeftError, subprocess.SubprocessError):
-        compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-        if not compiler:
-            return None
-        macros = f"-DWIDTH={width}", f"-DGROUP={group}", f"-DSIZE={size}"
-        command = [*compiler.split(), *FLAGS, *macros, str(SOURCE), "-o"]
-        name = sha256(repr([*command, _processor()]).encode() + SOURCE.read_bytes())
-
-        def build(folder: Path) -> None:
-            subprocess.run(
-                [*command, str(folder / "kernel.so")],
-                check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_S,
-            )  # fmt: skip
-
-        folder = build_once(cache_root() / f"kernel-{name.hexdigest()[:24]}", build)
-        function = ctypes.CDLL(str(folder / "kernel.so")).weft_attend
-        function.restype = None
-        return function
-    return None
-
-
-def _processor() -> str:
-    """Return what tells processors apart for which compilers make different code."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    return platform.processor()
+    function = library.weft_attend
+    function.restype = None
+    return function

@@ -1,4 +1,4 @@
-"""Weights for generation only: joined, packed for the CPU's kernels, rounded to bfloat16, or in eight or four bits.
+"""Weights for generation only: joined, packed for the CPU's kernels, rounded, in few bits, or without their zeros.
 
 A model with such weights (:func:`read_only`) can only generate, because its parameters are gone. Weights that multiply
 the same input become one product, and adapters are merged into them.
@@ -18,7 +18,15 @@ from weft.models.adapters import merged
 from weft.models.fused import ONEDNN, has_usual_sizes, times
 from weft.models.invariant import is_invariant
 from weft.models.projections import Products, Projections
+from weft.models.sparse_weights import (
+    ROUNDED,
+    SPARSE,
+    Sparse,
+    SparseWord,
+    read_sparse_word,
+)
 from weft.models.transformer import Transformer
+from weft.registry import find
 
 T = torch.Tensor
 mkldnn, onednn, aten = torch.ops.mkldnn, torch.ops.onednn, torch.ops.aten
@@ -224,30 +232,37 @@ class Int4(nn.Module):
 #: The form in which all weights and activations, and the cache, are bfloat16.
 NARROW = "bfloat16"
 
-#: Forms of weights by name.
-FORMS: dict[str, type[Packed | Int8 | Int4]] = {
+#: A weight in one of its forms.
+Form = Packed | Int8 | Int4 | Sparse
+
+#: Forms of weights by name. Weights without their zeros have further words, with a share
+#: (:func:`weft.models.sparse_weights.read_sparse_word`).
+FORMS: dict[str, type[Form]] = {
     "float": Packed,
     NARROW: Packed,
     "int8": Int8,
     "int4": Int4,
+    SPARSE: Sparse,
 }
 
 
-def form_of(word: str, weight: T) -> Packed | Int8 | Int4:
-    """Return ``weight`` as a module of the form ``word``: ``float``, ``bfloat16``, ``int8`` or ``int4``.
+def form_of(word: str, weight: T) -> Form:
+    """Return ``weight`` as a module of the form ``word``: ``float``, ``bfloat16``, ``int8``, ``int4`` or ``sparse``.
 
     With ``int4``, a weight whose sizes the four-bit kernel does not support stays in floating point.
     """
+    if sparse := read_sparse_word(word):
+        return Sparse(weight, sparse.narrow)
     fits = weight.shape[0] % 16 == 0 and weight.shape[1] % GROUP == 0
     return FORMS["float" if word == "int4" and not fits else word](weight)
 
 
 #: Function that returns a weight in the form of a word, as :func:`form_of` does. Its other argument lists the names of
 #: the parameters that are concatenated to the weight.
-Forming = Callable[[str, Sequence[str], T], Packed | Int8 | Int4]
+Forming = Callable[[str, Sequence[str], T], Form]
 
 
-def new_form(word: str, names: Sequence[str], weight: T) -> Packed | Int8 | Int4:
+def new_form(word: str, names: Sequence[str], weight: T) -> Form:
     """Return ``weight`` in the form ``word`` (:func:`form_of`).
 
     ``names``: names of the parameters that are concatenated to the weight; they have no effect here.
@@ -260,13 +275,15 @@ def read_only(
 ) -> int:
     """Convert the weights of ``model`` for generation only, to the form ``word``. Returns their size in bytes.
 
-    ``word``: ``float``, ``bfloat16``, ``int8`` or ``int4``; ``forming``: function that converts one weight
-    (:data:`Forming`). The converted weights are those of attention, dense feed-forwards and the output layer; the
-    embedding stays, except that with ``bfloat16`` all parameters get this type. Weights that have been converted before
-    stay as they are. Returns 0 if nothing is converted. Raises :class:`UsageError` if the model or the device does not
-    support the form.
+    ``word``: ``float``, ``bfloat16``, ``int8``, ``int4``, or ``sparse:SHARE``, for which that share of each weight is
+    set to zero first, the elements of smallest magnitude, but not of the output layer. ``forming``: function that
+    converts one weight (:data:`Forming`). The converted weights are those of attention, dense feed-forwards and the
+    output layer; the embedding stays, except that with ``bfloat16`` all parameters get this type. Weights that have
+    been converted before stay as they are. Returns 0 if nothing is converted. Raises :class:`UsageError` if the model
+    or the device does not support the form.
     """
-    if word not in FORMS:
+    sparse = read_sparse_word(word)
+    if sparse is None and word not in FORMS:
         raise UsageError(f"weights cannot be {word!r}; give one of {', '.join(FORMS)}")
     narrow, shape = word == NARROW, model.shape
     plain = not (shape.kv_rank or shape.mixtures)
@@ -282,8 +299,15 @@ def read_only(
         raise UsageError(
             f"weights in {word} are for dense models with plain attention on the CPU; leave them as they are"
         )
+    if sparse and sparse.share and model.mesh.layout.world > 1:
+        raise UsageError(
+            f"weights {word} are pruned on one rank; prune the model with weft prune, and give --weights {SPARSE}"
+        )
     if narrow:
         model.to(torch.bfloat16)
+    prune, output = _pruning(sparse), word
+    if sparse:  # the output layer keeps all its elements
+        output = f"{SPARSE}:{ROUNDED}" if sparse.narrow else "float"
     if model.mesh.device.type not in ("cpu", "cuda") or model.shape.kind:
         return 0
     size = 0
@@ -296,7 +320,8 @@ def read_only(
                 if names in module.products:
                     continue
                 weights = [
-                    module.own(name, merged(module, name).detach()) for name in names
+                    prune(module.own(name, merged(module, name).detach()))
+                    for name in names
                 ]
                 joined = torch.cat(weights) if len(names) > 1 else weights[0]
                 paths = [module.inside(name) for name in names]
@@ -307,11 +332,19 @@ def read_only(
     # a stage of a pipeline has no output layer
     if not hasattr(model, "norm") or model.logits is not None:
         return size
-    head = forming(word, [OUTPUT], model.output.detach())
+    head = forming(output, [OUTPUT], model.output.detach())
     model.logits = partial(multiplied, product=head)
     if not model.shape.tied:
         del model.head
     return size + head.nbytes
+
+
+def _pruning(sparse: SparseWord | None) -> Callable[[T], T]:
+    """Return a function that prunes a weight as ``sparse`` asks for; it returns the weight itself if nothing does."""
+    if sparse is None or not sparse.share:
+        return lambda weight: weight
+    magnitude, share = find("pruner", "magnitude").implementation(), sparse.share
+    return lambda weight: weight * magnitude.kept(weight, None, share)
 
 
 def _is_quantized(model: Transformer) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.errors import UsageError, WeftError
 from weft.layout.dims import Box, Logical
-from weft.models.products import OUTPUT, Int4, Int8, Packed, form_of, read_only
+from weft.models.products import OUTPUT, Form, form_of, read_only
 from weft.models.transformer import Transformer
 from weft.models.values import Values
 from weft.recipe import ModelShape
@@ -48,7 +48,7 @@ class SharedWeights:
     def __init__(self, form: str | None = "float") -> None:
         self.form = form
         self.tensors: WeakValueDictionary[bytes, nn.Parameter] = WeakValueDictionary()
-        self.products: WeakValueDictionary[tuple[bytes, ...], Packed | Int8 | Int4] = (
+        self.products: WeakValueDictionary[tuple[bytes, ...], Form] = (
             WeakValueDictionary()
         )
         self.modules: WeakValueDictionary[Any, nn.Module] = WeakValueDictionary()
@@ -140,7 +140,7 @@ class SharedWeights:
         if self.form is None:
             return
 
-        def forming(word: str, names: Sequence[str], weight: T) -> Packed | Int8 | Int4:
+        def forming(word: str, names: Sequence[str], weight: T) -> Form:
             contents = [output if name == OUTPUT else digests[name] for name in names]
             key = word.encode(), *contents
             product = self.products.get(key)

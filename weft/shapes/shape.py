@@ -18,9 +18,6 @@ Num = Any
 #: Endings of the names of attention's output projections.
 OUTPUT_PROJECTIONS = (".wo", ".wo.codes")
 
-#: Endings of the names of attention's output projections.
-OUTPUT_PROJECTIONS = (".wo", ".wo.codes")
-
 
 class ForwardFlops(NamedTuple):
     """Flops per token of the forward pass: of the embedding, of one layer, and of the output layer with the loss."""

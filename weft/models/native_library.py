@@ -1,0 +1,73 @@
+"""Kernels in C that are compiled where they run, once per machine, and the threads that call them.
+
+The compiled files are kept in the cache folder (:func:`weft.cache.cache_root`).
+"""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from weft.cache import build_once, cache_root
+from weft.errors import WeftError
+
+#: How kernels are compiled. Sums may be computed in any order, but numbers that are not finite stay what they are.
+FLAGS = (
+    "-O3", "-march=native", "-shared", "-fPIC", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math",
+    "-fno-math-errno", "-ffp-contract=fast",
+)  # fmt: skip
+
+#: Seconds that a compiler may take.
+COMPILE_S = 60.0
+
+
+def compiled_library(source: Path, *options: str) -> ctypes.CDLL | None:
+    """Compile the C file ``source`` for this machine, and return it as a loaded library.
+
+    ``options``: further options of the compiler, such as macros. Returns None if this machine has no compiler, or if
+    compiling fails.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    with suppress(OSError, WeftError, subprocess.SubprocessError):
+        compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+        if not compiler:
+            return None
+        command = [*compiler.split(), *FLAGS, *options, str(source), "-o"]
+        name = sha256(repr([*command, _processor()]).encode() + source.read_bytes())
+
+        def build(folder: Path) -> None:
+            subprocess.run(
+                [*command, str(folder / "kernel.so")],
+                check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_S,
+            )  # fmt: skip
+
+        folder = build_once(cache_root() / f"kernel-{name.hexdigest()[:24]}", build)
+        return ctypes.CDLL(str(folder / "kernel.so"))
+    return None
+
+
+def _processor() -> str:
+    """Return what tells processors apart for which compilers make different code."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.processor()
+
+
+@cache
+def kernel_threads(threads: int) -> ThreadPoolExecutor:
+    """Return a pool of ``threads`` threads in which parts of a kernel's work run, always the same one of this size."""
+    return ThreadPoolExecutor(threads, "kernel")
+
+
+# the threads are not in a forked child
+os.register_at_fork(after_in_child=kernel_threads.cache_clear)

@@ -1,0 +1,36 @@
+"""Wanda: pruning by weights and activations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.registry import register
+
+if TYPE_CHECKING:
+    import torch
+
+
+@register(
+    "pruner",
+    "wanda",
+    title="Wanda: pruning by weights times the norms of their inputs, row by row",
+    paper="Sun et al. 2023 (2306.11695)",
+    recipe="weft prune --checkpoint RUN --share 0.5 --by wanda --data FILE --out FOLDER",
+    proof="tests/models/test_pruning.py",
+    figure="as the formula, row by row, in blocks that read what pruned blocks make of the texts",
+)
+class Wanda:
+    """Drops the elements of each row of a weight with the smallest product of absolute value and norm of the input.
+
+    The norm of an element of the input is taken over all tokens of the texts.
+    """
+
+    reads_texts = True
+
+    def kept(
+        self, weight: torch.Tensor, norms: torch.Tensor | None, share: float
+    ) -> torch.Tensor:
+        from weft.models.pruning import keep_largest
+
+        assert norms is not None
+        return keep_largest(weight.abs() * norms.to(weight.dtype), share)
