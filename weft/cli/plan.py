@@ -74,6 +74,14 @@ _serve = (
     "Show how many engines serve a load within limits, which of them read prompts, write, or do both, and with which "
     "layout; by --cluster, or by timing a checkpoint here."
 )
+_think = (
+    "Show which of several models, with commas between, should reason about a question in so many seconds: in how "
+    "many tokens, in how many texts, and with which cache policy; by timing them here, or by --cluster."
+)
+_task = (
+    "With --think: a task with checkable answers, such as addition:digits=3, of which "
+    "each model tries some questions."
+)
 
 
 def plan_command(
@@ -150,11 +158,21 @@ def plan_command(
         float, typer.Option(min=1e-6, help="With --serve: requests per second.")
     ] = 1.0,
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="With --serve: mean tokens of a prompt.")
+        int,
+        typer.Option(
+            min=1,
+            help="With --serve: mean tokens of a prompt; with --think: tokens of a question.",
+        ),
     ] = 512,
     answer_tokens: Annotated[
-        int, typer.Option(min=1, help="With --serve: mean tokens of an answer.")
+        int,
+        typer.Option(
+            min=1,
+            help="With --serve: mean tokens of an answer; with --think: most tokens of one.",
+        ),
     ] = 128,
+    think: Annotated[str, typer.Option(metavar="SECONDS", help=_think)] = "",
+    task: Annotated[str, typer.Option(metavar="NAME[:KEY=VALUE]", help=_task)] = "",
     as_json: AsJson = False,
 ) -> int:
     """Rank every layout of MODEL on a cluster by predicted step time, and explain why the first is fastest."""
@@ -174,6 +192,16 @@ def plan_command(
 
         asked = ServingQuestion(ttft, tpot, rate, prompt_tokens, answer_tokens)
         return plan_serving(model, cluster, gpus, asked, as_json)
+    if task and not think:
+        raise UsageError("--task is for --think SECONDS; give both, or leave it out")
+    if think:
+        from weft.cli.think_plan import ThinkQuestion, plan_thinking
+        from weft.planner.thinking_price import check_budget
+
+        reasoning = ThinkQuestion(
+            check_budget(think), task, prompt_tokens, answer_tokens
+        )
+        return plan_thinking(model, cluster, reasoning, as_json)
     if find_recipe(model) is None:
         check_named(model)
     if here:

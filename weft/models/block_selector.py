@@ -58,12 +58,14 @@ class SelectedPages(Protocol):
 
 
 class KeyReads(NamedTuple):
-    """How many keys attention has read, summed over new tokens and key heads.
+    """How many keys attention has had to do with, summed over new tokens and key heads.
 
-    ``seen``: keys of all earlier tokens and of the new token itself; ``read``: those that were read.
+    ``all``: keys of all earlier tokens and of the new token itself; ``chosen``: those that the new token attends to;
+    ``read``: those that were read. Where tokens of one text choose different keys, all are read.
     """
 
-    seen: int = 0
+    all: int = 0
+    chosen: int = 0
     read: int = 0
 
 
@@ -99,9 +101,12 @@ class BlockSelector:
     def loaded(self, pages: SelectedPages, blocks: Sequence[int]) -> None:
         """Note that whole blocks have got other contents: by a copy, or from outside the cache."""
 
-    def count(self, seen: int, read: int) -> None:
-        """Add to the keys that have been counted."""
-        self.reads = KeyReads(self.reads.seen + seen, self.reads.read + read)
+    def count(self, every: int, chosen: int, read: int) -> None:
+        """Add to the keys that have been counted, in the order of :class:`KeyReads`."""
+        before = self.reads
+        self.reads = KeyReads(
+            before.all + every, before.chosen + chosen, before.read + read
+        )
 
 
 def seen_keys(spans: Sequence[Span]) -> int:

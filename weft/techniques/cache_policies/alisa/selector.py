@@ -137,15 +137,15 @@ class WeightSumSelector(BlockSelector):
             away = [span for span in spans if min(span.table) < 0]
             plain = [span for span in spans if min(span.table) >= 0]
             whole = plain if self.share == 1 else []
-            chosen = away if self.share == 1 else list(spans)
-            reading.prepared[key] = whole, self._rounds(chosen, q)
+            others = away if self.share == 1 else list(spans)
+            reading.prepared[key] = whole, self._rounds(others, q)
         whole, pieces = reading.prepared[key]
-        read = seen_keys(whole) * heads
+        chosen = seen_keys(whole) * heads
         if whole:
             pages.attend_spans(whole, q, out, window)
         for each in pieces:
-            read += self._attend_round(store, q, out, each)
-        self.count(seen_keys(spans) * heads, read)
+            chosen += self._attend_round(store, q, out, each)
+        self.count(seen_keys(spans) * heads, chosen, chosen)
 
     def _rounds(self, spans: Sequence[Span], q: T) -> list[_Round]:
         called = list[_Round]()
@@ -158,7 +158,7 @@ class WeightSumSelector(BlockSelector):
         return called
 
     def _attend_round(self, store: T, q: T, out: T, texts: _Round) -> int:
-        """Attend in one call, and add to the sums. Return how many keys have been read."""
+        """Attend in one call, and add to the sums. Return how many keys tokens attend to."""
         heads, tokens = store.shape[3], texts.rows.shape[1]
         chosen = [self._choose(span) for span in texts.pieces]
         most = max(each.shape[1] for each in chosen)
@@ -184,7 +184,9 @@ class WeightSumSelector(BlockSelector):
         if self.share < 1:
             self._add(blocks, places % self.size, weights.sum((2, 3)) * known)
             self._finish(texts.pieces)
-        return tokens * heads * sum(each.shape[1] for each in chosen)
+        # the last ones of a piece see more of it than the first
+        own = len(chosen) * tokens * (tokens - 1) // 2
+        return heads * (tokens * sum(each.shape[1] for each in chosen) - own)
 
     def _choose(self, span: Span) -> T:
         """Return the positions of the tokens that the new tokens of a piece see: ``[kv_heads, keys]``."""

@@ -48,7 +48,8 @@ class _Plan(NamedTuple):
     whole: list[Span]
     singles: _Singles | None
     many: list[Span]
-    read: int  # keys that are read for `singles`
+    chosen: int  # keys that `singles` attend to, and read
+    marked: int  # keys that `many` attend to
 
 
 class MeanKeySelector(BlockSelector):
@@ -97,8 +98,9 @@ class MeanKeySelector(BlockSelector):
             pages.reading.prepared[key] = self._plan(spans, pages.size, q)
         plan: _Plan = pages.reading.prepared[key]
         heads = pages.store.shape[3] if pages.store is not None else 0
-        read = seen_keys(plan.whole) + plan.read + seen_keys(plan.many)
-        self.count(seen_keys(spans) * heads, read * heads)
+        own = seen_keys(plan.whole) + plan.chosen
+        chosen, read = own + plan.marked, own + seen_keys(plan.many)
+        self.count(seen_keys(spans) * heads, chosen * heads, read * heads)
         if plan.whole:
             pages.attend_spans(plan.whole, q, out, 0)
         if plan.singles is not None:
@@ -118,17 +120,24 @@ class MeanKeySelector(BlockSelector):
                 (single if span.last - span.first == 1 else many) if hides else whole
             )
             alike.append(span)
+        marked = sum(
+            self._chosen(past, size)
+            for span in many
+            for past in range(span.past, span.past + span.last - span.first)
+        )
         if not single:
-            return _Plan(whole, None, many, 0)
+            return _Plan(whole, None, many, 0, marked)
         kept = [self.kept_blocks(span.past // size + 1) - 1 for span in single]
         rows, past, numbers = queued_copy(
             [[s.first for s in single], [s.past for s in single], kept], q.device
         )
-        read = sum(
-            k * size + s.past % size + 1 for k, s in zip(kept, single, strict=True)
-        )
+        chosen = sum(self._chosen(span.past, size) for span in single)
         singles = _Singles(rows, padded_tables(single, q), past, numbers, max(kept))
-        return _Plan(whole, singles, many, read)
+        return _Plan(whole, singles, many, chosen, marked)
+
+    def _chosen(self, past: int, size: int) -> int:
+        """Return how many keys a token with ``past`` tokens before it attends to."""
+        return (self.kept_blocks(past // size + 1) - 1) * size + past % size + 1
 
     def _scores(self, q: T, tables: T) -> T:
         """Return how well the mean keys of blocks fit: ``[texts, kv_heads, queries, blocks]``.

@@ -35,7 +35,8 @@ class WindowSelector(BlockSelector):
                 for piece in self.visible(span, pages.size, window)
             ]
         pieces: list[Span] = prepared[key]
-        self.count(seen_keys(spans), seen_keys(pieces))
+        chosen = seen_keys(pieces)
+        self.count(seen_keys(spans), chosen, chosen)
         pages.attend_spans(pieces, q, out, window)
 
     def visible(self, span: Span, size: int, window: int) -> Iterator[Span]:

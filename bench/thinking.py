@@ -1,0 +1,232 @@
+"""Does the cost law of reasoning know the better of two settings that it has not seen?
+
+    nice -n 10 python bench/thinking.py [--model FOLDER] [--work FOLDER] [--quick] [--json FILE]
+
+Cost: rates are fitted to a few settings of each model (as ``weft plan --think`` does), then pairs of other settings
+are drawn, whose models, prompts, tokens, texts and shares of keys all may differ. The law says which of both takes
+less processor time, and both are measured, alone and in turn. As the plain alternative, the products of the parameters
+alone choose, as scaling laws do that count no memory.
+
+Quality: SmolLM2-135M in ``--model`` and a small model that Weft trains here on sums (kept in ``--work``) try questions
+of the task ``addition``, with 16 solved ones before each. Pairs of (model, share, budget) are drawn; the law says from
+some questions which setting answers more of others within the budget. Better is who answers more of held-back
+questions with as many texts as measured times permit. Equal answers count for neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from data_laws import run
+from step import machine, write
+
+from weft.checkpoint.model import open_model, tokenizer_of
+from weft.cli.think_plan import (
+    CONTEXTS,
+    TIMED_SHARES,
+    TIMED_TEXTS,
+    TOKENS,
+    task_of_word,
+)
+from weft.layout.mesh import Mesh
+from weft.models.transformer import Transformer
+from weft.parallel.build import parallelize
+from weft.planner.thinking_price import (
+    SHARES,
+    StepRates,
+    Thinking,
+    ThinkingModel,
+    coverage,
+    fit_rates,
+    seconds,
+    thinking_model,
+    thinking_work,
+)
+from weft.recipe import ModelShape, Train, load_recipe
+from weft.rl.thinking_trial import solved_before, time_thinking, try_questions
+from weft.shapes.shape import shape_of
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "thinking.json"
+#: Random models: depth, width and heads differ.
+SHAPES: dict[str, dict[str, int]] = {
+    "deep": {"layers": 16, "embed": 192, "heads": 6, "kv_heads": 6, "ffn": 512},
+    "wide": {"layers": 4, "embed": 768, "heads": 12, "kv_heads": 4, "ffn": 2048},
+    "narrow": {"layers": 4, "embed": 128, "heads": 4, "kv_heads": 4, "ffn": 256},
+}
+PAIRS = 10
+TEXTS = (1, 2, 4, 8, 16, 32)
+
+
+def priced(name: str, model: Transformer) -> ThinkingModel:
+    width = next(model.parameters()).element_size()
+    return thinking_model(name, shape_of(model.shape), width)
+
+
+def random_models(few: bool) -> dict[str, Transformer]:
+    built = {}
+    for name, sizes in SHAPES.items():
+        smaller = {"layers": 2, "embed": 64, "heads": 4, "kv_heads": 2, "ffn": 64}
+        shape = ModelShape(vocab=4096, tied=True, **(smaller if few else sizes))
+        built[name] = parallelize(shape, Mesh.single(), Train(seed=1))[0]
+    return built
+
+
+def measured(model: Transformer, how: Thinking, prompt: int, rounds: int) -> float:
+    """Processor seconds, the least of some rounds, as the machine may be busy."""
+    return min(
+        time_thinking(model, how, prompt, time.process_time) for _ in range(rounds)
+    )
+
+
+def fitted(models: dict[str, Transformer], rounds: int) -> StepRates:
+    works, spent = [], []
+    for name, model in models.items():
+        for context in CONTEXTS:
+            for texts in TIMED_TEXTS:
+                for share in TIMED_SHARES:
+                    how = Thinking(name, TOKENS, texts, share)
+                    works.append(thinking_work(priced(name, model), context, how))
+                    spent.append(measured(model, how, context, rounds))
+    return fit_rates(works, spent)
+
+
+def cost_pairs(
+    models: dict[str, Transformer], rates: StepRates, quick: bool, rounds: int
+) -> list[dict[str, Any]]:
+    drawn, pairs = random.Random(5), []
+    for _ in range(3 if quick else PAIRS):
+        both = []
+        for _ in range(2):
+            name = drawn.choice([*models])
+            tokens, texts = drawn.choice([4, 8, 16]), drawn.choice([2, 3, 8, 12])
+            how = Thinking(name, tokens, texts, drawn.choice([1.0, 0.5, 0.125]))
+            prompt = drawn.choice([32, 128] if quick else [32, 256, 512, 2048])
+            model = models[name]
+            both.append({
+                "setting": str(how), "prompt": prompt, "predicted": seconds(priced(name, model), rates, prompt, how),
+                "measured": measured(model, how, prompt, rounds),
+                "parameters_alone": priced(name, model).parameters * how.tokens * how.texts,
+            })  # fmt: skip
+        a, b = both
+        less = a["measured"] < b["measured"]
+        pairs.append({
+            "settings": both, "right": (a["predicted"] < b["predicted"]) == less,
+            "parameters_right": (a["parameters_alone"] < b["parameters_alone"]) == less,
+        })  # fmt: skip
+        print(pairs[-1], flush=True)
+    return pairs
+
+
+def adder(work_folder: Path, quick: bool) -> Path:
+    """Train a small model on lines of sums."""
+    folder = work_folder / "sums"
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = random.Random(1)
+    sums = [(drawn.randrange(100), drawn.randrange(100)) for _ in range(2_000 if quick else 60_000)]  # fmt: skip
+    (folder / "sums.txt").write_text("".join(f"{a}+{b}={a + b}\n" for a, b in sums))
+    words = [
+        f"data.sources=[{{ kind = 'text', path = '{folder}' }}]", "data.tokenizer='bytes'", "data.seq_len=192",
+        "layout.shard=1", "layout.tp=1", "model.layers=3", "model.embed=96", "train.batch=8",
+        f"train.steps={4 if quick else 450}", f"optimizer.decay={1 if quick else 150}", "optimizer.warmup=1",
+        f"data.cache='{work_folder}/cache'", "train.threads=1", "validation.every=0",
+    ]  # fmt: skip
+    return run(work_folder / "adder", load_recipe(ROOT / "recipes" / "quickstart.toml", words))  # fmt: skip
+
+
+def quality_pairs(opened: dict[str, Any], rates: StepRates, quick: bool) -> dict[str, Any]:  # fmt: skip
+    """Pairs of settings within a budget, and what was tried of each."""
+    task, count, texts = task_of_word("addition"), 3 if quick else 16, 2 if quick else 8
+    shots = solved_before(task, 16)
+    known = [task.question(100 + i) for i in range(count)]
+    held = [task.question(i, held_out=True) for i in range(count)]
+    trials, later, spent, prompts = {}, {}, {}, {}
+    for name, (model, files) in opened.items():
+        tokenizer = tokenizer_of(files, name)
+        prompts[name] = len(tokenizer.encode(shots)) + 6
+        for share in SHARES[: 2 if quick else 3]:
+            key = name, share
+            trials[key] = try_questions(model, tokenizer, task, known, texts, 6, share, shots)  # fmt: skip
+            later[key] = try_questions(model, tokenizer, task, held, texts, 6, share, shots)  # fmt: skip
+            spent[key] = {
+                n: measured(model, Thinking(name, 6, n, share), prompts[name], 1)
+                for n in TEXTS
+            }
+            print(key, coverage(trials[key], 6, 1), coverage(later[key], 6, 1), spent[key], flush=True)  # fmt: skip
+    drawn, pairs = random.Random(7), list[dict[str, Any]]()
+    least = min(min(each.values()) for each in spent.values())
+    most = max(max(each.values()) for each in spent.values())
+    tries = 0
+    while len(pairs) < (2 if quick else PAIRS) and tries < 200:
+        tries += 1
+        budget = least * (most / least) ** drawn.random()
+        both = []
+        for key in drawn.sample([*trials], 2):
+            model = priced(key[0], opened[key[0]][0])
+            rooms = [
+                n
+                for n in TEXTS
+                if seconds(
+                    model, rates, prompts[key[0]], Thinking(key[0], 6, n, key[1])
+                )
+                <= budget
+            ]
+            real = [n for n, s in spent[key].items() if s <= budget]
+            both.append({
+                "model": key[0], "share": key[1], "texts": max(rooms, default=0),
+                "predicted": coverage(trials[key], 6, max(rooms)) if rooms else 0.0,
+                "measured": coverage(later[key], 6, max(real)) if real else 0.0,
+            })  # fmt: skip
+        a, b = both
+        if abs(a["measured"] - b["measured"]) < 0.01:
+            continue
+        right = (a["predicted"] > b["predicted"]) == (a["measured"] > b["measured"])
+        pairs.append({"budget": budget, "settings": both, "right": right})
+    singles = {
+        f"{name} {share}": {
+            "known": coverage(trials[name, share], 6, 1),
+            "held_back": coverage(later[name, share], 6, 1),
+        }
+        for name, share in trials
+    }
+    right = sum(pair["right"] for pair in pairs)
+    return {"questions": count, "texts": texts, "single": singles, "pairs": pairs, "right": right}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=Path("/tmp/inside-smollm2"))
+    parser.add_argument("--work", type=Path, default=Path("/tmp/weft-thinking"))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="tiny: whether it runs")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    before = machine()
+    torch.set_num_threads(1)
+    work_folder = given.work / "quick" if given.quick else given.work
+    opened = {"adder": open_model(adder(work_folder, given.quick), "cpu", print)[:2]}
+    if given.model.is_dir() and not given.quick:
+        opened["SmolLM2-135M"] = open_model(str(given.model), "cpu", print)[:2]
+    models = random_models(given.quick) | {name: model for name, (model, _) in opened.items()}  # fmt: skip
+    rounds = 1 if given.quick else given.rounds
+    rates = fitted(models, rounds)
+    print(rates, flush=True)
+    pairs = cost_pairs(models, rates, given.quick, rounds)
+    quality = quality_pairs(opened, rates, given.quick)
+    rows = {
+        "machine": before, "rates": rates.__dict__, "cost_pairs": pairs, "cost_right": sum(p["right"] for p in pairs),
+        "parameters_right": sum(p["parameters_right"] for p in pairs), "quality": quality,
+    }  # fmt: skip
+    print({key: rows[key] for key in ("cost_right", "parameters_right")}, quality["right"])  # fmt: skip
+    write(rows, given.json.with_suffix(".quick.json") if given.quick else given.json)
+
+
+if __name__ == "__main__":
+    main()

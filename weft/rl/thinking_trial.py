@@ -1,0 +1,89 @@
+"""Times how a model reasons here, and counts how often its texts are right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from weft.data.tokenizer import Tokenizer
+from weft.errors import UsageError
+from weft.generate.cache_policy import CachePolicy, cache_policy_of
+from weft.generate.engine import Engine
+from weft.generate.sampling import Sampling
+from weft.models.transformer import Transformer
+from weft.planner.thinking_price import Thinking, TriedText
+from weft.rl.reward_task import RewardTask
+from weft.rl.rollout import RewardQuestion
+
+#: Steps before the measured ones.
+WARM = 2
+
+
+def sparse_policy(share: float) -> CachePolicy | None:
+    """Return the cache policy that reads ``share`` of the blocks; None for all."""
+    return cache_policy_of("none" if share == 1 else f"blocks:{share}")
+
+
+def time_thinking(
+    model: Transformer,
+    how: Thinking,
+    prompt: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the seconds in which ``how`` writes its tokens after a prompt of ``prompt`` tokens, without the prompt.
+
+    ``clock``: returns seconds.
+    """
+    engine = Engine(model, cache_policy=sparse_policy(how.share))
+    ids = [(7 * i + 3) % model.shape.vocab for i in range(prompt)]
+    sampling = Sampling(seed=1)
+    texts = engine.submit(ids, how.tokens + WARM, sampling, n=how.texts)
+    while min(len(text.written) for text in texts) < WARM:
+        engine.step()
+    begun = clock()
+    engine.run()
+    return clock() - begun
+
+
+def solved_before(task: RewardTask, count: int) -> str:
+    """Return ``count`` questions of ``task`` with their answers, a line each, to stand before a question; "" if the
+    task does not know its answers.
+    """
+    solved = [task.question(i) for i in range(count)]
+    if not all(isinstance(each.prompt, str) and each.answer for each in solved):
+        return ""
+    return "".join(f"{each.prompt}{each.answer}\n" for each in solved)
+
+
+def try_questions(
+    model: Transformer, tokenizer: Tokenizer, task: RewardTask, questions: Sequence[RewardQuestion], texts: int,
+    most: int, share: float, shots: str = "", temperature: float = 0.8,
+) -> list[list[TriedText]]:  # fmt: skip
+    """Return, for each question, ``texts`` texts that the model has tried: their lengths, and whether they are right.
+
+    ``most``: most tokens of a text; ``share``: of the keys that are read; ``shots``: what stands before each question,
+    such as other questions with their answers. A text ends with its line if ``shots`` are given.
+    """
+    engine = Engine(model, cache_policy=sparse_policy(share))
+    asked = []
+    for number, question in enumerate(questions):
+        if not isinstance(question.prompt, str):
+            raise UsageError(
+                "--task asks in messages, which a plan does not; give a task that asks in plain text"
+            )
+        ids = [*map(int, tokenizer.encode(shots + question.prompt))]
+        how = Sampling(temperature, seed=number * texts)
+        asked.append(engine.submit(ids, most, how, tokenizer.stops, n=texts))
+    engine.run()
+    tried = []
+    for question, each in zip(questions, asked, strict=True):
+        trials = []
+        for text in each:
+            answer = tokenizer.decode(text.written)
+            tokens = len(text.written)
+            if shots and "\n" in answer:
+                answer = answer.split("\n")[0]
+                tokens = min(tokens, len(tokenizer.encode(answer)) + 1)
+            trials.append(TriedText(tokens, task.reward(question, answer) >= 1))
+        tried.append(trials)
+    return tried
