@@ -105,7 +105,7 @@ KINDS: dict[str, TechniqueKind] = {
     "drafter": TechniqueKind("drafter", "--draft", (), "drafters"),
     "context": TechniqueKind("attention scheme", "layout.context", (), "context", ("ulysses",)),
     "dispatch": TechniqueKind("dispatcher", "layout.dispatch", (), "dispatch"),
-    "sum": TechniqueKind("all-reduce", "layout.sum", ("x", "links"), "sums", ("", "auto", "gloo")),
+    "sum": TechniqueKind("all-reduce", "layout.sum", (), "sums", ("", "auto", "gloo")),
     "overlap": TechniqueKind("kind of overlap", "layout.overlap", (), "overlaps", ("", "passes", "pairs")),
     "cache-policy": TechniqueKind("cache policy", "--cache-policy", (), "cache_policies", ("none",)),
     "sync": TechniqueKind("sync method", "sync.update", ("settings",), "sync"),

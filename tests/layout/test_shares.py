@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import UsageError
+from weft.layout import rank_power
 from weft.layout.dims import part
 from weft.layout.layout import Layout
-from weft.layout.rank_power import RankPower, power_line, shares_by
+from weft.layout.mesh import Mesh
+from weft.layout.rank_power import RankPower, measured_line, power_line, shares_by
 from weft.layout.shares import cuts_groups, uneven_part, uneven_sizes
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -73,6 +78,19 @@ def test_a_slow_host_is_named_in_one_line() -> None:
     )
     assert even.endswith("all wait for the slowest, which tp_shares=auto gives less")
     assert not power_line(Layout(tp=3), [powers[0]] * 3, 9)
+
+
+def measured_mesh() -> tuple[object, str]:
+    speed = (4.0, 4.0, 2.0)[dist.get_rank()]
+    with mock.patch.object(rank_power, "_rate", lambda rows, device: speed):
+        mesh = Mesh.create(Layout(tp=3, tp_shares="auto"), "cpu", needed=1e6)
+    return mesh.layout.tp_shares, measured_line(mesh.layout, mesh.device, 10)
+
+
+def test_ranks_measure_their_shares_alike(pool: Any) -> None:
+    (shares, line), *others = pool.run(3, measured_mesh)
+    assert shares == (2, 2, 1) and others == [(shares, line)] * 2
+    assert line.endswith("has 0.5 of the fastest rank's speed -> 2 of 10 heads")
 
 
 def test_shares_that_are_still_to_be_measured() -> None:

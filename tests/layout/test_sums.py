@@ -83,7 +83,8 @@ def test_all_ranks_choose_alike_what_is_fastest(pool: Any) -> None:
     by_rank = pool.run(3, measured_choice)
     measured, chosen, line = by_rank[0]
     assert by_rank == [by_rank[0]] * 3
-    assert set(measured[0].seconds) == set(NAMES)
+    # on one host the two levels are the star
+    assert set(measured[0].seconds) == {*NAMES} - {"two-level"}
     assert chosen == [measured[0].fastest] * 2 + [measured[1].fastest] * 2
     assert "1 token: " in line and "4096 tokens: " in line
 

@@ -502,10 +502,9 @@ def start_notes(model: Transformer) -> list[str]:
     """
     mesh, notes = model.mesh, list[str]()
     if mesh.sums or mesh.layout.tp_shares:
-        from weft.layout.rank_power import measure_ranks, power_line
+        from weft.layout.rank_power import measured_line
 
-        heads = model.shape.heads
-        notes.append(power_line(mesh.layout, measure_ranks(mesh.device), heads))
+        notes.append(measured_line(mesh.layout, mesh.device, model.shape.heads))
     notes.append(measure_again(model))
     return [line for line in notes if line]
 

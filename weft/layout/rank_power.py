@@ -21,6 +21,7 @@ from weft.errors import UsageError
 from weft.layout.layout import Layout
 from weft.layout.placement import rank_table
 from weft.layout.shares import uneven_sizes
+from weft.net.groups import limit
 from weft.net.sockets import own_address
 
 T = torch.Tensor
@@ -29,14 +30,18 @@ T = torch.Tensor
 ROWS = (1, 128)
 #: Inputs and outputs of the weights of these products.
 WIDTH, OUTPUTS = 1024, 4096
-#: Seconds that each of them is measured for. The median does not fall for a device that is halted half of the time.
-MEASURED_S = 0.15
+#: How often each of them is measured, and seconds of each time: the best counts, as what else a device does for a
+#: moment is not its speed.
+TIMES, MEASURED_S = 3, 0.08
 #: Devices of speeds within this factor count as equal: two measurements of one device differ so much.
 ALIKE = 1.25
 #: Speeds are rounded to so many parts of the fastest.
 STEPS = 8
 #: Share of the free memory that weights may fill; the rest is for the cache and for work.
 FILLED = 0.8
+
+#: What shares were chosen by, until a line is made of it.
+_CHOSEN_BY: dict[tuple[int, ...], list[RankPower]] = {}
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ def measure_ranks(device: torch.device) -> list[RankPower]:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     key = f"weft/power/{store.add(f'weft/power/count-{rank}', 1)}"
     dist.barrier()
-    few, many = (_rate(rows, device) for rows in ROWS)
+    rates = [[_rate(rows, device) for rows in ROWS] for _ in range(TIMES)]
+    few, many = (max(each) for each in zip(*rates, strict=True))
     store.set(
         f"{key}/{rank}", json.dumps([own_address(), few, many, _free_bytes(device)])
     )
@@ -79,7 +85,7 @@ def measure_ranks(device: torch.device) -> list[RankPower]:
 
 
 def _rate(rows: int, device: torch.device) -> float:
-    """Return how many products of ``rows`` tokens with weights of 16 MiB ``device`` computes per second."""
+    """Return how many products of ``rows`` tokens with weights of 16 MiB ``device`` computes per second: the median."""
     x = torch.ones(rows, WIDTH, device=device)
     weight = torch.ones(OUTPUTS, WIDTH, device=device)
     times, until = list[float](), time.perf_counter() + MEASURED_S
@@ -149,8 +155,11 @@ def with_measured_shares(layout: Layout, device: torch.device, needed: float) ->
     """Return ``layout`` with shares of ``tp`` in place of ``"auto"``, by the memory and speed of the ranks' devices.
     All ranks of the default process group must call this.
 
-    ``needed``: bytes of the weights that the ranks of ``tp`` hold together; 0: memory does not matter.
+    ``needed``: bytes of the weights that the ranks of ``tp`` hold together; 0: memory does not matter. A simulated
+    group, whose ranks have no devices, gets equal shares.
     """
+    if limit() is None:
+        return layout.model_copy(update={"tp_shares": ()})
     powers = measure_ranks(device)
     speeds = relative_speeds(powers)
     places = by_place(layout)
@@ -159,6 +168,7 @@ def with_measured_shares(layout: Layout, device: torch.device, needed: float) ->
         [FILLED * min(powers[rank].free for rank in ranks) for ranks in places],
         needed,
     )
+    _CHOSEN_BY[shares] = powers
     return layout.model_copy(update={"tp_shares": shares})
 
 
@@ -166,6 +176,15 @@ def by_place(layout: Layout) -> list[list[int]]:
     """Return, for each place along ``tp``, the world ranks that have it."""
     table = np.moveaxis(rank_table(layout), -1, 0)
     return [place.flatten().tolist() for place in table]
+
+
+def measured_line(layout: Layout, device: torch.device, heads: int) -> str:
+    """Return :func:`power_line` about the ranks' devices, by the measurement that the shares of ``layout`` were chosen
+    by, or by a new one. All ranks must call this.
+    """
+    assert not isinstance(layout.tp_shares, str)
+    powers = _CHOSEN_BY.pop(layout.tp_shares, None) or measure_ranks(device)
+    return power_line(layout, powers, heads)
 
 
 def power_line(layout: Layout, powers: Sequence[RankPower], heads: int) -> str:
@@ -187,7 +206,7 @@ def power_line(layout: Layout, powers: Sequence[RankPower], heads: int) -> str:
     if layout.tp_shares and len(set(shares)) > 1:
         text = ":".join(map(str, shares))
         cut = f"heads are cut {', '.join(map(str, sizes))} (tp_shares={text})"
-        return f"{cut}: {'; '.join(slow) or 'ranks have equal speed, unequal memory'}"
+        return f"{cut}: {'; '.join(slow) or 'no rank is slower than others'}"
     if not slow:
         return ""
     return (

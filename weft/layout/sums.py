@@ -20,13 +20,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft.layout.all_reduce import AllReduce
 from weft.net.rank_links import RankLinks
 from weft.registry import find, names
 
 T = torch.Tensor
 
-#: Times that a sum is measured, of which the quickest counts; fewer where one takes more than so many seconds.
-TRIES, LONG_S = 4, 0.5
+#: Times that a sum is measured, of which the quickest counts; fewer once they have taken so many seconds.
+TRIES, LONG_S = 10, 0.5
 
 #: Last sums whose median time is watched, and the factor by which it must have grown to be measured again. Times are
 #: those of this rank, with what it waits for others, so that they are compared with its own from after a measurement.
@@ -61,13 +62,14 @@ class TokenSums:
         self.measured: list[MeasuredSum] = []
         self._recent: deque[float] = deque(maxlen=WATCHED)
         self._usual = 0.0
-        candidates = ["gloo", *names("sum")] if word == "auto" else [word]
-        self.ways = {name: self._way(name) for name in candidates}
-
-    def _way(self, name: str) -> Callable[[T], T]:
-        if name == "gloo":
-            return self._by_gloo
-        return partial(find("sum", name).implementation, links=self.links)
+        # all-reduces by name
+        self.ways: dict[str, Callable[[T], T]] = {}
+        if word in ("auto", "gloo"):
+            self.ways["gloo"] = self._by_gloo
+        for name in names("sum") if word == "auto" else {word} - {"gloo"}:
+            way: AllReduce = find("sum", name).implementation()
+            if word != "auto" or way.fits(self.links):
+                self.ways[name] = partial(way.add, links=self.links)
 
     def add(self, x: T) -> T:
         """Return the sum of ``x`` over the ranks, a tensor of the same shape, type and device on each of them."""
@@ -134,19 +136,16 @@ class TokenSums:
 
     def _seconds(self, way: Callable[[T], T], x: T) -> float:
         """Return the seconds of a sum of ``x``: the quickest try of the slowest rank, the same number on all ranks."""
-        quickest = float("inf")
-        for turn in range(1 + TRIES):
+        times = list[float]()
+        while len(times) <= TRIES and sum(times) < LONG_S:
             dist.barrier(self.group)
             begun = time.perf_counter()
             way(x)
             spent = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)
             dist.all_reduce(spent, dist.ReduceOp.MAX, group=self.group)
-            # the first makes buffers, and opens the windows of its connections
-            if turn or float(spent) > LONG_S:
-                quickest = min(quickest, float(spent))
-            if float(spent) > LONG_S:
-                break
-        return quickest
+            times.append(float(spent))
+        # the first makes buffers, and opens the windows of its connections
+        return min(times[1:] or times)
 
     def line(self) -> str:
         """Return a line on what was chosen and why; "" if nothing was measured."""

@@ -125,6 +125,10 @@ def open_loop(job: Job, mesh: Mesh, guard: Guard, stack: ExitStack) -> Loop:
         from weft.train.reference import with_cached_reference
 
         job, notes = with_cached_reference(job, mesh)
+    if mesh.layout.tp_shares:
+        from weft.layout.rank_power import measured_line
+
+        notes.append(measured_line(mesh.layout, mesh.device, job.shape.heads))
     recorder = Recorder(job, mesh, run.folder)
     built = build_state(job, mesh, run, recorder)
     model, state = built

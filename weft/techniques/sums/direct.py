@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weft.layout.all_reduce import AllReduce
 from weft.registry import register
 
 if TYPE_CHECKING:
@@ -17,21 +18,23 @@ if TYPE_CHECKING:
     "direct",
     title="Direct all-reduce: one delay of a link",
     paper="beside TPI-LLM's star",
-    recipe="weft generate MODEL --layout tp=4,sum=direct",
+    recipe="weft generate --checkpoint RUN --layout tp=4,sum=direct",
     proof="tests/layout/test_sums.py",
     figure="one delay of a link; messages and bytes as the formula",
 )
-def direct_sum(x: torch.Tensor, links: RankLinks) -> torch.Tensor:
-    """Return the sum of ``x`` over all ranks after one delay of a link.
+class DirectSum(AllReduce):
+    """Adds up after one delay of a link.
 
     Every rank sends and receives ``ranks - 1`` times the bytes.
     """
-    import torch
 
-    from weft.layout.sums import total_in_order
+    def add(self, x: torch.Tensor, links: RankLinks) -> torch.Tensor:
+        import torch
 
-    others = [rank for rank in range(links.ranks) if rank != links.rank]
-    parts = {rank: torch.empty_like(x) for rank in others}
-    links.exchange(dict.fromkeys(others, x), parts)
-    parts[links.rank] = x
-    return total_in_order([parts[rank] for rank in range(links.ranks)])
+        from weft.layout.sums import total_in_order
+
+        others = [rank for rank in range(links.ranks) if rank != links.rank]
+        parts = {rank: torch.empty_like(x) for rank in others}
+        links.exchange(dict.fromkeys(others, x), parts)
+        parts[links.rank] = x
+        return total_in_order([parts[rank] for rank in range(links.ranks)])

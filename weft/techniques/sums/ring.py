@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weft.layout.all_reduce import AllReduce
 from weft.registry import register
 
 if TYPE_CHECKING:
@@ -17,29 +18,37 @@ if TYPE_CHECKING:
     "ring",
     title="Ring all-reduce: the fewest bytes on every link",
     paper="Patarasuk & Yuan 2009",
-    recipe="weft generate MODEL --layout tp=4,sum=ring",
+    recipe="weft generate --checkpoint RUN --layout tp=4,sum=ring",
     proof="tests/layout/test_sums.py",
     figure="messages and bytes as the formula",
 )
-def ring_sum(x: torch.Tensor, links: RankLinks) -> torch.Tensor:
-    """Return the sum of ``x`` over all ranks after ``2 (ranks - 1)`` delays of a link.
+class RingSum(AllReduce):
+    """Adds up after ``2 (ranks - 1)`` delays of a link.
 
     Every rank sends and receives less than twice the bytes, however many ranks there are.
     """
-    import torch
 
-    from weft.layout.sums import total_in_order
+    def add(self, x: torch.Tensor, links: RankLinks) -> torch.Tensor:
+        import torch
 
-    ranks, rank = links.ranks, links.rank
-    following, before = (rank + 1) % ranks, (rank - 1) % ranks
-    total = x.clone()
-    pieces = total.tensor_split(ranks)
-    for step in range(ranks - 1):
-        sent, grown = pieces[(rank - step) % ranks], pieces[(rank - step - 1) % ranks]
-        came = torch.empty_like(grown)
-        links.exchange({following: sent}, {before: came})
-        grown.copy_(total_in_order([came, grown]))
-    for step in range(ranks - 1):
-        done, filled = pieces[(rank + 1 - step) % ranks], pieces[(rank - step) % ranks]
-        links.exchange({following: done}, {before: filled})
-    return total
+        from weft.layout.sums import total_in_order
+
+        ranks, rank = links.ranks, links.rank
+        following, before = (rank + 1) % ranks, (rank - 1) % ranks
+        total = x.clone()
+        pieces = total.tensor_split(ranks)
+        for step in range(ranks - 1):
+            sent, grown = (
+                pieces[(rank - step) % ranks],
+                pieces[(rank - step - 1) % ranks],
+            )
+            came = torch.empty_like(grown)
+            links.exchange({following: sent}, {before: came})
+            grown.copy_(total_in_order([came, grown]))
+        for step in range(ranks - 1):
+            done, filled = (
+                pieces[(rank + 1 - step) % ranks],
+                pieces[(rank - step) % ranks],
+            )
+            links.exchange({following: done}, {before: filled})
+        return total

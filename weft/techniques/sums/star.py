@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weft.layout.all_reduce import AllReduce
 from weft.registry import register
 
 if TYPE_CHECKING:
@@ -17,26 +18,28 @@ if TYPE_CHECKING:
     "star",
     title="Star all-reduce: two delays of a link, whatever the number of ranks",
     paper="Li et al. 2024 (TPI-LLM, 2410.00531)",
-    recipe="weft generate MODEL --layout tp=4,sum=star",
+    recipe="weft generate --checkpoint RUN --layout tp=4,sum=star",
     proof="tests/layout/test_sums.py",
     figure="two delays of a link at any number of ranks; messages and bytes as the formula",
 )
-def star_sum(x: torch.Tensor, links: RankLinks) -> torch.Tensor:
-    """Return the sum of ``x`` over all ranks after two delays of a link, where a ring has ``2 (ranks - 1)``.
+class StarSum(AllReduce):
+    """Adds up after two delays of a link, where a ring has ``2 (ranks - 1)``.
 
     The first rank receives and sends ``ranks - 1`` times the bytes, so that a ring is faster for large sums.
     """
-    import torch
 
-    from weft.layout.sums import total_in_order
+    def add(self, x: torch.Tensor, links: RankLinks) -> torch.Tensor:
+        import torch
 
-    if links.rank:
-        total = torch.empty_like(x)
-        links.exchange({0: x}, {0: total})
+        from weft.layout.sums import total_in_order
+
+        if links.rank:
+            total = torch.empty_like(x)
+            links.exchange({0: x}, {0: total})
+            return total
+        others = range(1, links.ranks)
+        parts = {rank: torch.empty_like(x) for rank in others}
+        links.exchange({}, parts)
+        total = total_in_order([x, *parts.values()])
+        links.exchange(dict.fromkeys(others, total), {})
         return total
-    others = range(1, links.ranks)
-    parts = {rank: torch.empty_like(x) for rank in others}
-    links.exchange({}, parts)
-    total = total_in_order([x, *parts.values()])
-    links.exchange(dict.fromkeys(others, total), {})
-    return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weft.layout.all_reduce import AllReduce
 from weft.registry import register
 
 if TYPE_CHECKING:
@@ -17,34 +18,39 @@ if TYPE_CHECKING:
     "two-level",
     title="Hierarchical all-reduce: within hosts, then between them",
     paper="Li et al. 2024 (TPI-LLM, 2410.00531)",
-    recipe="weft generate MODEL --layout tp=4,sum=two-level",
+    recipe="weft generate --checkpoint RUN --layout tp=4,sum=two-level",
     proof="tests/layout/test_sums.py",
     figure="messages and bytes as the formula",
 )
-def two_level_sum(x: torch.Tensor, links: RankLinks) -> torch.Tensor:
-    """Return the sum of ``x`` over all ranks after one delay of the links between hosts, and two of those within.
+class TwoLevelSum(AllReduce):
+    """Adds up after one delay of the links between hosts, and two of those within.
 
     The first rank of each host sends the host's sum to those of all other hosts: ``hosts - 1`` times the bytes leave a
     host, however many ranks it has.
     """
-    import torch
 
-    from weft.layout.sums import total_in_order
+    def fits(self, links: RankLinks) -> bool:
+        return 1 < len(links.hosts) < links.ranks
 
-    own = next(members for members in links.hosts if links.rank in members)
-    head, *others = own
-    if links.rank != head:
-        total = torch.empty_like(x)
-        links.exchange({head: x}, {head: total})
+    def add(self, x: torch.Tensor, links: RankLinks) -> torch.Tensor:
+        import torch
+
+        from weft.layout.sums import total_in_order
+
+        own = next(members for members in links.hosts if links.rank in members)
+        head, *others = own
+        if links.rank != head:
+            total = torch.empty_like(x)
+            links.exchange({head: x}, {head: total})
+            return total
+        parts = {rank: torch.empty_like(x) for rank in others}
+        links.exchange({}, parts)
+        sums = {head: total_in_order([x, *parts.values()])}
+        heads = [members[0] for members in links.hosts if members is not own]
+        sums |= {rank: torch.empty_like(x) for rank in heads}
+        links.exchange(
+            dict.fromkeys(heads, sums[head]), {rank: sums[rank] for rank in heads}
+        )
+        total = total_in_order([sums[members[0]] for members in links.hosts])
+        links.exchange(dict.fromkeys(others, total), {})
         return total
-    parts = {rank: torch.empty_like(x) for rank in others}
-    links.exchange({}, parts)
-    sums = {head: total_in_order([x, *parts.values()])}
-    heads = [members[0] for members in links.hosts if members is not own]
-    sums |= {rank: torch.empty_like(x) for rank in heads}
-    links.exchange(
-        dict.fromkeys(heads, sums[head]), {rank: sums[rank] for rank in heads}
-    )
-    total = total_in_order([sums[members[0]] for members in links.hosts])
-    links.exchange(dict.fromkeys(others, total), {})
-    return total
