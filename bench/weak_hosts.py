@@ -6,7 +6,8 @@ Hosts are network namespaces (bench/hosts.py): a frame takes the delay from any 
 receives at ``--rate``. The ranks are those of ``weft generate --layout tp=4``: the same connections, reader, engine.
 
 1. Sums: every all-reduce for one token and for a prompt of 512 tokens, measured in turn after ``layout.sum = "auto"``
-   has measured and chosen; then again for two ranks on each of two hosts, in turn. The choice is right where it is the fastest, or within the noise of it.
+   has measured and chosen; then again for two ranks on each of two hosts. The choice is right where it is the fastest,
+   or within the noise of it.
 2. Tokens: seconds a token of a model of SmolLM2-135M's shape with a third of its layers (weights are random, which no
    time depends on).
 3. One host at half the speed: an even cut beside ``tp_shares = "auto"``. Four hosts share two cores here, so a host's
