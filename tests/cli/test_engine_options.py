@@ -77,3 +77,12 @@ def test_both_commands_take_them_all() -> None:
         engine_command("m", join="h:1", invariant=True, layout="tp=2")
     with pytest.raises(UsageError, match="--resident is for --models"):
         serve_command("m", resident="2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--layout=tp=2", "--invariant", "--lend", "--phases=split", "--cache-policy=window:9"],
+)  # fmt: skip
+def test_what_keys_in_files_do_not_go_with(words: str) -> None:
+    with pytest.raises(UsageError, match=f"leave out {words.partition('=')[0]}"):
+        parsed(["--checkpoint=m", "--keys-in=/d", words])

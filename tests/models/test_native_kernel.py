@@ -14,7 +14,8 @@ from weft.generate.engine import Engine
 from weft.generate.sampling import GREEDY
 from weft.layout.mesh import Mesh
 from weft.models import native_kernel
-from weft.models.attention_backend import GATHERED, NATIVE, DecodeRows, choose_backend
+from weft.models.attention_backend import GATHERED, NATIVE, DecodeRows
+from weft.models.backend_choice import choose_backend
 from weft.models.native_kernel import compiled_kernel, has_kernel
 from weft.models.spans import Span
 from weft.models.transformer import Transformer

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.models.attention_backend import GATHERED, PAGED, DecodeRows, choose_backend
+from weft.models.attention_backend import FIXED, GATHERED, PAGED, DecodeRows
+from weft.models.backend_choice import choose_backend
 from weft.models.paged import KeyValuePages, Reading, slots
 from weft.models.query_tiles import tile_spans
 from weft.models.spans import Span
@@ -72,6 +73,9 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
         "splits": draw(st.sampled_from([0, 1, 2, 5])),
         "dtype": draw(st.sampled_from(types)),
         "seed": draw(st.integers(0, 2**16)),
+        "backend": draw(st.sampled_from([PAGED, FIXED])),
+        # with a fixed maximum of 0 the largest overflows, and all others may vanish
+        "scale": draw(st.sampled_from([1, 1, 6])),
     }
 
 
@@ -95,11 +99,12 @@ def test_the_kernel_attends_like_the_gathered_copy_in_float64(case: dict) -> Non
             (row, kv_heads * case["group"], width),
         )
     )
-    out = torch.full_like(q, torch.nan)
-    assert PAGED.takes(q, store, width)
+    q *= case["scale"]
+    out, backend = torch.full_like(q, torch.nan), case["backend"]
+    assert backend.takes(q, store, width)
     for tiles in tile_spans(spans, case["window"], case["group"], DEVICE):
         tiles = tiles._replace(splits=case["splits"])
-        PAGED.attend(q, store, tiles, case["window"], out)
+        backend.attend(q, store, tiles, case["window"], out)
     exact = q.cpu().double(), store.cpu().double()
     expected = torch.empty_like(exact[0])
     for piece in GATHERED.group(spans, exact[1], case["window"], exact[0]):
@@ -145,3 +150,23 @@ def test_pages_that_do_not_fit_the_kernel_are_gathered() -> None:
     assert not PAGED.takes(q, torch.empty(2, 1, 4, 2, 8, dtype=torch.float64), 8)
     assert not PAGED.takes(q.float(), torch.empty(1, 1, 4, 2, 8), 8)
     assert not PAGED.takes(q.float(), torch.empty(2, 1, 4, 2, 8), 6)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("splits", [1, 3])
+def test_tiles_far_from_the_fixed_maximum_are_computed_again(splits: int) -> None:
+    """One text's scores overflow, another's all vanish, the third is as it should be."""
+    drawn = torch.Generator().manual_seed(2)
+    store = torch.rand(2, 12, 4, 2, 16, generator=drawn).to(DEVICE)
+    store[0, :4] += 300
+    store[0, 4:8] -= 300
+    q = torch.ones(3, 4, 16, device=DEVICE)
+    spans = [Span(i, i + 1, 13, [*range(4 * i, 4 * i + 4)]) for i in range(3)]
+    out, expected = torch.full_like(q, torch.nan), torch.empty_like(q.cpu().double())
+    for tiles in tile_spans(spans, 0, 2, DEVICE):
+        FIXED.attend(q, store, tiles._replace(splits=splits), 0, out)
+    exact = q.cpu().double(), store.cpu().double()
+    for piece in GATHERED.group(spans, exact[1], 0, exact[0]):
+        GATHERED.attend(*exact, piece, 0, expected)
+    assert relative_error(out.cpu(), expected) < 1e-4
+    assert torch.isfinite(out).all()

@@ -101,11 +101,15 @@ Ahead = Annotated[int, typer.Option("--ahead", min=0, help=_ahead)]
 
 _attention = (
     "How new tokens attend to cached keys and values: native, by a kernel that is compiled "
-    "here (CPU); paged, by one of Triton (GPU); gathered, by PyTorch on a copy. "
-    "The fastest one if left out."
+    "here (CPU); paged, by one of Triton (GPU); gathered, by PyTorch on a copy; fixed, share by share of the "
+    "keys with one fixed maximum; measured, by the fastest of these for each shape, as measured here once, "
+    "or with remeasured again. The usually fastest one if left out."
 )
 Attention = Annotated[
-    str, typer.Option("--attention", metavar="native|paged|gathered", help=_attention)
+    str,
+    typer.Option(
+        "--attention", metavar="native|paged|gathered|fixed|measured", help=_attention
+    ),
 ]
 
 _early_layer = (

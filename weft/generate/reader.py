@@ -27,7 +27,7 @@ from weft.generate.layer_stream import LayerStream, streaming
 from weft.generate.request import Request
 from weft.generate.scheduler import ScheduledStep
 from weft.models.adapter_shelf import AdapterShelf, LentAdapter
-from weft.models.attention_backend import choose_backend
+from weft.models.backend_choice import choose_backend
 from weft.models.borrowed_keys import LentBlocks
 from weft.models.invariant import TILE, invariant
 from weft.models.paged import (

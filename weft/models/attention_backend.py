@@ -1,12 +1,14 @@
 """Attention backends: how new tokens attend to the keys and values in blocks of a paged cache.
 
 ``gathered`` copies the blocks that a call reads one behind the other, unless they lie so already, and runs PyTorch's
-attention on the copy. It works for everything. Two others read the blocks where they lie: on GPUs ``paged``, with a
-kernel of Triton (:mod:`weft.models.paged_kernel`), and on the CPU ``native``, with a kernel in C for texts with few new
-tokens (:mod:`weft.models.native_kernel`). Each declares by :attr:`AttentionBackend.takes` what it can do. What it does
-not take is computed by ``gathered``: latent attention, float64, and passes that no batch may change. Texts that see
-cached tokens of other texts, or blocks of other engines, are not attended to by a backend at all
-(:mod:`weft.models.paged`).
+attention on the copy. It works for everything. ``fixed`` goes share by share through the keys of texts with few new
+tokens, and subtracts one fixed maximum from the scores of all shares (:mod:`weft.models.split_keys`). ``measured``
+takes for each shape the fastest of all (:mod:`weft.models.measured_attention`). Two others read the blocks where they
+lie: on GPUs ``paged``, with a kernel of Triton (:mod:`weft.models.paged_kernel`), and on the CPU ``native``, with a
+kernel in C for texts with few new tokens (:mod:`weft.models.native_kernel`). Each declares by
+:attr:`AttentionBackend.takes` what it can do. What it does not take is computed by ``gathered``: latent attention,
+float64 where a kernel knows it not, and passes that no batch may change. Texts that see cached tokens of other texts,
+or blocks of other engines, are not attended to by a backend at all (:mod:`weft.models.paged`).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ from weft.models.spans import (
     batch_spans,
     seen_blocks,
 )
+from weft.models.split_keys import ShortSpans, attend_short
 from weft.models.triton_use import TYPES, runs_triton
 
 if TYPE_CHECKING:  # the kernel's module is for steps of generation, not for what trains
@@ -53,8 +56,17 @@ class DecodeRows(NamedTuple):
     places: T
 
 
+class MeasuredPiece(NamedTuple):
+    """A piece of work of the backend that was measured to be the fastest."""
+
+    backend: "AttentionBackend"
+    piece: "BackendPiece"
+
+
 #: What one call of a backend computes.
-BackendPiece: TypeAlias = "SpanBatch | Span | TileBatch | TokenBatch"
+BackendPiece: TypeAlias = (
+    "SpanBatch | Span | TileBatch | TokenBatch | ShortSpans | MeasuredPiece"
+)
 
 
 class SpanKeys(NamedTuple):
@@ -263,8 +275,59 @@ NATIVE = AttentionBackend(
     "Linux, a C compiler, and layers with keys and values in float32 and heads of a multiple of 16 elements",
 )
 
+
+def _takes_fixed(q: T, store: T, width: int) -> bool:
+    plain = store.shape[0] == 2 and store.shape[-1] == q.shape[-1] == width
+    if not plain or q.dtype != store.dtype or is_invariant():
+        return False
+    return q.device.type == "cpu" or _runs_tiles(q)
+
+
+def _runs_tiles(q: T) -> bool:
+    """Whether the kernel of tiles, with a fixed maximum, can compute queries like ``q``."""
+    return runs_triton(q.device) and q.dtype in TYPES and q.shape[-1] <= WIDEST
+
+
+def _group_fixed(
+    spans: Sequence[Span], store: T, window: int, q: T
+) -> Sequence[BackendPiece]:
+    if _runs_tiles(q):
+        return _group_paged(spans, store, window, q)
+    few = [span for span in spans if span.last - span.first <= SHORT]
+    pieces: list[BackendPiece] = [ShortSpans(few)] if few else []
+    return pieces + [span for span in spans if span.last - span.first > SHORT]
+
+
+def _rows_fixed(rows: DecodeRows, store: T, window: int, q: T) -> BackendPiece:
+    by_rows = _rows_paged if _runs_tiles(q) else _rows_gathered
+    return by_rows(rows, store, window, q)
+
+
+def _attend_fixed(q: T, store: T, piece: BackendPiece, window: int, out: T) -> None:
+    if isinstance(piece, TileBatch):
+        from weft.models.paged_kernel import attend_tiles_fixed
+
+        attend_tiles_fixed(q, store, piece, window, out)
+    elif isinstance(piece, ShortSpans):
+        attend_short(q, store, piece.spans, window, out)
+    else:
+        _attend_gathered(q, store, piece, window, out)
+
+
+FIXED = AttentionBackend(
+    "fixed",
+    _takes_fixed,
+    _group_fixed,
+    _rows_fixed,
+    _attend_fixed,
+    "layers with keys and values, and on a GPU the package triton",
+)
+
 #: All backends by name.
-BACKENDS = {backend.name: backend for backend in (GATHERED, PAGED, NATIVE)}
+BACKENDS = {backend.name: backend for backend in (GATHERED, PAGED, NATIVE, FIXED)}
+
+#: Names of the backend that chooses among these: by the times that are known, or measured anew.
+MEASURED, REMEASURED = "measured", "remeasured"
 
 
 def check_attention(name: str, invariant: bool, ranks: bool) -> None:
@@ -272,8 +335,9 @@ def check_attention(name: str, invariant: bool, ranks: bool) -> None:
 
     ``invariant``: whether no result may depend on the batch. ``ranks``: whether a model is cut over several ranks.
     """
-    if name and name not in BACKENDS:
-        raise UsageError(f"there is no attention {name!r}; give {', '.join(BACKENDS)}")
+    if name and name not in (*BACKENDS, MEASURED, REMEASURED):
+        known = ", ".join((*BACKENDS, MEASURED, REMEASURED))
+        raise UsageError(f"there is no attention {name!r}; give {known}")
     if name in ("", GATHERED.name):
         return
     for option, given in (("--invariant", invariant), ("--layout", ranks)):
@@ -281,20 +345,3 @@ def check_attention(name: str, invariant: bool, ranks: bool) -> None:
             raise UsageError(
                 f"--attention {name} is for one rank, without --invariant; leave out {option}"
             )
-
-
-def choose_backend(name: str, device: torch.device) -> AttentionBackend:
-    """Return the backend called ``name``; "": the fastest one on ``device``.
-
-    Raises :class:`UsageError` if there is no such backend, or if it does not run on ``device``.
-    """
-    check_attention(name, False, False)
-    if name == PAGED.name and not runs_triton(device):
-        raise UsageError("paged attention needs a GPU and the package triton; leave it out")  # fmt: skip
-    if name == NATIVE.name and device.type != "cpu":
-        raise UsageError("native attention is for the CPU; leave it out")
-    if name:
-        return BACKENDS[name]
-    if device.type == "cpu":
-        return NATIVE
-    return PAGED if device.type == "cuda" and runs_triton(device) else GATHERED

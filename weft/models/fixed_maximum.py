@@ -23,23 +23,30 @@ class FixedSums:
     """Sums over keys for the queries of a text, which :meth:`add` adds to.
 
     ``q``: the queries, ``[kv_heads, rows, width]``: those of all query heads that share a key head are rows.
-    ``highest``: the fixed maximum of scores, a number; None: for each query, its largest score among the first keys.
+    ``highest``: the fixed maximum of scores, a number, or one for each query, ``[kv_heads, rows, 1]``; None: for each
+    query, its largest score among the first keys.
     """
 
-    def __init__(self, q: T, highest: float | None = None) -> None:
+    def __init__(self, q: T, highest: T | float | None = None) -> None:
         dtype = wide(q.dtype)
         self._q = q.to(dtype) * q.shape[-1] ** -0.5
-        self._highest: T | float | None = highest
+        self._highest = highest
         self._values: T | None = None
         self._weights = self._q.new_zeros(*q.shape[:2], 1)
 
-    def add(self, keys: T, values: T) -> None:
-        """Add the sums over these keys: ``keys``, ``values``: ``[kv_heads, tokens, width]``."""
+    def add(self, keys: T, values: T, hidden: T | None = None) -> None:
+        """Add the sums over these keys.
+
+        ``keys``, ``values``: ``[kv_heads, tokens, width]``. ``hidden``: which row does not see which key, ``[rows,
+        tokens]``; None: all rows see all keys.
+        """
         dtype = self._q.dtype
         # [kv_heads, rows, tokens]: few rows, so that the product reads each key once
         scores = torch.bmm(self._q, keys.to(dtype).transpose(1, 2))
         if self._highest is None:
             self._highest = scores.amax(-1, keepdim=True)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
         weights = scores.sub_(self._highest).exp_()
         self._weights += weights.sum(-1, keepdim=True)
         if self._values is None:
