@@ -81,6 +81,13 @@ def pytest_runtest_makereport(
     return report
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say why tests were run again: what a second run hides is a fault that shows seldom."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"why {report.nodeid} was run again", "-")
+        terminalreporter.line("\n".join(report.longreprtext.splitlines()[-60:]))
+
+
 def pytest_collection_finish() -> None:
     """What tests are made of stays; halves of a run share the cores, and threads that wait for a core only spin."""
     gc.enable()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.measured import eventually
 from weft.errors import UsageError, WeftError
 from weft.net.endpoint import Endpoint
 from weft.registry import find
@@ -87,6 +88,8 @@ def test_a_simulator_that_died_sends_the_rest(stream: Stream) -> None:
     while out._pending:
         out._hear()
     out.hang_up()
+    # noticed before the next connection takes its place
+    eventually(lambda: any("is gone before" in line for line in stream.lines))
     with producer(stream.address, "a") as again:
         assert again.received == 3 and not again.wants(1)
         again.skip()

@@ -194,4 +194,8 @@ def _sent(
     if not results:
         return None
     pending = start(part, mesh)
-    return LatePart(pending) if isinstance(pending, Pending) else pending.wait()
+    if isinstance(pending, Pending):
+        return LatePart(pending)
+    # a product's result is a view, and hooks on a layer's output want none
+    whole = pending.wait()
+    return whole.clone() if torch.is_grad_enabled() else whole

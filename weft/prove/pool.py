@@ -32,6 +32,7 @@ from weft.run.failure import is_secondary
 MAX_WORLD = 8
 START_S = 120  # importing PyTorch on a busy machine
 MAX_THREADS = 120
+CALL_S = 150  # a call that takes longer hangs
 AFTERMATH_S = 5  # what the other ranks get to notice that one has failed
 
 
@@ -113,7 +114,7 @@ class ProcessPool:
         return [worker.process.pid or 0 for worker in self._workers]
 
     def run(
-        self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240
+        self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_S
     ) -> list[Any]:
         """Run ``fn(*args)`` on ``world`` ranks of a new process group; return the results in rank order.
 
