@@ -29,8 +29,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 RATE, DELAY_S, PORT = "200mbit", 0.002, 29571
 PLAIN, KINDS = "none", ("domino", "tokens", "chunks", "nano")
+#: Passes until a search of nano has ended.
+SEARCH = 22
 #: Seconds that a set of ranks may take.
-LIMIT = 1500
+LIMIT = 3000
 
 
 class Sizes(NamedTuple):
@@ -58,11 +60,13 @@ def be_rank(given: dict[str, Any]) -> None:
     from weft.generate.leader import follow_leader
     from weft.layout.layout import Layout
     from weft.layout.mesh import Mesh
+    from weft.models.token_parts import PassTokens
     from weft.models.weave import WovenLayers
     from weft.observe.time_split import profile_step
     from weft.parallel.build import parallelize
     from weft.recipe import ModelShape, Train
     from weft.registry import find
+    from weft.techniques.overlaps.nano.search import every_choice
     from weft.train.step import pass_loss
 
     torch.set_num_threads(1)
@@ -118,21 +122,49 @@ def be_rank(given: dict[str, Any]) -> None:
             model.zero_grad()
             if round_ < 0:
                 losses[kind] = train()
-                for _ in range(given["search"] if kind == "nano" else 0):
+                for _ in range(SEARCH if kind == "nano" else 0):
                     train()
                     read()
                 continue
             seconds[f"train {kind}"].append(timed(train))
             spent = read()
             seconds[f"prompt {kind}"].append(spent)
+    space: dict[str, float] = {}
+    if given["space"]:
+        whole = PassTokens(sizes.rows, sizes.length, ranks, learns=True)
+        searched = woven["nano"].overlap(whole)
+        for _ in range(given["space"]):
+            for choice in (None, *every_choice(whole)):
+                weave = choice.weave(whole) if choice else searched
+                model.woven = WovenLayers(Fixed(weave), 0, 0, False)
+                model.zero_grad()
+                name = str(tuple(choice)) if choice else "searched"
+                space[name] = min(space.get(name, 1e9), timed(train))
     for kind, layers in woven.items():
         model.woven = layers
         dist.barrier()
         _, split = profile_step(train)
         hidden[kind].append([split.communication, split.hidden, split.total])
     if dist.get_rank() == 0:
-        print(json.dumps({"seconds": seconds, "hidden": hidden, "losses": losses}))
+        print(
+            json.dumps(
+                {"seconds": seconds, "hidden": hidden, "losses": losses, "space": space}
+            )
+        )
     dist.destroy_process_group()
+
+
+class Fixed:
+    """A kind of overlap that always gives the same answer."""
+
+    def __init__(self, weave: Any) -> None:
+        self.weave = weave
+
+    def __call__(self, tokens: Any) -> Any:
+        return self.weave
+
+    def awaits(self, tokens: Any) -> bool:
+        return False
 
 
 def packed_batch(tokens: Any) -> Any:
@@ -231,7 +263,7 @@ def main() -> None:
             "sizes": sizes,
             "rounds": 2 if asked.quick else asked.rounds,
             "kinds": asked.kinds,
-            "search": 2 if asked.quick else 12,
+            "space": 0 if "nano" not in asked.kinds else 1 if asked.quick else 3,
         }
         result = measure(ranks, given)
         assert max(result["losses"].values()) - min(result["losses"].values()) < 1e-4
@@ -239,6 +271,20 @@ def main() -> None:
             "sizes": sizes._asdict(),
             **ratios(result, asked.kinds),
         }
+        if space := result["space"]:
+            best = min(space, key=space.__getitem__)
+            found = {
+                "searched_s": space["searched"],
+                "best_s": space[best],
+                "best": best,
+            }
+            written[f"{ranks} ranks"]["search"] = found | {
+                "over_best": round(space["searched"] / space[best], 3)
+            }
+            print(
+                f"{ranks} ranks, search: {written[f'{ranks} ranks']['search']}",
+                flush=True,
+            )
         for work in ("train", "prompt"):
             for kind, row in written[f"{ranks} ranks"][work].items():
                 print(f"{ranks} ranks, {work}, {kind}: {row}", flush=True)

@@ -13,7 +13,10 @@ from tests.prove.test_equality import difference
 from weft.layout.layout import Layout
 from weft.layout.pending import StartedCollective
 from weft.models import fused
+from weft.models.token_parts import PassTokens
 from weft.registry import names
+from weft.techniques.overlaps.nano import NanoBatches
+from weft.techniques.overlaps.nano.search import TRIALS, NanoChoice, every_choice
 from weft.train.step import train_step
 
 MIXTURE: dict[str, Any] = {
@@ -44,6 +47,7 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
     {"layout": "tp=2,overlap=domino"},
     {"layout": "tp=2,overlap=tokens"},
     {"layout": "tp=2,overlap=chunks"},
+    {"layout": "tp=2,overlap=nano"},
     *[pytest.param(case, marks=pytest.mark.soak) for case in (
         {"layout": "tp=3,overlap=tokens,parts=3", "model": {"window": 5}},
         {"layout": "tp=2,dp=2,zero=1,overlap=tokens"},
@@ -121,3 +125,27 @@ def test_one_part_is_the_plain_pass(pool: Any, corpus: str) -> None:
         for layout in layouts
     )
     assert not plain[0]["between"] and all(each == plain for each in parts)
+
+
+@pytest.mark.parametrize("fastest", [
+    NanoChoice(1), NanoChoice(3), NanoChoice(2, rows=True, order="phases"), NanoChoice(2, growth=1.5),
+])  # fmt: skip
+def test_search_finds_number_order_and_sizes(fastest: NanoChoice) -> None:
+    """Of times that grow with the distance from the fastest, with one slow first pass of each choice."""
+    tokens, nano = PassTokens(rows=4, tokens=1024, unit=2), NanoBatches()
+
+    def seconds(choice: NanoChoice) -> float:
+        alike = [choice.number == fastest.number, choice.rows == fastest.rows]
+        alike += [choice.order == fastest.order, choice.growth == fastest.growth]
+        return 10.0 - sum(a * b for a, b in zip(alike, (4, 3, 2, 1), strict=True))
+
+    passes = 0
+    while nano.awaits(tokens):
+        search = nano.searches[4, 11, False]
+        slow = 100.0 * (passes % TRIALS == 0)
+        nano.took(tokens, nano(tokens), seconds(search.choice) + slow)
+        passes += 1
+        # of another choice, which was under way
+        nano.took(tokens, NanoChoice(7).weave(tokens), 0.0)
+    assert search.choice == fastest
+    assert passes < TRIALS * len(every_choice(tokens)) / 2

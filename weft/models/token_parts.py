@@ -196,3 +196,10 @@ class Overlap:
     def __call__(self, tokens: PassTokens) -> Weave:
         """Decide how the parts of a pass take turns. The result must be the same on all ranks of ``tp`` and ``ep``."""
         raise NotImplementedError
+
+    def awaits(self, tokens: PassTokens) -> bool:
+        """Return whether the time of the next pass of this form is wanted."""
+        return False
+
+    def took(self, tokens: PassTokens, weave: Weave, seconds: float) -> None:
+        """Receive the time of a pass on its slowest rank, in seconds. ``weave``: how its parts took turns."""

@@ -6,6 +6,7 @@ the same on all ranks. Backward takes the turns in the reverse order, because au
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import spmd_types as spmd
 import torch
+import torch.distributed as dist
 
 from weft.layout.pending import Arrived, Pending, start_gather, start_scatter
 from weft.layout.token_order import to_parts, to_rows
@@ -22,11 +24,13 @@ from weft.models.feed_forward import FeedForward
 from weft.models.fused import project
 from weft.models.graph_parts import Steps
 from weft.models.part_attention import PartKeys
+from weft.models.pass_clock import PassClock
 from weft.models.projections import Projections
 from weft.models.token_parts import Enter, Overlap, PassTokens, TokenPart, Weave
 from weft.registry import find
 
 if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
     from weft.models.router import RouterPass
     from weft.models.transformer import Block, Transformer
 
@@ -68,21 +72,8 @@ class WovenLayers:
     ) -> None:
         self.overlap, self.asked, self.least = overlap, asked, least
         self.whole_blocks = whole_blocks
-
-    def weave(self, model: Transformer, x: T, cut: bool) -> Weave | None:
-        """Return how a pass over ``x`` ``[batch, seq/tp, embed]`` is cut; None if it is computed whole.
-
-        ``cut``: whether rows may be cut in this pass.
-        """
-        unit = model.mesh.size("tp")
-        tokens = PassTokens(
-            len(x), x.shape[1] * unit, unit, cut, self.asked, torch.is_grad_enabled()
-        )
-        if len(x) * tokens.tokens < self.least or spmd.is_type_checking():
-            return None
-        weave: Weave = self.overlap(tokens)
-        plain = len(weave.parts) == 1 and weave.columns == 1
-        return None if plain else weave
+        # passes whose time is wanted, the oldest first; gradients of some may never come
+        self.timed: deque[tuple[PassTokens, Weave, PassClock]] = deque(maxlen=16)
 
     def run(
         self,
@@ -105,11 +96,60 @@ class WovenLayers:
             seen is None
             and all(block.attention.attend is local_attention for block in blocks)
         )
-        weave = self.weave(model, x, cut)
-        if weave is None:
-            for i in layers:
-                x = model.settled(model.run_block(i, x, rope, cu_seqlens, seen))
-            return x
+        unit = model.mesh.size("tp")
+        tokens = PassTokens(
+            len(x), x.shape[1] * unit, unit, cut, self.asked, torch.is_grad_enabled()
+        )
+        few = len(x) * tokens.tokens < self.least
+        if few or not layers or spmd.is_type_checking():
+            return self._whole(model, layers, x, rope, cu_seqlens, seen)
+        self._tell(model.mesh)
+        weave: Weave = self.overlap(tokens)
+        clock = PassClock() if self.overlap.awaits(tokens) else None
+        if len(weave.parts) == 1 and weave.columns == 1:
+            y = self._whole(model, layers, x, rope, cu_seqlens, seen)
+        else:
+            y = self._woven(model, weave, blocks, x, rope, cu_seqlens, seen, enter)
+        if clock is not None:
+            clock.watch(x, y)
+            self.timed.append((tokens, weave, clock))
+        return y
+
+    def _tell(self, mesh: Mesh) -> None:
+        """Tell the kind of overlap how long passes took that are over; ranks of ``tp`` agree on the slowest's time."""
+        while self.timed and (seconds := self.timed[0][2].seconds) is not None:
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=mesh.device)
+            if mesh.size("tp") > 1:
+                dist.all_reduce(slowest, dist.ReduceOp.MAX, group=mesh.group("tp"))
+            tokens, weave, _ = self.timed.popleft()
+            self.overlap.took(tokens, weave, float(slowest))
+
+    def _whole(
+        self,
+        model: Transformer,
+        layers: Sequence[int],
+        x: T,
+        rope: tuple[T, ...],
+        cu_seqlens: T,
+        seen: RouterPass | None,
+    ) -> T:
+        """Run the blocks one after the other on all tokens."""
+        for i in layers:
+            x = model.settled(model.run_block(i, x, rope, cu_seqlens, seen))
+        return x
+
+    def _woven(
+        self,
+        model: Transformer,
+        weave: Weave,
+        blocks: Sequence[Block],
+        x: T,
+        rope: tuple[T, ...],
+        cu_seqlens: T,
+        seen: RouterPass | None,
+        enter: Enter | None,
+    ) -> T:
+        """Run the blocks on parts that take turns."""
         parts, mesh = weave.parts, model.mesh
         unit, tokens = mesh.size("tp"), x.shape[1] * mesh.size("tp")
         of_rows = [part for part in parts if part.top == parts[0].top]

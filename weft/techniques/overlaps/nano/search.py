@@ -1,0 +1,91 @@
+"""The search for nano-batches: first their number, then their order, then their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from itertools import product
+from math import inf
+from typing import ClassVar, NamedTuple
+
+from weft.models.token_parts import PassTokens, TurnOrder, Weave, by_phase, weaving
+
+#: Passes with each choice, of which the fastest counts: the first one of a shape is slow.
+TRIALS = 2
+#: Numbers of parts that are tried, and by how much each part is larger than the part before.
+NUMBERS, GROWTHS = (2, 3, 4), (1.0, 1.5, 1 / 1.5)
+
+
+class NanoChoice(NamedTuple):
+    """A way to cut a pass.
+
+    ``number``: number of nano-batches. ``rows``: whether they are rows; else they are tokens of all rows. ``order``:
+    key of :attr:`NanoSearch.ORDERS`. ``growth``: size of a nano-batch divided by that of the one before.
+    """
+
+    number: int
+    rows: bool = False
+    order: str = "turns"
+    growth: float = 1.0
+
+    def weave(self, tokens: PassTokens) -> Weave:
+        """Return how the nano-batches of a pass take turns."""
+        shares = [self.growth**i for i in range(self.number)]
+        parts = tokens.row_parts(shares) if self.rows else tokens.token_parts(shares)
+        return Weave(parts, NanoSearch.ORDERS[self.order])
+
+
+def every_choice(tokens: PassTokens) -> list[NanoChoice]:
+    """Return all choices for a pass, of which a search tries a few."""
+    numbers = (tokens.asked,) if tokens.asked else NUMBERS
+    cuts = [False] * tokens.cuts_tokens + [True] * (tokens.rows > 1)
+    ways = product(numbers, cuts, NanoSearch.ORDERS, GROWTHS)
+    return [NanoChoice(1), *(NanoChoice(*way) for way in ways)]
+
+
+class NanoSearch:
+    """A search for the fastest choice for passes like ``tokens``, which asks for one trial after the other.
+
+    The attribute ``choice`` is the choice to try next, or at the end the fastest. ``trying``: whether trials remain.
+    ``seconds``: the shortest time of each choice so far.
+    """
+
+    #: Orders of turns by name.
+    ORDERS: ClassVar[Mapping[str, TurnOrder]] = {"turns": weaving, "phases": by_phase}
+
+    def __init__(self, tokens: PassTokens) -> None:
+        self.seconds: dict[NanoChoice, float] = {}
+        self.trying, self._noted = True, 0
+        self._steps = self._search(tokens)
+        self.choice = next(self._steps)
+
+    def note(self, seconds: float) -> None:
+        """Record the time of a pass with :attr:`choice`."""
+        if not self.trying:
+            return
+        before = self.seconds.get(self.choice, inf)
+        self.seconds[self.choice] = min(before, seconds)
+        self._noted += 1
+        if self._noted < TRIALS:
+            return
+        self._noted = 0
+        try:
+            self.choice = next(self._steps)
+        except StopIteration:
+            self.choice, self.trying = self._fastest(), False
+
+    def _fastest(self) -> NanoChoice:
+        return min(self.seconds, key=self.seconds.__getitem__)
+
+    def _search(self, tokens: PassTokens) -> Generator[NanoChoice]:
+        """Yield the choices to try: all numbers of equal parts in turns, then the best of them in other ways."""
+        choices = every_choice(tokens)
+        equal = [c for c in choices if c.order == "turns" and c.growth == 1.0]
+        # a whole pass last, so that tokens travel under work from the first pass on
+        yield from sorted(equal, key=lambda choice: choice.number == 1)
+        best = self._fastest()
+        if best.number == 1:
+            return
+        yield best._replace(order="phases")
+        best = self._fastest()
+        for growth in GROWTHS[1:]:
+            yield best._replace(growth=growth)
