@@ -69,7 +69,7 @@ def test_cpu_events_count_once_and_on_the_main_thread_only() -> None:
         TraceEvent("weft:wait", 9, 12),
     ]
     assert split_events(events) == TimeSplit(
-        compute=3.5, communication=4, data=0.5, optimizer=2, total=10
+        compute=3.5, communication=4, data=0.5, optimizer=2, total=10, hidden=5
     )
 
 
@@ -90,7 +90,12 @@ def test_cuda_events_count_what_no_other_kernel_hides() -> None:
     ]
     split = split_events(events)
     assert split == TimeSplit(
-        compute=20 - 4 - 1 - 4, communication=4, data=1, optimizer=4, total=20
+        compute=20 - 4 - 1 - 4,
+        communication=4,
+        data=1,
+        optimizer=4,
+        total=20,
+        hidden=2.5,
     )
 
 

@@ -231,16 +231,13 @@ def headline_numbers(records: Records) -> list[tuple[str, str, str]]:
             ("Memory", f"{max(values):.2f} GiB", f"peak of the main rank{more}")
         )
     if split := records.get("split"):
-        share = sum(r["communication"] for r in split) / (
-            sum(r[part] for r in split for part in PARTS) or 1
-        )
-        shown.append(
-            (
-                "Exposed communication",
-                f"{share:.1%}",
-                f"of the step · {len(split)} profiled",
-            )
-        )
+        exposed = sum(r["communication"] for r in split)
+        share = exposed / (sum(r[part] for r in split for part in PARTS) or 1)
+        hidden = sum(r.get("hidden", 0) for r in split)
+        about = f"of the step · {len(split)} profiled"
+        if hidden > 0:
+            about += f" · {hidden / (exposed + hidden):.0%} of all is hidden"
+        shown.append(("Exposed communication", f"{share:.1%}", about))
     return shown
 
 
