@@ -5,7 +5,11 @@ numbers of texts, lengths and budgets are then predicted and run, and the error 
 with experts that are read when they are chosen (slots of the same memory), and with all experts in memory, in turns;
 all three write the same tokens.
 
+With ``--processor`` no experts move, and the processor's time of this thread is predicted and measured, in which
+neither other programs nor waiting count: what a busy machine can show.
+
     OMP_NUM_THREADS=1 python bench/moe_lens.py [--folder /tmp] [--quick] [--json bench/results/moe_lens.json]
+    OMP_NUM_THREADS=1 python bench/moe_lens.py --processor [--json bench/results/moe_lens_processor.json]
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -37,6 +41,8 @@ from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 from weft.serve.batch_costs import measure_costs
 from weft.serve.batch_plan import plan_batch, played_batch
+
+Clock = Callable[[], float]
 
 LARGE = {"vocab": 2048, "layers": 8, "embed": 512, "heads": 8, "kv_heads": 8, "ffn": 512, "experts": 8,
          "experts_per_token": 2, "expert_ffn": 512}  # fmt: skip
@@ -64,13 +70,13 @@ def prompts_of(shape: ModelShape, count: int, least: int, most: int, seed: int) 
 
 
 def written(
-    engine: Engine, prompts: Sequence[list[int]], new: int
+    engine: Engine, prompts: Sequence[list[int]], new: int, clock: Clock = perf_counter
 ) -> tuple[float, list[list[int]]]:
     """Seconds of a job, and the tokens of each text."""
-    begun = perf_counter()
+    begun = clock()
     texts = [engine.submit(prompt, new, GREEDY)[0] for prompt in prompts]
     engine.run()
-    return perf_counter() - begun, [text.ids[text.prompt :] for text in texts]
+    return clock() - begun, [text.ids[text.prompt :] for text in texts]
 
 
 def job_of(
@@ -79,6 +85,7 @@ def job_of(
     shape: ModelShape,
     job: tuple[Any, ...],
     seed: int,
+    clock: Clock,
 ) -> dict[str, Any]:
     limit, budget, count, (least, most), new = job
     prompts = prompts_of(shape, count, least, most, seed)
@@ -100,11 +107,12 @@ def job_of(
     for name, engine in engines.items():
         engine.scheduler.limit, engine.scheduler.budget = limit, budget
         engine.scheduler.pool.forget()
-        row[f"{name}_s"], tokens[name] = written(engine, prompts, new)
+        row[f"{name}_s"], tokens[name] = written(engine, prompts, new, clock)
     assert all(each == tokens["streamed"] for each in tokens.values())
     row["error"] = plan.seconds / row["streamed_s"] - 1
     row["tokens_per_s"] = count * new / row["streamed_s"]
-    row["over on demand"] = row["on demand_s"] / row["streamed_s"]
+    if "on demand" in engines:
+        row["over on demand"] = row["on demand_s"] / row["streamed_s"]
     return row
 
 
@@ -113,26 +121,29 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--processor", action="store_true")
     parser.add_argument("--share", type=float, default=0.4)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     shape = ModelShape(**(SMALL if given.quick else LARGE))
-    streamed = StreamedExperts(given.folder, given.share)
-    ways = {
-        "streamed": streamed,
-        "on demand": RestingExperts(given.folder, given.share),
-        "resident": None,
-    }
+    clock = thread_time if given.processor else perf_counter
+    share = 1.0 if given.processor else given.share
+    streamed = StreamedExperts(given.folder, share)
+    ways: dict[str, Any] = {"streamed": streamed}
+    if not given.processor:
+        ways |= {"on demand": RestingExperts(given.folder, share), "resident": None}
     engines = {name: Engine(built(shape, way), TOKENS, limit=64) for name, way in ways.items()}  # fmt: skip
     engine = engines["streamed"]
     for each in engines.values():  # the first passes are slow
         written(each, prompts_of(shape, 4, 20, 40, 99), 4)
     begun = perf_counter()
-    costs = measure_costs(engine, streamed.ring, prompts_of(shape, 24, 40, 120, 7))
+    costs = measure_costs(
+        engine, streamed.ring, prompts_of(shape, 24, 40, 120, 7), clock
+    )
     probed = perf_counter() - begun
     rows = []
     for seed, job in enumerate(QUICK if given.quick else JOBS):
-        rows.append(job_of(engines, costs, shape, job, seed))
+        rows.append(job_of(engines, costs, shape, job, seed, clock))
         print(json.dumps(rows[-1]), flush=True)
     prompts = prompts_of(shape, 64, 40, 120, 5)
     pool = engine.scheduler.pool
@@ -142,7 +153,7 @@ def main() -> None:
     errors = [abs(row["error"]) for row in rows]
     result = {
         "shape": LARGE if not given.quick else SMALL,
-        "share": given.share,
+        "share": share,
         "rows": rows,
         "largest_error": max(errors),
         "mean_error": statistics.mean(errors),

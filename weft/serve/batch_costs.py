@@ -30,7 +30,9 @@ from weft.serve.load_simulation import noting_work
 #: Budgets of the passes over prompts, and numbers of texts of the passes over new tokens, by which costs are measured.
 PROBED_BUDGETS, PROBED_TEXTS = (64, 192), (16, 4, 1)
 #: Passes of each kind; the middle one counts.
-TIMES = 3
+TIMES = 4
+#: Passes whose tokens differ by no more than this factor count as equal.
+ALIKE = 1.1
 #: Rows of a product up to which one more costs more than in a large product.
 FEW = 16
 #: Tenant of the requests of a measurement, whose cache blocks no other request uses.
@@ -171,10 +173,14 @@ class RingClock:
 class PassTimer:
     """Adds up the seconds of a model's blocks and experts in forward passes, and counts the experts' tokens.
 
-    ``model``: the model; ``ring``: memory through which its experts move. The timer runs inside of :meth:`running`.
+    ``model``: the model; ``ring``: memory through which its experts move; ``clock``: returns seconds. The timer runs
+    inside of :meth:`running`.
     """
 
-    def __init__(self, model: Any, ring: LayerRing) -> None:
+    def __init__(
+        self, model: Any, ring: LayerRing, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        self.clock = clock
         self.model, self.ring, self.device = model, ring, model.mesh.device
         self.blocks = [*model.blocks.values()]
         self.experts = {
@@ -193,7 +199,7 @@ class PassTimer:
         """Return the present second, when the device has computed all that it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return perf_counter()
+        return self.clock()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -246,36 +252,40 @@ class PassTimer:
 
 
 def measure_costs(
-    engine: Engine, ring: LayerRing, prompts: Sequence[Sequence[int]]
+    engine: Engine,
+    ring: LayerRing,
+    prompts: Sequence[Sequence[int]],
+    clock: Callable[[], float] = perf_counter,
 ) -> BatchCosts:
     """Measure the costs of an engine's passes in a few passes over ``prompts``, the token ids of a batch's first texts.
 
-    ``ring``: memory through which the experts of the engine's model move. The passes read some of the prompts and one
-    text that is twice as long, in pieces of several sizes, and then write tokens of 16, of four and of one of them.
+    ``ring``: memory through which the experts of the engine's model move; ``clock``: returns seconds, such as
+    ``time.thread_time``, with which other programs and waiting do not count. The passes read some of the prompts and
+    one text that is twice as long, in pieces of several sizes, and then write tokens of 16, of four and of one of them.
     """
-    timer, scheduler = PassTimer(engine.model, ring), engine.scheduler
+    timer, scheduler = PassTimer(engine.model, ring, clock), engine.scheduler
     before = scheduler.budget, scheduler.limit
-    groups: list[list[MeasuredPass]] = []
+    passes: list[MeasuredPass] = []
     texts: list[Generation] = []
 
     def step() -> Sequence[float]:
         engine.step()
         return noted[-1]
 
-    def several(times: int = TIMES) -> None:
-        groups.append([timer.measure(step) for _ in range(times)])
+    def several() -> None:
+        passes.extend(_middle([timer.measure(step) for _ in range(TIMES)]))
 
     with noting_work(engine) as noted, timer.running():
         try:
             scheduler.limit = max(PROBED_TEXTS) + 1
             texts = _probes(engine, prompts)
-            for budget in PROBED_BUDGETS:
-                scheduler.budget = budget
-                several(1 if not groups else TIMES)  # the first pass is slow
-            groups = groups[1:]
+            scheduler.budget = PROBED_BUDGETS[0]
+            engine.step()  # the first pass is slow
+            for scheduler.budget in PROBED_BUDGETS:
+                several()
             scheduler.budget = before[0]
             while any(text.wanted > 1 for text in texts):
-                several(1)
+                passes.append(timer.measure(step))
             for count in PROBED_TEXTS:
                 for text in texts[count:]:
                     engine.cancel(text)
@@ -284,29 +294,42 @@ def measure_costs(
             for text in texts:
                 engine.cancel(text)
             scheduler.budget, scheduler.limit = before
-    return _costs(timer, ring, [_middle(group) for group in groups])
+    return _costs(timer, ring, passes)
 
 
 def _probes(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Generation]:
     """Requests of which costs are measured, the longest first."""
-    longest = max(map(len, prompts))
-    joined = [i for prompt in prompts for i in prompt] * 2
-    count = max(PROBED_TEXTS)
-    texts = [joined[: 2 * longest], *sorted(prompts[: count - 1], key=len)[::-1]]
-    passes = TIMES * (len(PROBED_TEXTS) + 1)
+    pool = engine.scheduler.pool
+    texts = sorted(prompts[: max(PROBED_TEXTS) - 1], key=len, reverse=True)
+    joined = [i for text in texts for i in text] * 2
+    joined = joined[: min(2 * len(texts[0]), pool.blocks * pool.size // 2)]
+    if len(joined) > len(texts[0]):
+        texts = [joined, *texts]
+    # more than are written while others read their prompts, so that none ends before the measurement
+    reading = sum(map(len, texts)) // PROBED_BUDGETS[0] + len(texts)
+    most = reading + TIMES * (len(PROBED_TEXTS) + len(PROBED_BUDGETS)) + 1
     return [
-        engine.submit(text, passes, GREEDY, tenant=f"{PROBE} {i}")[0]
+        engine.submit(text, most, GREEDY, tenant=f"{PROBE} {i}")[0]
         for i, text in enumerate(texts)
     ]
 
 
-def _middle(group: Sequence[MeasuredPass]) -> MeasuredPass:
-    """The middle one of each number of several passes of nearly equal work."""
+def _middle(group: Sequence[MeasuredPass]) -> list[MeasuredPass]:
+    """The middle one of each number of several passes of nearly equal work; of unequal ones all of them."""
+    tokens = [each.work.step[1] for each in group]
+    if max(tokens) > ALIKE * min(tokens):
+        return list(group)
     works = zip(*(each.work.step for each in group), strict=True)
-    step = [float(np.mean(each)) for each in works]
-    chosen, rows = (float(np.mean(x)) for x in zip(*(g.work[1:] for g in group), strict=True))  # fmt: skip
-    seconds = (median(x) for x in zip(*(g[1:] for g in group), strict=True))
-    return MeasuredPass(PassWork(step, chosen, rows), *seconds)
+    work = PassWork(
+        [float(np.mean(each)) for each in works],
+        float(np.mean([each.work.chosen for each in group])),
+        float(np.mean([each.work.rows for each in group])),
+    )
+    inside, experts, outside = (
+        median(getattr(each, part) for each in group)
+        for part in ("inside", "experts", "outside")
+    )
+    return [MeasuredPass(work, inside, experts, outside)]
 
 
 def _costs(

@@ -56,6 +56,7 @@ class ChosenExperts(TableUnit):
         self.waited = 0.0
         self.probable: list[int] = []
         self.here: set[int] = set()
+        self.guessed: set[int] = set()  # brought before the router was asked
         # used by forward passes of the step, whose backward needs them again
         self.used: dict[int, int] = {}
         self.before: dict[int, int] = {}  # in the last step, with their tokens
@@ -64,6 +65,7 @@ class ChosenExperts(TableUnit):
         self.whole = ExitStack()  # holds rows that are in memory anyway
         # whether rows of the next gather, and of the present one, stay in memory until the gather after it
         self.will_keep = self.keeps = False
+        self.every = False  # whether the next gather brings all experts
         super().__init__(named, mesh, compute, tiers)
         self.experts = self.shapes[0][0]
         # experts of a rank, and this rank's first
@@ -81,6 +83,7 @@ class ChosenExperts(TableUnit):
         """Keep what the next gather brings, or everything for an update. The argument is that of
         :meth:`TableUnit.keep`.
         """
+        self.every = updated
         if updated or (self.group is not None and self.group.whole):
             super().keep(updated)
         else:
@@ -113,6 +116,7 @@ class ChosenExperts(TableUnit):
         """Gather all experts. Collective. ``values``: as in :meth:`TableUnit.gather`."""
         if not self.live:
             self._let_go()
+            self.guessed = set()
             super().gather(values)
             self.here = set(range(self.experts))
 
@@ -124,13 +128,18 @@ class ChosenExperts(TableUnit):
         """
         if self.live:
             return
-        self.live, self.here = True, set()
+        at_hand = self.group is not None and self.group.whole
+        # A lone rank sends to nobody; others must decide alike, also those without rows.
+        if self.every or (at_hand and self.size == 1):
+            self.every = False
+            self.gather()
+            return
+        self.live, self.here, self.guessed = True, set(), {*self.probable}
+        self.keeps, self.will_keep = self.will_keep, False
         for full, shape in zip(self.full, self.shapes, strict=True):
             size = shape.numel() * full.element_size()
             full.untyped_storage().resize_(size)
-        self.keeps, self.will_keep = self.will_keep, False
-        if self.group is not None and self.group.whole:
-            # they were fetched for an update
+        if at_hand:
             self.whole.enter_context(self.tiers.at_hand(self, "weights"))
         self._start(self.probable)
         if self.used:
@@ -167,7 +176,7 @@ class ChosenExperts(TableUnit):
         """Forget the experts that were gathered. The arguments are those of :meth:`TableUnit.release`."""
         if self.live and self.here:
             self._land()
-            self.counts["idle"] += len(self.here - self.used.keys())
+            self.counts["idle"] += len(self.guessed - self.used.keys())
         self._let_go()
         super().release(drop)
 
