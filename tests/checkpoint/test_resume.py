@@ -126,6 +126,7 @@ def test_same_layout_is_bit_exact(
 @pytest.mark.parametrize("layout", [
     {}, {"tp": 4}, {"cp": 2}, {"dp": 2, "shard": 2, "zero": 1}, {"cp": 2, "tp": 2, "shard": 2, "context": "ulysses"},
     {"shard": 3}, {"tp": 3}, {"pp": 2, "dp": 2, "schedule": "zb-v"}, {"pp": 2, "shard": 2, "vocab_barriers": 1},
+    {"tp": 2, "tp_shares": [3, 1], "shard": 2},
 ], ids=lambda v: str(Layout(**v)).replace(" ", "_"))  # fmt: skip
 @pytest.mark.parametrize(
     "dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"]

@@ -336,7 +336,7 @@ def abandoned(layout: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("layout", ["tp=2", "cp=2", "pp=2"])
+@pytest.mark.parametrize("layout", ["tp=2", "tp=2,sum=direct", "cp=2", "pp=2"])
 def test_who_is_gone_is_named(pool: Any, layout: str) -> None:
     said, _ = pool.run(2, abandoned, layout)
     assert "rank 1 is" in said, said

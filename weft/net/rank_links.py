@@ -91,6 +91,8 @@ class RankLinks:
             )
             late = TimeoutError("timed out")
             raise self._lost(missing, "waits for its connection", late)
+        # nobody else is to come, and the endpoint keeps these links no longer than their owner
+        self._channel.shut()
         places: dict[str, list[int]] = {}
         for rank, (host, _) in enumerate(addresses):
             places.setdefault(host, []).append(rank)
