@@ -359,4 +359,7 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("ended; the hosts are gone")
