@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,13 +24,19 @@ from weft.models.rope import angles
 from weft.models.shared_weights import SharedWeights
 from weft.models.transformer import Transformer
 from weft.parallel.build import parallelize
+from weft.planner.cost import Plan, passes
+from weft.planner.engine_constants import ENGINES
+from weft.planner.machine import DEVICES, machine_of
+from weft.planner.memory import layer_bytes
 from weft.prove.types import check_types
 from weft.recipe import ModelShape, Train
 from weft.shapes.config import config_from_shape
 from weft.shapes.origin_shape import begun_shape
+from weft.shapes.shape import shape_of
 from weft.techniques.drafters.small_model import DraftModel
 
 T = torch.Tensor
+WEFT = ENGINES["weft"]
 
 TINY: dict[str, Any] = {
     "vocab": 31, "layers": 3, "embed": 24, "heads": 6, "kv_heads": 2, "ffn": 32, "init_std": 0.3, "residual": "ladder",
@@ -187,3 +194,23 @@ def test_a_standard_model_is_converted_and_a_ladder_stays_one() -> None:
     other = ModelShape(**{"from": "there", "residual": "ladder", "ladder_from": 2})
     with pytest.raises(UsageError, match=r"model\.ladder_from = 2, but"):
         begun_shape(other, ladder)
+
+
+def test_plans_hide_its_sums_and_hold_the_whole_stream() -> None:
+    layers = {"layers": 8, "embed": 4096, "heads": 32, "vocab": 32_000}
+    standard = shape_of(ModelShape(**layers))
+    ladder = shape_of(ModelShape(**layers, residual="ladder"))
+    half = shape_of(ModelShape(**layers, residual="ladder", ladder_from=4))
+    assert (standard.ladder, half.ladder, ladder.ladder) == (0, 0.5, 1)
+    plan = Plan(tp=8, batch=8, seq=4096)
+    machine = machine_of(DEVICES["H100-80GB"])
+    exposed = [
+        passes(each, machine, plan, WEFT).tp for each in (standard, half, ladder)
+    ]
+    assert exposed[0] > exposed[1] > exposed[2] == 0
+    # where a sum takes longer than a layer computes, the rest shows
+    slow = replace(machine, link=machine.link / 100)
+    slower = [passes(each, slow, plan, WEFT).tp for each in (standard, ladder)]
+    assert slower[0] > slower[1] > 0
+    kept = [layer_bytes(each, plan, WEFT)[0] for each in (standard, half, ladder)]
+    assert kept[0] < kept[1] < kept[2]

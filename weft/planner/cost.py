@@ -399,7 +399,7 @@ class Roofline:
         """Return the seconds of a layer's norms, residuals, rotary embedding and activation in its forward pass."""
         shape, engine, tp = self.shape, self.engine, self.plan.tp
         moe = 1 - shape.dense_share
-        norms = shape.embed / np.where(engine.sequence > 0, tp, 1.0)
+        norms = shape.embed / stream_cut(shape, self.plan, engine)
         # lower precisions read once more to scale and to cast
         casts = 1 + CASTS * (self.width < 2)
         inner = (shape.qkv_width + (1 + shape.gated) * shape.inner_width()) / tp
@@ -447,7 +447,9 @@ class Roofline:
         between = np.minimum(pair, machine.between * self.engine.network)
         pair = np.minimum(np.where(leaves, between, pair), machine.link)
         start = start + leaves * machine.between_latency
-        hop = 2 * self.tokens * self.shape.embed / plan.tp / pair + start
+        # between ladder layers two tensors go
+        width = (1 + self.shape.ladder) * self.shape.embed
+        hop = 2 * self.tokens * width / plan.tp / pair + start
         return (plan.pp > 1) * hop
 
 
@@ -471,6 +473,8 @@ def passes(
     moe = 1 - shape.dense_share
     floor = engine.kernels * LAUNCH * (1 + engine.dispatch * moe)
     busy = matmuls + attention + pointwise
+    # A ladder's sums travel while as much computes; backward, which computes longer, hides no less.
+    tp = tp - shape.ladder * np.minimum(tp, busy)
     forward = smooth_maximum(busy, floor)
     # Backward: two products per product, 2.5 for fused attention (it recomputes the scores), twice the traffic.
     work = (
@@ -502,6 +506,16 @@ def passes(
     return MicrobatchSeconds(
         forward, backward, matmuls, again, seen * tp, seen * cp, seen * ep, 2.0 + full, head, parts.hop()
     )  # fmt: skip
+
+
+def stream_cut(shape: Shape, plan: Plan, engine: EngineConstants) -> Num:
+    """Return over how many tp ranks the residual stream's tokens are cut, as a mean over the layers.
+
+    It is 1 in ladder layers, whose ranks hold all tokens, and in programs that do not cut norm regions. ``engine``:
+    tells what the program does.
+    """
+    cut = np.where(engine.sequence > 0, plan.tp, 1.0)
+    return cut / (1 + shape.ladder * (cut - 1))
 
 
 def expert_cut(plan: Plan, engine: EngineConstants) -> Num:

@@ -16,6 +16,7 @@ from weft.planner.cost import (
     copies,
     expert_cut,
     stage_layers,
+    stream_cut,
 )
 from weft.planner.engine_constants import EngineConstants
 from weft.shapes.shape import Num, Shape
@@ -69,7 +70,7 @@ def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num,
     that stays on the device. ``alive`` is what exists while the layer is computed.
     """
     tokens = plan.micro_batch * plan.seq / plan.cp
-    cut = np.where(engine.sequence > 0, plan.tp, 1.0)
+    cut = stream_cut(shape, plan, engine)
     load = shape.busiest(plan.ep)
     ffn, rows = shape.inner_width(load), (1 - shape.dense_share) * shape.top_k * load
     routed = 4 * rows * shape.embed * expert_cut(plan, engine) / plan.tp
@@ -84,7 +85,8 @@ def layer_bytes(shape: Shape, plan: Plan, engine: EngineConstants) -> tuple[Num,
     products = (
         2 * shape.heads * shape.head_dim + shape.qkv_width + (1 + shape.gated) * ffn
     ) / plan.tp
-    stream = engine.stream * shape.embed / cut
+    # a ladder's stream is two tensors
+    stream = (1 + shape.ladder) * engine.stream * shape.embed / cut
     attended = stream + 2 * shape.heads * shape.head_dim / plan.tp
     selective = np.where(
         engine.products > 0, 4 * shape.embed / cut + products, attended

@@ -52,6 +52,7 @@ class Shape:
         ``window``, ``windowed``: tokens that attention with a window sees, and share of the layers that have it.
         ``clamped``: 1 if experts have biases and a clamped gate (GPT-OSS), which grouped kernels do not fuse.
         ``linear``: share of the layers with linear attention.
+        ``ladder``: share of the layers whose sums over ``tp`` travel while the next part computes.
         ``frozen``, ``adapters``: 1 if only adapters are trained (LoRA, 2106.09685), and their elements per layer.
         ``stored``: bytes per element of a layer's weights, less than 2 if quantised.
         ``cached``: elements per token and layer in the generation cache; 0: keys and values of all heads.
@@ -83,6 +84,7 @@ class Shape:
     windowed: Num = 0
     clamped: Num = 0
     linear: Num = 0
+    ladder: Num = 0
     frozen: Num = 0
     adapters: Num = 0
     stored: Num = 2
@@ -269,6 +271,7 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         windowed=windowed / layers,
         clamped=int(isinstance(model, UntrainableShape) and model.clamped),
         linear=linear / layers,
+        ladder=sum(map(model.is_ladder, range(layers))) / layers,
         frozen=int(model.adapter is not None),
         adapters=adapters / layers,
         stored=sizes["stored"] / products["stored"] if sizes["stored"] else 2,
