@@ -110,9 +110,12 @@ def _learned(x: T, gate: T, rank: int, passes: int) -> LayerPredictor:
     root = torch.linalg.cholesky(
         square
     )  # the gates that are closest on inputs, not in their numbers
-    u, s, v = torch.linalg.svd(gate @ root, full_matrices=False)
-    b = u[:, :rank] * s[:rank]
-    a = torch.linalg.solve_triangular(root, v[:rank], upper=False, left=False)
+    whitened = gate @ root
+    v = torch.linalg.eigh(whitened.t() @ whitened).eigenvectors[
+        :, -rank:
+    ]  # [embed, rank]
+    b = whitened @ v
+    a = torch.linalg.solve_triangular(root, v.t(), upper=False, left=False)
     learned = [each.clone().requires_grad_() for each in (a, b, torch.zeros(len(gate)))]
     optimizer = torch.optim.Adam(learned, RATE)
     for batch in _batches(x, passes):

@@ -18,7 +18,7 @@ from weft.memory.neuron_predictor import LayerPredictor, gate_hashes, read_predi
 from weft.memory.neuron_slots import NeuronSlots, StagedNeurons
 from weft.memory.tier_file import whole_pages
 from weft.models.feed_forward import FeedForward
-from weft.models.fused import project
+from weft.models.fused import times
 from weft.models.module import Module
 from weft.models.transformer import Transformer
 from weft.models.values import Values
@@ -30,6 +30,10 @@ T = torch.Tensor
 PARTS = ("gate", "up", "down")
 
 
+#: Weights of gates that are widened at a time.
+TILE = 1 << 20
+
+
 class RestingFeedForward(Module):
     """A feed-forward with ReLU whose neurons rest in a file.
 
@@ -39,11 +43,13 @@ class RestingFeedForward(Module):
     Attributes:
         ``slots``: memory for neurons.
         ``stored``: type of the weights in the file.
+        ``gate``: this rank's gates ``[neurons, embed]``, in the type of the file, if there is no predictor.
         ``elsewhere``: True, as the weights are not in memory.
     """
 
     slots: NeuronSlots
     stored: torch.dtype
+    gate: T
     elsewhere = True
 
     def __init__(self, ffn: FeedForward, predictor: LayerPredictor | None) -> None:
@@ -52,8 +58,6 @@ class RestingFeedForward(Module):
         self.shapes = {name: ffn.logical[name] for name in PARTS}
         self.neurons, self.embed = ffn.logical["gate"].local_shape
         self.predictor = predictor
-        if predictor is None:
-            self.weight("gate")
 
     def early(self, x: T, whole: T, seen: object) -> None:
         """Do nothing and return None, as :meth:`FeedForward.early` does."""
@@ -66,9 +70,7 @@ class RestingFeedForward(Module):
         """Map ``whole`` ``[batch, seq, embed]`` to this rank's part of the output, of the same shape."""
         x = whole.flatten(0, 1)
         if self.predictor is None:
-            gates = (
-                project(whole, self.gate)[0].flatten(0, 1).relu_()
-            )  # [tokens, neurons]
+            gates = self._gates(x).relu_()  # [tokens, neurons]
             active = gates > 0
         else:
             active = self.predictor.active(x.float())
@@ -86,6 +88,13 @@ class RestingFeedForward(Module):
             gated.mul_(x @ weights[-2].t())
             out.addmm_(gated, weights[-1])
         return out.view_as(whole)
+
+    def _gates(self, x: T) -> T:
+        """Return the gates of the tokens ``x``, of which some are widened at a time if they are stored in few bits."""
+        if self.gate.dtype == x.dtype:
+            return times(x, self.gate)
+        tiles = self.gate.split(max(64, TILE // self.embed))
+        return torch.cat([x @ tile.to(x.dtype).t() for tile in tiles], 1)
 
     def _weights(self, records: T) -> T:
         """Return the weights in records: ``[neurons, parts, embed]``."""
@@ -158,6 +167,10 @@ class RestingNeurons:
         for module in modules:
             rows = self._rows(module, values)
             module.stored = rows.dtype
+            if module.predictor is None:
+                logical = module.shapes["gate"]
+                gate = values(f"{module.path}.gate", logical, logical.box)
+                module.gate = gate.to(module.mesh.device)
             digest.update(f"{module.path} {rows.dtype} {tuple(rows.shape)}".encode())
             digest.update(rows.view(torch.uint8).numpy().data)
         last: tuple[int, T] = -1, torch.empty(0)
