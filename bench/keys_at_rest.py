@@ -225,14 +225,15 @@ def main() -> None:
         for mode in MODES:
             line[mode]["speed"] = round(base / line[mode]["ms_per_token"], 3)
         result["lengths"].append(line)
-        print(f"{length:,} tokens, {result['model']}")
+        print(f"{length:,} tokens, {result['model']}", flush=True)
         for mode in MODES:
             about = line[mode]
             print(
                 f"  {mode:12} {about['ms_per_token']:8.1f} ms/token  {about['speed']:.2f}x  "
                 f"cache {about['cache_mb']:7.1f} MB  own memory {about['own_mb']:7.0f} MB  "
                 f"files {about['file_mb_per_token']:6.1f} MB/token "
-                f"(formula {about['formula_mb_per_token']:.1f}, {about['direct_reads_per_token']} direct reads)"
+                f"(formula {about['formula_mb_per_token']:.1f}, {about['direct_reads_per_token']} direct reads)",
+                flush=True,
             )
     for worker in workers.values():
         worker.close()
