@@ -61,6 +61,11 @@ class GenerationModel:
         bucket: int = BUCKET,
     ) -> None:  # fmt: skip
         check_layout(layout, shape)
+        if layout.sum or layout.tp_shares == "auto":
+            raise UsageError(
+                "sum and tp_shares = 'auto' are for the ranks of weft generate and serve, which measure when they "
+                "start; leave them out of rl.rollout.layout"
+            )
         self.training, self.state, self.bucket = mesh, state, bucket
         self.mesh, self.group, self.groups = generation_place(
             shape, mesh, layout, state
