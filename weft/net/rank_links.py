@@ -22,7 +22,7 @@ import torch.distributed as dist
 from weft.net.endpoint import process_endpoint
 from weft.net.groups import limit
 from weft.net.lost import PeerLost, peer_lost
-from weft.net.wire import Frame, Incoming, SealedConnection
+from weft.net.wire import CipherMissing, Frame, Incoming, SealedConnection
 
 T = torch.Tensor
 
@@ -77,6 +77,8 @@ class RankLinks:
                 self._to[rank] = self._channel.dial(
                     tuple(addresses[rank]), hello, self.limit, self.limit, of_rank
                 )
+        except CipherMissing:  # which says what to install
+            raise
         except OSError as error:
             raise self._lost(rank, "connects to it", error) from error
         with self._news:
