@@ -56,6 +56,7 @@ def tree(corpus: str, case: Case) -> dict[str, Any]:
         {"layout": "tp=2,shard=2,overlap=domino", "train": {"recompute": "full"}},
         {"layout": "tp=2,overlap=chunks", "train": {"recompute": "selective"}},
         {"layout": "tp=2,cp=2,overlap=domino"},
+        {"layout": "tp=2,cp=2,overlap=domino", "train": {"micro_batch": 1}},
         {"layout": "tp=2,overlap=domino", "model": MIXTURE},
         {"layout": "tp=2,ep=2,overlap=domino", "model": MIXTURE},
         {"layout": "dp=2,ep=2,overlap=domino", "model": MIXTURE},
