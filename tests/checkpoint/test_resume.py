@@ -231,7 +231,7 @@ OTHER: dict[str, Any] = {
     "experts_per_token": 3, "shared_experts": 1, "shared_mix": "gate", "expert_ffn": 8, "first_dense": 1,
     "moe_every": 2, "router": "sigmoid", "router_norm": True, "router_scale": 2.0, "router_groups": 2,
     "router_early": True, "bias_rate": 0.1, "balance": "step", "balance_loss": 0.1,
-    "z_loss": 0.1, "capacity": 1.5, "residual": "ladder",
+    "z_loss": 0.1, "capacity": 1.5, "residual": "ladder", "small_ffn": 12,
 }  # fmt: skip
 
 

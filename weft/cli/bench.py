@@ -1,4 +1,4 @@
-"""``weft bench policies``: which policy of a server would answer a load best."""
+"""``weft bench``: which policy of a server would answer a load best, and which modules tokens should take."""
 
 import json
 import math
@@ -15,7 +15,9 @@ from weft.errors import UsageError
 if TYPE_CHECKING:
     from weft.serve.policy_choice import Candidate
 
-app = typer.Typer(help="Choose how to serve a load.", no_args_is_help=True)
+app = typer.Typer(
+    help="Choose how to serve a load, and study paths.", no_args_is_help=True
+)
 
 _data = (
     "random: random ids with the given lengths. sharegpt: random ids with "
@@ -186,3 +188,59 @@ def _show_candidates(candidates: "list[Candidate]", percentile: float) -> None:
         for candidate, its in zip(candidates, figures, strict=True)
     ]
     print_table(["policy", "budget", *names.values()], rows)
+
+
+_study_text = "File with a text that the model has not learned."
+_budgets = "Costs that a token's path may have at most, as shares of that of all big modules, with commas between."
+_page = "Write a page with plots to this file."
+
+
+@app.command("paths")
+def paths_command(
+    checkpoint: Annotated[str, ModelName],
+    data: Annotated[Path, typer.Option(metavar="FILE", help=_study_text)],
+    budgets: Annotated[str, typer.Option(help=_budgets)] = "0.25,0.5,0.75",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that are read.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of a piece.")] = 128,
+    out: Annotated[Path | None, typer.Option(metavar="PAGE.html", help=_page)] = None,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> int:
+    """Compare ways to choose each token's feed-forwards within a budget: an oracle, a router, one path, random paths.
+
+    The model must have small feed-forwards (model.small_ffn).
+    """
+    from weft.checkpoint.model import open_model, tokenizer_of
+    from weft.checkpoint.pruned_model import read_calibration_text
+    from weft.generate.path_study import study_paths, write_study
+    from weft.observe.run_page import PLOTLY, write_plotly
+    from weft.pages import check_writable
+
+    try:
+        shares = [float(share) for share in budgets.split(",")]
+    except ValueError:
+        raise UsageError(
+            f"--budgets {budgets} are no shares; give numbers with commas between"
+        ) from None
+    if out is not None:
+        check_writable(out, "--out")
+    text = read_calibration_text(data)
+    model, files, _ = open_model(checkpoint, "cpu", warn)
+    ids = tokenizer_of(files, checkpoint).prompt_ids(text)[: tokens + 1]
+    with Console(stderr=True).status("reading") as status:
+        study = study_paths(model, ids, shares, window, seed, status.update)
+    if out is not None:
+        write_plotly(write_study(study, checkpoint, out, PLOTLY).parent)
+    if as_json:
+        typer.echo(json.dumps(study.record()))
+        return 0
+    rows = []
+    for row in study.budgets:
+        losses = (row.oracle, row.mixed_oracle, row.router, row.fixed, row.random)
+        rows.append([f"{row.budget:g}", *(f"{loss:.3f}" for loss in losses)])
+    names = ("budget", "oracle", "oracle, together", "router", "one path", "random")
+    print_table(names, rows)
+    typer.echo(f"all big modules: {study.whole:.3f}")
+    for layer, loss in enumerate(study.without):
+        typer.echo(f"without layer {layer}: {loss - study.whole:+.3f}")
+    return 0

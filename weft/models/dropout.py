@@ -29,7 +29,7 @@ def token_draws(seed: int, sample: int, tokens: int) -> T:
     """
     high = sample << 32 & (1 << 64) - 1  # wrapped around, as the products are
     place = torch.arange(tokens) + (high - (1 << 64) if high >> 63 else high)
-    return _mixed(_mixed(torch.tensor(seed) * STEP) + place * STEP)
+    return mixed_bits(mixed_bits(torch.tensor(seed) * STEP) + place * STEP)
 
 
 @contextmanager
@@ -63,14 +63,15 @@ def dropped(x: T, share: float, draws: T, name: str, first: int) -> T:
     index, in the whole input, of its first channel.
     """
     channels = (torch.arange(first, first + x.shape[-1], device=x.device) + 1) * STEP
-    numbers = _mixed(
+    numbers = mixed_bits(
         draws[..., None] + channels ^ zlib.crc32(name.encode()) * STEP % (1 << 62)
     )
     gone = (numbers & ((1 << BITS) - 1)) < int(share * (1 << BITS))
     return x.masked_fill(gone, 0) * (1 / (1 - share))
 
 
-def _mixed(x: T) -> T:
+def mixed_bits(x: T) -> T:
+    """Return pseudorandom bits made from the bits of ``x``, int64, by the finalizer of SplitMix64."""
     for shift, factor in ((30, FIRST), (27, SECOND)):
         x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * factor
     return x ^ (x >> 31 & (1 << 33) - 1)

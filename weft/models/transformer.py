@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from weft.models.hooks import Stages
     from weft.models.ladder import Stream
     from weft.models.latent import LatentAttention
+    from weft.models.routed_depth import DuoFeedForward
     from weft.models.router import Loads, RouterPass
     from weft.models.token_parts import Enter, LayerRunner
     from weft.recipe import ModelShape, VocabularyWeight
@@ -228,8 +229,12 @@ def attention_module(
 
 def feed_forward_module(
     shape: ModelShape, mesh: Mesh, layer: int
-) -> FeedForward | Mixture:
-    """Make the dense feed-forward, or the mixture of experts, of the layer with index ``layer``."""
+) -> FeedForward | DuoFeedForward | Mixture:
+    """Make the dense feed-forward, or what takes its place, of the layer with index ``layer``."""
+    if shape.small_ffn:
+        from weft.models.routed_depth import DuoFeedForward
+
+        return DuoFeedForward(shape, mesh, layer)
     if not shape.experts_of(layer):
         return FeedForward(
             shape, mesh, layer_table(shape, layer), f"blocks.{layer}.ffn"

@@ -263,6 +263,15 @@ BY_CODE: dict[str, Choices] = {
         lambda recipe, case: _experts(recipe, case) in (6, 8), 2
     ),
     "adapter.targets": _targets,
+    "model.small_ffn": _if(
+        lambda recipe, case: (
+            not _experts(recipe, case)
+            and not recipe.adapter
+            and "adapter.kind" not in case
+            and not recipe.model.origin
+        ),
+        5,
+    ),
     "model.ladder_from": _if(
         lambda recipe, case: (
             "model.residual" in case and case.get("model.layers", 4) > 1

@@ -6,8 +6,8 @@
 import dataclasses
 import linecache
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -130,10 +130,25 @@ def check_types(
                     declare(numbers, mesh, **BY_DATA)
                 declare(model.freq, mesh, **SAME)
                 declare(batch.cu_seqlens, mesh, **BY_DATA | {"cp": R})
-                reduced_gradients(model, _typed(state, mesh), [batch], mesh)
+                with _on_every_module(shape, mesh):
+                    reduced_gradients(model, _typed(state, mesh), [batch], mesh)
         except spmd.SpmdTypeError as error:
             return _locate(error)
     return None
+
+
+@contextmanager
+def _on_every_module(shape: ModelShape, mesh: Mesh) -> Iterator[None]:
+    """Return a context in which a token's path decides between big and small feed-forwards, so that both are typed."""
+    if not shape.small_ffn:
+        yield
+        return
+    from weft.models.routed_depth import on_paths
+
+    paths = torch.zeros(shape.layers, 1, 1, dtype=torch.int64, device="meta")
+    declare(paths, mesh, **SAME)
+    with on_paths(paths):
+        yield
 
 
 @cache

@@ -65,7 +65,11 @@ class AskedRecipe(AskedStep):
             if self.shape.mixtures and not self.layout.folds_tp
             else None
         )
-        return [w for w in (self.shape.ffn, of_experts) if w is not None]
+        return [
+            w
+            for w in (self.shape.ffn, self.shape.small_ffn or None, of_experts)
+            if w is not None
+        ]
 
     @property
     def least_experts(self) -> int:
@@ -294,6 +298,8 @@ RULES: tuple[Rule[AskedRecipe], ...] = (
     Rule("dropout with compile", "train adapter",
          lambda a: a.train.compile and bool(a.adapter and a.adapter.dropout),
          "adapter.dropout draws by the numbers of tokens, which train.compile does not see", "leave one of them out"),
+    Rule("drawn modules with compile", "train shape", lambda a: a.train.compile and a.shape.small_ffn > 0,
+         "model.small_ffn draws by the numbers of tokens, which train.compile does not see", "leave one of them out"),
     Rule("islands with weights that rest or move", "layout memory",
          lambda a: a.layout.island > 1 and (a.memory.weights == "file" or a.layout.placement == "moving"),
          "islands compare weights between steps, and memory.weights = 'file' or layout.placement = 'moving' have them "

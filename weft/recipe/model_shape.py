@@ -166,6 +166,15 @@ class ModelShape(Section):
             "a multiple of 32."
         ),
     )
+    small_ffn: int = Field(
+        0,
+        ge=0,
+        description=(
+            "Hidden width of a second, small feed-forward network in each layer (Duo-LLM). In "
+            "training each token draws the big one, the small one or none, layer by layer; "
+            "elsewhere it takes the big ones. 0: none."
+        ),
+    )
     qk_norm: bool = Field(
         False, description="Normalise the queries and keys of each head."
     )
@@ -546,6 +555,10 @@ class ModelShape(Section):
             derived["value_dim"] = self.value_dim or head_dim
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+        if self.small_ffn and (self.mixtures or self.adapter):
+            raise ValueError(
+                "small_ffn is for dense layers without an adapter; leave one of them out"
+            )
         if self.heads % derived["kv_heads"]:
             raise ValueError(
                 f"heads = {self.heads} must be a multiple of kv_heads = {derived['kv_heads']}"

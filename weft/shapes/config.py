@@ -331,6 +331,10 @@ def architecture(shape: ModelShape) -> str:
         raise WeftError(
             f"no Hugging Face architecture has residual = {shape.residual!r}; {remedy}"
         )
+    if shape.small_ffn:
+        raise WeftError(
+            f"no Hugging Face architecture has small_ffn beside ffn; {remedy}"
+        )
     if shape.mixer != "softmax":
         raise WeftError(
             f"Hugging Face has no architecture for mixer = {shape.mixer!r}; {remedy}"

@@ -265,6 +265,9 @@ class _Rows:
         self.norm(f"{path}.ffn_norm", self.embed)
         if experts := model.experts_of(layer):
             self.mixture(f"{path}.ffn", experts)
+        elif model.small_ffn:
+            self.feed_forward(f"{path}.ffn.big", model.ffn or 0, None)
+            self.feed_forward(f"{path}.ffn.small", model.small_ffn, None)
         else:
             self.feed_forward(f"{path}.ffn", model.ffn or 0, model.adapter)
         if model.norm_after:

@@ -251,7 +251,7 @@ def shape_of(model: ModelShape, vocab: int = 0) -> Shape:
         model.heads,
         model.kv_heads,
         model.value_dim if latent else model.head_dim,
-        model.ffn or 0,
+        (model.ffn or 0) + model.small_ffn,
         model.vocab or vocab,
         dense_weights=(products["matrix"] + products["stored"]) / layers,
         expert_weights=sizes["expert"] / layers,

@@ -109,8 +109,14 @@ class Job:
             joined=not self.recipe.train.compile
             and (not hasattr(order, "streams") or any(s.rows_of != "tokens" for s in order.streams)),
             more=tuple(ranks[1:]), speeds=speeds,
-            draws=self.recipe.train.seed if trains and self.shape.adapter and self.shape.adapter.dropout else None,
+            draws=self.recipe.train.seed if trains and self._draws_numbers else None,
         )  # fmt: skip
+
+    @property
+    def _draws_numbers(self) -> bool:
+        """Whether training steps draw random numbers for each token."""
+        adapter = self.shape.adapter
+        return bool(self.shape.small_ffn or (adapter and adapter.dropout))
 
     def training_loader(
         self, mesh: Mesh, built: Built, recorder: RunRecords, interrupted: Callable[[], bool], stack: ExitStack,

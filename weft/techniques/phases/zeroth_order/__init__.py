@@ -37,6 +37,13 @@ if TYPE_CHECKING:
             "leave one of them out",
         ),
         Rule(
+            "drawn modules without backward",
+            "shape",
+            lambda a: a.shape.small_ffn > 0,
+            "model.small_ffn draws where gradients are computed, and optimizer.estimate = 'zeroth-order' computes none",
+            "leave one of them out",
+        ),
+        Rule(
             "balance of experts with zeroth order",
             "shape",
             lambda a: (

@@ -1,0 +1,102 @@
+"""Feed-forwards of adaptive depth and width (Duo-LLM, 2410.10846): a token takes a big module, a small one, or none.
+
+In training a token's module is drawn at random in each layer, so that every path through the layers is trained. The
+draws are those of dropout (:func:`weft.models.dropout.token_draws`): they depend on the sample, the position in it and
+the layer alone, and every layout makes the same. Elsewhere all tokens take the big modules, unless :func:`on_paths`
+says otherwise.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.layout.boundary import gather_tokens, scatter_tokens
+from weft.models.dropout import BITS, STEP, current_draws, mixed_bits
+from weft.models.feed_forward import FeedForward
+from weft.models.module import Module
+from weft.shapes.parameters import layer_table
+
+if TYPE_CHECKING:
+    from weft.layout.mesh import Mesh
+    from weft.models.graph_parts import Steps
+    from weft.recipe import ModelShape
+
+T = torch.Tensor
+
+#: What a token can take in a layer, as numbers in paths.
+SKIP, SMALL, BIG = range(3)
+CHOICES = ("skip", "small", "big")
+
+_paths: ContextVar[T | None] = ContextVar("paths", default=None)
+
+
+@contextmanager
+def on_paths(paths: T) -> Iterator[None]:
+    """Return a context in which each token takes given modules.
+
+    ``paths``: numbers of :data:`CHOICES`, ``[layers, batch, seq]``, or of a shape that broadcasts to it.
+    """
+    token = _paths.set(paths)
+    try:
+        yield
+    finally:
+        _paths.reset(token)
+
+
+def drawn_choices(draws: T, path: str) -> T:
+    """Return a number of :data:`CHOICES` for each token, all three with equal probability: ``[batch, seq]``.
+
+    ``draws``: random bits of the tokens, ``[batch, seq]``; ``path``: name of the feed-forward.
+    """
+    own = zlib.crc32(path.encode()) * STEP % (1 << 62)
+    bits = mixed_bits(draws ^ own) & ((1 << BITS) - 1)
+    return bits * len(CHOICES) >> BITS
+
+
+class DuoFeedForward(Module):
+    """A big and a small dense feed-forward, one of which, or none, each token takes.
+
+    ``shape``: shape of the model; ``mesh``: ranks that share the model; ``layer``: index of the layer.
+    """
+
+    def __init__(self, shape: ModelShape, mesh: Mesh, layer: int) -> None:
+        table, self.path = layer_table(shape, layer), f"blocks.{layer}.ffn"
+        super().__init__(mesh, table, self.path)
+        self.layer = layer
+        self.big, self.small = (
+            FeedForward(shape, mesh, table, f"{self.path}.{name}")
+            for name in ("big", "small")
+        )
+
+    def early(self, x: T, whole: T, seen: object) -> None:
+        """Do nothing and return None, as :meth:`FeedForward.early` does."""
+
+    def share(self, whole: T) -> T:
+        """Map ``whole`` ``[batch, seq, embed]`` to this rank's part of the output, of the same shape."""
+        paths, draws = _paths.get(), current_draws()
+        if paths is not None:
+            choice = paths[self.layer]
+        elif draws is not None:
+            choice = drawn_choices(draws, self.path)
+        else:
+            return self.big.share(whole)
+        big, small = (
+            module.share(whole).masked_fill((choice != number)[..., None], 0)
+            for module, number in ((self.big, BIG), (self.small, SMALL))
+        )
+        return big + small
+
+    def forward(self, x: T, seen: object = None, early: object = None) -> T:
+        """Map ``x`` ``[batch, seq/tp, embed]`` to the output of the same shape; ``seen`` and ``early`` are not used."""
+        return scatter_tokens(self.share(gather_tokens(x, self.mesh)), self.mesh)
+
+    def steps(self, x: T, seen: object = None, early: object = None) -> Steps:
+        """Compute :meth:`forward` as a generator that never yields."""
+        yield from ()
+        return self(x)
