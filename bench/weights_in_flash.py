@@ -38,6 +38,7 @@ from tests.generate.one_text import OneText
 from weft.generate.predictor_training import train_predictors
 from weft.layout.dims import Box, Logical, slices
 from weft.layout.mesh import Mesh
+from weft.memory.heap import give_heap_back
 from weft.memory.neuron_predictor import gate_hashes, write_predictor
 from weft.memory.resting_layers import RestingLayers
 from weft.memory.resting_neurons import RestingNeurons
@@ -203,6 +204,7 @@ def resident_memory(drawn: DrawnWeights, folder: Path, window: int) -> dict[str,
     layers = RestingLayers(folder, window)
     reader = OneText(built(drawn, layers))
     drawn.known.clear()
+    give_heap_back()
     most, began = 0, time.perf_counter()
     for i in range(4):
         reader.read([i])

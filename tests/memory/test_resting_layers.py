@@ -23,7 +23,7 @@ from weft.generate.leader import follow_leader, mesh_of_rank
 from weft.generate.lookup import Lookup
 from weft.generate.open_engine import EngineOptions
 from weft.generate.sampling import GREEDY
-from weft.generate.weights_elsewhere import WeightsElsewhere
+from weft.generate.weights_elsewhere import WeightsElsewhere, lift_of
 from weft.layout.dims import Box, Logical
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
@@ -127,6 +127,22 @@ def test_weights_of_half_the_bytes_are_read_as_such(tmp_path: Path) -> None:
     # in bytes of the resident run's layers, which are float32
     assert layers.resident_bytes <= 3 * whole.slots.records.size
     assert any("also keeps 1 such file" in line for line in whole.lines), whole.lines
+
+
+@torch.inference_mode()
+def test_a_model_in_bfloat16_computes_with_what_is_stored(tmp_path: Path) -> None:
+    layers = RestingLayers(tmp_path, 1, dtype=torch.bfloat16)
+
+    def narrow_model(*resting: Any) -> Transformer:
+        lift = lift_of(resting)
+        of_all = lift and partial(lift, values=DRAWN)
+        model = parallelize(shape_of("dense"), Mesh.single(), Train(), DRAWN, lift=of_all)[0]  # fmt: skip
+        read_only(model, "bfloat16")
+        return model
+
+    expected = logits(narrow_model())
+    torch.testing.assert_close(logits(narrow_model(layers)), expected, rtol=0.02, atol=0.1)  # fmt: skip
+    assert not layers._widened.numel()
 
 
 def test_many_requests_get_the_tokens_of_the_resident_engine(tmp_path: Path) -> None:
