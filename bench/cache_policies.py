@@ -52,10 +52,10 @@ class Subject(NamedTuple):
     length: int
 
 
-def policies(length: int) -> dict[str, str]:
+def policies(length: int, shares: Sequence[float]) -> dict[str, str]:
     """Words by a policy's name and the share of its budget."""
     words = {"none 1": "none"}
-    for share in SHARES:
+    for share in shares:
         words[f"window {share}"] = f"window:{int(share * length) - SINK}"
         words[f"blocks {share}"] = f"blocks:{share}"
         words[f"alisa {share}"] = f"alisa:{share}"
@@ -102,7 +102,9 @@ def needles(subject: Subject, count: int, length: int) -> list[tuple[list[int], 
     return asked
 
 
-def measure(subject: Subject, texts: int, count: int) -> dict[str, Any]:
+def measure(
+    subject: Subject, texts: int, count: int, shares: Sequence[float]
+) -> dict[str, Any]:
     length = subject.length
     prose = [
         [*map(int, subject.tokenizer.encode(each)[:length])]
@@ -111,7 +113,7 @@ def measure(subject: Subject, texts: int, count: int) -> dict[str, Any]:
     assert all(len(ids) == length for ids in prose)
     asked = needles(subject, count, length)
     rows: dict[str, Any] = {}
-    for name, word in policies(length).items():
+    for name, word in policies(length, shares).items():
         said, share = scores(subject, word, prose)
         losses = [-p for each in said for p, _ in each[length // 2 :]]
         keys, _ = scores(subject, word, [ids for ids, _ in asked])
@@ -224,6 +226,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("/tmp/weft-cache-policies"))
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--needles", type=int, default=6)
+    parser.add_argument("--length", type=int, default=1024, help="tokens of SmolLM2")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--quick", action="store_true", help="tiny: whether it runs")
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -235,10 +239,10 @@ def main() -> None:
     if given.model.is_dir() and not given.quick:
         model, files, _ = open_model(str(given.model), "cpu", print)
         tokenizer = tokenizer_of(files, str(given.model))
-        subjects.append(Subject("SmolLM2-135M", model, tokenizer, documentation(), 1024))  # fmt: skip
+        subjects.append(Subject("SmolLM2-135M", model, tokenizer, documentation(), given.length))  # fmt: skip
     for subject in subjects:
         texts, count = (1, 2) if given.quick else (given.texts, given.needles)
-        rows[subject.name] = measure(subject, texts, count)
+        rows[subject.name] = measure(subject, texts, count, given.shares)
     path = given.json.with_suffix(".quick.json") if given.quick else given.json
     plot(rows, path.with_suffix(".svg") if given.quick else PLOT)
     write({"machine": before, **rows}, path)

@@ -35,6 +35,7 @@ from weft.generate import block_channel
 from weft.generate.block_channel import BLOCKS, open_blocks
 from weft.generate.block_files import BlockFiles
 from weft.generate.block_source import BlockSource, HostBlocks, TieredBlocks
+from weft.generate.cache_policy import NONE, cache_policy_of
 from weft.generate.cache_role import CacheEngines, CacheStock
 from weft.generate.engine import Engine
 from weft.generate.grammar import Grammars
@@ -59,6 +60,17 @@ from weft.techniques.drafters.small_model import DraftModel
 VOCAB, NEW, MOST_MOVES = 300, 20, 10
 KINDS = ("softmax", "windows", "experts", "latent", "retention", "hybrid")
 LENT = ("softmax", "windows", "experts", "latent")
+POLICED = ("softmax", "windows", "experts")
+POLICIES = (
+    NONE,
+    NONE,
+    "window:7",
+    "window:24",
+    "window:500",
+    "blocks:0.2",
+    "blocks:0.5",
+    "blocks:1",
+)
 TARGETS_OF = {
     "softmax": TARGETS,
     "windows": TARGETS,
@@ -166,9 +178,13 @@ def begin(
 
 
 @cache
-def written_alone(kind: str, dtype: str, asked: Asked, sibling: int) -> Generation:
+def written_alone(
+    kind: str, dtype: str, asked: Asked, sibling: int, size: int, policy: str
+) -> Generation:
     model = models_of(kind, dtype)[asked.model if asked.model[:1] == "m" else ""]
-    engine = Engine(model)
+    # what a token sees depends on the size of blocks
+    own = {"size": size, "cache_policy": cache_policy_of(policy)} if policy != NONE else {}  # fmt: skip
+    engine = Engine(model, **own)
     if asked.model[:1] == "a":
         engine.add_adapter(asked.model, adapters_of(kind, dtype)[asked.model])
     if asked.model[:1] == "m":
@@ -223,6 +239,11 @@ class World:
         self.keeps = drawn.random() < 0.6
         # a small model's guesses keep the distribution of what is drawn, and the tokens of what is greedy
         self.greedy = drawn.random() < 0.4
+        self.policy = NONE
+        if self.kind in POLICED and not (self.many or self.lends or "cp" in self.layout):  # fmt: skip
+            # from numbers of its own, so that worlds stay what they are
+            of_policy = random.Random(f"policy {self.seed} {self.layout}")
+            self.policy = of_policy.choice(POLICIES)
 
     def open(self, stack: ExitStack, ranked: Transformer | None) -> None:
         """Start the engines."""
@@ -262,7 +283,7 @@ class World:
             ranked if ranked is not None and number == 0 else models[""],
             tokens=room, budget=drawn.choice([1, 5, 9, 30, 512]), limit=drawn.choice([2, 4, 64]), size=self.size,
             policy=policy_of(drawn.choice(["exact-fill", "chunked:5", "prompts-first"])), drafter=drafter,
-            ranks=of_ranks,
+            ranks=of_ranks, cache_policy=cache_policy_of(self.policy),
         )  # fmt: skip
         if self.adapted:
             for name, adapter in adapters_of(self.kind, self.dtype).items():
@@ -517,9 +538,11 @@ class World:
         within = 1e-9 if self.dtype == "float64" else 1e-3
         for answer in self.answers:
             one = answer.generation
-            alone = written_alone(self.kind, self.dtype, answer.asked, answer.sibling)
+            alone = written_alone(
+                self.kind, self.dtype, answer.asked, answer.sibling, self.size, self.policy,
+            )  # fmt: skip
             length = len(one.written)
-            about = f"{self.seed} {self.layout} {self.kind} {self.dtype} {answer.asked} {answer.sibling}"
+            about = f"{self.seed} {self.layout} {self.kind} {self.dtype} {self.policy} {answer.asked} {answer.sibling}"
             assert one.written == alone.written[:length], about
             if not answer.cancelled:
                 assert length == len(alone.written), about

@@ -335,6 +335,8 @@ def generate_command(
                 _say("\n")
             if rest is not None:
                 print(f"weft: {rest.report()}", file=sys.stderr)
+        if cache_policy != "none":
+            print(f"weft: {engine.policy_usage()}", file=sys.stderr)
         if spread.world > 1 and len(clock) > 1:
             rate = (len(clock) - 2) / max(clock[-1] - clock[1], 1e-9)
             print(f"weft: {len(ids):,} tokens of prompt over {spread.world} ranks: first token after "

@@ -26,13 +26,14 @@ class TextBlocks(Protocol):
     """Interface to the scheduler, which has the blocks of all texts.
 
     ``pool``: the blocks. ``running``: texts that have blocks. ``moves``: pairs of blocks (from, to) that the next step
-    copies first. ``relief``: functions that are called in turn when no block is free; each returns whether it has freed
-    one.
+    copies first. ``moved_blocks``: number of blocks that have moved to the host. ``relief``: functions that are called
+    in turn when no block is free; each returns whether it has freed one.
     """
 
     pool: BlockPool
     running: list[Request]
     moves: list[tuple[int, int]]
+    moved_blocks: int
     relief: list[Callable[[], bool]]
 
 

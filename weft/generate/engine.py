@@ -150,6 +150,30 @@ class KeptBlocks(Protocol):
         """Store the full blocks that are not stored yet, and close the place where they are kept."""
 
 
+class PolicyUsage(NamedTuple):
+    """What a cache policy has saved.
+
+    ``keys``: keys that all new tokens would have attended to without it; ``chosen``: those that they have attended to;
+    ``read``: those that were read. ``freed``: blocks that were given back as no later token sees them; ``moved``:
+    blocks that have moved to the host; ``dropped``: times that a text gave all its blocks back, to be computed again.
+    """
+
+    keys: int
+    chosen: int
+    read: int
+    freed: int
+    moved: int
+    dropped: int
+
+    def __str__(self) -> str:
+        keys = max(1, self.keys)
+        return (
+            f"new tokens attended to {self.chosen / keys:.1%} of the keys, and {self.read / keys:.1%} were read; "
+            f"{self.freed:,} blocks were given back, {self.moved:,} moved to the host, "
+            f"{self.dropped:,} texts computed again"
+        )
+
+
 class StepTaker(Protocol):
     """Interface of whoever takes an engine's steps in its place, such as in two processes."""
 
@@ -586,6 +610,19 @@ class Engine:
         """Take steps until every request has ended."""
         while self.step() or self.scheduler.running or self.scheduler.waiting:
             pass
+
+    def policy_usage(self) -> PolicyUsage:
+        """Return what the cache policy has saved so far, on this rank."""
+        selectors = [getattr(each, "selector", None) for each in self.reader.pages]
+        reads = [each.reads for each in selectors if each is not None]
+        return PolicyUsage(
+            sum(each.all for each in reads),
+            sum(each.chosen for each in reads),
+            sum(each.read for each in reads),
+            self.scheduler.hidden_blocks,
+            self.scheduler.moved_blocks,
+            self.scheduler.preemptions,
+        )
 
     def close(self) -> None:
         """End the other ranks and processes, if there are any, and store the cache blocks that are to outlive the

@@ -78,6 +78,7 @@ class Scheduler:
         self.cache_policy = cache_policy
         # blocks that the next step copies first: pairs (from, to)
         self.moves: list[tuple[int, int]] = []
+        self.moved_blocks = 0  # blocks that have moved to the host
         self.hidden_blocks = 0  # blocks that were freed as no later token sees them
         self.running: list[Request] = []
         self.waiting: list[Request] = []

@@ -13,12 +13,11 @@ class HostPhase:
     """Moves blocks of running texts to the host. ``room``: tokens for which the host has room; None: as many as the
     cache has.
 
-    A block on the host has a negative number in its text's table: ``-1 - number``, with its number there. The attribute
-    ``moved`` counts blocks that have moved.
+    A block on the host has a negative number in its text's table: ``-1 - number``, with its number there.
     """
 
     def __init__(self, scheduler: TextBlocks, room: int | None) -> None:
-        self.scheduler, self.room, self.moved = scheduler, room, 0
+        self.scheduler, self.room = scheduler, room
         self._free: list[int] = []
         self._used = 0  # numbers that have been given away once
 
@@ -39,7 +38,7 @@ class HostPhase:
             text.table[at] = number
             pool.lent[number] = 1
             pool.release([block])
-        self.moved += count
+        self.scheduler.moved_blocks += count
         return count > 0
 
     def _first(self, request: Request) -> int:
