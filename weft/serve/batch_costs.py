@@ -28,10 +28,14 @@ from weft.memory.streamed_experts import RING, LayerRing
 from weft.serve.load_simulation import noting_work
 
 #: Budgets of the passes over prompts, and numbers of texts of the passes over new tokens, by which costs are measured.
-PROBED_BUDGETS, PROBED_TEXTS = (64, 192), (16, 4, 1)
+PROBED_BUDGETS, PROBED_TEXTS = (64, 192), (16, 4, 2, 1)
+#: How many times as long as the longest prompt a text is by which attention is told from all else.
+LONGER = 8
+#: Most tokens of that text.
+LONGEST = 2048
 #: Passes of each kind; the middle one counts.
 TIMES = 4
-#: Passes whose tokens differ by no more than this factor count as equal.
+#: Passes whose work differs by no more than this factor counts as equal.
 ALIKE = 1.1
 #: Rows of a product up to which one more costs more than in a large product.
 FEW = 16
@@ -261,7 +265,7 @@ def measure_costs(
 
     ``ring``: memory through which the experts of the engine's model move; ``clock``: returns seconds, such as
     ``time.thread_time``, with which other programs and waiting do not count. The passes read some of the prompts and
-    one text that is twice as long, in pieces of several sizes, and then write tokens of 16, of four and of one of them.
+    one text that is longer, in pieces of several sizes, and then write tokens of 16, four, two and one of them.
     """
     timer, scheduler = PassTimer(engine.model, ring, clock), engine.scheduler
     before = scheduler.budget, scheduler.limit
@@ -286,8 +290,9 @@ def measure_costs(
             scheduler.budget = before[0]
             while any(text.wanted > 1 for text in texts):
                 passes.append(timer.measure(step))
-            for count in PROBED_TEXTS:
-                for text in texts[count:]:
+            # all of them, then the longest with short ones, and at last a short one alone
+            for most in PROBED_TEXTS:
+                for text in texts[most - 1 : -1]:
                     engine.cancel(text)
                 several()
         finally:
@@ -301,8 +306,10 @@ def _probes(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Generation
     """Requests of which costs are measured, the longest first."""
     pool = engine.scheduler.pool
     texts = sorted(prompts[: max(PROBED_TEXTS) - 1], key=len, reverse=True)
-    joined = [i for text in texts for i in text] * 2
-    joined = joined[: min(2 * len(texts[0]), pool.blocks * pool.size // 2)]
+    joined = [i for text in texts for i in text] * LONGER
+    joined = joined[
+        : min(LONGER * len(texts[0]), LONGEST, pool.blocks * pool.size // 2)
+    ]
     if len(joined) > len(texts[0]):
         texts = [joined, *texts]
     # more than are written while others read their prompts, so that none ends before the measurement
@@ -316,9 +323,9 @@ def _probes(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Generation
 
 def _middle(group: Sequence[MeasuredPass]) -> list[MeasuredPass]:
     """The middle one of each number of several passes of nearly equal work; of unequal ones all of them."""
-    tokens = [each.work.step[1] for each in group]
-    if max(tokens) > ALIKE * min(tokens):
-        return list(group)
+    for numbers in zip(*(each.work.step for each in group), strict=True):
+        if max(numbers) > ALIKE * min(numbers):
+            return list(group)
     works = zip(*(each.work.step for each in group), strict=True)
     work = PassWork(
         [float(np.mean(each)) for each in works],
