@@ -3,7 +3,7 @@
 The three take the same steps in turns, in one process, and have the same losses. What is compared is the time of a
 step, the bytes that it reads, and the seconds that it waits for experts.
 
-    python bench/chosen_experts.py [--folder /tmp] [--quick] [--json bench/results/chosen_experts.json]
+    python bench/chosen_experts.py --frozen [--folder /tmp] [--quick] [--json bench/results/chosen_experts.json]
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ LARGE = {"layers": 4, "embed": 256, "heads": 4, "kv_heads": 4, "head_dim": 64, "
 SMALL = LARGE | {"embed": 64, "head_dim": 16, "experts": 16, "expert_ffn": 64}  # fmt: skip
 
 
-def built(corpus: str, model: dict[str, Any], folder: str, experts: str) -> Any:
+def built(
+    corpus: str, model: dict[str, Any], folder: str, experts: str, frozen: bool
+) -> Any:
     values = recipe(corpus).model_dump(mode="json")
     values["model"] |= model
     values["train"] |= {"batch": 1, "micro_batch": None, "dtype": "float32"}
+    values["train"]["freeze"] = ["blocks.*.ffn.experts.*"] if frozen else []
     values["data"]["seq_len"] = 32
     values["memory"] = {"weights": "file", "folder": folder, "experts": experts}
     return start(values)
@@ -49,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", default=tempfile.gettempdir())
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--frozen", action="store_true", help="experts do not learn")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -59,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         corpus = write_corpus(Path(folder))
         ways = {
-            name: built(corpus, model, given.folder, name.split()[0])
+            name: built(corpus, model, given.folder, name.split()[0], given.frozen)
             for name in ("all", "chosen", "chosen without foresight")
         }
         rows: dict[str, dict[str, list[float]]] = {
