@@ -24,6 +24,10 @@ T = torch.Tensor
 #: Blocks whose tokens a token sees at least.
 LEAST = 4
 
+#: What is kept of the sums after each block of queries. Without it the first tokens of a text, which all queries have
+#: seen, would leave no room for later ones.
+FADING = 0.5
+
 #: The largest number in 8 bits.
 BYTE = 127
 
@@ -250,5 +254,5 @@ class WeightSumSelector(BlockSelector):
         away = [-1 - block for p in full for block in p.table if block < 0]
         for sums, blocks in ((self.sums, near), (self.host and self.host.sums, away)):
             if sums is not None and blocks:
-                sums[0, blocks] += sums[1, blocks]
+                sums[0, blocks] = FADING * sums[0, blocks] + sums[1, blocks]
                 sums[1, blocks] = 0
