@@ -14,6 +14,8 @@
 /* Elements that are spread at once, and whose bits are read at once. */
 #define LANES 8
 #define WORD 32
+/* Bytes that values are brought into the cache ahead of their use. */
+#define AHEAD 2048
 #define COUNT __builtin_popcount
 /* An end of values that is never reached. */
 #define ANYWHERE ((const stored *)UINTPTR_MAX)
@@ -140,6 +142,8 @@ void weft_sparse_times(const uint8_t *bitmap, const stored *values, const int64_
             const stored *n0 = values + offsets[row], *n1 = values + offsets[row + 1];
             lanes a0 = {0}, b0 = {0}, a1 = {0}, b1 = {0};
             for (int64_t i = 0; i < columns; i += WORD) {
+                __builtin_prefetch((const char *)n0 + AHEAD);
+                __builtin_prefetch((const char *)n1 + AHEAD);
                 const float *from = x + c * width + i;
                 ADD_WORD(a0, b0, bits_at(line, i, bytes), n0, ANYWHERE, from)
                 ADD_WORD(a1, b1, bits_at(second, i, bytes), n1, ANYWHERE, from)
