@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.cases import Case, write_corpus
 from tests.generate.test_many import NEW, PROMPTS, alone
 from tests.models.test_shared_weights import empty, random_weights, tuned, values_of
 from tests.prove.test_equality import difference, name, tree
+from weft.checkpoint.convert.peft import write_adapter
 from weft.errors import UsageError, WeftError
 from weft.generate.decode_step import repeat_pass
 from weft.generate.engine import Engine
@@ -29,7 +31,7 @@ from weft.planner.engine_constants import ENGINES
 from weft.planner.machine import DEVICES, machine_of
 from weft.planner.memory import layer_bytes
 from weft.prove.types import check_types
-from weft.recipe import ModelShape, Train
+from weft.recipe import Adapter, ModelShape, Train
 from weft.shapes.config import config_from_shape
 from weft.shapes.origin_shape import begun_shape
 from weft.shapes.shape import shape_of
@@ -174,6 +176,9 @@ def test_what_is_refused() -> None:
         WeftError, match=r"no Hugging Face architecture has residual = 'ladder'"
     ):
         config_from_shape(ModelShape(**TINY))
+    adapted = ModelShape(**TINY, adapter=Adapter(rank=2))
+    with pytest.raises(WeftError, match=r"the adapter's model, whose residual = 'lad"):
+        write_adapter({}, adapted, None, Path("nowhere"))
     with pytest.raises(ValueError, match=r"ladder_from = 3 .* layers = 3"):
         ModelShape(**TINY, ladder_from=3)
     with pytest.raises(ValueError, match=r"ladder_from = 1 .* 'standard'"):

@@ -311,10 +311,15 @@ def write_adapter(
 
     ``tensors``: parameters by Weft's names, of which those of the adapter are written; ``shape``: shape of the model
     with the adapter; ``base``: name of the base model, or None; ``files``: contents of files by name, of which the
-    tokenizer's are written.
+    tokenizer's are written. Raises :class:`WeftError` for an adapter of a model that no other program computes.
     """
     adapter = shape.adapter
     assert adapter is not None
+    if shape.residual != "standard":
+        raise WeftError(
+            f"no other program computes the adapter's model, whose residual = {shape.residual!r}; keep Weft's own "
+            "checkpoint"
+        )
     paths = [
         p for p in projections(shape) if any(is_target(t, p) for t in adapter.targets)
     ]
