@@ -46,6 +46,8 @@ SHAPE = {
 }  # fmt: skip
 #: Part of a core that a host's processor is, where hosts differ; the last host has half of it.
 SPEED = 0.03
+#: No processor computes so many seconds between two sums.
+LONGEST_S = 5.0
 #: A choice within this factor of the fastest is within the noise.
 NOISE = 1.1
 #: Times that every side is measured, in turn.
@@ -183,7 +185,9 @@ def weak_processors(speed: float) -> Iterator[None]:
 
     def sleeping(exchange: Callable[..., Any]) -> Callable[..., Any]:
         def after_a_sleep(*arguments: Any) -> Any:
-            time.sleep((time.process_time() - since[0]) * (1 / speed - 1))
+            computed = time.process_time() - since[0]
+            # not what came before the first sum, such as the weights' initialisation
+            time.sleep(min(LONGEST_S, computed * (1 / speed - 1)))
             result = exchange(*arguments)
             since[0] = time.process_time()
             return result
