@@ -10,7 +10,7 @@ receives at ``--rate``. The ranks are those of ``weft generate --layout tp=4``: 
    or within the noise of it.
 2. Tokens: seconds a token of a model of SmolLM2-135M's shape with a third of its layers (weights are random, which no
    time depends on).
-3. One host at half the speed: an even cut beside ``tp_shares = "auto"``. Four hosts share two cores here, so a host's
+3. One host at half the speed: an even cut beside ``tp_shares = "auto"``, of a model with wide layers. Four hosts share two cores here, so a host's
    processor is emulated: after what a rank has computed between two exchanges it sleeps, as long as makes it a
    processor of ``SPEED`` of a core (half of that on the last host). What is computed and sent is real; a host that
    sleeps is free. The measurement of speeds takes processor time by the same rule.
@@ -44,8 +44,12 @@ RANKS = 4
 SHAPE = {
     "vocab": 49152, "layers": 10, "embed": 576, "heads": 9, "kv_heads": 3, "ffn": 1536, "tied": True,
 }  # fmt: skip
+#: A model of wide layers, whose products take most of a token's time: what every rank does alike is not cut.
+WIDE = {
+    "vocab": 4096, "layers": 3, "embed": 2048, "heads": 16, "kv_heads": 4, "ffn": 8192, "tied": True,
+}  # fmt: skip
 #: Part of a core that a host's processor is, where hosts differ; the last host has half of it.
-SPEED = 0.03
+SPEED = 0.1
 #: No processor computes so many seconds between two sums.
 LONGEST_S = 5.0
 #: A choice within this factor of the fastest is within the noise.
@@ -71,7 +75,8 @@ def be_rank(out: Path, quick: bool, only_sums: bool) -> None:
     answer = {"sums": sums_of_rank(quick)}
     if not only_sums:
         answer |= {"tokens": tokens_of_rank(shape, quick)}
-        answer |= {"cuts": cuts_of_rank(shape, quick)}
+        wide = WIDE | ({"embed": 512, "ffn": 2048} if quick else {})
+        answer |= {"cuts": cuts_of_rank(wide, quick)}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(answer))
     dist.barrier()
@@ -309,6 +314,7 @@ def main() -> None:
                 "rate": options.rate,
                 "speed": SPEED,
                 "shape": SHAPE,
+                "wide": WIDE,
                 "rows": rows,
                 "summary": summary(rows),
             },
