@@ -10,7 +10,8 @@ receives at ``--rate``. The ranks are those of ``weft generate --layout tp=4``: 
    or within the noise of it.
 2. Tokens: seconds a token of a model of SmolLM2-135M's shape with a third of its layers (weights are random, which no
    time depends on).
-3. One host at half the speed: an even cut beside ``tp_shares = "auto"``, of a model with wide layers. Four hosts share two cores here, so a host's
+3. One host at half the speed: an even cut beside ``tp_shares = "auto"``, of a model with wide layers.
+   Four hosts share two cores here, so a host's
    processor is emulated: after what a rank has computed between two exchanges it sleeps, as long as makes it a
    processor of ``SPEED`` of a core (half of that on the last host). What is computed and sent is real; a host that
    sleeps is free. The measurement of speeds takes processor time by the same rule.
