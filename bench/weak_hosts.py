@@ -14,7 +14,7 @@ receives at ``--rate``. The ranks are those of ``weft generate --layout tp=4``: 
    Four hosts share two cores here, so a host's
    processor is emulated: after what a rank has computed between two exchanges it sleeps, as long as makes it a
    processor of ``SPEED`` of a core (half of that on the last host). What is computed and sent is real; a host that
-   sleeps is free. The measurement of speeds takes processor time by the same rule.
+   sleeps is free. The measurement of speeds gets what the emulated processors are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHAPE = {
 }  # fmt: skip
 #: A model of wide layers, whose products take most of a token's time: what every rank does alike is not cut.
 WIDE = {
-    "vocab": 4096, "layers": 3, "embed": 2048, "heads": 16, "kv_heads": 4, "ffn": 8192, "tied": True,
+    "vocab": 4096, "layers": 3, "embed": 3072, "heads": 24, "kv_heads": 8, "ffn": 12288, "tied": True,
 }  # fmt: skip
 #: Part of a core that a host's processor is, where hosts differ; the last host has half of it.
 SPEED = 0.1
@@ -201,15 +201,7 @@ def weak_processors(speed: float) -> Iterator[None]:
         return after_a_sleep
 
     def rate(rows: int, device: Any) -> float:
-        import torch
-
-        x, weight = torch.ones(rows, 1024), torch.ones(4096, 1024)
-        times = []
-        for _ in range(9):
-            begun = time.process_time()
-            torch.nn.functional.linear(x, weight)
-            times.append(time.process_time() - begun)
-        return speed / min(times)
+        return speed
 
     with (
         mock.patch.object(TokenSums, "add", sleeping(TokenSums.add)),

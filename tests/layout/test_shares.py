@@ -40,6 +40,13 @@ def test_parts_are_as_near_to_the_shares_as_whole_elements_can_be(
         assert parts == [part(count, len(shares), i) for i in range(len(shares))]
 
 
+def test_wide_parts_are_of_whole_blocks() -> None:
+    assert uneven_sizes(8192, [2, 2, 2, 1]) == [2368, 2368, 2304, 1152]
+    assert uneven_sizes(8193, [2, 2, 2, 1]) == [2341, 2341, 2341, 1170]
+    assert uneven_sizes(640, [2, 2, 2, 1]) == [183, 183, 183, 91]
+    assert uneven_sizes(8192, [3, 3, 3]) == [2731, 2731, 2730]
+
+
 def test_groups_of_heads_that_a_cut_keeps_together() -> None:
     for shares, whole in (([2, 1], True), ([1, 1, 1], True), ([1, 1], False)):
         assert cuts_groups(6, 3, shares) is whole

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from weft.errors import UsageError
 
+#: Elements of a block, and the fewest blocks for each part that are kept whole.
+BLOCK, LEAST_BLOCKS = 64, 4
+
 
 def read_shares(value: object) -> object:
     """Return ``value``, a setting ``layout.tp_shares``, with the text ``"2:1:1"`` read as numbers."""
@@ -31,8 +34,9 @@ def uneven_part(count: int, shares: Sequence[int] | str, index: int) -> tuple[in
 def uneven_sizes(count: int, shares: Sequence[int] | str) -> list[int]:
     """Return the number of elements of each part if ``count`` elements are cut in proportion to ``shares``.
 
-    Parts have whole elements, by the method of the largest remainder, and at least one if there are enough. With equal
-    shares the parts are those of :func:`weft.layout.dims.part`. Raises :class:`UsageError` for shares that are still to
+    Parts have whole elements, by the method of the largest remainder, and at least one if there are enough. Of many
+    elements they have whole blocks of :data:`BLOCK`, as products of other widths are slower. With equal shares the
+    parts are those of :func:`weft.layout.dims.part`. Raises :class:`UsageError` for shares that are still to
     be measured (``"auto"``).
     """
     if isinstance(shares, str):
@@ -40,6 +44,9 @@ def uneven_sizes(count: int, shares: Sequence[int] | str) -> list[int]:
             'layout.tp_shares = "auto" is measured by the ranks of weft train, generate and serve when they start; '
             "give the shares as numbers here"
         )
+    blocks, rest = divmod(count, BLOCK)
+    if not rest and blocks >= LEAST_BLOCKS * len(shares) and len(set(shares)) > 1:
+        return [BLOCK * size for size in uneven_sizes(blocks, shares)]
     total, least = sum(shares), int(count >= len(shares))
     sizes = [max(least, count * share // total) for share in shares]
 
