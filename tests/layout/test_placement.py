@@ -18,7 +18,7 @@ from weft.layout.boundary import (
     parameter_types,
     state_types,
 )
-from weft.layout.dims import Box, Dim
+from weft.layout.dims import Box, Dim, part
 from weft.layout.layout import Layout
 from weft.layout.placement import Place, Placement, pieces_of_experts
 
@@ -175,6 +175,18 @@ def test_experts_may_fold_over_tp_too() -> None:
         placement.box[1:] == ((0, 6), (0, 5)) and placement.replicas == 1
         for _, placement in held
     )
+
+
+def test_whole_experts_are_spread_evenly_over_unlike_ranks_of_tp() -> None:
+    layout, five = Layout(tp=3, ep=3, tp_shares=(1, 1, 2)), Dim("expert", 5)
+    held = held_by_all(layout, [five, Dim("ffn", 8)], False, (0,))
+    assert [placement.box for _, placement in held] == [
+        (part(5, 3, rank), (0, 8)) for rank in range(3)
+    ]
+    columns = held_by_all(layout, [Dim("ffn", 8)], False, (0,))
+    assert [placement.box for _, placement in columns] == [
+        ((0, 2),), ((2, 4),), ((4, 8),),
+    ]  # fmt: skip
 
 
 def test_few_experts_are_cut_in_their_width() -> None:

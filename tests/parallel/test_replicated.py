@@ -1,5 +1,6 @@
 """Replicas sum their gradients in one order, whatever backward does, and each byte travels once."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,3 +73,20 @@ def test_a_gradient_after_its_sum_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     parcels.launch_until(parcel)
     with pytest.raises(WeftError, match=r"leave out optimizer\.in_backward"):
         a.sum().backward()
+
+
+def test_the_sum_of_a_step_that_was_given_up_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    parcel = Parcel([a, b])
+    parcels = Parcels([parcel], None)  # type: ignore[arg-type]
+    done = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, **options: done)
+    for factor in (float("nan"), 1.0):
+        a.grad = b.grad = None
+        parcel.expect(True)
+        parcels.restart()
+        ((a.sum() + b.sum()) * factor).backward()
+    grad = replicated._summed(parcels, parcel, b)
+    assert grad is not None and grad.tolist() == [1, 1, 1]

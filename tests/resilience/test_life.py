@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from tests.resilience.test_agreement import World
 from weft.checkpoint.run_state import Progress
 from weft.errors import UsageError
+from weft.layout.layout import Layout
 from weft.net.lost import PeerLost
 from weft.plugins import PluginError
 from weft.resilience.agreement import Agreement
 from weft.resilience.life import ALONE, ATTEMPTS, ENDED, Life, LifeMove, ViewEntry, live
 from weft.resilience.recover import FACT, newest_recovery
+from weft.resilience.slow_ranks import SlowRanks
 from weft.resilience.views import Address, Fatal, LeftOut, Lost, Member, TooFew, View
 from weft.train.guard import Regroup
 
@@ -315,3 +318,22 @@ def test_attempts_count_while_nobody_is_lost() -> None:
         life.move is LifeMove.END
         and life.farewell == f"step 49 has failed {ATTEMPTS} times: {CLOSED}"
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "equal"),
+    [
+        (Layout(dp=2, ep=2), {"pieces": 1}),
+        (Layout(dp=2, ep=2, pieces=3, tp=2, overlap="domino", parts=3),
+         {"overlap": "", "parts": 0}),
+        (Layout(dp=2, overlap="domino", tp=2), {}),
+    ],
+)  # fmt: skip
+def test_ranks_with_unequal_rows_exchange_tokens_equally_often(
+    layout: Layout, equal: dict[str, Any]
+) -> None:
+    members: list[Any] = [SimpleNamespace(number=number) for number in (3, 4)]
+    slow = SlowRanks("rebalance")
+    assert slow.layout_for(layout, members) == layout
+    slow.factors = {4: 2.0}
+    assert slow.layout_for(layout, members) == layout.model_copy(update=equal)

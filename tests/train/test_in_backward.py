@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.cases import Case, recipe, write_corpus
 from tests.prove.test_equality import difference
 from weft.errors import WeftError
 from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
+from weft.parallel.state import Held, State, Unit
 from weft.prove.equality import run_layout
 from weft.recipe import Recipe
 from weft.rehearse.ledger import AllocationWatch, Ledger
+from weft.techniques.phases.in_backward.unit_updates import InBackward
 from weft.train.build_step import build_step
 from weft.train.setup import build_for_training, prepare
 from weft.train.step import StepContext
@@ -179,3 +183,17 @@ def test_a_gradient_that_is_not_finite_ends_the_run(corpus: str) -> None:
         match="in_backward had updated other parameters by then: go on from the last",
     ):
         build_step(StepContext(model, state, mesh), settings).take(batches, 1e-3)
+
+
+def test_a_skipped_step_completes_the_sums_of_its_gradients() -> None:
+    """Ranks without some of these gradients would else never start sums that other ranks wait for."""
+    read, parameter = list[nn.Parameter](), nn.Parameter(torch.ones(2))
+    place = Mesh.single().place
+    logical = place.logical([], None)
+    held = Held(
+        "a", logical, place.hold(logical), parameter.detach(), parameter, read.append
+    )
+    unit = Unit([held])
+    skipping: Any = SimpleNamespace(parts={unit: State([unit])}, skipped=True)
+    InBackward._update(skipping, unit)
+    assert read == [parameter] and parameter.tolist() == [1, 1]

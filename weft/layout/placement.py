@@ -106,7 +106,12 @@ class Place:
         return Logical(tuple(dims), std, cuts, box, everywhere)
 
     def _range(self, dim: Dim, axes: Sequence[str]) -> tuple[int, int]:
-        lo, hi = cut_range(dim.count, self.layout, axes, self.along(*axes))
+        index = self.along(*axes)
+        if dim.name == "expert":
+            # evenly, as tokens are sent to them (weft.parallel.experts): shares of tp cut a layer's work, not experts
+            lo, hi = part(dim.count, self.layout.size(*axes), index)
+        else:
+            lo, hi = cut_range(dim.count, self.layout, axes, index)
         return lo * dim.unit, hi * dim.unit
 
     def _in_pieces(
@@ -244,7 +249,8 @@ def cut_range(
 ) -> tuple[int, int]:
     """Return the range ``(start, stop)`` of part ``index`` of ``count`` elements that ``axes`` of ``layout`` cut.
 
-    Parts along ``tp`` alone are by ``layout.tp_shares``; all others differ in size by at most one.
+    Parts along ``tp`` alone are by ``layout.tp_shares``; all others differ in size by at most one, and so do those of
+    whole experts (:meth:`Place.logical`), which are no part of a layer's width.
     """
     if layout.tp_shares and tuple(axes) == ("tp",):
         from weft.layout.shares import uneven_part

@@ -47,8 +47,13 @@ class Parcel:
         self.joined: T | None = None
 
     def expect(self, last: bool) -> None:
-        """Prepare for a pass; ``last``: whether its gradients complete the step's, so that they are summed."""
-        self.wait()
+        """Prepare for a pass; ``last``: whether its gradients complete the step's, so that they are summed.
+
+        A sum that nobody has read is of a step that was given up, and is forgotten.
+        """
+        if self.work is not None:
+            self.work.wait()
+            self.work = self.joined = None
         self.launched = not last
         self.missing = len(self.parameters) if last else 0
 

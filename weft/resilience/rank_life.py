@@ -245,16 +245,15 @@ class RankParty:
         world = recipe.layout.world
         if self.rank >= world:
             self.wait_for_place()
+        present = guard.view.members[:world]
+        layout = guard.slow.layout_for(recipe.layout, present)
+        recipe = recipe.model_copy(update={"layout": layout})
         self._hang_up = HangUp(self.end_stuck)
         if membership.why:
             raise PeerLost(membership.why)
         self.join_groups(world, self.device)
         mesh = Mesh.create(recipe.layout, own_device(self.device))
-        job = replace(
-            self.job,
-            recipe=recipe,
-            speeds=guard.slow.speeds(guard.view.members[:world]),
-        )
+        job = replace(self.job, recipe=recipe, speeds=guard.slow.speeds(present))
         try:
             outcome = train_job(job, mesh, guard=guard)
         except Regroup:

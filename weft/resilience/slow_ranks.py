@@ -56,6 +56,21 @@ class SlowRanks:
             for rank, place in enumerate(places)
         }
 
+    def layout_for(self, layout: Layout, members: Sequence[Member]) -> Layout:
+        """Return ``layout`` with settings under which ranks of ``ep`` exchange tokens equally often, although slow ones
+        get fewer rows.
+
+        How often they do is else a matter of a rank's tokens: of their bytes (``layout.pieces = 0``), and of the parts
+        in which they compute (``layout.overlap``). Neither changes what is computed. ``members``: members of the run,
+        by rank.
+        """
+        if layout.ep == 1 or len(set(self.speeds(members))) < 2:
+            return layout
+        equal: dict[str, object] = {"pieces": layout.pieces or 1}
+        if layout.weaves:
+            equal |= {"overlap": "", "parts": 0}
+        return layout.model_copy(update=equal)
+
     def begin(self, watch: DelayWatch) -> None:
         """Ignore what ``watch`` has measured so far. Only later measurements lead to an action."""
         self._digests = watch.digests

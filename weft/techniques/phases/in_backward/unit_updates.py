@@ -114,4 +114,7 @@ class InBackward(PhaseFiller):
             if self.context.inspect is not None:
                 self.context.inspect(grads)
             self.context.state.update(unit, grads, self.lr)
+        else:
+            # sums over replicas are under way, and have to be started by ranks without these gradients too
+            part.gradients()
         part.clear_gradients()
