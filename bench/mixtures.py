@@ -77,6 +77,8 @@ def measure(folder: Path, size: int, mix: dict[str, Any], steps: int) -> dict[st
         prepare(recipe), Mesh.single(), Path(tempfile.mkdtemp()) / "run"
     )
     curve = [(r["step"], r["loss"]) for r in outcome.metrics("validation")]
+    if curve[-1][0] < steps:
+        raise SystemExit("a run was stopped; nothing is written")
     lowest = min(curve, key=lambda point: point[1])
     return {"final": curve[-1][1], "lowest": lowest[1], "lowest_at": lowest[0]}
 

@@ -107,6 +107,7 @@ KINDS: dict[str, TechniqueKind] = {
     "dispatch": TechniqueKind("dispatcher", "layout.dispatch", (), "dispatch"),
     "sum": TechniqueKind("all-reduce", "layout.sum", (), "sums", ("", "auto", "gloo")),
     "overlap": TechniqueKind("kind of overlap", "layout.overlap", (), "overlaps", ("", "passes", "pairs")),
+    "search": TechniqueKind("policy that can be searched", "weft search", (), "searches"),
     "cache-policy": TechniqueKind("cache policy", "--cache-policy", (), "cache_policies", ("none",)),
     "sync": TechniqueKind("sync method", "sync.update", ("settings",), "sync"),
     "compressor": TechniqueKind("compressor", "sync.compress", (), "compressors", ("none",)),

@@ -28,6 +28,7 @@ from weft.cli.ranks import app as ranks
 from weft.cli.recipes import recipes_command
 from weft.cli.report import report_command
 from weft.cli.schedule import schedule_command
+from weft.cli.search import search_command
 from weft.cli.serve import serve_command
 from weft.cli.techniques import techniques_command
 from weft.cli.top import top_command
@@ -98,6 +99,7 @@ for command in (
     profile_command,
     recipes_command,
     new_command,
+    search_command,
     techniques_command,
 ):
     app.command(command.__name__.removesuffix("_command"))(command)

@@ -1,0 +1,1 @@
+"""Search of better policies, with a simulator as judge."""

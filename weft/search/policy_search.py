@@ -1,0 +1,192 @@
+"""The whole search of a policy: find it on some workloads, and judge it on others that the search has not seen."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from weft.errors import UsageError
+from weft.search.evolution import Generation, Scored, evolve
+from weft.search.judged_policy import JudgedPolicy
+from weft.search.policy_language import Expression, parse_policy, run_of
+
+#: Seeds of workloads for the search begin at 0, those of held-out workloads here.
+HELD_OUT = 10_000
+#: The cost of a policy with which the simulation does not end as it should.
+FAILED = 1e30
+
+#: Returns further expressions, given the best so far.
+Propose = Callable[[Sequence[Scored]], Sequence[Expression]]
+
+
+class SearchSize(NamedTuple):
+    """How much a search tries. ``generations``, ``population``: of the evolution. ``workloads``: number of workloads
+    for the search, and of as many that are held out. ``requests``: requests of each workload. ``seed``: seed of all
+    random choices.
+    """
+
+    generations: int = 12
+    population: int = 24
+    workloads: int = 3
+    requests: int = 120
+    seed: int = 0
+
+
+class PolicyFind(NamedTuple):
+    """What a search has found.
+
+    Attributes:
+        ``expression``: the best expression.
+        ``seen``: its cost on the workloads of the search, and that of each baseline by name.
+        ``held_out``: the same on held-out workloads, which decide whether the find is better.
+        ``judged``: number of expressions that were judged.
+    """
+
+    expression: Expression
+    seen: dict[str, float]
+    held_out: dict[str, float]
+    judged: int
+
+    def gain(self, baseline: str) -> float:
+        """Return by which share the find costs less than ``baseline`` on held-out workloads; below 0: it costs more."""
+        return 1 - self.held_out["find"] / self.held_out[baseline]
+
+
+def mean_cost(
+    policy: JudgedPolicy, expression: Expression, workloads: Sequence[Any]
+) -> float:
+    """Return the mean cost of a policy over ``workloads``. It is :data:`FAILED` where the simulation fails."""
+    formula = run_of(expression, [*policy.features])
+    costs = []
+    for workload in workloads:
+        try:
+            cost = policy.cost(formula, workload)
+        except (ArithmeticError, ValueError, RuntimeError, RecursionError):
+            return FAILED
+        costs.append(cost if math.isfinite(cost) else FAILED)
+    return sum(costs) / len(costs)
+
+
+def search_policy(
+    policy: JudgedPolicy,
+    size: SearchSize,
+    say: Callable[[Generation], None] = lambda generation: None,
+    propose: Propose = lambda best: (),
+) -> PolicyFind:
+    """Search for a better expression, and judge the best one and all baselines on held-out workloads.
+
+    ``say``: called after every generation. ``propose``: returns further expressions, such as those of a model.
+    """
+    names = [*policy.features]
+    baselines = {
+        name: parse_policy(text, names) for name, text in policy.baselines.items()
+    }
+    loads = [
+        policy.workload(size.seed + i, size.requests) for i in range(size.workloads)
+    ]
+    generation = None
+    for generation in evolve(
+        [*baselines.values()],
+        names,
+        lambda expression: mean_cost(policy, expression, loads),
+        size.generations,
+        size.population,
+        Random(size.seed),
+        propose,
+    ):
+        say(generation)
+    assert generation is not None
+    best = generation.best.expression
+    every = baselines | {"find": best}
+    others = [
+        policy.workload(HELD_OUT + size.seed + i, size.requests)
+        for i in range(size.workloads)
+    ]
+    return PolicyFind(
+        best,
+        {name: mean_cost(policy, each, loads) for name, each in every.items()},
+        {name: mean_cost(policy, each, others) for name, each in every.items()},
+        generation.judged,
+    )
+
+
+def plugin_text(policy: JudgedPolicy, kind: str, name: str, find: PolicyFind) -> str:
+    """Return the source of a module that registers a find as the technique ``name``. ``kind``: the searched kind."""
+    ours, greedy = find.held_out["find"], find.held_out[policy.greedy]
+    return f'''"""A policy that `weft search {kind}` has found.
+
+On workloads that the search has not seen it takes {ours:.4g} {policy.unit},
+and {policy.greedy!r} takes {greedy:.4g}.
+"""
+
+from weft.registry import register
+from weft.search.expression_policies import {policy.base}
+
+
+@register("{policy.registered}", "{name}")
+class Find({policy.base}):
+    """Chooses where the expression is smallest."""
+
+    source = {str(find.expression)!r}
+'''
+
+
+def check_plugin_path(path: Path) -> None:
+    """Raise :class:`UsageError` if a find cannot be written to ``path``, or if a file is there already."""
+    if path.suffix != ".py" or not re.fullmatch(r"[A-Za-z_]\w*", path.stem):
+        raise UsageError(
+            f"--out {path} must be a file that Python can import, such as better.py"
+        )
+    if path.exists():
+        raise UsageError(f"--out {path} exists; remove it, or choose another file")
+    if not path.parent.is_dir():
+        raise UsageError(f"--out {path}: there is no folder {path.parent}; make it")
+
+
+def write_plugin(path: Path, text: str) -> None:
+    """Write the module of a find to ``path``. Raises :class:`UsageError` if that is not possible."""
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
+
+
+def expression_diff(policy: JudgedPolicy, find: PolicyFind) -> str:
+    """Return the difference between the expression in use and the find, as ``diff -u`` writes it."""
+    before = parse_policy(policy.baselines[policy.greedy], [*policy.features])
+    lines = difflib.unified_diff(
+        _broken(before), _broken(find.expression), policy.greedy, "find", lineterm=""
+    )
+    return "\n".join(lines)
+
+
+def _broken(expression: Expression, deep: int = 2) -> list[str]:
+    """Return the text of an expression as lines, one for each part down to ``deep`` levels."""
+    if deep == 0 or not expression.parts:
+        return [str(expression)]
+    lines = [f"{expression.operation}:"]
+    for part in expression.parts:
+        lines += [f"    {line}" for line in _broken(part, deep - 1)]
+    return lines
+
+
+def find_json(kind: str, size: SearchSize, find: PolicyFind) -> str:
+    """Return a find as JSON, with its figures and the size of the search."""
+    return json.dumps(
+        {
+            "policy": kind,
+            "expression": str(find.expression),
+            "seen": find.seen,
+            "held_out": find.held_out,
+            "judged": find.judged,
+            **size._asdict(),
+        },
+        indent=1,
+    )
