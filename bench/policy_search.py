@@ -2,7 +2,7 @@
 
 The peer is the policy in use where nothing else is said (``greedy``), and all other policies that are known.
 
-    python bench/policy_search.py [--generations 10] [--population 20] [--requests 80] [--quick]
+    python bench/policy_search.py [--generations 10] [--population 20] [--requests 80] [--only order] [--quick]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def main(
     workloads: int = 2,
     requests: int = 80,
     seed: int = 0,
+    only: str = "",
     quick: Annotated[bool, typer.Option("--quick")] = False,
     out: Path = RESULT,
 ) -> None:
@@ -34,7 +35,11 @@ def main(
     if quick:
         size = SearchSize(2, 4, 1, 12, seed)
     figures: dict[str, Any] = {}
+    if only and out.exists():
+        figures = json.loads(out.read_text())["policies"]
     for technique in declared("search"):
+        if only not in ("", technique.name):
+            continue
         policy = technique.implementation()
 
         def say(generation: Generation, kind: str = technique.name) -> None:
@@ -52,7 +57,9 @@ def main(
             "gain_over_best_known": min(best.gain(name) for name in policy.baselines),
         }
         ours, greedy = best.held_out["find"], best.held_out[policy.greedy]
-        print(f"{technique.name}: ours {ours:.4g}, {policy.greedy} {greedy:.4g}, ratio {ours / greedy:.3f}")
+        print(
+            f"{technique.name}: ours {ours:.4g}, {policy.greedy} {greedy:.4g}, ratio {ours / greedy:.3f}"
+        )
     if not quick:
         record = {"size": size._asdict(), "policies": figures}
         out.write_text(json.dumps(record, indent=1) + "\n")

@@ -38,11 +38,15 @@ ORDER_FEATURES = {
     "running": "1 for a request that has begun, else 0",
     "waited": "seconds since the request arrived",
     "priority": "priority of the request; smaller is more urgent",
+    "slack": "seconds until the deadline of the request's workflow; 1000 without one",
+    "left": "stages of the workflow after this one",
     "budget": "tokens of the step",
 }
 
 #: Seconds after which a request goes before all that came later, whatever an expression says.
 PATIENCE = 60.0
+#: The slack of a request without a deadline, in seconds.
+NO_DEADLINE = 1000.0
 
 
 class ExpressionDispatch:
@@ -106,6 +110,9 @@ class ExpressionOrder(SchedulingPolicy):
                 return False, False, 0.0, r.arrival
             waited = now - r.asked_at
             overdue = waited > PATIENCE
+            job = r.workflow
+            slack = NO_DEADLINE if job is None else min(job.deadline - now, NO_DEADLINE)
+            left = 0.0 if job is None else float(len(job.remaining))
             values = (
                 r.wanted,
                 len(r.ids),
@@ -113,6 +120,8 @@ class ExpressionOrder(SchedulingPolicy):
                 float(r.runs),
                 waited,
                 r.priority,
+                slack,
+                left,
                 budget,
             )
             return (

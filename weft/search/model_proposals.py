@@ -81,8 +81,9 @@ class ModelProposals:
             f"{name}: {what}" for name, what in self.policy.features.items()
         )
         return (
-            f"A policy computes a number for every choice; the choice with the smallest number is made. "
-            f"A simulator judges it in {self.policy.unit}; less is better.\n\nNames that a policy may use:\n{features}\n\n"
+            f"A policy computes a number for every choice; that with the smallest number is made. "
+            f"A simulator judges it in {self.policy.unit}; less is better.\n\n"
+            f"Names that a policy may use:\n{features}\n\n"
             f"The best policies so far, with their costs:\n{known}\n\n"
             "Write a better one as a Python function without loops, imports and attributes, whose arguments are names "
             "from the list. It may use + - * /, comparisons, if, min, max, abs, sqrt and log1p. Answer with one block "
