@@ -66,7 +66,7 @@ def be_rank(given: dict[str, Any]) -> None:
     from weft.parallel.build import parallelize
     from weft.recipe import ModelShape, Train
     from weft.registry import find
-    from weft.techniques.overlaps.nano.search import every_choice
+    from weft.techniques.overlaps.nano.nano_search import every_choice
     from weft.train.step import pass_loss
 
     torch.set_num_threads(1)

@@ -2,7 +2,7 @@
 
 The peer is the policy in use where nothing else is said (``greedy``), and all other policies that are known.
 
-    python bench/policy_search.py [--generations 10] [--population 20] [--requests 80] [--only order] [--quick]
+    python bench/policy_search.py [--generations 10] [--population 20] [--requests 80] [--only prompt-order] [--quick]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from weft.registry import declared
-from weft.search.evolution import Generation
+from weft.search.evolution import SearchGeneration
 from weft.search.policy_search import SearchSize, search_policy
 
 RESULT = Path(__file__).with_name("results") / "policy_search.json"
@@ -42,7 +42,7 @@ def main(
             continue
         policy = technique.implementation()
 
-        def say(generation: Generation, kind: str = technique.name) -> None:
+        def say(generation: SearchGeneration, kind: str = technique.name) -> None:
             best = generation.best
             print(f"{kind} {generation.number} {best.cost:.4f} {best.expression}", flush=True)  # fmt: skip
 

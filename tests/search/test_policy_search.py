@@ -137,12 +137,12 @@ def test_a_hundred_hostile_candidates_do_no_harm() -> None:
     for source in candidates:
         begun = perf_counter()
         try:
-            made = parse_policy(source, FEATURES)
+            parsed = parse_policy(source, FEATURES)
         except UsageError as error:
             assert "\n" not in str(error) or "invalid" in str(error)
         else:
-            assert made.size <= MOST_NODES
-            assert math.isfinite(run_of(made, FEATURES)((1.0, 2.0, 3.0)))
+            assert parsed.size <= MOST_NODES
+            assert math.isfinite(run_of(parsed, FEATURES)((1.0, 2.0, 3.0)))
         assert perf_counter() - begun < 5
     assert not Path("/tmp/weft_was_here").exists()
 
@@ -185,9 +185,9 @@ def test_baselines_are_what_they_are_called() -> None:
     """As expressions they cost what the policies of the same names cost."""
     from weft.cluster.dispatch_policy import dispatch_policy
     from weft.search.simulated_engines import mean_seconds, new_engines
-    from weft.techniques.searches.dispatch import SPEEDS
+    from weft.techniques.searches.cluster_dispatch import SPEEDS
 
-    judged: Any = find("search", "dispatch").implementation()
+    judged: Any = find("search", "cluster-dispatch").implementation()
     features, load = [*judged.features], judged.workload(1, 20)
     for name in ("load", "cached-prefix"):  # the mean work of "balanced" may be zero
         formula = run_of(parse_policy(judged.baselines[name], features), features)
@@ -196,7 +196,7 @@ def test_baselines_are_what_they_are_called() -> None:
 
 
 def test_the_earliest_deadline_first_answers_more_in_time() -> None:
-    judged: Any = find("search", "order").implementation()
+    judged: Any = find("search", "prompt-order").implementation()
     features, load = [*judged.features], judged.workload(1, 60)
     cost = {
         name: judged.cost(run_of(parse_policy(text, features), features), load)
@@ -213,11 +213,11 @@ def test_a_find_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
     from weft.plugins import load_plugins
 
-    judged: Any = find("search", "dispatch").implementation()
+    judged: Any = find("search", "cluster-dispatch").implementation()
     best = search_policy(judged, SearchSize(2, 4, 1, 12))
     out = tmp_path / "better_dispatch.py"
     check_plugin_path(out)
-    write_plugin(out, plugin_text(judged, "dispatch", "better-dispatch", best))
+    write_plugin(out, plugin_text(judged, "cluster-dispatch", "better-dispatch", best))
     monkeypatch.chdir(tmp_path)
     load_plugins(["better_dispatch"])
     assert "better-dispatch" in names("dispatch-policy")

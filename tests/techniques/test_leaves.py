@@ -73,6 +73,7 @@ NAMED_BY: dict[str, Callable[[str], object]] = {
     "drafter": lambda name: check_ahead(name, 1),
     "dispatch-policy": lambda name: dispatch_policy(name),
     "quota": lambda name: quota_of(name),
+    "search": lambda name: find("search", name),
     "cache-policy": lambda name: cache_policy_of(f"{name}:1"),
     "phases": lambda name: build_recipe(ASKED[name]),
     "tracker": lambda name: build_recipe({"observe": {"trackers": [name]}}),

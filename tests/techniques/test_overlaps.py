@@ -16,7 +16,7 @@ from weft.models import fused
 from weft.models.token_parts import PassTokens
 from weft.registry import names
 from weft.techniques.overlaps.nano import NanoBatches
-from weft.techniques.overlaps.nano.search import TRIALS, NanoChoice, every_choice
+from weft.techniques.overlaps.nano.nano_search import TRIALS, NanoChoice, every_choice
 from weft.train.step import train_step
 
 MIXTURE: dict[str, Any] = {

@@ -10,11 +10,11 @@ from weft.cli.console import print_table, warn
 from weft.errors import UsageError, nearest
 
 if TYPE_CHECKING:
-    from weft.search.evolution import Generation
+    from weft.search.evolution import SearchGeneration
 
 _policy = (
-    "What to improve. dispatch: which engine of a cluster a request goes to; order: in which "
-    "order an engine reads prompts."
+    "What to improve. cluster-dispatch: which engine a request goes to; prompt-order: in "
+    "which order an engine reads prompts."
 )
 PolicyName = Annotated[str, typer.Argument(metavar="POLICY", help=_policy)]
 _out = "Write the find as a plugin to this file, whose name is also the policy's."
@@ -83,7 +83,7 @@ def search_command(
         propose = ModelProposals(judged, client, name, proposals, warn)
     size = SearchSize(generations, population, workloads, requests, seed)
 
-    def say(generation: "Generation") -> None:
+    def say(generation: "SearchGeneration") -> None:
         if not as_json:
             print(
                 f"generation {generation.number + 1}/{generations}  {generation.judged:,} policies  best "

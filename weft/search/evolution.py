@@ -20,7 +20,7 @@ STAY, JOIN = 0.15, 0.3
 TOURNAMENT = 4
 
 
-class Scored(NamedTuple):
+class JudgedExpression(NamedTuple):
     """An expression with its cost; the smaller cost is the better one. ``source``: where it comes from, in a word."""
 
     cost: float
@@ -28,16 +28,16 @@ class Scored(NamedTuple):
     source: str
 
     @property
-    def rank(self) -> tuple[float, int, str]:
+    def rank(self) -> tuple[float, str]:
         """What orders scored expressions, the best first."""
-        return self.cost, self.expression.size, str(self.expression)
+        return self.cost, f"{self.expression.size:04d} {self.expression}"
 
 
-class Generation(NamedTuple):
+class SearchGeneration(NamedTuple):
     """A generation of the search. ``number``: from 0; ``best``: the best so far; ``judged``: expressions so far."""
 
     number: int
-    best: Scored
+    best: JudgedExpression
     judged: int
 
 
@@ -48,8 +48,10 @@ def evolve(
     generations: int,
     population: int,
     random: Random,
-    propose: Callable[[Sequence[Scored]], Sequence[Expression]] = lambda best: (),
-) -> Iterator[Generation]:
+    propose: Callable[
+        [Sequence[JudgedExpression]], Sequence[Expression]
+    ] = lambda best: (),
+) -> Iterator[SearchGeneration]:
     """Search for an expression of low cost, and yield every generation with the best expression so far.
 
     ``seeds``: expressions to begin with; they are judged first, and stay unless better ones push them out.
@@ -58,11 +60,11 @@ def evolve(
     """
     known: dict[str, float] = {}
 
-    def judge(expression: Expression, source: str) -> Scored:
+    def judge(expression: Expression, source: str) -> JudgedExpression:
         text = str(expression)
         if text not in known:
             known[text] = cost(expression)
-        return Scored(known[text], expression, source)
+        return JudgedExpression(known[text], expression, source)
 
     living = [judge(each, "seed") for each in seeds]
     while len(living) < population:
@@ -70,7 +72,7 @@ def evolve(
         changed = mutated(parent, features, random)
         living.append(judge(changed, "change"))
     living.sort(key=lambda each: each.rank)
-    yield Generation(0, living[0], len(known))
+    yield SearchGeneration(0, living[0], len(known))
     for generation in range(1, generations):
         proposed = [judge(each, "model") for each in propose(living[:4])]
         stay = _distinct(living)[: max(2, round(STAY * population))]
@@ -83,14 +85,14 @@ def evolve(
                 child = mutated(parent, features, random)
             children.append(judge(child, "change"))
         living = sorted(children, key=lambda each: each.rank)
-        yield Generation(generation, living[0], len(known))
+        yield SearchGeneration(generation, living[0], len(known))
 
 
-def _distinct(living: Sequence[Scored]) -> list[Scored]:
+def _distinct(living: Sequence[JudgedExpression]) -> list[JudgedExpression]:
     return [*{str(each.expression): each for each in living}.values()]
 
 
-def _winner(living: Sequence[Scored], random: Random) -> Expression:
+def _winner(living: Sequence[JudgedExpression], random: Random) -> Expression:
     """Return the best of a few expressions that are drawn."""
     drawn = [random.choice(living) for _ in range(TOURNAMENT)]
     return min(drawn, key=lambda each: each.rank).expression

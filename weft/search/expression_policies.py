@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from weft.generate.policies import SchedulingPolicy
 from weft.search.policy_language import parse_policy, run_of
@@ -83,6 +83,15 @@ class ExpressionDispatch:
         return min(engines, key=lambda e: (cost(e), e.answers, e.name)).name
 
 
+class _PromptRank(NamedTuple):
+    """What orders requests: the smallest rank is served first."""
+
+    reads: bool  # a prompt, and no token of an answer
+    patient: bool  # not one that has waited too long
+    cost: float
+    arrival: int
+
+
 class ExpressionOrder(SchedulingPolicy):
     """A scheduling policy: new tokens first, then prompts in the order of an expression, the smallest first.
 
@@ -105,9 +114,9 @@ class ExpressionOrder(SchedulingPolicy):
     ) -> Order:
         now = self.clock()
 
-        def rank(r: Request) -> tuple[bool, bool, float, int]:
+        def rank(r: Request) -> _PromptRank:
             if r.runs and r.wanted == 1:
-                return False, False, 0.0, r.arrival
+                return _PromptRank(False, False, 0.0, r.arrival)
             waited = now - r.asked_at
             overdue = waited > PATIENCE
             job = r.workflow
@@ -124,11 +133,7 @@ class ExpressionOrder(SchedulingPolicy):
                 left,
                 budget,
             )
-            return (
-                True,
-                not overdue,
-                -waited if overdue else self.formula(values),
-                r.arrival,
-            )
+            cost = -waited if overdue else self.formula(values)
+            return _PromptRank(True, not overdue, cost, r.arrival)
 
         return [(r, r.wanted) for r in sorted((*running, *waiting), key=rank)]

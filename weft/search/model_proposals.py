@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from weft.errors import UsageError, WeftError
-from weft.search.evolution import Scored
+from weft.search.evolution import JudgedExpression
 from weft.search.judged_policy import JudgedPolicy
 from weft.search.policy_language import Expression, parse_policy
 
@@ -42,7 +42,7 @@ class ModelProposals:
         self.policy, self.client, self.model = policy, client, model
         self.each, self.say, self.refused = each, say, 0
 
-    def __call__(self, best: Sequence[Scored]) -> list[Expression]:
+    def __call__(self, best: Sequence[JudgedExpression]) -> list[Expression]:
         """Return the expressions that the model proposes, given the best so far. What cannot be read is left out."""
         proposals, refusals = list[Expression](), list[str]()
         for _ in range(self.each):
@@ -60,7 +60,7 @@ class ModelProposals:
             )
         return proposals
 
-    def _ask(self, best: Sequence[Scored]) -> str:
+    def _ask(self, best: Sequence[JudgedExpression]) -> str:
         body = {
             "model": self.model,
             "max_tokens": TOKENS,
@@ -75,7 +75,7 @@ class ModelProposals:
                 f"{self.client.url} answers without choices; give the address of an OpenAI-compatible server"
             ) from None
 
-    def _prompt(self, best: Sequence[Scored]) -> str:
+    def _prompt(self, best: Sequence[JudgedExpression]) -> str:
         known = "\n".join(f"{each.cost:.6g}: {each.expression}" for each in best)
         features = "\n".join(
             f"{name}: {what}" for name, what in self.policy.features.items()

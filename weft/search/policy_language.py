@@ -215,13 +215,13 @@ class _Reader:
                     raise UsageError(_unknown(statement))
         return None
 
-    def _limited(self, made: Expression) -> Expression:
-        """Return ``made``, unless it is so large that going on would take long."""
-        if made.size > 50 * MOST_NODES:
+    def _limited(self, whole: Expression) -> Expression:
+        """Return ``whole``, unless it is so large that going on would take long."""
+        if whole.size > 50 * MOST_NODES:
             raise UsageError(
                 "the policy uses its own variables too often; write it shorter"
             )
-        return made
+        return whole
 
     def expression(self, node: ast.expr, names: Mapping[str, Expression]) -> Expression:
         """Read an expression of Python. ``names``: variables that were assigned before."""

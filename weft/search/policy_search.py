@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from weft.errors import UsageError
-from weft.search.evolution import Generation, Scored, evolve
+from weft.search.evolution import JudgedExpression, SearchGeneration, evolve
 from weft.search.judged_policy import JudgedPolicy
 from weft.search.policy_language import Expression, parse_policy, run_of
 
@@ -22,7 +22,7 @@ HELD_OUT = 10_000
 FAILED = 1e30
 
 #: Returns further expressions, given the best so far.
-Propose = Callable[[Sequence[Scored]], Sequence[Expression]]
+Propose = Callable[[Sequence[JudgedExpression]], Sequence[Expression]]
 
 
 class SearchSize(NamedTuple):
@@ -76,7 +76,7 @@ def mean_cost(
 def search_policy(
     policy: JudgedPolicy,
     size: SearchSize,
-    say: Callable[[Generation], None] = lambda generation: None,
+    say: Callable[[SearchGeneration], None] = lambda generation: None,
     propose: Propose = lambda best: (),
 ) -> PolicyFind:
     """Search for a better expression, and judge the best one and all baselines on held-out workloads.

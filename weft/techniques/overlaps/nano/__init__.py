@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.models.token_parts import WHOLE_ROWS, Overlap, PassTokens, Weave
 from weft.registry import register
-from weft.techniques.overlaps.nano.search import NanoSearch
+from weft.techniques.overlaps.nano.nano_search import NanoSearch
 
 
 @register(

@@ -20,10 +20,10 @@ SPEEDS, LOAD = (1.0, 1.0, 0.5), 0.85
 
 @register(
     "search",
-    "dispatch",
+    "cluster-dispatch",
     title="Search of dispatch policies against the simulated cluster",
     paper="Cheng et al. 2025 (Barbarians at the Gate, 2510.06189)",
-    recipe="weft search dispatch",
+    recipe="weft search cluster-dispatch",
     proof="tests/search/test_policy_search.py",
     figure=(
         "on workloads that the search has not seen, an answer takes 0.394 s; with load 0.474, with balanced 0.441 "

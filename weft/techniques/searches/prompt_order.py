@@ -22,10 +22,10 @@ READING, WRITING = 0.00002, 0.006
 
 @register(
     "search",
-    "order",
+    "prompt-order",
     title="Search of scheduling policies against the simulated engine",
     paper="Cheng et al. 2025 (Barbarians at the Gate, 2510.06189)",
-    recipe="weft search order",
+    recipe="weft search prompt-order",
     proof="tests/search/test_policy_search.py",
     figure=(
         "on workloads that the search has not seen, 2.5% of the answers are late, as by the earliest deadline first, "
