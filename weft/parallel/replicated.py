@@ -137,7 +137,7 @@ def _arrived(
     if parcel.launched:
         raise WeftError(
             "a gradient came after its sum over replicas: this model's backward reaches its parameters in an order "
-            "of its own; leave out optimizer.in_backward, or set layout.shard in place of layout.dp"
+            "of its own; leave out optimizer.in_backward and memory.speculate, or set layout.shard, not layout.dp"
         )
     parcel.missing -= 1
     if not parcel.missing:

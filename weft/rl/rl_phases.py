@@ -53,7 +53,15 @@ class RlPhases(Job):
     def with_questions(
         self, rewarded: tuple[Task, ...], questions: QuestionStream
     ) -> Self:
-        """Return this job with the tables ``[[tasks]]`` that have a reward, and their questions."""
+        """Return this job with the tables ``[[tasks]]`` that have a reward, and their questions.
+
+        Raises :class:`UsageError` for a model whose tokens draw their feed-forwards by the samples of known data.
+        """
+        if self.shape.small_ffn:
+            raise UsageError(
+                f"model.small_ffn = {self.shape.small_ffn} draws feed-forwards by the samples of data, and [rl] learns "
+                "from answers, for which nothing is drawn; leave one of them out"
+            )
         return replace(self, rewarded=rewarded, questions=questions)
 
     @property
