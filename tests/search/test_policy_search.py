@@ -79,6 +79,7 @@ def test_every_expression_is_a_number_and_reads_back(
     for each in (first, mutated(first, FEATURES, draw), joined(first, second, draw)):
         again = parse_policy(str(each), FEATURES)
         assert math.isfinite(run_of(each, FEATURES)(values))
+        assert run_of(again, FEATURES)(values) == run_of(each, FEATURES)(values)
         assert str(again) == str(parse_policy(str(again), FEATURES))
 
 
@@ -216,7 +217,7 @@ def test_a_find_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     judged: Any = find("search", "cluster-dispatch").implementation()
     best = search_policy(judged, SearchSize(2, 4, 1, 12))
     out = tmp_path / "better_dispatch.py"
-    check_plugin_path(out)
+    check_plugin_path(out, judged.registered)
     write_plugin(out, plugin_text(judged, "cluster-dispatch", "better-dispatch", best))
     monkeypatch.chdir(tmp_path)
     load_plugins(["better_dispatch"])
@@ -225,6 +226,12 @@ def test_a_find_is_a_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (
         dispatch_policy("better-dispatch")(engines, DispatchRequest(9, "", 0)) in "xy"
     )
-    for wrong in (out, tmp_path / "no" / "a.py", tmp_path / "a b.py", tmp_path / "a"):
+    for wrong in (
+        out,
+        tmp_path / "no" / "a.py",
+        tmp_path / "a b.py",
+        tmp_path / "a",
+        tmp_path / "urgency.py",
+    ):
         with pytest.raises(UsageError, match="--out"):
-            check_plugin_path(wrong)
+            check_plugin_path(wrong, "policy")

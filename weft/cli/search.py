@@ -23,6 +23,8 @@ _server = "Let a model behind this OpenAI-compatible address propose policies to
 Server = Annotated[
     str, typer.Option("--server", metavar="http://HOST:PORT", help=_server)
 ]
+#: Proposals of a model in each generation.
+PROPOSALS = 4
 _proposals = "With --server: proposals in each generation."
 
 
@@ -48,7 +50,7 @@ def search_command(
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", help="With --server: its key.")
     ] = "",
-    proposals: Annotated[int, typer.Option(min=1, help=_proposals)] = 4,
+    proposals: Annotated[int, typer.Option(min=1, help=_proposals)] = PROPOSALS,
     out: Out = None,
     plugin: PluginModules = None,
     as_json: AsJson = False,
@@ -62,6 +64,7 @@ def search_command(
         find_json,
         plugin_text,
         search_policy,
+        technique_name,
         write_plugin,
     )
 
@@ -72,8 +75,10 @@ def search_command(
         )
     judged = find("search", policy).implementation()
     if out is not None:
-        check_plugin_path(out)
+        check_plugin_path(out, judged.registered)
     propose = None
+    if not server and (model or proposals != PROPOSALS):
+        raise UsageError("--model and --proposals are about --server; give its address")
     if server:
         from weft.search.model_proposals import ModelProposals
         from weft.serve.api_client import ApiClient
@@ -94,8 +99,9 @@ def search_command(
     best = search_policy(judged, size, say, propose or (lambda best: ()))
     gain = best.gain(judged.greedy)
     if out is not None and gain > 0:
-        text = plugin_text(judged, policy, out.stem.replace("_", "-"), best)
-        write_plugin(out, text)
+        write_plugin(out, plugin_text(judged, policy, technique_name(out), best))
+    elif out is not None:
+        warn(f"{out} is not written, as nothing better was found")
     if as_json:
         print(find_json(policy, size, best))
         return 0
@@ -112,6 +118,6 @@ def search_command(
         return 0
     print(f"{gain:.1%} less than {judged.greedy} on held-out workloads")
     if out is not None:
-        usage = judged.usage.format(module=out.stem, name=out.stem.replace("_", "-"))
+        usage = judged.usage.format(module=out.stem, name=technique_name(out))
         print(f"use it in the folder of {out.name}: {usage}")
     return 0

@@ -53,6 +53,9 @@ class ModelProposals:
                 proposals.append(parse_policy(source, [*self.policy.features]))
             except UsageError as error:
                 refusals.append(str(error))
+            except WeftError as error:
+                self.say(f"{error}; the search goes on without it")
+                break
         self.refused += len(refusals)
         if refusals:
             self.say(

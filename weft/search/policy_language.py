@@ -65,6 +65,11 @@ class Operation:
     text: Callable[..., str]
 
 
+def rounded(value: float) -> float:
+    """Return ``value`` as its text says it, so that an expression that is read back is the same."""
+    return float(f"{value:.6g}")
+
+
 def _bounded(value: float) -> float:
     if math.isnan(value):
         return 0.0
@@ -116,7 +121,7 @@ _SIGNS: dict[type[ast.AST], str] = {
 
 def number(value: float) -> Expression:
     """Return the expression of a constant."""
-    return Expression("number", value=_bounded(value))
+    return Expression("number", value=rounded(_bounded(value)))
 
 
 def feature(name: str) -> Expression:

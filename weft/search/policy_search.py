@@ -12,6 +12,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from weft.errors import UsageError
+from weft.registry import KINDS, setting_values
 from weft.search.evolution import JudgedExpression, SearchGeneration, evolve
 from weft.search.judged_policy import JudgedPolicy
 from weft.search.policy_language import Expression, parse_policy, run_of
@@ -55,7 +56,8 @@ class PolicyFind(NamedTuple):
 
     def gain(self, baseline: str) -> float:
         """Return by which share the find costs less than ``baseline`` on held-out workloads; below 0: it costs more."""
-        return 1 - self.held_out["find"] / self.held_out[baseline]
+        cost = self.held_out[baseline]
+        return 1 - self.held_out["find"] / cost if cost else 0.0
 
 
 def mean_cost(
@@ -137,14 +139,26 @@ class Find({policy.base}):
 '''
 
 
-def check_plugin_path(path: Path) -> None:
-    """Raise :class:`UsageError` if a find cannot be written to ``path``, or if a file is there already."""
+def technique_name(path: Path) -> str:
+    """Return the name as which the plugin in the file ``path`` registers its policy."""
+    return path.stem.replace("_", "-")
+
+
+def check_plugin_path(path: Path, kind: str) -> None:
+    """Raise :class:`UsageError` if a find cannot be written to ``path``: if a file is there already, or if a technique
+    of this ``kind`` has its name.
+    """
     if path.suffix != ".py" or not re.fullmatch(r"[A-Za-z_]\w*", path.stem):
         raise UsageError(
             f"--out {path} must be a file that Python can import, such as better.py"
         )
     if path.exists():
         raise UsageError(f"--out {path} exists; remove it, or choose another file")
+    name = technique_name(path)
+    if name in setting_values(KINDS[kind].setting):
+        raise UsageError(
+            f"--out {path} would register {name!r}, which is there already; choose another file"
+        )
     if not path.parent.is_dir():
         raise UsageError(f"--out {path}: there is no folder {path.parent}; make it")
 
