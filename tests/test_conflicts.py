@@ -10,10 +10,11 @@ from unittest import mock
 import pytest
 
 from tests.conftest import Command
+from weft.layout.layout import Layout
 from weft.layout.mesh import Mesh
 from weft.parallel.build import check_fits
 from weft.prove.types import check_types
-from weft.recipe import load_recipe
+from weft.recipe import ModelShape, load_recipe
 from weft.recipe.conflicts import every_rule
 from weft.refusal import Conflict
 from weft.registry import Registered, declared
@@ -33,6 +34,9 @@ REWARDED = 'tasks=[{reward="addition"}] rl.group=4'
 
 #: Setting of a run that imitates another one.
 TAUGHT = "loss.teachers=['runs/teacher']"
+
+#: A rule of layouts in which ranks generate.
+GENERATION = "overlap with a chosen sum"
 
 #: A smallest layout that meets each entry, and the settings that it takes; the model has 2 layers and 4 heads.
 SMALLEST: dict[str, tuple[str, str]] = {
@@ -262,7 +266,7 @@ def test_every_entry_has_a_smallest_layout() -> None:
     assert sorted(rule.name for rule in every_rule()) == sorted(SMALLEST)
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", [name for name in SMALLEST if name != GENERATION])
 def test_refused_by_everything_with_the_same_reason(
     command: Command, tiny: str, name: str
 ) -> None:
@@ -281,6 +285,14 @@ def test_refused_by_everything_with_the_same_reason(
     assert {code for code, _, _ in said} == {2}
     assert len({err for _, _, err in said}) == 1
     assert str(refused.value) in " ".join(said[0][2].split())
+
+
+def test_refused_where_ranks_generate() -> None:
+    """A recipe with a chosen sum is refused for another reason before."""
+    layout = Layout.parse(SMALLEST[GENERATION][0])
+    with pytest.raises(Conflict) as refused:
+        check_fits(ModelShape(vocab=9, layers=1, embed=8, heads=2), layout)
+    assert refused.value.rule == GENERATION
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (["schedule", "gpipe", "--stages", "10000", "--microbatches", "10000"], 2, r"is too large for a table"),
     (["verifi", "x"], 2, r"No such command 'verifi'\. Did you mean 'verify'\? See '.*--help'$"),
     (["generate", "--checkpoint", "nowhere", "--prompt", "x"], 1, r"nowhere does not exist"),
-    (["generate", "--checkpoint", "nowhere"], 2, r"either --prompt TEXT or --prompt-file FILE"),
+    (["generate", "--checkpoint", "nowhere"], 2, r"either --prompt TEXT, --prompt-file FILE or --prompts FILE"),
     (["generate", "--checkpoint", "nowhere", "--prompt-file", "none.txt"], 2, r"none\.txt cannot be read: No such"),
     (["generate", "--checkpoint", "nowhere", "--prompt-file", sys.executable], 2, r"read: not text in UTF-8 \(byte"),
     (["new", ""], 2, r"the new recipe has no name; say: weft new NAME"),

@@ -186,5 +186,5 @@ def test_what_cannot_be() -> None:
     said = "wide is of another shape than the base, with vocab = 40 and not 31, ffn = 16 and not 32"
     with pytest.raises(UsageError, match=said):
         engine.add_model("wide", other)
-    with pytest.raises(UsageError, match="no invariant"):
+    with pytest.raises(UsageError, match="neither invariant nor a cache policy"):
         Engine(zoo("softmax").alone(""), invariant=True).add_model("m1", models["m1"])

@@ -201,15 +201,15 @@ def test_answers_go_on_with_new_weights_and_never_become_too_old() -> None:
     with Run(bound=1, slow=0.004, invariant=True) as run:
         models = {0: copy.deepcopy(run.policy.model)}
         run.rollouts.take_weights(0)
-        run.rollouts.request([group(i) for i in range(8)])
+        run.rollouts.request([group(i) for i in range(10)])
         groups = []
-        for step in range(4):
+        for step in range(5):
             groups.append(run.rollouts.finished(2))
             run.policy.train(groups[-1])
             models[step + 1] = copy.deepcopy(run.policy.model)
             run.rollouts.take_weights(step + 1)
         assert {*run.rollouts.lags} == {0, 1}
-        assert sum(run.rollouts.lags.values()) == 24
+        assert sum(run.rollouts.lags.values()) == 30
     answers = [
         (step, each.request, i, answer)
         for step, batch in enumerate(groups)

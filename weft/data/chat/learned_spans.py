@@ -82,6 +82,17 @@ def _turn(edges: Edges, i: int, last: int) -> tuple[int, int] | None:
             f"where message {i + 1} begins in the text of the chat template cannot be found; {_TAGS}"
         )
     start = max(start, last)
+    limit = words[0] if words else start
+    if any(
+        start < at < limit
+        for other in range(len(followed.talk.messages))
+        if other != i
+        for at in followed.words(other)
+    ):
+        raise TemplateError(
+            f"the chat template writes other messages where message {i + 1} seems to begin, so what to learn cannot be "
+            f"told from them; {_TAGS}"
+        )
     end = edges.end(i, words, start)
     return (start, max(end, start)) if end is not None else None
 
