@@ -129,6 +129,8 @@ def test_workers_give_the_same_manifest(tmp_path: Path) -> None:
     assert manifest(tmp_path) == first
 
 
+@pytest.mark.soak
+@pytest.mark.slow(10)
 def test_ended_process_is_replaced_once(tmp_path: Path) -> None:
     write_lines(tmp_path / "data/a.jsonl", ["text"])
     result = run(tmp_path, SAME | {"die": str(tmp_path / "died")}, workers=1)
