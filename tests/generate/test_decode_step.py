@@ -30,6 +30,8 @@ class Recordings:
 
     def __call__(self, compute):  # type: ignore[no-untyped-def]
         self.recorded += 1
+        # outside of it the cache cannot be written to, and other kernels run
+        assert torch.is_inference_mode_enabled()
 
         def replay() -> torch.Tensor:
             self.repeated += 1

@@ -12,13 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.generate.test_adapters import write
 from tests.generate.test_many import build
+from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import UsageError, WeftError
 from weft.generate.block_contents import LayerPart
 from weft.generate.engine import Engine
 from weft.generate.key_file import KeyFile, layout_of
 from weft.generate.key_owner import KeyAttention, KeyStretch, RestingQuery, serve_keys
-from weft.generate.keys_at_rest import KeysAtRest, RestingKeys, check_rate, rest_keys
+from weft.generate.keys_at_rest import (
+    KeysAtRest,
+    RestingKeys,
+    check_rate,
+    hold_adapters,
+    rest_keys,
+)
 from weft.generate.lookup import Lookup
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
@@ -191,6 +199,59 @@ def test_a_disk_too_slow_is_refused_with_numbers(tmp_path: Path) -> None:
     check_rate(rest.owners, rest.layout, 0, 10_000, 1e-5)
     rest.close()
     assert engine.scheduler.borrowable
+
+
+def test_a_rate_that_cannot_be_checked_is_said(tmp_path: Path) -> None:
+    engine, said = Engine(build("softmax", torch.float64), size=4), list[str]()
+    keys = RestingKeys((tmp_path,), size=1e-3, cached=0, rate=5)
+    rest_keys(engine, keys, 1, 0, said.append, start=ThreadOwner).close()
+    assert "rate=5 is not checked" in said[0]
+
+
+def test_a_process_that_is_lost_while_a_step_is_planned(tmp_path: Path) -> None:
+    """Texts may be in that step already: they keep their blocks until the process is started again between steps."""
+    engine, rest, said = resting("softmax", tmp_path)
+    prompts = LONG[:150], LONG[50:180]
+    texts = [engine.submit(ids, 24, GREEDY)[0] for ids in prompts]
+    while not all(text.written for text in texts) or not rest.borrower.longest:
+        engine.step()
+    for owner in rest.owners:
+        owner._pipe.close()
+    assert not rest.relieve()
+    assert engine.scheduler.running == texts and not said
+    engine.run()
+    assert len(said) == 2 and "is started again" in said[0]
+    for text, ids in zip(texts, prompts, strict=True):
+        assert text.written == written_alone("softmax", ids, GREEDY).written
+    rest.close()
+
+
+def test_adapters_have_room_beside_the_newest_blocks(tmp_path: Path) -> None:
+    engine, rest, _ = resting("softmax", tmp_path)
+    adapter = read_adapter(
+        write(tmp_path / "adapter", engine.model, 16, 1), engine.model
+    )
+    before, pool = engine.scheduler.pool.blocks, engine.scheduler.pool
+    engine.add_adapter("a", adapter)
+    hold_adapters(engine)
+    needed = len(engine.scheduler.adapter_keys["a"])
+    assert pool.blocks == before + needed > needed
+    pool.blocks = needed + 3
+    first = engine.submit(LONG[:50], 30, GREEDY)[0]
+    for _ in range(6):
+        engine.step()
+    # it waits until the adapter fits in
+    second = engine.submit(LONG[:30], 3, GREEDY, adapter="a")[0]
+    engine.run()
+    alone = Engine(engine.model)
+    alone.add_adapter("a", adapter)
+    expected = alone.submit(LONG[:30], 3, GREEDY, adapter="a")[0]
+    alone.run()
+    assert first.finished and second.written == expected.written
+    pool.blocks = needed
+    with pytest.raises(UsageError, match="beside the adapter's"):
+        engine.submit(LONG[:30], 3, GREEDY, adapter="a")
+    rest.close()
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,8 @@ def test_generate_writes_the_same(command: Command, tmp_path: Path) -> None:
         ({"neurons_in": "f"}, "int4", "", "not in int4"),
         ({"layers_in": "f", "window": 1}, "int8", "", "not in int8"),
         ({"layers_in": "f", "window": 1}, "float", "ep=2,dp=2", "or ep in --layout"),
+        ({"layers_in": "f", "window": 1}, "float", "tp=2,overlap=tokens", "or overlap in --layout"),
+        ({"neurons_in": "f"}, "float", "tp=2,overlap=tokens", "or overlap in --layout"),
         ({"layers_in": "", "window": 1}, "float", "", "--layers-in is empty"),
         ({"layers_in": "s3://b/x", "window": 1}, "float", "", "is no folder of this computer"),
     ],

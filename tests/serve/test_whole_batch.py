@@ -24,6 +24,7 @@ from weft.parallel.build import parallelize
 from weft.recipe import ModelShape, Train
 from weft.serve.batch_costs import BatchCosts, LayerCost, RingClock, measure_costs
 from weft.serve.batch_plan import plan_batch, played_batch
+from weft.serve.whole_batch import prompts_of_file
 
 DEEP = SMALL | {"layers": 6}
 
@@ -169,6 +170,13 @@ def test_the_command_continues_all_prompts_of_a_file(
     ):
         code, _, err = command(*words, *more)
         assert code == 2 and line in err, err
+
+
+def test_other_line_separators_are_part_of_a_prompt(tmp_path: Path) -> None:
+    """JSON allows them inside of a string."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('"a\u2028b"\r\n\n"c"\n'.encode())
+    assert prompts_of_file(file) == ["a\u2028b", "c"]
 
 
 def test_logits_of_one_text_are_the_same_bits(tmp_path: Path) -> None:

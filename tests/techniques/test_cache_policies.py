@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.generate.test_adapters import TARGETS, write
 from tests.generate.test_leader import model_under
+from tests.generate.test_migration import move
 from tests.generate.test_phase_options import PLAIN
 from weft.checkpoint.convert.peft import read_adapter
 from weft.errors import UsageError
@@ -111,6 +112,39 @@ def test_a_window_frees_blocks_and_reads_less() -> None:
     reads = engine.reader.pages[0].selector.reads  # type: ignore[union-attr]
     # up to 16 keys of 70, and fewer at the beginning
     assert reads.read == reads.chosen < 0.5 * reads.all
+
+
+def test_a_text_longer_than_the_cache_begins_though_its_beginning_is_known() -> None:
+    """Of its known blocks it takes no more than leave room for a step."""
+    longer = PROMPTS[2] + [(5 * i + 1) % 31 for i in range(60)]
+    engine = opened("window:8", tokens=48, budget=16)
+    engine.submit(PROMPTS[2], 4, GREEDY)
+    engine.run()
+    text = engine.submit(longer, 8, GREEDY)[0]
+    for _ in range(20):
+        engine.step()
+    whole = opened("window:8")
+    alone = whole.submit(longer, 8, GREEDY)[0]
+    whole.run()
+    assert text.written == alone.written and text.hits == 32
+
+
+def test_blocks_behind_a_window_are_not_there_for_others_after_a_move() -> None:
+    """The engine that a text comes to has other keys in their place."""
+    source, target = opened("window:8"), opened("window:8")
+    text = source.submit(PROMPTS[2], 20, GREEDY)[0]
+    while len(text.written) < 5:
+        source.step()
+    moved = move(source, target, text, 0).request
+    target.run()
+    shorter = [*PROMPTS[2][:16], 1]
+    later = target.submit(shorter, 8, GREEDY, top=0)[0]
+    target.run()
+    whole = opened("window:8")
+    expected = [whole.submit(ids, n, GREEDY)[0] for ids, n in ((PROMPTS[2], 20), (shorter, 8))]  # fmt: skip
+    whole.run()
+    assert [moved.written, later.written] == [each.written for each in expected]
+    assert later.hits == 4 and not target.scheduler.pool.owners
 
 
 def test_blocks_read_their_share() -> None:

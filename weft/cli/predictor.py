@@ -37,8 +37,10 @@ def predictor_command(
     from weft.generate.predictor_training import train_predictors
     from weft.memory.neuron_predictor import gate_hashes, write_predictor
     from weft.new_folder import check_new
+    from weft.pages import check_writable
 
     check_new(out)
+    check_writable(out, "--out")
     text = text_of(texts)
     model, files, _ = open_model(checkpoint, "cpu", warn, ema)
     ids = tokenizer_of(files, checkpoint).prompt_ids(text)

@@ -397,7 +397,6 @@ class Engine:
                 self.reader.reserve(self.scheduler.pool.blocks)
         return self.scheduler.pool.blocks * self.reader.size
 
-    @torch.inference_mode()
     def report_to(self, warn: Callable[[str], None]) -> None:
         """Print lines about the ranks with ``warn``: what was measured when they started, and later changes."""
         if isinstance(self.reader, Leader):
@@ -405,6 +404,7 @@ class Engine:
             for line in self.reader.notes:
                 warn(line)
 
+    @torch.inference_mode()
     def record_steps(self) -> None:
         """Record the CUDA graphs of steps with up to as many requests as a step may have, if graphs are used, so that
         no request waits for them.

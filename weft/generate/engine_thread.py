@@ -203,6 +203,8 @@ class EngineThread:
                 begun = perf_counter()
                 self._step()
                 self.seconds = perf_counter() - begun
+                if not (self.tells or self.searches):
+                    self.engine.settle()  # as no step does it soon
             except Exception as error:  # what the engine has in hand is lost
                 self.failure = error
                 for best in self.searches.values():
@@ -212,8 +214,6 @@ class EngineThread:
                 self.stepped()
                 return
             self.stepped()
-            if not (self.tells or self.searches):
-                self.engine.settle()  # as no step does it soon
 
     def _step(self) -> None:
         self._pass_on(self.engine.step())

@@ -27,6 +27,7 @@ from weft.generate.engine import Engine, LoanUsage
 from weft.generate.key_file import CALLED, KeyLayout, layout_of
 from weft.generate.key_owner import run_owner
 from weft.generate.lending import Borrower, NoRoom, check_lending
+from weft.generate.reader import PagedReader
 from weft.generate.request import Request
 from weft.models.borrowed_keys import BlockLender, LenderLost, LentQuery, Partial
 from weft.models.numbers import wide
@@ -355,7 +356,8 @@ class KeyOwner:
             f"the process {self.pid} that owns keys in {self.folder} has ended ({said})"
         )
         self._process.kill()
-        self._process.wait(5)
+        with suppress(subprocess.TimeoutExpired):  # it waits for its disk
+            self._process.wait(5)
         return self.fate
 
 
@@ -390,7 +392,11 @@ class KeysAtRest:
         return sum(owner.room() for owner in self.owners)
 
     def settle(self) -> None:
-        """Move every whole run of blocks to a file."""
+        """Start processes again that are lost, and move every whole run of blocks to a file."""
+        for owner in [*self.owners]:
+            if owner.lost:
+                for party in self.engine.loans:
+                    party.give_up(owner)
         for request in list(self.engine.scheduler.running):
             own = self.borrower.own_blocks(request)
             for first in range(
@@ -463,12 +469,9 @@ class KeysAtRest:
                 loan = owner.put(
                     contents, last.loan if last and owner is last.lender else None
                 )
-            except NoRoom:
+            except (NoRoom, LenderLost):
+                # a lost one is started again between two steps, when no text is in a step
                 continue
-            except LenderLost as lost:
-                for party in self.engine.loans:
-                    party.give_up(lost.lender)
-                return False
             self.borrower.hand_over(request, table, owner, loan)
             return True
         return False
@@ -528,7 +531,11 @@ def rest_keys(
     try:
         for folder in folders:
             owners.append(owner(folder, bool(resting.rate)))
-        if resting.rate:
+        if resting.rate and not tokens:
+            say(
+                f"{CALLED}: rate={resting.rate:g} is not checked, as the model does not say how long its texts are"
+            )
+        elif resting.rate:
             check_rate(owners, layout, cached, tokens, resting.rate)
     except BaseException:
         for each in owners:
@@ -537,6 +544,16 @@ def rest_keys(
     for note in dict.fromkeys(each.note for each in owners if each.note):
         say(note)
     return KeysAtRest(engine, owners, lambda lost: owner(lost.folder, False), say)
+
+
+def hold_adapters(engine: Engine) -> None:
+    """Enlarge the cache of ``engine``, which has room for the newest blocks of its texts, by the blocks of all its
+    adapters.
+    """
+    scheduler = engine.scheduler
+    scheduler.pool.blocks += sum(map(len, scheduler.adapter_keys.values()))
+    if isinstance(engine.reader, PagedReader):
+        engine.reader.reserve(scheduler.pool.blocks)
 
 
 def check_rate(

@@ -16,7 +16,7 @@ from weft.generate.core_share import own_cores
 from weft.generate.drafter import check_ahead, drafter_for
 from weft.generate.engine import Engine, check_prompt
 from weft.generate.fingerprint import open_for_reading, weights_fingerprint
-from weft.generate.keys_at_rest import FILE_GB, RestingKeys, rest_keys
+from weft.generate.keys_at_rest import FILE_GB, RestingKeys, hold_adapters, rest_keys
 from weft.generate.leader import follow_leader
 from weft.generate.many_models import Room, add_models, members_of
 from weft.generate.outside_cache import OutsideCache, keep_blocks
@@ -353,6 +353,8 @@ def open_engine(
         cache = engine.fit(int(share * free))
     if options.adapters:
         others += add_adapters(engine, options.adapters, name)
+        if options.keys_in and not options.cache:
+            hold_adapters(engine)
     keeps = options.host_cache or options.cache_folder
     kept = keep_opened(engine, options, warn) if keeps else None
     if shared is not None:

@@ -147,7 +147,8 @@ def _calibrated(
     some, x = x.tensor_split(2)
     scores = torch.addmm(predictor.bias, some @ predictor.a.t(), predictor.b.t())
     of_active = scores[some @ gate.t() > 0].sort().values
-    least = of_active[int((1 - recall) * len(of_active))] if len(of_active) else 0.0
+    missed = min(int((1 - recall) * len(of_active)), len(of_active) - 1)
+    least = of_active[missed] if len(of_active) else 0.0
     moved = predictor._replace(bias=predictor.bias - least + 1e-6)
     active, predicted = x @ gate.t() > 0, moved.active(x)
     score = PredictorScore(

@@ -118,7 +118,7 @@ class Scheduler:
         # blocks to which other texts attend, or that must never go, are not lent
         stays = request.pinned or request.kept or bool(request.context)
         most = self.pool.blocks + (0 if stays else self.borrowable)
-        if blocks + beside > most:
+        if blocks + beside > most or beside >= self.pool.blocks:
             adapter = f" beside the adapter's {beside * size}" if beside else ""
             raise UsageError(f"{request.most} tokens of prompt and answer do not fit into a cache of "
                              f"{self.pool.blocks * size}{adapter}; ask for fewer")  # fmt: skip
@@ -162,7 +162,9 @@ class Scheduler:
         self.give_up(placeholder)
         request.shelf = self._lend(request.adapter, shelf)
         request.keys = [root_key(self.version, request.adapter, request.tenant)]
-        self._remember(request)
+        # what the other engine has sent of hidden blocks may be of another block
+        self._remember(request, self._hidden(request))
+        self._free_hidden(request)
         self.running.append(request)
         return True
 
@@ -321,8 +323,8 @@ class Scheduler:
         del request.table[kept:]
         self._remember(request)
 
-    def _remember(self, request: Request) -> None:
-        """Give full blocks of computed tokens their keys."""
+    def _remember(self, request: Request, without: range = range(0)) -> None:
+        """Give full blocks of computed tokens their keys, but not to the blocks ``without``, indices in the table."""
         size = self.pool.size
         first, end = len(request.keys) - 1, request.computed // size
         if end <= first:
@@ -330,20 +332,29 @@ class Scheduler:
         for key in chained_keys(
             request.keys[-1], request.ids[first * size : end * size], size
         ):
-            block = request.table[len(request.keys) - 1]
-            self.pool.remember(block, key)
+            at = len(request.keys) - 1
+            block = request.table[at]
             request.keys.append(key)
+            if at in without:
+                continue
+            self.pool.remember(block, key)
             if self.outside is not None:
                 self.outside.note_full(request, key, block)
+
+    def _hidden(self, request: Request) -> range:
+        """Indices in the table of those blocks of ``request`` that no later token sees."""
+        if self.cache_policy is None:
+            return range(0)
+        return self.cache_policy.hidden(request.computed, self.pool.size)
 
     def _free_hidden(self, request: Request) -> None:
         """Give blocks back that no later token of ``request`` sees. Its first block stands in their place in the table,
         so that every number there is that of a block of its own.
         """
-        if self.cache_policy is None or not request.table:
+        table = request.table
+        if not table:
             return
-        table, size = request.table, self.pool.size
-        for at in reversed(self.cache_policy.hidden(request.computed, size)):
+        for at in reversed(self._hidden(request)):
             if table[at] == table[0]:
                 break  # all before it are free already
             self.pool.hold(table[:1])
@@ -368,6 +379,14 @@ class Scheduler:
             away = []
         else:
             away = away[: self.outside.find(request, away)]
+        if self.cache_policy is not None:
+            # of a text that is longer than the cache, no more than leaves room for a step
+            room = pool.blocks - len(self.adapter_keys[request.adapter])
+            if -(-len(request.ids) // pool.size) > room:
+                room = max(0, room - -(-self.budget // pool.size))
+                blocks = blocks[:room]
+                away = away[: room - len(blocks)]
+                known = len(blocks) * pool.size
         most = (
             request.most + 1
             if request.pinned
@@ -382,8 +401,10 @@ class Scheduler:
         # nobody else would give blocks back
         while lacks > pool.free and self.arriving and not self.running:
             self.give_up(self.arriving[-1])
-        if self.borrowable:  # the beginning of a text makes room for the rest of it
-            lacks = min(lacks, max(1, pool.blocks // 2))
+        if self.borrowable:  # the beginning of a text makes room for the rest of it, but not for an adapter
+            loaded = sum(block in pool.owners for block in shelf or ())
+            half = max(1, (pool.blocks - len(beside)) // 2)
+            lacks = min(lacks, len(beside) - loaded + half)
         if lacks > pool.free:
             return False
         if request.least_blocks > pool.free + self.lendable():

@@ -79,6 +79,10 @@ class WeightsElsewhere:
             raise UsageError(
                 f"{option} is for ranks that have all experts of their layers; leave it out, or ep in --layout"
             )
+        if spread.overlap:
+            raise UsageError(
+                f"{option} is for layers that compute all tokens at once; leave it out, or overlap in --layout"
+            )
         for other, given in beside.items():
             if given:
                 raise UsageError(

@@ -106,7 +106,8 @@ def prompts_of_file(file: Path) -> list[str]:
     Raises :class:`UsageError` for a file that cannot be read, a line without a prompt, and a file without prompts.
     """
     try:
-        lines = file.read_text().splitlines()
+        # not splitlines: a string of JSON may have other line separators in it
+        lines = file.read_text().split("\n")
     except OSError as error:
         raise UsageError(f"--prompts {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
