@@ -28,6 +28,7 @@ from weft.generate.keys_at_rest import (
     rest_keys,
 )
 from weft.generate.lookup import Lookup
+from weft.generate.outside_cache import keep_blocks
 from weft.generate.request import Generation
 from weft.generate.sampling import GREEDY, Sampling
 from weft.models.attention import attend_forward
@@ -223,6 +224,20 @@ def test_a_process_that_is_lost_while_a_step_is_planned(tmp_path: Path) -> None:
     assert len(said) == 2 and "is started again" in said[0]
     for text, ids in zip(texts, prompts, strict=True):
         assert text.written == written_alone("softmax", ids, GREEDY).written
+    rest.close()
+
+
+def test_a_text_begins_with_as_many_kept_blocks_as_have_room(tmp_path: Path) -> None:
+    """The host keeps more blocks of it than the cache has."""
+    engine, rest, _ = resting("softmax", tmp_path)
+    engine.scheduler.pool.blocks = 40
+    kept = keep_blocks(engine, "w", 10**8, None, 0, print)
+    expected = written_alone("softmax", LONG, GREEDY).written
+    for _ in range(2):
+        text = engine.submit(LONG, 24, GREEDY)[0]
+        engine.run()
+        assert text.written == expected
+    assert text.hits == kept.fetched * 4 > 0
     rest.close()
 
 

@@ -173,6 +173,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, predictor: Any) -> None:
             "this one has activation silu; leave it out, or train one",
         ),
         ({"experts": 4, "experts_per_token": 1}, "this one has experts"),
+        ({"small_ffn": 16}, "this one has small feed-forwards beside"),
         ({"adapter": {"rank": 2}}, "merge it first"),
     ):
         with pytest.raises(UsageError, match=said):

@@ -140,7 +140,7 @@ def test_what_cannot_be_pruned_is_one_line(
 
 
 @pytest.mark.parametrize("shape", [
-    {"experts": 4}, {"kv_rank": 16, "rope_dim": 8}, {"adapter": Adapter(rank=2, alpha=4)},
+    {"experts": 4}, {"kv_rank": 16, "rope_dim": 8}, {"ffn": 64, "small_ffn": 16}, {"adapter": Adapter(rank=2, alpha=4)},
 ])  # fmt: skip
 def test_other_models_are_refused(shape: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

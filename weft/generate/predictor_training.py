@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from weft.errors import UsageError
 from weft.memory.neuron_predictor import LayerPredictor, gates_of
-from weft.memory.resting_neurons import feed_forward_inputs
+from weft.memory.resting_neurons import feed_forward_inputs, has_plain_relu
 from weft.models.transformer import Transformer
 
 T = torch.Tensor
@@ -59,7 +59,7 @@ def train_predictors(
     often all tokens are learned from; ``say``: called with a line about each layer. An eighth of the tokens is held
     back. Raises :class:`UsageError` for a model without ReLU, and for too few tokens.
     """
-    if model.shape.kind or model.shape.mixtures or model.shape.activation != "relu":
+    if not has_plain_relu(model.shape):
         raise UsageError(
             "predictors are for dense models with activation relu; train one with model.activation = 'relu'"
         )

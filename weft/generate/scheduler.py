@@ -379,9 +379,17 @@ class Scheduler:
             away = []
         else:
             away = away[: self.outside.find(request, away)]
+        beside, shelf = (
+            self.adapter_keys[request.adapter],
+            self._shelf(request.adapter),
+        )
+        unloaded = len(beside) - sum(block in pool.owners for block in shelf or ())
+        if self.borrowable and not request.pinned:
+            blocks, away = self._fitting(blocks, away, unloaded)
+            known = len(blocks) * pool.size
         if self.cache_policy is not None:
             # of a text that is longer than the cache, no more than leaves room for a step
-            room = pool.blocks - len(self.adapter_keys[request.adapter])
+            room = pool.blocks - len(beside)
             if -(-len(request.ids) // pool.size) > room:
                 room = max(0, room - -(-self.budget // pool.size))
                 blocks = blocks[:room]
@@ -392,19 +400,14 @@ class Scheduler:
             if request.pinned
             else min(len(request.ids), known + len(away) * pool.size + self.budget)
         )
-        beside, shelf = (
-            self.adapter_keys[request.adapter],
-            self._shelf(request.adapter),
-        )
         owned = sum(block in pool.owners for block in (*blocks, *(shelf or ())))
         lacks = -(-most // pool.size) + len(beside) - owned
         # nobody else would give blocks back
         while lacks > pool.free and self.arriving and not self.running:
             self.give_up(self.arriving[-1])
-        if self.borrowable:  # the beginning of a text makes room for the rest of it, but not for an adapter
-            loaded = sum(block in pool.owners for block in shelf or ())
-            half = max(1, (pool.blocks - len(beside)) // 2)
-            lacks = min(lacks, len(beside) - loaded + half)
+        # the beginning of a text makes room for the rest of it, but not for an adapter
+        if self.borrowable and not request.pinned:
+            lacks = min(lacks, unloaded + max(1, (pool.blocks - len(beside)) // 2))
         if lacks > pool.free:
             return False
         if request.least_blocks > pool.free + self.lendable():
@@ -427,6 +430,23 @@ class Scheduler:
             request.table.extend(pool.take() for _ in away)
             self.outside.fetch(request, away)
         return True
+
+    def _fitting(
+        self, blocks: list[int], away: list[bytes], others: int
+    ) -> tuple[list[int], list[bytes]]:
+        """Return as many of a text's first blocks as there is room for at once, beside ``others`` more and one of the
+        next step. Later ones find room when blocks have moved to other engines.
+
+        ``blocks``: those that the cache has; ``away``: keys of those that are fetched behind them.
+        """
+        room, fits = self.pool.free - others - 1, list[int]()
+        for block in blocks:
+            room -= block not in self.pool.owners
+            if room < 0:
+                return fits, []
+            fits.append(block)
+        # others need room meanwhile
+        return fits, away if len(away) <= room else away[: room // 2]
 
     def _shelf(self, adapter: str) -> list[int] | None:
         """The blocks in which an adapter is; None if it is in none."""

@@ -142,7 +142,7 @@ class RestingNeurons:
 
     def _check(self, model: Transformer) -> None:
         shape = model.shape
-        if shape.kind or shape.mixtures or shape.activation != "relu":
+        if not has_plain_relu(shape):
             raise UsageError(
                 f"--neurons-in is for dense models with activation relu, and this one has {_other(shape)}; leave it "
                 "out, or train one with model.activation = 'relu'"
@@ -228,10 +228,18 @@ class RestingNeurons:
         )
 
 
+def has_plain_relu(shape: ModelShape) -> bool:
+    """Return whether all feed-forwards of a model of ``shape`` are dense ones with ReLU, one in each layer."""
+    plain = not (shape.kind or shape.mixtures or shape.small_ffn)
+    return plain and shape.activation == "relu"
+
+
 def _other(shape: ModelShape) -> str:
     """Return what a model has in place of dense feed-forwards with ReLU."""
     if shape.kind:
         return f"a plugin's layers ({shape.kind})"
+    if shape.small_ffn:
+        return "small feed-forwards beside the big ones"
     return "experts" if shape.mixtures else f"activation {shape.activation}"
 
 

@@ -65,6 +65,11 @@ def check_prunable(shape: ModelShape, name: str) -> None:
         raise UsageError(
             f"{name} is no dense model with plain attention, for which pruning is; leave it as it is"
         )
+    if shape.small_ffn:
+        raise UsageError(
+            f"{name} has small feed-forwards, which texts do not reach and no file of pruned weights holds; leave it "
+            "as it is"
+        )
     if shape.adapter is not None:
         raise UsageError(
             f"{name} has an adapter; merge it first, with weft export --merge, and prune the result"
