@@ -288,9 +288,10 @@ def test_what_cannot_rest_is_said(tmp_path: Path) -> None:
     engine = Engine(build("softmax", torch.float64), size=4)
     with pytest.raises(UsageError, match="below one extent"):
         rest_keys(engine, RestingKeys((tmp_path,), size=1e-9), 1, 0, print)
-    huge = RestingKeys((tmp_path / "b",), size=1e9)
-    with pytest.raises(WeftError, match=r"no room for .* bytes"):
-        rest_keys(engine, huge, 1, 0, print, start=ThreadOwner)
+    for gigabytes in (1e9, 1e30):
+        huge = RestingKeys((tmp_path / "b",), size=gigabytes)
+        with pytest.raises(WeftError, match=r"no room for .* bytes"):
+            rest_keys(engine, huge, 1, 0, print, start=ThreadOwner)
     linear = Engine(build("linear", torch.float64))
     with pytest.raises(UsageError, match="recurrent state"):
         rest_keys(linear, RestingKeys((tmp_path / "b",)), 1, 0, print)

@@ -49,7 +49,8 @@ def reserve(descriptor: int, start: int, size: int, where: str) -> mmap.mmap:
     try:
         os.posix_fallocate(descriptor, start, size)
         return mmap.mmap(descriptor, size, offset=start)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or "that is more than any disk has"
         raise TierError(
-            f"no room for {size:,} bytes {where}: {error.strerror or error}; free some, or choose another folder"
+            f"no room for {size:,} bytes {where}: {why}; free some, or choose another folder"
         ) from None
