@@ -185,9 +185,7 @@ def generate_command(
     from weft.generate.weights_elsewhere import WeightsElsewhere, lift_of, tell_about
     from weft.layout.layout import Layout
     from weft.memory.heap import use_huge_pages
-    from weft.memory.streamed_experts import StreamedExperts
     from weft.models.products import read_only
-    from weft.serve.whole_batch import PromptFile, write_prompt_file
 
     if [prompt, prompt_file, prompts].count(None) != 2:
         raise UsageError(
@@ -223,6 +221,9 @@ def generate_command(
     if system is not None and not chat:
         raise UsageError("--system is for --chat, whose template says where it belongs")
     if prompts is not None:
+        from weft.memory.streamed_experts import StreamedExperts
+        from weft.serve.whole_batch import PromptFile, write_prompt_file
+
         refused = {
             "--system": system, "--layout": spread.world > 1, "--draft": draft, "--think": think,
             "--texts, --beams, --workers and --paths": options.asked, "--cache-policy": cache_policy != "none",
