@@ -241,6 +241,21 @@ def test_a_text_begins_with_as_many_kept_blocks_as_have_room(tmp_path: Path) -> 
     rest.close()
 
 
+def test_texts_that_share_a_last_block_in_a_full_cache_go_on(tmp_path: Path) -> None:
+    """The block must be copied before one of them writes to it, and no block is free or can be moved."""
+    engine, rest, _ = resting("softmax", tmp_path)
+    texts = engine.submit(LONG[:30], 6, GREEDY, n=2)
+    while len(engine.scheduler.running) < 2:
+        engine.step()
+    engine.scheduler.pool.blocks = len(engine.scheduler.pool.owners)
+    assert not rest.borrower.longest
+    engine.run()
+    expected = written_alone("softmax", LONG[:30], GREEDY).written[:6]
+    assert [text.written for text in texts] == [expected] * 2
+    assert engine.scheduler.preemptions
+    rest.close()
+
+
 def test_adapters_have_room_beside_the_newest_blocks(tmp_path: Path) -> None:
     engine, rest, _ = resting("softmax", tmp_path)
     adapter = read_adapter(

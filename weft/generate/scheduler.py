@@ -465,8 +465,21 @@ class Scheduler:
 
     def _room(self, request: Request) -> int:
         """Return how many more tokens the free blocks and the request's own blocks have room for."""
-        blocks = len(request.table) + self.pool.free
-        return blocks * self.pool.size - request.computed
+        free = self.pool.free - len(self._shared(request))
+        if free < 0:
+            return 0
+        return (len(request.table) + free) * self.pool.size - request.computed
+
+    def _shared(self, request: Request) -> list[int]:
+        """Indices in the table of those blocks of ``request`` that are copied before the request writes to them, as
+        others own them too.
+        """
+        pool, table = self.pool, request.table
+        return [
+            at
+            for at in range(request.computed // pool.size, len(table))
+            if pool.owners[table[at]] > 1
+        ]
 
     def _reserve(self, request: Request, tokens: int, step: ScheduledStep) -> bool:
         """Give a request blocks of its own for ``tokens`` more tokens; return False, without a change, if there are too
@@ -474,11 +487,7 @@ class Scheduler:
         """
         pool, table = self.pool, request.table
         new = max(0, -(-(request.computed + tokens) // pool.size) - len(table))
-        shared = [
-            at
-            for at in range(request.computed // pool.size, len(table))
-            if pool.owners[table[at]] > 1
-        ]
+        shared = self._shared(request)
         if new + len(shared) > pool.free:
             return False
         for at in shared:  # copy on write
