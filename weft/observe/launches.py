@@ -22,6 +22,8 @@ GZIP = b"\x1f\x8b"
 
 #: Kernels queue once they wait so many times as long as the quickest.
 QUEUED = 2.0
+#: A device that is busy for less than this share of the time waits for launches, however long some kernels queue.
+BUSY = 0.5
 
 #: Microseconds: of an operator that is shorter, most is what PyTorch does around the computation.
 SMALL = 20.0
@@ -67,9 +69,9 @@ class Launches:
             overhead = self.between + (1 - self.between) * self.small
             bound = "overhead-bound" if overhead > 0.5 else "compute-bound"
             return f"{bound}: {overhead:.0%} of the time between operators or in short ones (no device in the trace)"
-        if self.queued > QUEUED * self.floor:
+        if self.queued > QUEUED * self.floor and self.busy >= BUSY:
             return f"compute-bound: kernels queue {self.queued / self.floor:.1f} times as long as the quickest"
-        return f"launch-bound: kernels start at once, and the device rests {1 - self.busy:.0%} of the time"
+        return f"launch-bound: the device rests {1 - self.busy:.0%} of the time"
 
 
 def trace_events(path: Path) -> list[dict[str, Any]]:
