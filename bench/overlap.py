@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
 
 #: By the number of ranks, which share two cores.
-SIZES = {2: Sizes(768, 2304, 3, 4, 256, 1024), 4: Sizes(1024, 3072, 2, 4, 192, 768)}
+SIZES = {2: Sizes(2048, 6144, 2, 2, 256, 1024), 4: Sizes(2048, 6144, 2, 2, 192, 768)}
 SMALL = Sizes(64, 128, 2, 4, 32, 64)
 
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     paper="Han et al. 2015",
     recipe="weft prune --checkpoint RUN --share 0.5 --by magnitude --out FOLDER",
     proof="tests/models/test_pruning.py",
-    figure="as many zeros as asked for, to the element",
+    figure=(
+        "as many zeros as asked for, to the element; perplexity of SmolLM2-135M at 50 % from 82 to 1,186 "
+        "(`bench/sparse_weights.py`)"
+    ),
 )
 class Magnitude:
     """Drops the elements of a weight whose absolute values are smallest."""
