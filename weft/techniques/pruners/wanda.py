@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     recipe="weft prune --checkpoint RUN --share 0.5 --by wanda --data FILE --out FOLDER",
     proof="tests/models/test_pruning.py",
     figure=(
-        "as the formula, row by row; with half of the elements the perplexity of SmolLM2-135M is 129.7 where it was 82.3 "
+        "as the formula, row by row; with half of the elements the perplexity of SmolLM2-135M is 129.7, before 82.3 "
         "(`bench/sparse_weights.py`)"
     ),
 )
