@@ -115,14 +115,13 @@ class EngineOptions:
     neurons_in: str | None = None
     neurons: float | None = None
     predictor: str | None = None
+    keys_in: str = ""
 
     @property
     def elsewhere(self) -> WeightsElsewhere:
         """Where weights rest while the engine generates."""
         layers = self.layers_in, self.window, self.least_rate
         return WeightsElsewhere(*layers, self.neurons_in, self.neurons, self.predictor)
-
-    keys_in: str = ""
 
     @property
     def spread(self) -> Layout:

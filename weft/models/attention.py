@@ -214,7 +214,11 @@ def attention(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
 
 
 @attention.register_fake
-def _(q: T, k: T, v: T, cu_seqlens: T, window: int = 0) -> tuple[T, T]:
+def attention_like(q: T, *rest: Any, **options: Any) -> tuple[T, T]:
+    """Return tensors of the shapes and types of an attention operator's results, without values.
+
+    ``q``: ``[batch, seq, heads, head_dim]``; ``rest`` and ``options``: the operator's other arguments.
+    """
     return torch.empty_like(q), q.new_empty(
         q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype)
     )

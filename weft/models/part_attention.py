@@ -8,10 +8,10 @@ from weft.models.attention import (
     BACKWARD_SCHEMA,
     attend_backward,
     attend_forward,
+    attention_like,
     local_attention,
     set_backward,
 )
-from weft.models.numbers import wide
 from weft.models.segments import QkvGradients, Segment, earlier_keys, windowed
 from weft.models.token_parts import TokenPart
 
@@ -64,11 +64,7 @@ def part_attention(
     return out.view(q.shape), lse.contiguous()
 
 
-@part_attention.register_fake
-def _(q: T, k: T, v: T, cu_seqlens: T, tokens: int, window: int = 0) -> tuple[T, T]:
-    return torch.empty_like(q), q.new_empty(
-        q.shape[0] * q.shape[1], q.shape[2], dtype=wide(q.dtype)
-    )
+part_attention.register_fake(attention_like)
 
 
 @torch.library.custom_op(

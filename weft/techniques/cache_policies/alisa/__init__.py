@@ -64,7 +64,9 @@ class SparseWindow(CachePolicy):
             )
 
     def selector(self, size: int) -> BlockSelector:
-        from weft.techniques.cache_policies.alisa.selector import WeightSumSelector
+        from weft.techniques.cache_policies.alisa.alisa_selector import (
+            WeightSumSelector,
+        )
 
         return WeightSumSelector(self.share, size, self.rounded)
 

@@ -25,7 +25,7 @@ class TopBlocks(CachePolicy):
     largest product with the queries of a key head's group.
 
     Each key head chooses for itself. All keys stay in memory; fewer of them are read. Texts of a few blocks are read
-    whole (:data:`weft.techniques.cache_policies.blocks.selector.LEAST`).
+    whole (:data:`weft.techniques.cache_policies.blocks.blocks_selector.LEAST`).
     """
 
     example: ClassVar[str] = "blocks:0.25"
@@ -39,6 +39,8 @@ class TopBlocks(CachePolicy):
         return None if share is None else cls(share)
 
     def selector(self, size: int) -> BlockSelector:
-        from weft.techniques.cache_policies.blocks.selector import MeanKeySelector
+        from weft.techniques.cache_policies.blocks.blocks_selector import (
+            MeanKeySelector,
+        )
 
         return MeanKeySelector(self.share)

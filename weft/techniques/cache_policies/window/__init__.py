@@ -47,7 +47,7 @@ class SinkWindow(CachePolicy):
             )
 
     def selector(self, size: int) -> BlockSelector:
-        from weft.techniques.cache_policies.window.selector import WindowSelector
+        from weft.techniques.cache_policies.window.window_selector import WindowSelector
 
         return WindowSelector(self.tokens, self.blocks(size))
 
