@@ -210,9 +210,18 @@ def sections_of(model: type[BaseModel]) -> list[str]:
 def _section_at(model: type[BaseModel], key: str) -> type[BaseModel]:
     """Return the section that a field of ``model`` holds; ``model`` itself if that field holds none."""
     field = model.model_fields.get(key)
-    annotation = field.annotation if field else None
-    options = [annotation, *getattr(annotation, "__args__", ())]
-    # of Annotated[Section, ...] the section
-    options = [getattr(option, "__origin__", option) for option in options]
-    sections = (o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
-    return next(sections, model)
+    return section_in(field.annotation if field else None) or model
+
+
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the class of the section that a field with the type ``annotation`` holds; None if it holds none."""
+    for option in (annotation, *getattr(annotation, "__args__", ())):
+        # a class that is imported when it is needed, and of Annotated[Section, ...] the section
+        markers = (
+            m for m in getattr(option, "__metadata__", ()) if hasattr(m, "section")
+        )
+        kinds = (getattr(option, "__origin__", option), *(m.section for m in markers))
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                return kind
+    return None

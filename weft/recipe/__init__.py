@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from weft.recipe.recipe import Use as Use
     from weft.recipe.resilience import Resilience as Resilience
     from weft.recipe.rl_section import Reinforcement as Reinforcement
-    from weft.recipe.rl_section import Roles as Roles
+    from weft.recipe.roles_section import Roles as Roles
     from weft.recipe.sync import Sync as Sync
     from weft.recipe.train_section import Dtype as Dtype
     from weft.recipe.train_section import Train as Train

@@ -7,7 +7,7 @@ of a layout alone when that is made, the others with the recipe, or when the mod
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.errors import nearest
 from weft.layout.layout import LAYOUT_RULES
@@ -17,12 +17,14 @@ from weft.recipe.generate_section import Generate
 from weft.recipe.loss_section import Loss
 from weft.recipe.memory_section import MEMORY_RULES
 from weft.recipe.model_shape import ModelShape
-from weft.recipe.rl_section import Reinforcement
 from weft.recipe.step_techniques import AskedStep, asked_techniques, refuse_filled_twice
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
 from weft.refusal import Rule, refuse
 from weft.registry import KINDS, declared, find, names
+
+if TYPE_CHECKING:
+    from weft.recipe.rl_section import Reinforcement
 
 
 class AskedRecipe(AskedStep):

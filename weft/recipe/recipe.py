@@ -1,7 +1,7 @@
 """The recipe: all sections of a run, and what holds between them."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -12,23 +12,31 @@ from weft.plugins import check_model_plugin, check_plugin, load_plugins_of
 from weft.recipe.adapter import Adapter
 from weft.recipe.checkpoint_section import Checkpoint
 from weft.recipe.conflicts import AskedRecipe, refuse_conflicts
-from weft.recipe.control_section import Control
 from weft.recipe.data_section import ANSWER_PAIRS, Data
 from weft.recipe.generate_section import Generate
 from weft.recipe.host_section import with_techniques
 from weft.recipe.loss_section import Loss
 from weft.recipe.memory_section import Memory
 from weft.recipe.model_shape import ModelShape
+from weft.recipe.named_section import section_elsewhere
 from weft.recipe.observe import Observe
 from weft.recipe.optimizer import Optimizer
 from weft.recipe.resilience import Resilience
-from weft.recipe.rl_section import Reinforcement, Roles
-from weft.recipe.stream_section import SampleStream
+from weft.recipe.roles_section import Roles
 from weft.recipe.sync import Sync
 from weft.recipe.train_section import Train
 from weft.recipe.validation_section import Task, Validation
 from weft.registry import find
 from weft.section import Section
+
+if TYPE_CHECKING:
+    from weft.recipe.control_section import Control
+    from weft.recipe.rl_section import Reinforcement
+    from weft.recipe.stream_section import SampleStream
+else:
+    Control = section_elsewhere("control_section", "Control")
+    Reinforcement = section_elsewhere("rl_section", "Reinforcement")
+    SampleStream = section_elsewhere("stream_section", "SampleStream")
 
 #: Where runs go, each in a folder of its own.
 RUNS = Path("runs")
@@ -114,9 +122,7 @@ class Recipe(Section):
             "Files of questions to ask the model during training, and tasks whose rewards it learns from."
         ),
     )
-    rl: (
-        Annotated[SerializeAsAny[Reinforcement], with_techniques(Reinforcement)] | None
-    ) = Field(
+    rl: Reinforcement | None = Field(
         None,
         description="Reinforcement learning: the model learns from the rewards of answers that it writes itself.",
     )

@@ -27,6 +27,7 @@ def recipe_schema() -> Schema:
     """
     tree = Recipe.model_json_schema()
     definitions: dict[str, Schema] = tree.pop("$defs")
+    _define_inline(tree, definitions)
     for name, field in Recipe.model_fields.items():
         if isinstance(field.default, HostSection):
             settings = _settings_of_techniques(type(field.default))
@@ -41,6 +42,16 @@ def recipe_schema() -> Schema:
     callbacks["items"] = {"anyOf": [{"type": "string"}, callbacks["items"]]}
     schema: Schema = _in_draft_4(tree | {"definitions": definitions})
     return {"$schema": DRAFT_4, "title": "Weft recipe"} | schema
+
+
+def _define_inline(tree: Schema, definitions: dict[str, Schema]) -> None:
+    """Move sections whose class is imported when they are named (:class:`SectionElsewhere`) to the definitions."""
+    for node in tree["properties"].values():
+        options = node.get("anyOf", [{}])
+        if "properties" in options[0]:
+            title = options[0]["title"]
+            definitions[title] = options[0]
+            options[0] = {"$ref": f"#/$defs/{title}"}
 
 
 def _section(tree: Schema, definitions: dict[str, Schema], name: str) -> Schema:

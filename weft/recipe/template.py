@@ -4,12 +4,12 @@ import re
 import textwrap
 import tomllib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from weft.recipe import Recipe, build_recipe
 from weft.recipe.schema import Schema, recipe_schema
 from weft.recipe.toml import toml_value
-from weft.section import Section
+from weft.section import Section, section_in
 
 _HEAD = """\
 # Train: weft train {file}      Prove its layout: weft verify {file}
@@ -67,12 +67,8 @@ def template(text: str, file: str, with_all: bool = True) -> str:
 
 def _section_classes() -> dict[str, type[Section]]:
     """Return the sections of a recipe in their order, also those that there may be several of."""
-    kinds = (
-        (name, kind)
-        for name, f in Recipe.model_fields.items()
-        for kind in (f.annotation, *get_args(f.annotation))
-    )
-    return {name: kind for name, kind in kinds if hasattr(kind, "model_fields")}
+    kinds = {name: section_in(f.annotation) for name, f in Recipe.model_fields.items()}
+    return {name: k for name, k in kinds.items() if k and issubclass(k, Section)}
 
 
 def _fields(schema: Schema, section: Section) -> dict[str, Schema]:

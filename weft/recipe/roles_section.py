@@ -1,0 +1,69 @@
+"""The section ``[roles]``: which ranks write answers in reinforcement learning, and how."""
+
+from pydantic import Field, NonNegativeInt
+
+from weft.layout.layout import Layout
+from weft.section import Section
+
+
+class RolloutRole(Section):
+    """Section of the ranks that write answers."""
+
+    layout: Layout = Field(
+        Layout(),
+        description=(
+            "Layout of the model that writes, on the ranks of training. Left out: every rank "
+            "writes with a whole model of its own."
+        ),
+    )
+    ranks: NonNegativeInt = Field(
+        0,
+        description=(
+            "Processes that write while others train. 0: the ranks of training write and train in turn, "
+            "or engines of other hosts write (listen)."
+        ),
+    )
+    listen: str = Field(
+        "",
+        pattern=r"^$|^[^/\s]+:\d{1,5}$",
+        description=(
+            "Address HOST:PORT of the first rank at which engines of other hosts join: weft engine "
+            "--checkpoint policy: --join HOST:PORT. They need the run's WEFT_SECRET."
+        ),
+    )
+    threads: NonNegativeInt = Field(
+        0, description="Threads of each such process; 0: the cores divided among them."
+    )
+    delta: bool = Field(
+        False,
+        description=(
+            "Whether processes that write are sent those elements of new weights alone that have changed, where these "
+            "are fewer bytes. The weights are the same to the last bit; the ranks of training keep one more copy."
+        ),
+    )
+    invariant: bool = Field(
+        False,
+        description=(
+            "Whether writing and training compute the same log-probabilities to the last bit. Both are slower. "
+            "For a dense model on one CPU per rank, with the ranks of training writing."
+        ),
+    )
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether answers are written in other processes than those that train."""
+        return bool(self.ranks or self.listen)
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port at which engines of other hosts join; None if they do not."""
+        host, _, port = self.listen.rpartition(":")
+        return (host.strip("[]"), int(port)) if self.listen else None
+
+
+class Roles(Section):
+    """Section of the roles of reinforcement learning: which ranks do what, and how."""
+
+    rollout: RolloutRole = Field(
+        RolloutRole(), description="The ranks that write answers."
+    )
