@@ -122,6 +122,7 @@ KINDS: dict[str, TechniqueKind] = {
     "phases": TechniqueKind("technique of a step", "phases", (), "phases"),
     "pair-loss": TechniqueKind("loss of pairs", "loss.kind", ("settings",), "pair_losses", ("cross-entropy",)),
     "policy-loss": TechniqueKind("method", "rl.method", (), "policy_losses"),
+    "federation-policy": TechniqueKind("federation policy", "federated.policy", ("settings",), "federation_policies"),
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from weft.errors import UsageError
 from weft.layout.axes import BATCH_AXES
@@ -57,6 +57,15 @@ class Use(Section):
     @classmethod
     def _by_name(cls, given: Any) -> Any:
         return {"name": given} if isinstance(given, str) else given
+
+
+def _federated(values: Any) -> Any:
+    """Return the section ``[federated]``, whose file only a recipe that has the section reads."""
+    if values is None:
+        return None
+    from weft.recipe.federated_section import federated_section
+
+    return federated_section(values)
 
 
 class Recipe(Section):
@@ -156,6 +165,10 @@ class Recipe(Section):
     control: Control | None = Field(
         None,
         description="Learn to act in environments, instead of training a language model.",
+    )
+    federated: Annotated[SerializeAsAny[Any], BeforeValidator(_federated)] = Field(
+        None,
+        description="Clients that own their data train the model; a server, or a virtual clock, brings them together.",
     )
 
     @model_validator(mode="before")

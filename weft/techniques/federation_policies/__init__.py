@@ -1,0 +1,1 @@
+"""Policies of federated training (:class:`weft.federated.policy.FederationPolicy`); ``federated.policy`` names them."""
